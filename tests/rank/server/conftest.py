@@ -313,7 +313,7 @@ def server(make_server):
 
 
 @pytest.fixture
-def make_fresh_server(tmp_path, model_dir, tokenizer):
+def start_server(tmp_path, model_dir, tokenizer):
     servers = []
 
     def make(connect=True, model=None, scheduler=None, **options):
@@ -327,8 +327,8 @@ def make_fresh_server(tmp_path, model_dir, tokenizer):
 
 
 @pytest.fixture
-def fresh_server(make_fresh_server):
-    return make_fresh_server()
+def fresh_server(start_server):
+    return start_server()
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_a_draft_that_its_thoughts_were_closed_behind(fresh_server, per_delta):
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_markers_that_are_special_tokens_reach_the_parser(make_fresh_server, tmp_path):
+def test_markers_that_are_special_tokens_reach_the_parser(start_server, tmp_path):
     model = make_model(tmp_path / "mistral", "{{ tools }}[TOOL_CALLS]{{ messages[0].content }}")
     data = json.loads((model / "tokenizer.json").read_text())
     token = data["added_tokens"][0]
@@ -128,12 +128,10 @@ def test_markers_that_are_special_tokens_reach_the_parser(make_fresh_server, tmp
     markers = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
     data["added_tokens"] += [{**token, "id": size + i, "content": marker} for i, marker in enumerate(markers)]
     (model / "tokenizer.json").write_text(json.dumps(data))
-    fresh_server = make_fresh_server(model=model)
+    server = start_server(model=model)
     parts = (markers[0], "f", markers[1], "abc123XYZ", markers[2], '{"x": 1}', "\nhello")
-    fresh_server.scheduler.tokens = [
-        token for part in parts for token in fresh_server.sessions.text.tokenizer.encode(part, False)
-    ]
-    message = fresh_server.post("chat/completions", messages="hi", tools=[TOOL]).body["choices"][0]["message"]
+    server.scheduler.tokens = [token for part in parts for token in server.sessions.text.tokenizer.encode(part, False)]
+    message = server.post("chat/completions", messages="hi", tools=[TOOL]).body["choices"][0]["message"]
     assert message["content"] == "hello" and message["tool_calls"] == [
         {"id": "abc123XYZ", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     ]

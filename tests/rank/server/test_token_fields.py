@@ -52,9 +52,9 @@ def test_a_limit_of_the_reasoning(fresh_server, tokenizer, fields):
     assert found.thinking_tokens == tuple(map(tokenizer.token_to_id, ("<think>", "</think>")))
 
 
-def test_a_limit_needs_tokens_around_the_reasoning(make_fresh_server):
-    fresh_server = make_fresh_server(reasoning_parser="granite")
-    answer = fresh_server.post("chat/completions", **CHAT, thinking_token_budget=5)
+def test_a_limit_needs_tokens_around_the_reasoning(start_server):
+    server = start_server(reasoning_parser="granite")
+    answer = server.post("chat/completions", **CHAT, thinking_token_budget=5)
     assert answer.status == 400 and "leave it out" in answer.body["error"]["message"]
 
 

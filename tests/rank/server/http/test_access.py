@@ -63,28 +63,28 @@ def test_a_page_of_the_server_itself(host, origin):
     assert refused(access(), host=host, Origin=origin) == ""
 
 
-def test_allowed_origins(make_fresh_server):
-    fresh_server = make_fresh_server(allowed_origins=[PAGE, "http://other.example/"])
-    asked = fresh_server.request("OPTIONS", CHAT, headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"})
+def test_allowed_origins(start_server):
+    server = start_server(allowed_origins=[PAGE, "http://other.example/"])
+    asked = server.request("OPTIONS", CHAT, headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"})
     assert asked.status == 204 and asked.headers["Access-Control-Allow-Methods"] == "POST, OPTIONS"
     assert "Authorization" in asked.headers["Access-Control-Allow-Headers"]
-    answer = fresh_server.request("POST", CHAT, BODY, {"Origin": PAGE})
-    broken = fresh_server.request("POST", CHAT, "{", {"Origin": PAGE})
+    answer = server.request("POST", CHAT, BODY, {"Origin": PAGE})
+    broken = server.request("POST", CHAT, "{", {"Origin": PAGE})
     assert (answer.status, broken.status) == (200, 400)
     for one in (asked, answer, broken):
         assert one.headers["Access-Control-Allow-Origin"] == PAGE and one.headers["Vary"] == "Origin"
-    assert fresh_server.request("POST", CHAT, BODY, {"Origin": "http://other.example"}).status == 200
-    assert fresh_server.request("POST", CHAT, BODY, {"Origin": "http://third.example"}).status == 403
-    assert fresh_server.request("GET", "/health").headers["Vary"] == "Origin"
+    assert server.request("POST", CHAT, BODY, {"Origin": "http://other.example"}).status == 200
+    assert server.request("POST", CHAT, BODY, {"Origin": "http://third.example"}).status == 403
+    assert server.request("GET", "/health").headers["Vary"] == "Origin"
 
 
-def test_a_stream_to_an_allowed_page(make_fresh_server):
-    fresh_server = make_fresh_server(allowed_origins=["*"], api_keys=["k"])
+def test_a_stream_to_an_allowed_page(start_server):
+    server = start_server(allowed_origins=["*"], api_keys=["k"])
     headers = {"Origin": PAGE, "Authorization": "Bearer k"}
-    answer = fresh_server.request("POST", CHAT, json.dumps({"messages": "hi", "stream": True}), headers)
+    answer = server.request("POST", CHAT, json.dumps({"messages": "hi", "stream": True}), headers)
     assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] == "*"
-    assert fresh_server.request("OPTIONS", CHAT, headers={"Origin": PAGE}).status == 204  # a preflight brings no key
-    assert fresh_server.request("POST", CHAT, BODY, {"Origin": PAGE}).status == 401
+    assert server.request("OPTIONS", CHAT, headers={"Origin": PAGE}).status == 204  # a preflight brings no key
+    assert server.request("POST", CHAT, BODY, {"Origin": PAGE}).status == 401
 
 
 OURS = ["localhost", "LOCALHOST:2000", "localhost.", "a.localhost", "127.0.0.1:2000", "[::1]:2000", "10.1.2.3:80"]

@@ -157,16 +157,16 @@ def test_reasoning_that_the_template_opened(fresh_server):
     assert (message["content"], message.get("reasoning_content")) == ("hello", None)
 
 
-def test_a_reasoning_effort_of_none_does_not_think(make_fresh_server):
-    fresh_server = make_fresh_server(thinking=True)
-    fresh_server.scheduler.answer = "hello</think>world"
+def test_a_reasoning_effort_of_none_does_not_think(start_server):
+    server = start_server(thinking=True)
+    server.scheduler.answer = "hello</think>world"
     for more, thinks in (
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "low"}, True),
         ({"reasoning_effort": "none", "enable_thinking": True}, True),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
     ):
-        message = fresh_server.post("chat/completions", messages="hi", **more).body["choices"][0]["message"]
+        message = server.post("chat/completions", messages="hi", **more).body["choices"][0]["message"]
         assert message.get("reasoning_content") == ("hello" if thinks else None), more
 
 
@@ -278,26 +278,26 @@ def test_end_token_can_be_ignored(fresh_server):
     assert answer["choices"][0]["message"]["content"] == "hello world<|end|>"
 
 
-def test_defaults(make_fresh_server, tmp_path, model_dir):
+def test_defaults(start_server, tmp_path, model_dir):
     model = tmp_path / "with_defaults"
     shutil.copytree(model_dir, model)
     (model / "generation_config.json").write_text(
         '{"temperature": 0.3, "top_k": 20, "top_p": 0.8, "eos_token_id": [5, 6], "max_new_tokens": 7}'
     )
-    fresh_server = make_fresh_server(model=model, sampling=SamplingDefaults(top_k=30, presence_penalty=0.5))
-    fresh_server.post("chat/completions", messages="hi", top_p=0.7, max_tokens=3)
-    fresh_server.post("chat/completions", messages="hi", top_p=0)
-    sampling, other = [request.sampling for request in fresh_server.scheduler.requests]
+    server = start_server(model=model, sampling=SamplingDefaults(top_k=30, presence_penalty=0.5))
+    server.post("chat/completions", messages="hi", top_p=0.7, max_tokens=3)
+    server.post("chat/completions", messages="hi", top_p=0)
+    sampling, other = [request.sampling for request in server.scheduler.requests]
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.presence_penalty) == (0.3, 30, 0.7, 0.5)
-    assert sampling.stop_token_ids == (5, 6, fresh_server.scheduler.end_token) and sampling.max_tokens == 3
+    assert sampling.stop_token_ids == (5, 6, server.scheduler.end_token) and sampling.max_tokens == 3
     assert (other.top_k, other.top_p, other.max_tokens) == (1, 1.0, 7)
 
 
-def test_a_seed_for_requests_without_one(make_fresh_server):
-    fresh_server = make_fresh_server(sampling=SamplingDefaults(seed=7))
+def test_a_seed_for_requests_without_one(start_server):
+    server = start_server(sampling=SamplingDefaults(seed=7))
     for more in ({}, {"n": 2}, {"seed": 3}, {"seed": 0}):
-        fresh_server.post("chat/completions", messages="hi", **more)
-    assert [request.sampling.seed for request in fresh_server.scheduler.requests] == [7, 7, 8, 3, 0]
+        server.post("chat/completions", messages="hi", **more)
+    assert [request.sampling.seed for request in server.scheduler.requests] == [7, 7, 8, 3, 0]
 
 
 def test_without_any_seed_one_is_drawn_for_each_request(fresh_server):

@@ -30,14 +30,14 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(fresh_serve
     assert fresh_server.scheduler.requests == []
 
 
-def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(make_fresh_server, monkeypatch):
+def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(start_server, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
-    fresh_server = make_fresh_server()
-    with connect(fresh_server) as sock:
+    server = start_server()
+    with connect(server) as sock:
         sock.sendall(HALF)
-        fresh_server.wait(lambda: fresh_server.state.active)
+        server.wait(lambda: server.state.active)
         assert sock.recv(1 << 16) == b""
-    fresh_server.wait(lambda: not fresh_server.state.active)
+    server.wait(lambda: not server.state.active)
 
 
 def answers(fresh_server, data):

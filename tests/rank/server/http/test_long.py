@@ -26,8 +26,8 @@ HUGE = {
 
 
 @pytest.fixture
-def roomy(make_fresh_server):
-    return make_fresh_server(scheduler={"ready": ROOM})
+def roomy(start_server):
+    return start_server(scheduler={"ready": ROOM})
 
 
 @pytest.fixture

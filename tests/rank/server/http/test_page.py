@@ -89,8 +89,8 @@ def test_files_stay_small():
     assert all(content.count(b"\n") < 400 for content, _ in page.files().values())
 
 
-def test_off_unless_asked_for_and_no_other_file(server, make_fresh_server):
-    fresh_server = make_fresh_server()
+def test_off_unless_asked_for_and_no_other_file(server, start_server):
+    fresh_server = start_server()
     for path in ("/", "/ui/app.js"):
         answer = fresh_server.request("GET", path)
         assert answer.status == 404 and "--ui-server" in answer.body["error"]["message"]
@@ -98,9 +98,9 @@ def test_off_unless_asked_for_and_no_other_file(server, make_fresh_server):
         assert server.request("GET", path).status == 404
 
 
-def test_reached_without_a_key_which_its_requests_need(make_fresh_server):
-    fresh_server = make_fresh_server(ui_server=True, api_keys=["secret"])
-    assert fresh_server.request("GET", "/").status == 200 and fresh_server.request("GET", "/v1/models").status == 401
+def test_reached_without_a_key_which_its_requests_need(start_server):
+    server = start_server(ui_server=True, api_keys=["secret"])
+    assert server.request("GET", "/").status == 200 and server.request("GET", "/v1/models").status == 401
 
 
 # In a browser.
@@ -323,10 +323,10 @@ def test_errors_are_told(window, server, says, monkeypatch):
 
 
 @browsed
-def test_the_key_is_asked_for(chromium, make_fresh_server):
-    fresh_server = make_fresh_server(ui_server=True, api_keys=["secret"])
+def test_the_key_is_asked_for(chromium, start_server):
+    server = start_server(ui_server=True, api_keys=["secret"])
     chromium.size(1280, 860)
-    chromium.open(f"http://127.0.0.1:{fresh_server.port}/")
+    chromium.open(f"http://127.0.0.1:{server.port}/")
     chromium.wait("return document.querySelector('#key[open]')")
     chromium.type("#key-input", "secret")
     chromium.click("#key .primary")

@@ -1,4 +1,4 @@
-"""Connections that end, readers that are slow, leads that come and go; models, health, metrics."""
+"""Connections that end, readers that are slow, schedulers that come and go; models, health, metrics."""
 
 import contextlib
 import gzip
@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from phalanx.rank import protocol
@@ -47,12 +48,9 @@ def test_client_that_goes_away_frees_its_sequences(fresh_server, stream, hold):
         assert sock.recv(100)
     assert fresh_server.scheduler.aborted == []
     sock.close()
-    fresh_server.wait(
-        lambda: (
-            sorted(fresh_server.scheduler.aborted) == sorted(request.id for request in fresh_server.scheduler.requests)
-        )
-    )
-    fresh_server.scheduler.hold = False
+    scheduler = fresh_server.scheduler
+    fresh_server.wait(lambda: sorted(scheduler.aborted) == sorted(request.id for request in scheduler.requests))
+    scheduler.hold = False
     assert fresh_server.link.open_sequences == 0
     fresh_server.wait(lambda: not fresh_server.state.active)
 
@@ -65,30 +63,30 @@ def errors(caplog):
     ("path", "body"),
     [("messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}), ("responses", {"input": "hi"})],
 )
-def test_client_that_leaves_before_a_whole_answer(make_fresh_server, caplog, path, body):
-    fresh_server = make_fresh_server(response_store=4, scheduler={"hold": True})
-    sock = send(fresh_server, path, **body)
-    fresh_server.wait(lambda: fresh_server.scheduler.requests)
+def test_client_that_leaves_before_a_whole_answer(start_server, caplog, path, body):
+    server = start_server(response_store=4, scheduler={"hold": True})
+    sock = send(server, path, **body)
+    server.wait(lambda: server.scheduler.requests)
     sock.close()
-    fresh_server.wait(lambda: fresh_server.link.open_sequences == 0 and not fresh_server.state.active)
-    assert fresh_server.request("GET", "/health").status == 200  # comes after the request that was left
-    assert errors(caplog) == [] and not fresh_server.state.responses._kept
+    server.wait(lambda: server.link.open_sequences == 0 and not server.state.active)
+    assert server.request("GET", "/health").status == 200  # comes after the request that was left
+    assert errors(caplog) == [] and not server.state.responses._kept
 
 
-def test_client_that_leaves_a_followed_response_as_an_event_comes(make_fresh_server, caplog):
-    fresh_server = make_fresh_server(response_store=4, scheduler={"hold": True})
-    sock = send(fresh_server, "responses", input="hi", background=True, stream=True)
+def test_client_that_leaves_a_followed_response_as_an_event_comes(start_server, caplog):
+    server = start_server(response_store=4, scheduler={"hold": True})
+    sock = send(server, "responses", input="hi", background=True, stream=True)
     assert b"HTTP/1.1 200" in sock.recv(30)
-    (kept,) = fresh_server.state.responses._kept.values()
-    (handler,) = fresh_server.state.active
+    (kept,) = server.state.responses._kept.values()
+    (handler,) = server.state.active
 
     def leave():  # the event is written before the handler hears that the connection is closed
         kept.add([b"event"])
         handler._socket.close()
 
-    fresh_server.call(leave)
-    fresh_server.wait(lambda: not fresh_server.state.active)
-    assert fresh_server.request("GET", "/health").status == 200
+    server.call(leave)
+    server.wait(lambda: not server.state.active)
+    assert server.request("GET", "/health").status == 200
     assert errors(caplog) == []
     sock.close()
 
@@ -119,8 +117,8 @@ def test_finished_sequences_are_not_aborted(fresh_server):
     assert fresh_server.scheduler.aborted == []
 
 
-def test_slow_reader_coalesces_and_stalls_nobody(make_fresh_server):
-    fresh_server = make_fresh_server(
+def test_slow_reader_coalesces_and_stalls_nobody(start_server):
+    server = start_server(
         scheduler={
             "per_delta": 50,
             "ready": protocol.Ready(
@@ -128,13 +126,12 @@ def test_slow_reader_coalesces_and_stalls_nobody(make_fresh_server):
             ),
         }
     )
-    fresh_server.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # inherited by accepted connections
-    slow = send(
-        fresh_server, "completions", receive_buffer=4096, prompt="x", stream=True, ignore_eos=True, max_tokens=100_000
-    )
+    server.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # inherited by accepted connections
+    asked = dict(prompt="x", stream=True, ignore_eos=True, max_tokens=100_000)
+    slow = send(server, "completions", receive_buffer=4096, **asked)
     # All of it generated, little of it read.
-    fresh_server.wait(lambda: fresh_server.link.open_sequences == 0 and fresh_server.scheduler.requests)
-    assert fresh_server.post("completions", prompt="x").body["choices"][0]["text"] == "hello world"
+    server.wait(lambda: server.link.open_sequences == 0 and server.scheduler.requests)
+    assert server.post("completions", prompt="x").body["choices"][0]["text"] == "hello world"
     answer = read_all(slow)
     slow.close()
     body = answer.partition(b"\r\n\r\n")[2]
@@ -145,8 +142,8 @@ def test_slow_reader_coalesces_and_stalls_nobody(make_fresh_server):
         body = body[int(size, 16) + 2 :]
     events = parse_events(b"".join(chunks))
     text = "".join(event["choices"][0]["text"] for event in events[:-1])
-    tokens = (fresh_server.scheduler.encode("hello world") * 100_000)[:100_000]
-    assert text == "".join(fresh_server.sessions.text.tokenizer.piece(token).decode() for token in tokens)
+    tokens = (server.scheduler.encode("hello world") * 100_000)[:100_000]
+    assert text == "".join(server.sessions.text.tokenizer.piece(token).decode() for token in tokens)
     assert len(events) < 1000  # of 2000 deltas
 
 
@@ -181,40 +178,40 @@ def test_fatal_tells_why(fresh_server):
     assert fresh_server.request("GET", "/health").body == {"status": "failed", "message": "rank 1 on host b is stuck"}
 
 
-def test_restart(make_fresh_server):
-    fresh_server = make_fresh_server(restarts_expected=True)
-    assert fresh_server.post("completions", prompt="x").status == 200
-    fresh_server.call(fresh_server.scheduler.close)
-    fresh_server.wait(lambda: fresh_server.link.state == "restarting")
-    answer = fresh_server.post("completions", prompt="x")
+def test_restart(start_server):
+    server = start_server(restarts_expected=True)
+    assert server.post("completions", prompt="x").status == 200
+    server.call(server.scheduler.close)
+    server.wait(lambda: server.link.state == "restarting")
+    answer = server.post("completions", prompt="x")
     assert answer.status == 503 and answer.headers["Retry-After"] == "5"
     assert answer.body["error"]["message"] == "the job ended; it is being restarted, try again in a few seconds"
-    assert fresh_server.request("GET", "/health").body == {"status": "restarting"}
-    fresh_server.call(fresh_server.scheduler.connect(ready=False))
-    fresh_server.wait(lambda: fresh_server.link.state == "loading")
-    fresh_server.call(fresh_server.scheduler.send, fresh_server.scheduler.ready)
-    fresh_server.wait(lambda: fresh_server.link.state == "ready")
-    assert fresh_server.post("completions", prompt="x").body["choices"][0]["text"] == "hello world"
+    assert server.request("GET", "/health").body == {"status": "restarting"}
+    server.call(server.scheduler.connect(ready=False))
+    server.wait(lambda: server.link.state == "loading")
+    server.call(server.scheduler.send, server.scheduler.ready)
+    server.wait(lambda: server.link.state == "ready")
+    assert server.post("completions", prompt="x").body["choices"][0]["text"] == "hello world"
 
 
-def test_a_new_scheduler_replaces_the_old(make_fresh_server):
-    fresh_server = make_fresh_server(restarts_expected=True)
-    fresh_server.scheduler.hold = True
-    sock = send(fresh_server, "completions", prompt="x")
-    fresh_server.wait(lambda: fresh_server.scheduler.requests)
-    old = fresh_server.scheduler.writer
-    fresh_server.call(fresh_server.scheduler.connect)
+def test_a_new_scheduler_replaces_the_old(start_server):
+    server = start_server(restarts_expected=True)
+    server.scheduler.hold = True
+    sock = send(server, "completions", prompt="x")
+    server.wait(lambda: server.scheduler.requests)
+    old = server.scheduler.writer
+    server.call(server.scheduler.connect)
     assert read_all(sock).startswith(b"HTTP/1.1 503")
     sock.close()
-    fresh_server.scheduler.hold = False
-    fresh_server.wait(lambda: fresh_server.link.state == "ready")
-    assert fresh_server.post("completions", prompt="x").status == 200
-    fresh_server.call(old.close)
+    server.scheduler.hold = False
+    server.wait(lambda: server.link.state == "ready")
+    assert server.post("completions", prompt="x").status == 200
+    server.call(old.close)
 
 
-def test_loading(make_fresh_server):
-    fresh_server = make_fresh_server(connect=False)
-    answer = fresh_server.post("completions", prompt="x")
+def test_loading(start_server):
+    server = start_server(connect=False)
+    answer = server.post("completions", prompt="x")
     assert answer.status == 503 and answer.headers["Retry-After"] == "5"
     assert answer.body["error"] == {
         "message": "the model is still loading (starting); try again in a few seconds",
@@ -222,16 +219,16 @@ def test_loading(make_fresh_server):
         "param": None,
         "code": "loading",
     }
-    fresh_server.call(fresh_server.scheduler.connect(ready=False))
-    fresh_server.call(fresh_server.scheduler.send, protocol.Progress("weights", 3, 10))
-    fresh_server.wait(lambda: fresh_server.link.progress.done == 3)
-    assert "still loading (weights, 3 of 10)" in fresh_server.post("completions", prompt="x").body["error"]["message"]
-    answer = fresh_server.request("GET", "/health")
+    server.call(server.scheduler.connect(ready=False))
+    server.call(server.scheduler.send, protocol.Progress("weights", 3, 10))
+    server.wait(lambda: server.link.progress.done == 3)
+    assert "still loading (weights, 3 of 10)" in server.post("completions", prompt="x").body["error"]["message"]
+    answer = server.request("GET", "/health")
     assert (answer.status, answer.body) == (
         503,
         {"status": "loading", "progress": {"phase": "weights", "done": 3, "total": 10}},
     )
-    assert fresh_server.request("GET", "/v1/models").body["data"][0]["max_model_len"] is None
+    assert server.request("GET", "/v1/models").body["data"][0]["max_model_len"] is None
 
 
 def test_drain(fresh_server):
@@ -256,16 +253,14 @@ def test_drain(fresh_server):
         ("embeddings", "input", embeddings, "embedding_inputs"),
     ],
 )
-def test_the_end_while_texts_are_tokenised_is_503(
-    make_fresh_server, monkeypatch, caplog, path, field, module, function
-):
-    fresh_server, held, whole = make_fresh_server(), threading.Event(), getattr(module, function)
+def test_the_end_while_texts_are_tokenised_is_503(start_server, monkeypatch, caplog, path, field, module, function):
+    server, held, whole = start_server(), threading.Event(), getattr(module, function)
     monkeypatch.setattr(module, function, lambda *args: (held.wait(20), whole(*args))[1])
-    socks = [send(fresh_server, path, **{field: "hi"}) for _ in range(4)]  # two are read at once
+    socks = [send(server, path, **{field: "hi"}) for _ in range(4)]  # two are read at once
     try:
-        fresh_server.wait(lambda: len(fresh_server.state.active) == 4)
-        fresh_server.call(fresh_server.link.close)
-        fresh_server.call(fresh_server.sessions.close)
+        server.wait(lambda: len(server.state.active) == 4)
+        server.call(server.link.close)
+        server.call(server.sessions.close)
     finally:
         held.set()
     for sock in socks:
@@ -275,45 +270,45 @@ def test_the_end_while_texts_are_tokenised_is_503(
     assert not caplog.text
 
 
-def test_queue_full(make_fresh_server):
-    fresh_server = make_fresh_server(queue_size=2)  # and max_num_seqs 4
-    fresh_server.scheduler.hold = True
-    socks = [send(fresh_server, "completions", prompt="x", n=3) for _ in range(2)]
-    fresh_server.wait(lambda: len(fresh_server.scheduler.requests) == 6)
-    answer = fresh_server.post("completions", prompt="x")
+def test_queue_full(start_server):
+    server = start_server(queue_size=2)  # and max_num_seqs 4
+    server.scheduler.hold = True
+    socks = [send(server, "completions", prompt="x", n=3) for _ in range(2)]
+    server.wait(lambda: len(server.scheduler.requests) == 6)
+    answer = server.post("completions", prompt="x")
     assert answer.status == 429 and answer.headers["Retry-After"] == "1"
     assert answer.body["error"]["message"] == (
         "the queue is full: 6 sequences are open and 1 more would exceed 6; try again later"
     )
-    fresh_server.scheduler.hold = False
+    server.scheduler.hold = False
     assert all(read_all(sock).startswith(b"HTTP/1.1 200") for sock in socks)
-    assert fresh_server.post("completions", prompt="x", n=20).status == 200  # alone, it may be larger than the queue
+    assert server.post("completions", prompt="x", n=20).status == 200  # alone, it may be larger than the queue
     for sock in socks:
         sock.close()
 
 
-def test_keep_alive(make_fresh_server):
-    fresh_server = make_fresh_server(keep_alive_interval=0.05)
-    fresh_server.scheduler.hold = True
-    sock = send(fresh_server, "chat/completions", messages="hi", stream=True)
+def test_keep_alive(start_server):
+    server = start_server(keep_alive_interval=0.05)
+    server.scheduler.hold = True
+    sock = send(server, "chat/completions", messages="hi", stream=True)
     answer = b""
     while answer.count(b": keep-alive\n\n") < 2:
         data = sock.recv(1 << 16)
         assert data, "the connection was closed"
         answer += data
-    fresh_server.scheduler.hold = False
+    server.scheduler.hold = False
     answer += read_all(sock)
     sock.close()
     assert b"text/event-stream" in answer and b"[DONE]" in answer
 
 
-def test_error_after_the_first_event(make_fresh_server):
-    fresh_server = make_fresh_server(keep_alive_interval=0.05)
-    fresh_server.scheduler.hold, fresh_server.scheduler.error = True, (500, "the engine failed")
-    sock = send(fresh_server, "chat/completions", messages="hi", stream=True)
+def test_error_after_the_first_event(start_server):
+    server = start_server(keep_alive_interval=0.05)
+    server.scheduler.hold, server.scheduler.error = True, (500, "the engine failed")
+    sock = send(server, "chat/completions", messages="hi", stream=True)
     sock.recv(1 << 16)
     time.sleep(0.1)  # two keep-alives' time: the stream has begun for certain
-    fresh_server.scheduler.hold = False
+    server.scheduler.hold = False
     answer = read_all(sock)
     sock.close()
     assert b'data: {"error":{"message":"the engine failed","type":"server_error","param":null,"code":null}}' in answer
@@ -328,15 +323,9 @@ def test_a_client_that_never_finishes_its_request_harms_nobody(fresh_server):
 
 def test_many_at_once(fresh_server):
     fresh_server.scheduler.pause = 0.001
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(fresh_server.events("completions", prompt="x")[-1]))
-        for _ in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(fresh_server.events, "completions", prompt="x") for _ in range(20)]
+        results = [one.result(timeout=20)[-1] for one in asked]
     assert results == ["[DONE]"] * 20
 
 
@@ -393,14 +382,14 @@ def test_unix_socket(tmp_path, model_dir, tokenizer):
         fresh_server.stop()
 
 
-def test_a_fault_of_ours_in_a_stream_is_an_error_event(make_fresh_server, monkeypatch, caplog):
-    fresh_server = make_fresh_server(keep_alive_interval=0.05)
-    fresh_server.scheduler.hold = True
-    sock = send(fresh_server, "chat/completions", messages="hi", stream=True)
+def test_a_fault_of_ours_in_a_stream_is_an_error_event(start_server, monkeypatch, caplog):
+    server = start_server(keep_alive_interval=0.05)
+    server.scheduler.hold = True
+    sock = send(server, "chat/completions", messages="hi", stream=True)
     sock.recv(1 << 16)
     time.sleep(0.1)  # two keep-alives' time: the stream has begun for certain
     monkeypatch.setattr("phalanx.rank.server.openai_format.ChatRenderer.parts", lambda self, update: 1 / 0)
-    fresh_server.scheduler.hold = False
+    server.scheduler.hold = False
     answer = read_all(sock)
     sock.close()
     assert b'data: {"error":{"message":"an internal error; the server\'s log has the details' in answer

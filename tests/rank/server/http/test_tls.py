@@ -23,8 +23,8 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def fresh_server(make_fresh_server, files):
-    return make_fresh_server(tls_cert=files[0], tls_key=files[1])
+def fresh_server(start_server, files):
+    return start_server(tls_cert=files[0], tls_key=files[1])
 
 
 def connect(fresh_server, files):
@@ -62,14 +62,14 @@ def test_what_is_no_http_is_answered_in_words(fresh_server, files):
     assert b"400 Bad Request" in answer and b"the request is not valid HTTP" in answer
 
 
-def test_http_without_tls_and_silence_are_hung_up_on(make_fresh_server, files, monkeypatch):
+def test_http_without_tls_and_silence_are_hung_up_on(start_server, files, monkeypatch):
     monkeypatch.setattr(app, "HEADER_TIMEOUT", 0.3)
-    fresh_server = make_fresh_server(tls_cert=files[0], tls_key=files[1])
+    server = start_server(tls_cert=files[0], tls_key=files[1])
     for sent in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b""):
-        with socket.create_connection(("127.0.0.1", fresh_server.port), 20) as sock:
+        with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
             sock.sendall(sent)
             with contextlib.suppress(ConnectionResetError):
                 assert b"HTTP" not in sock.recv(1 << 16)
-    with contextlib.closing(connect(fresh_server, files)) as connection:
+    with contextlib.closing(connect(server, files)) as connection:
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
