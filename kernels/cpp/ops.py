@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ...errors import FatalError
 from . import compiler
 
 log = logging.getLogger("phalanx")
+LOOK = 3e-5  # seconds that threads look for the next operations before they sleep; as in wait.h
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of functions, by the dtype of what they compute
 Value = Tensor | int | float | None
 
@@ -135,7 +137,8 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
 
 class Begun:
     """A list that other threads compute while the caller does something else: fewer than torch's by the caller and,
-    where there are some, one more. A core stays free so for what else the process does, as these look for work."""
+    where there are some, one more. A core stays free so for what else the process does, as these look for work. With
+    one core the caller computes it at once."""
 
     def __init__(self, calls: ctypes.Array[_Call], count: int, alone: int = 0):
         """alone: how many of the first ones the caller computes at once, as they are short."""
@@ -150,23 +153,25 @@ class Begun:
             self._end(self._pool)
             self._runs = False
 
+    def __del__(self) -> None:  # a step that fails in between must not leave the others at work on its memory
+        self.end()
 
-def stay_awake(seconds: float) -> None:
-    """This process's threads look so long for the next operations before they sleep, from now on."""
+
+def stay_awake(seconds: float = LOOK) -> list[float]:
+    """This process's threads look so long for the next operations before they sleep, from now on. Returns how long
+    those of each pool did before."""
     if not available():
-        return
-    threads = torch.get_num_threads()
+        return []
     look = libraries()["pool"].pool_look
-    look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], None
-    for pool in (_pool(threads), _pool(_others(), True)):
-        if pool is not None:
-            look(pool, int(seconds * 1e9))
+    look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    pools = _pool(torch.get_num_threads()), _pool(_others(), True)
+    return [look(pool, int(seconds * 1e9)) / 1e9 for pool in pools if pool is not None]
 
 
 def _others() -> int:
     """Threads of lists that are computed apart."""
-    threads = torch.get_num_threads()
-    return max(1, threads - (2 if threads > 4 else 1))
+    threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    return threads - (2 if threads > 4 else 1)
 
 
 @functools.cache
@@ -189,7 +194,7 @@ def _run() -> Callable[..., None]:
 @functools.cache
 def _pool(threads: int, apart: bool = False) -> int | None:
     """None: the caller computes alone."""
-    if threads == 1 and not apart:
+    if threads <= (0 if apart else 1):
         return None
     make = libraries()["pool"].pool_make
     make.argtypes, make.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_void_p

@@ -1,6 +1,6 @@
 // Runs a list of operations on a few threads: each thread goes through the whole list and does its part of every
-// operation; between two operations all of them meet. The caller is thread 0, so that one thread needs nobody; in a pool
-// apart it is none of them, and does something else meanwhile.
+// operation; a barrier of all of them stands between two operations. The caller is thread 0, so that one thread needs
+// nobody; in a pool apart it is none of them, and does something else meanwhile.
 //
 // Who waits as long as wait.h says sleeps until it is woken (futex): idle threads cost nothing, and a machine with fewer
 // cores than threads still gets on.
@@ -108,7 +108,10 @@ EXPORT void* pool_make(int threads, int apart) {
 }
 
 // For lists that follow each other at such distances: to wake sleeping threads takes longer than one of them.
-EXPORT void pool_look(void* pool, int64_t nanoseconds) { __atomic_store_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED); }
+// Returns what it was.
+EXPORT int64_t pool_look(void* pool, int64_t nanoseconds) {
+    return __atomic_exchange_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED);
+}
 
 // With a pool that another thread of this process uses, or with none, the caller computes alone.
 EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
@@ -143,21 +146,3 @@ EXPORT void pool_end(void* given) {
     pool->ended.wait(pool->before, pool->look);
     pthread_mutex_unlock(&pool->busy);
 }
-
-// A flag in memory that a device writes: 1 once it has the value, 0 if it has not after so many nanoseconds. Looks for a
-// layer's time, as it is mostly that close, and then sleeps between two looks.
-EXPORT int flag_wait(const uint32_t* flag, uint32_t value, int64_t nanoseconds) {
-    constexpr int64_t LAYER_NS = 300000;
-    int64_t begin = 0;
-    for (int64_t looks = 0;; looks++) {
-        if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == value) return 1;
-        timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
-        const int64_t time = t.tv_sec * 1000000000 + t.tv_nsec;
-        if (!looks) begin = time;
-        if (time - begin > nanoseconds) return 0;
-        if (time - begin > LAYER_NS) nap();
-    }
-}
-
-EXPORT void flag_set(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }

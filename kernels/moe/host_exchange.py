@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,18 +43,24 @@ class Exchange:
         self.sent, self.made, self.list = self._flags[:LINE], self._flags[LINE : 2 * LINE], self._flags[2 * LINE :]
         self.state = torch.zeros(2, dtype=torch.int32, device=device)
         self._list = self.list.numpy()
-        self._turn = 0
+        self._count = 0  # of `wait`, which is that of `send`
 
     def wait(self) -> None:
         """Until what the next `send` brings is here."""
-        self._turn = self._turn + 1 & 0xFFFFFFFF
-        while not _flags()[0](self.sent.data_ptr(), self._turn, int(PAUSE * 1e9)):
-            if torch.cuda.current_stream().query():  # raises what the GPU has to say
+        if int(self.made[1]):
+            raise RuntimeError("the CPU's part of a step with experts in host memory has failed before")
+        self._count = self._count + 1 & 0xFFFFFFFF
+        while not self._sent(PAUSE):
+            # It raises what the GPU has to say. What was sent since the last look counts.
+            if torch.cuda.current_stream().query() and not self._sent(0):
                 raise RuntimeError("the GPU has done all that was launched, but sent nothing to the host")
+
+    def _sent(self, seconds: float) -> bool:
+        return bool(_flags()[0](self.sent.data_ptr(), self._count, int(seconds * 1e9)))
 
     def give(self) -> None:
         """What the CPU makes of it lies where `collect` reads it."""
-        _flags()[1](self.made.data_ptr(), self._turn)
+        _flags()[1](self.made.data_ptr(), self._count)
 
     def give_up(self) -> None:
         """It never will: nobody waits for it any more."""
@@ -67,7 +74,7 @@ class Exchange:
 
 @functools.cache
 def _flags() -> tuple[Callable[..., int], Callable[..., None]]:
-    library = ops.libraries()["pool"]
+    library = ops.libraries()["flags"]
     look, put = library.flag_wait, library.flag_set
     look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64], ctypes.c_int
     put.argtypes, put.restype = [ctypes.c_void_p, ctypes.c_uint32], None
@@ -76,8 +83,9 @@ def _flags() -> tuple[Callable[..., int], Callable[..., None]]:
 
 @functools.cache
 def supports(device: torch.device) -> bool:
-    """Whether kernels there reach pinned memory by its address on the host, and the host has operations."""
-    if device.type != "cuda" or not ops.available():
+    """Whether kernels there reach pinned memory by its address on the host, and the host has operations. Not where
+    launches wait for kernels, as `collect` would wait for what comes after its launch."""
+    if device.type != "cuda" or not ops.available() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return False
     found = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index

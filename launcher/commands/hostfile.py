@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     chosen = option_sources.read(HostfileOptions, argv, os.environ)
     if shown(chosen, USAGE):
         return 0
+    for note in chosen.notes:
+        say(note)
     options = chosen.options
     found = allocation.find(os.environ, options.slots)
     if not options.slots and found.gpus and any(count != found.gpus for _, count in found.hosts):

@@ -240,7 +240,7 @@ class EngineClient:
         for stream in streams:
             stream.fail(ApiError(503, message, code=code, retry_after=retry_after))
 
-    # Called by _LeadProtocol.
+    # Called by _EngineProtocol.
 
     def connected(self, scheduler: _EngineProtocol) -> None:
         if self._scheduler is not None:

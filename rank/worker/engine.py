@@ -19,6 +19,7 @@ from ...comm.broadcast import gather_bytes
 from ...comm.mesh import Mesh
 from ...comm.watchdog import LocalWatchdog
 from ...kernels import jit
+from ...kernels.cpp import ops
 from .. import heap
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
@@ -148,7 +149,10 @@ class Engine:
 
     def _give_back(self) -> None:
         self.__dict__.pop("runner", None)
-        self.__dict__.pop("model", None)
+        model = self.__dict__.pop("model", None)
+        if model is not None and model.offload is not None:
+            ops.stay_awake()  # as threads do without experts in host memory
+        del model
         gc.collect()
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()

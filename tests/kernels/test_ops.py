@@ -1,6 +1,7 @@
 """The small operations, on odd sizes, strided inputs and empty batches."""
 
 import math
+import os
 import time
 
 import pytest
@@ -214,10 +215,20 @@ def test_threads_may_stay_awake(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.randn(64, 64)
     want = linear(x, x)
-    ops.stay_awake(2e-3)
+    assert all(before == ops.LOOK for before in ops.stay_awake(2e-3))
     try:
         for pause in (0, 1e-3, 1e-2):
             time.sleep(pause)  # up to 10 ms: less and more than the 2 ms that they stay awake
             assert torch.equal(linear(x, x), want)
     finally:
-        ops.stay_awake(3e-5)
+        assert ops.stay_awake() == [2e-3, 2e-3]
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize("threads, others", [(1, 0), (2, 1), (4, 3), (8, 6)])
+def test_a_core_stays_free_beside_lists_that_are_begun(monkeypatch, threads, others):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert ops._others() == others
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert ops._others() == 0 and ops._pool(0, True) is None

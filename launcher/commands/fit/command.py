@@ -155,7 +155,8 @@ def _device(options: FitOptions) -> Device:
         raise errors.FatalError(
             f"{given}: give --gpu-mem as one of {known}, or --device {'|'.join(DEVICES)}, or --device cpu", errors.USAGE
         )
-    device = DEVICES[name]
+    host = devices.host(devices.saved_speed(os.environ), options.gpus)
+    device = msgspec.structs.replace(DEVICES[name], host=host)
     if options.device != "auto" and options.gpu_mem:
         memory = (options.gpu_mem - devices.HIDDEN) * devices.GIB
         device = msgspec.structs.replace(device, memory=memory)
@@ -165,7 +166,7 @@ def _device(options: FitOptions) -> Device:
 def _cpu(options: FitOptions) -> Device:
     """A rank on CPUs: as fast as `doctor` found this host to be, else as cores usually are."""
     speed = devices.saved_speed(os.environ)
-    source = f"measured on {speed.host} by phalanx doctor, {speed.date}" if speed else ""
+    source = devices.measured(speed) if speed else ""
     if speed is None:
         cores = len(binding.by_core(sorted(os.sched_getaffinity(0))))  # hyperthreads compute no faster
         speed = devices.typical(cores)

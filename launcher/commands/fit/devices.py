@@ -23,6 +23,14 @@ NVLINK = 100  # GB/s: more is no PCIe
 WIRE = 0.56  # of its link's bandwidth that an all-reduce reaches
 
 
+class Host(msgspec.Struct, frozen=True):
+    """One rank's part of its host, for experts that lie in its memory."""
+
+    bandwidth: float  # bytes of its memory that the rank's cores read a second
+    flops: float  # that they reach with experts
+    source: str
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's device. Rates are what is reached, per second; times in seconds."""
 
@@ -39,6 +47,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     group: float = 0.0  # bytes more where several ranks talk
     cpu: bool = False
     source: str = ""
+    host: Host | None = None  # None: as `host` has it of one rank, of which nothing is known
 
 
 def _gpu(name: str, gib: float, tbs: float, tflops: float, tflops_f32: float, link: float, source: str) -> Device:
@@ -111,6 +120,28 @@ def typical(cores: int) -> CpuSpeed:
     """Cores add arithmetic; sockets, not cores, add memory bandwidth beyond some ten of them."""
     gbps = min(TYPICAL.gbps * cores / TYPICAL.cores, 100.0)
     return msgspec.structs.replace(TYPICAL, cores=cores, gflops=TYPICAL.gflops * cores / TYPICAL.cores, gbps=gbps)
+
+
+# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to
+# 86 GB/s where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64.
+CORES = 16
+RANK_HOST = 80e9
+CORE_FLOPS = 1.1e12 / CORES
+EXPERTS = CORE_FLOPS / (TYPICAL.gflops * 1e9 / TYPICAL.cores)  # of a core's f32 GEMMs, where these are typical
+HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
+
+
+def host(speed: CpuSpeed | None, ranks: int) -> Host:
+    """What one of `ranks` that share a host evenly has of it. speed: what `doctor` measured; None: nothing."""
+    if speed is None:
+        source = f"assumed: {CORES} cores with AMX for each rank; `phalanx doctor` measures a host's"
+        return Host(min(RANK_HOST, HOST / ranks), CORES * CORE_FLOPS, source)
+    source = f"{speed.cores} cores for {ranks} rank{'s' * (ranks > 1)}, {measured(speed)}"
+    return Host(speed.gbps * 1e9 / ranks, speed.gflops * 1e9 * EXPERTS / ranks, source)
+
+
+def measured(speed: CpuSpeed) -> str:
+    return f"measured on {speed.host} by phalanx doctor, {speed.date}"
 
 
 def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:

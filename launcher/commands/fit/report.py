@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from .devices import GIB
 from .plan import Answer, LayoutEstimate
 from .shape import KINDS
+from .speed import EXCHANGE, PCIE
 
 
 def gb(number: float) -> str:
@@ -73,6 +76,13 @@ def text(answer: Answer) -> list[str]:
     best = answer.best
     shown = [one for one in answer.figures if not one.layout.offload or one is best or best is None]
     lines = [*heading(answer), "", *table(shown, best), ""]
+    device = answer.cluster.device
+    if device.host is not None and any(one.layout.offload for one in shown):
+        lines.append(
+            f"Experts in the host's memory: a rank reads {gb(device.host.bandwidth)} GB/s of them and computes "
+            f"{device.host.flops / 1e12:.2f} TFLOP/s ({device.host.source}); "
+            f"of PCIe {PCIE / 1e9:.0f} GB/s, and {EXCHANGE * 1e6:.0f} us a layer between GPU and host, are assumed"
+        )
     if answer.smallest is not None:
         one = answer.smallest
         ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
@@ -105,6 +115,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             "nodes": cluster.nodes, "ranks_per_node": cluster.per_node, "device": device.name,
             "memory": round(device.memory), "bandwidth": device.bandwidth, "flops": device.flops,
             "link": device.link, "network": cluster.network, "source": device.source,
+            "host": None if device.host is None else msgspec.structs.asdict(device.host),
         },
         "asked": {
             "context": asked.context, "concurrency": asked.concurrency, "length": asked.length, "dtype": asked.dtype,

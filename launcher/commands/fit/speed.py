@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .devices import Device
+from .devices import Device, host
 from .memory import Layout, Workload, parked
 from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
@@ -21,12 +21,7 @@ SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
-HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
-# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to
-# 86 GB/s where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64; copies run at 42 to 47 GB/s.
-RANK_HOST = 80e9
-RANK_FLOPS = 1.1e12
-EXPERT_COPIES = 45e9
+COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
 EXCHANGE = 30e-6  # seconds of a layer that the GPU and the host take to tell each other; estimated
 HOP = 20e-6  # seconds of a message between nodes
 
@@ -69,13 +64,11 @@ def links(layout: Layout, device: Device, per_node: int, network: float) -> Link
 class StepModel:
     """The time of one stage of a layout for a step."""
 
-    def __init__(
-        self, shape: ModelShape, layout: Layout, device: Device, links: Links, asked: Workload, ranks_here: int
-    ):
+    def __init__(self, shape: ModelShape, layout: Layout, device: Device, links: Links, asked: Workload):
         self.shape, self.layout, self.device, self.links = shape, layout, device, links
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
-        self.host = min(RANK_HOST, HOST / max(1, ranks_here))
+        self.host = device.host or host(None, 1)
         self.offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
@@ -128,8 +121,9 @@ class StepModel:
         if not self.layout.offload:
             return self._roof(touched, work / GROUPED) + self.device.ramp
         # Of few rows the host computes some experts where they lie while others are copied; of many all are copied.
-        both = max(touched / (self.host + EXPERT_COPIES), work / RANK_FLOPS)
-        return min(both, max(touched / EXPERT_COPIES, work / self.flops)) + self.device.ramp
+        copies = PCIE * COPIED
+        both = max(touched / (self.host.bandwidth + copies), work / self.host.flops)
+        return min(both, max(touched / copies, work / self.flops)) + self.device.ramp
 
     def _roof(self, read: float, work: float) -> float:
         memory, arithmetic = read / self.device.bandwidth, work / self.flops
@@ -157,9 +151,7 @@ def predict(
 ) -> Speed:
     """For `running` sequences over all copies, `budget` tokens in a step of prompts."""
     running = max(1, running)
-    clock = StepModel(
-        shape, layout, device, links(layout, device, per_node, network), asked, min(layout.ranks, per_node)
-    )
+    clock = StepModel(shape, layout, device, links(layout, device, per_node, network), asked)
     each = split(running, layout.dp)
     batch = split(each, layout.pp)  # as many batches are under way as there are stages
     stages = shape.stage_shapes(layout.tp, layout.pp, layout.ep)

@@ -16,10 +16,10 @@ from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import Choice
 from ....kernels.moe.host_exchange import Exchange, Part
 from ....kernels.moe.host_experts import Experts
-from .host_buffers import HostStack, HostView
+from .host_buffers import KEPT, HostStack, HostView
 from .streamer import Streamer
 
-FEW = 16  # tokens
+FEW = KEPT  # tokens
 
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
 

@@ -231,7 +231,8 @@ class HostExperts:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
         if tokens <= KEPT and self._computes(view.x.dtype):
-            self._begin(view, tokens).end()
+            pairs = functools.partial(self._pairs, view, tokens)
+            view.work.run(self.layer, self._choice.on_cpu, pairs, self.host_biases, made)
             return made
         fresh = self._pairs(view, tokens)
         fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))
@@ -242,7 +243,7 @@ class HostExperts:
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
     def _begin(self, view: HostView, tokens: int) -> ops.Begun:
-        """The same of few tokens, which other threads compute."""
+        """The same of few tokens, which other threads compute while this one launches."""
         pairs = functools.partial(self._pairs, view, tokens)
         return view.work.begin(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
 

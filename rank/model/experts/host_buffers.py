@@ -18,7 +18,7 @@ from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 
 KEPT = 16  # tokens of steps whose operations are kept
-FEW = 4  # tokens whose rows one thread brings together sooner than all begin to
+ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
 PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
 
 
@@ -40,6 +40,15 @@ class HostWork:
         self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor
     ) -> ops.Begun:
         """`HostPairs.all_calls` of one layer, always the same for as many tokens. pairs: makes them."""
+        kept = self._of(layer, at, pairs, biases, out)
+        return ops.Begun(kept.packed, len(kept.calls), PLACED if len(out) <= ALONE else 0)
+
+    def run(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> None:
+        """The same where the caller has nothing else to do: all threads compute."""
+        kept = self._of(layer, at, pairs, biases, out)
+        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads())
+
+    def _of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
         key = id(layer), len(out)
         if key not in self._kept:
             of = layer.form, len(out)
@@ -49,9 +58,7 @@ class HostWork:
             calls = self._pairs[of].all_calls(layer.stack, at, out)
             packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
             self._kept[key] = Kept(packed, calls)
-        kept = self._kept[key]
-        alone = PLACED if len(out) <= FEW else 0
-        return ops.Begun(kept.packed, len(kept.calls), alone)
+        return self._kept[key]
 
 
 class HostView:

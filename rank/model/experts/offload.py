@@ -24,7 +24,7 @@ from ....kernels.quantized import gpu_form
 from ..weights.slicing import ShardedModule
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import HostStack, HostWork, SharedBuffers
+from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
 from .node_copy import NodeCopy
 from .streamer import BUFFER, BUFFERS, Streamer
 
@@ -228,8 +228,10 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
         ids[:], at[:] = chosen.int(), -1
         at[chosen] = chosen
         started = time.perf_counter()
-        if kept:
+        if kept and rows < KEPT:
             work.begin(stack, at, fresh, UNBIASED, out).end()
+        elif kept:
+            work.run(stack, at, fresh, UNBIASED, out)
         else:
             pairs = fresh()
             pairs.add(stack.stack, at, ids.numel())

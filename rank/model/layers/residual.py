@@ -80,7 +80,8 @@ class Partial:
     def local(self) -> Tensor:
         """This rank's part. It may be overwritten by the consumer, of which there is one."""
         if self._local is None:
-            (linear, x), *others = self.terms
+            # Routed experts come first, and may wait for the host: a GPU computes shared ones meanwhile.
+            (linear, x), *others = reversed(self.terms)
             self._local = linear.multiply(x)
             for linear, x in others:
                 self._local += linear.multiply(x)

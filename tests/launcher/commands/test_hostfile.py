@@ -37,6 +37,13 @@ def test_to_the_terminal(allocated, capsys):
     assert err == ""
 
 
+def test_a_variable_that_is_no_option_is_told(allocated, capsys, monkeypatch):
+    monkeypatch.setenv("PHALANX_SLOT", "8")
+    assert cli.main(["hostfile", "--mpi", "openmpi"]) == 0
+    told = "phalanx: the environment variable PHALANX_SLOT is no option; did you mean PHALANX_SLOTS?\n"
+    assert capsys.readouterr().err == told
+
+
 def test_to_a_file(allocated, tmp_path, capsys):
     path = tmp_path / "hosts"
     assert cli.main(["hostfile", "--slots", "8", "--mpi", "mpich", "-o", str(path)]) == 0

@@ -303,8 +303,8 @@ def make_server(tmp_path_factory, model_dir, tokenizer):
         return servers[-1]
 
     yield make
-    for fresh in servers:
-        fresh.stop()
+    for one in servers:
+        one.stop()
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def server(make_server):
 
 
 @pytest.fixture
-def make_fresh(tmp_path, model_dir, tokenizer):
+def start_server(tmp_path, model_dir, tokenizer):
     servers = []
 
     def make(connect=True, model=None, scheduler=None, **options):
@@ -322,17 +322,19 @@ def make_fresh(tmp_path, model_dir, tokenizer):
         return servers[-1]
 
     yield make
-    for fresh in servers:
-        fresh.stop()
+    for one in servers:
+        one.stop()
 
 
 @pytest.fixture
-def fresh(make_fresh):
-    return make_fresh()
+def fresh_server(start_server):
+    return start_server()
 
 
 @pytest.fixture
-def client(fresh):
+def client(fresh_server):
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh.port}/v1", api_key="EMPTY", max_retries=0, timeout=20)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{fresh_server.port}/v1", api_key="EMPTY", max_retries=0, timeout=20
+    )

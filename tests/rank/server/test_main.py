@@ -102,38 +102,38 @@ def start(tmp_path, model_dir):
 
 
 def test_loading_then_ready_then_drain(start):
-    fresh = start(served_model_name="tiny")
-    fresh.connect()
-    fresh.send(protocol.Progress("weights", 3, 10))
-    status, body = fresh.health()
+    fresh_server = start(served_model_name="tiny")
+    fresh_server.connect()
+    fresh_server.send(protocol.Progress("weights", 3, 10))
+    status, body = fresh_server.health()
     assert (status, body["status"]) == (503, "loading")
-    assert fresh.ready() == (
-        f"Phalanx is ready: http://127.0.0.1:{fresh.port}/v1 (model tiny). Try:\n",
-        f"  curl http://127.0.0.1:{fresh.port}/v1/chat/completions -H 'Content-Type: application/json' "
+    assert fresh_server.ready() == (
+        f"Phalanx is ready: http://127.0.0.1:{fresh_server.port}/v1 (model tiny). Try:\n",
+        f"  curl http://127.0.0.1:{fresh_server.port}/v1/chat/completions -H 'Content-Type: application/json' "
         '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'\n',
     )
-    assert fresh.health()[0] == 200
-    fresh.process.send_signal(signal.SIGUSR1)
-    assert isinstance(fresh.receive(), protocol.Drain)
-    status, body = fresh.health()
+    assert fresh_server.health()[0] == 200
+    fresh_server.process.send_signal(signal.SIGUSR1)
+    assert isinstance(fresh_server.receive(), protocol.Drain)
+    status, body = fresh_server.health()
     assert (status, body["status"]) == (503, "draining")
-    fresh.scheduler.close()
-    assert fresh.process.wait(5) == errors.OK
+    fresh_server.scheduler.close()
+    assert fresh_server.process.wait(5) == errors.OK
 
 
 @pytest.mark.parametrize("how, code", [("term", errors.OK), ("eof", errors.RANK_FAILED), ("fatal", errors.MEMORY)])
 def test_ends_within_two_seconds(start, how, code):
-    fresh = start()
-    fresh.ready()
+    fresh_server = start()
+    fresh_server.ready()
     began = time.monotonic()
     if how == "term":
-        fresh.process.terminate()
+        fresh_server.process.terminate()
     elif how == "eof":
-        fresh.scheduler.close()
+        fresh_server.scheduler.close()
     else:
-        fresh.send(protocol.Fatal("not enough memory", errors.MEMORY))
-        fresh.scheduler.close()
-    assert fresh.process.wait(5) == code
+        fresh_server.send(protocol.Fatal("not enough memory", errors.MEMORY))
+        fresh_server.scheduler.close()
+    assert fresh_server.process.wait(5) == code
     assert time.monotonic() - began < 2
 
 
@@ -150,61 +150,61 @@ def test_environment_is_needed():
 
 def test_model_without_tokenizer(start, tmp_path):
     (tmp_path / "empty").mkdir()
-    fresh = start(model=tmp_path / "empty")
-    assert fresh.process.wait(10) == errors.MODEL
-    assert "has no tokenizer.json, tekken.json or tokenizer.model" in fresh.process.stdout.read()
+    fresh_server = start(model=tmp_path / "empty")
+    assert fresh_server.process.wait(10) == errors.MODEL
+    assert "has no tokenizer.json, tekken.json or tokenizer.model" in fresh_server.process.stdout.read()
 
 
 def test_open_streams_get_an_error_when_the_process_is_stopped(start):
-    fresh = start()
-    fresh.ready()
-    with socket.create_connection(("127.0.0.1", fresh.port), timeout=10) as client:
+    fresh_server = start()
+    fresh_server.ready()
+    with socket.create_connection(("127.0.0.1", fresh_server.port), timeout=10) as client:
         body = b'{"prompt": "x", "stream": true}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         client.sendall(head + body)
-        request = fresh.receive()
-        fresh.send(protocol.Deltas([protocol.Delta(request.id, [70])]))
+        request = fresh_server.receive()
+        fresh_server.send(protocol.Deltas([protocol.Delta(request.id, [70])]))
         answer = client.recv(1 << 16)
-        fresh.process.terminate()
+        fresh_server.process.terminate()
         while part := client.recv(1 << 16):
             answer += part
     assert b'data: {"error":{"message":"the server is stopping"' in answer and b"[DONE]" not in answer
-    assert fresh.process.wait(5) == errors.OK
+    assert fresh_server.process.wait(5) == errors.OK
 
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_request_that_is_not_whole_when_the_process_ends_gets_503(start, drained):
-    fresh = start()
-    fresh.ready()
-    with socket.create_connection(("127.0.0.1", fresh.port), timeout=10) as client:
+    fresh_server = start()
+    fresh_server.ready()
+    with socket.create_connection(("127.0.0.1", fresh_server.port), timeout=10) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert fresh.health()[0] == 200  # so it was read
+        assert fresh_server.health()[0] == 200  # so it was read
         if drained:
-            fresh.process.send_signal(signal.SIGUSR1)
-            assert isinstance(fresh.receive(), protocol.Drain)
-            fresh.scheduler.close()
+            fresh_server.process.send_signal(signal.SIGUSR1)
+            assert isinstance(fresh_server.receive(), protocol.Drain)
+            fresh_server.scheduler.close()
         else:
-            fresh.process.terminate()
+            fresh_server.process.terminate()
         answer = b""
         while part := client.recv(1 << 16):
             answer += part
     assert answer.startswith(b"HTTP/1.1 503 ") and b'"service_unavailable_error"' in answer
-    assert fresh.process.wait(5) == errors.OK
+    assert fresh_server.process.wait(5) == errors.OK
 
 
 def test_stays_while_restarts_are_expected(start):
-    fresh = start(restarts_expected=True)
-    fresh.ready()
-    fresh.scheduler.close()
-    fresh.scheduler = None
-    fresh.connect()
-    fresh.send(protocol.Progress("weights", 1, 2))
+    fresh_server = start(restarts_expected=True)
+    fresh_server.ready()
+    fresh_server.scheduler.close()
+    fresh_server.scheduler = None
+    fresh_server.connect()
+    fresh_server.send(protocol.Progress("weights", 1, 2))
     until = time.monotonic() + 5
-    while fresh.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
+    while fresh_server.health()[1].get("progress") != {"phase": "weights", "done": 1, "total": 2}:
         assert time.monotonic() < until
         time.sleep(0.02)
-    fresh.process.terminate()
-    assert fresh.process.wait(5) == errors.OK
+    fresh_server.process.terminate()
+    assert fresh_server.process.wait(5) == errors.OK
 
 
 def test_ends_with_its_parent(tmp_path, model_dir):
@@ -243,8 +243,8 @@ def test_cores_that_are_not_there(start):
 
 
 def test_wrong_parent(start):
-    fresh = start(parent_pid=1)
-    assert fresh.process.wait(10) == errors.ERROR
+    fresh_server = start(parent_pid=1)
+    assert fresh_server.process.wait(10) == errors.ERROR
 
 
 @pytest.mark.parametrize(
@@ -281,61 +281,61 @@ def test_ready_line_of_a_unix_socket(tmp_path):
 def test_its_job_file_is_there_while_it_runs(start, tmp_path):
     path = tmp_path / "state" / "jobs" / "here-1.json"
     end = time.time() + 3600
-    fresh = start(
+    fresh_server = start(
         registry_file=str(path), url="http://node7:2000/v1", api_keys=["k", "other"], batch_job="991", end_time=end
     )
-    fresh.connect()
+    fresh_server.connect()
     until = time.monotonic() + 10
     while not path.exists():  # written when the scheduler can connect
         assert time.monotonic() < until
         time.sleep(0.02)
     (job,) = server_registry.running(path.parent, socket.gethostname()).values()
     assert (job.url, job.host, job.model) == ("http://node7:2000", socket.gethostname(), "tiny")
-    assert (job.pid, job.key, job.batch, job.end) == (fresh.process.pid, "k", "991", end)
+    assert (job.pid, job.key, job.batch, job.end) == (fresh_server.process.pid, "k", "991", end)
     assert abs(job.since - time.time()) < 60
-    fresh.process.terminate()
-    assert fresh.process.wait(5) == errors.OK
+    fresh_server.process.terminate()
+    assert fresh_server.process.wait(5) == errors.OK
     assert not list(path.parent.iterdir())
 
 
 def test_a_server_without_a_place_for_its_job_file(start, tmp_path):
     (tmp_path / "file").write_text("")
-    fresh = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
-    assert fresh.process.stdout.readline() == (
+    fresh_server = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
+    assert fresh_server.process.stdout.readline() == (
         f"no job file, so `phalanx chat` needs --url: {tmp_path}/file/jobs/x.json: Not a directory\n"
     )
-    fresh.ready()
-    assert fresh.health()[0] == 200
+    fresh_server.ready()
+    assert fresh_server.health()[0] == 200
 
 
 def test_idle_exit(start):
     """Loading and running requests are no idle time, looks at /health are."""
-    fresh = start(idle_exit=0.025)  # 1.5 s
-    fresh.connect()
+    fresh_server = start(idle_exit=0.025)  # 1.5 s
+    fresh_server.connect()
     time.sleep(2)  # longer than --idle-exit: loading is no idle time
-    fresh.ready()
-    with socket.create_connection(("127.0.0.1", fresh.port), timeout=20) as client:
+    fresh_server.ready()
+    with socket.create_connection(("127.0.0.1", fresh_server.port), timeout=20) as client:
         body = b'{"prompt": "x", "max_tokens": 2}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         client.sendall(head + body)
-        request = fresh.receive()
+        request = fresh_server.receive()
         assert isinstance(request, protocol.Request)
         time.sleep(2.5)  # longer than --idle-exit: a running request is none
-        assert fresh.health()[1]["status"] == "ready"
+        assert fresh_server.health()[1]["status"] == "ready"
         ended = time.monotonic()
-        fresh.send(protocol.Deltas([protocol.Delta(request.id, [70, 70], finish="length")]))
+        fresh_server.send(protocol.Deltas([protocol.Delta(request.id, [70, 70], finish="length")]))
         assert b"200 OK" in client.recv(1 << 16)
-    fresh.scheduler.settimeout(0.1)
+    fresh_server.scheduler.settimeout(0.1)
     drained = False
     while not drained:
-        fresh.health()
+        fresh_server.health()
         try:
-            drained = isinstance(fresh.receive(), protocol.Drain)
+            drained = isinstance(fresh_server.receive(), protocol.Drain)
         except TimeoutError:
             assert time.monotonic() < ended + 10
     assert time.monotonic() - ended > 0.4  # since the last look at the running request
-    assert fresh.process.stdout.readline() == (
+    assert fresh_server.process.stdout.readline() == (
         "no request for 0.025 minutes (--idle-exit): the job ends and gives its allocation back\n"
     )
-    fresh.scheduler.close()
-    assert fresh.process.wait(5) == errors.OK
+    fresh_server.scheduler.close()
+    assert fresh_server.process.wait(5) == errors.OK

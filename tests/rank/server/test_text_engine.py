@@ -21,11 +21,11 @@ from .conftest import make_model
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_without_http(fresh):
+def test_without_http(fresh_server):
     """What LLM.generate does: requests made of fields, all awaited together."""
 
     async def generate():
-        sessions = fresh.sessions
+        sessions = fresh_server.sessions
         requests = [convert({"prompt": prompt, "seed": 1}, CompletionRequest) for prompt in ("hello", [1, 2, 3])]
         replies = [
             TextRenderer(await sessions.generate(one, completion_generation), one, sessions.text.tokenizer)
@@ -33,40 +33,40 @@ def test_without_http(fresh):
         ]
         return await asyncio.gather(*(reply.collect() for reply in replies))
 
-    assert [answer["choices"][0]["text"] for answer in fresh.call(generate())] == ["hello world"] * 2
+    assert [answer["choices"][0]["text"] for answer in fresh_server.call(generate())] == ["hello world"] * 2
 
 
-def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(fresh):
-    fresh.scheduler.per_delta = 100  # all in one
-    fresh.scheduler.answer = "hello world, how are you?"
+def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(fresh_server):
+    fresh_server.scheduler.per_delta = 100  # all in one
+    fresh_server.scheduler.answer = "hello world, how are you?"
 
     async def generate():
-        session = await fresh.sessions.generate(
+        session = await fresh_server.sessions.generate(
             convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest), completion_generation
         )
         updates = [update async for batch in session for update in batch]
         return session, updates
 
-    session, (update,) = fresh.call(generate())
+    session, (update,) = fresh_server.call(generate())
     assert update.events == [Text("hello ")] and update.finish == "stop"
     assert len(update.tokens) == len(update.logprobs) == session.completion_tokens
-    assert session.completion_tokens < len(fresh.scheduler.encode(fresh.scheduler.answer))
-    assert fresh.scheduler.aborted == []  # it had ended by itself
+    assert session.completion_tokens < len(fresh_server.scheduler.encode(fresh_server.scheduler.answer))
+    assert fresh_server.scheduler.aborted == []  # it had ended by itself
 
 
-def test_the_engine_s_error_ends_all_choices(fresh):
-    fresh.scheduler.error = (500, "out of blocks")
+def test_the_engine_s_error_ends_all_choices(fresh_server):
+    fresh_server.scheduler.error = (500, "out of blocks")
 
     async def generate():
-        session = await fresh.sessions.generate(
+        session = await fresh_server.sessions.generate(
             convert({"prompt": "x", "n": 2}, CompletionRequest), completion_generation
         )
         async for _ in session:
             pass
 
     with pytest.raises(ApiError, match="out of blocks"):
-        fresh.call(generate())
-    assert fresh.link.open_sequences == 0
+        fresh_server.call(generate())
+    assert fresh_server.link.open_sequences == 0
 
 
 def test_not_ready(tmp_path, model_dir):
@@ -83,9 +83,11 @@ def test_not_ready(tmp_path, model_dir):
     asyncio.run(main())
 
 
-def test_a_special_token_as_stop_string_is_matched_by_its_id(fresh):
-    fresh.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
-    assert fresh.scheduler.requests[0].sampling.stop_token_ids == (fresh.sessions.text.tokenizer.token_id("<|turn|>"),)
+def test_a_special_token_as_stop_string_is_matched_by_its_id(fresh_server):
+    fresh_server.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
+    assert fresh_server.scheduler.requests[0].sampling.stop_token_ids == (
+        fresh_server.sessions.text.tokenizer.token_id("<|turn|>"),
+    )
 
 
 def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
@@ -118,10 +120,10 @@ def test_the_template_of_a_family(tmp_path, caplog):
     assert "no chat template" in message and "OLMo" in message and "--chat-template" in message
 
 
-def test_an_error_without_words(fresh):
-    fresh.scheduler.error = (0, "")
+def test_an_error_without_words(fresh_server):
+    fresh_server.scheduler.error = (0, "")
     for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
-        answer = fresh.post(path, **body)
+        answer = fresh_server.post(path, **body)
         assert (answer.status, answer.body["error"]["message"]) == (500, "the engine failed on this request")
 
 

@@ -104,6 +104,28 @@ def test_experts(fit):
     assert "30.53 billion parameters, 3.04 billion at work for a token; " in out.splitlines()[0]
     assert "  experts in the host's memory (" in out and " GB a rank)" in out
     assert "\nRun:" in out and " --num-experts-offload-per-rank 128 " in out
+    assert (
+        "Experts in the host's memory: a rank reads 80.0 GB/s of them and computes 1.10 TFLOP/s (assumed: 16 cores "
+        "with AMX for each rank; `phalanx doctor` measures a host's); of PCIe 54 GB/s, and 30 us a layer between GPU "
+        "and host, are assumed\n"
+    ) in out
+
+
+def test_experts_on_a_host_that_doctor_has_measured(fit):
+    words = ("Qwen3-30B-A3B", "--gpus", "2", "--gpu-mem", "24", "--host-mem", "256")
+    before = json.loads(fit(*words, "--json")[1])
+    devices.save_speed(devices.CpuSpeed("node7", 8, 896.0, 40.0, 12.0, "2026-11-21"), os.environ)
+    code, out, _ = fit(*words)
+    assert code == 0
+    # half of its 40 GB/s, and of 0.61 of its 896 GFLOP/s
+    assert (
+        "a rank reads 20.0 GB/s of them and computes 0.28 TFLOP/s (8 cores for 2 ranks, measured on node7 by phalanx "
+        "doctor, 2026-11-21); "
+    ) in out
+    after = json.loads(fit(*words, "--json")[1])
+    assert before["cluster"]["host"]["bandwidth"] == 80e9 and after["cluster"]["host"]["bandwidth"] == 20e9
+    slower, faster = (next(one for one in found["layouts"] if one["offload"]) for found in (after, before))
+    assert slower["decode_ms"] > 1.1 * faster["decode_ms"]
 
 
 def test_experts_shared_out(fit):

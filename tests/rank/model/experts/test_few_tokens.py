@@ -114,20 +114,28 @@ def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     layer, made = experts(path, ExpertRoom(100, way="cpu"))
     beside_gpu(monkeypatch, layer, made, "cpu")
 
-    def fail(*_):
-        raise MemoryError("no room")
+    class Failing:
+        def __init__(self, *_):
+            pass
 
-    monkeypatch.setattr(host_exchange.Exchange, "give", fail)
+        def end(self):
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(ops, "Begun", Failing)
     total = layer.down_proj.experts.size
     ids = torch.arange(layer.top_k, dtype=torch.int32)[None] % total
     with pytest.raises(MemoryError):
         layer(torch.ones(1, layer.down_proj.outputs[0].size), ids, torch.ones(ids.shape)).local()
-    assert int(layer.host.shared.buffers.exchange.made[1]) == 1
+    exchange = layer.host.shared.buffers.exchange
+    assert int(exchange.made[1]) == 1
+    with pytest.raises(RuntimeError, match="has failed before"):
+        exchange.wait()
 
 
 def test_flags_between_threads(monkeypatch):
     monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
     monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
+    monkeypatch.setattr(host_exchange, "PAUSE", 20)
     exchange = host_exchange.Exchange(torch.device("cpu"))
 
     def device():

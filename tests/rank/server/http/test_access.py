@@ -33,15 +33,15 @@ def refused(found, address=("127.0.0.1", 2000), host="localhost:2000", **headers
     return ""
 
 
-def test_a_page_of_another_server_is_refused(fresh):
+def test_a_page_of_another_server_is_refused(fresh_server):
     for method, body in (("POST", BODY), ("OPTIONS", None), ("GET", None)):
         path = "/v1/models" if method == "GET" else CHAT
-        answer = fresh.request(method, path, body, {"Origin": PAGE, "Content-Type": "application/json"})
+        answer = fresh_server.request(method, path, body, {"Origin": PAGE, "Content-Type": "application/json"})
         assert answer.status == 403 and answer.body["error"]["code"] == "origin_not_allowed"
         assert "--allowed-origins http://page.example:3000" in answer.body["error"]["message"]
         assert "Access-Control-Allow-Origin" not in answer.headers
-    assert not fresh.scheduler.requests
-    plain = fresh.request("POST", CHAT, BODY)
+    assert not fresh_server.scheduler.requests
+    plain = fresh_server.request("POST", CHAT, BODY)
     assert plain.status == 200 and "Access-Control-Allow-Origin" not in plain.headers
 
 
@@ -63,28 +63,28 @@ def test_a_page_of_the_server_itself(host, origin):
     assert refused(access(), host=host, Origin=origin) == ""
 
 
-def test_allowed_origins(make_fresh):
-    fresh = make_fresh(allowed_origins=[PAGE, "http://other.example/"])
-    asked = fresh.request("OPTIONS", CHAT, headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"})
+def test_allowed_origins(start_server):
+    server = start_server(allowed_origins=[PAGE, "http://other.example/"])
+    asked = server.request("OPTIONS", CHAT, headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"})
     assert asked.status == 204 and asked.headers["Access-Control-Allow-Methods"] == "POST, OPTIONS"
     assert "Authorization" in asked.headers["Access-Control-Allow-Headers"]
-    answer = fresh.request("POST", CHAT, BODY, {"Origin": PAGE})
-    broken = fresh.request("POST", CHAT, "{", {"Origin": PAGE})
+    answer = server.request("POST", CHAT, BODY, {"Origin": PAGE})
+    broken = server.request("POST", CHAT, "{", {"Origin": PAGE})
     assert (answer.status, broken.status) == (200, 400)
     for one in (asked, answer, broken):
         assert one.headers["Access-Control-Allow-Origin"] == PAGE and one.headers["Vary"] == "Origin"
-    assert fresh.request("POST", CHAT, BODY, {"Origin": "http://other.example"}).status == 200
-    assert fresh.request("POST", CHAT, BODY, {"Origin": "http://third.example"}).status == 403
-    assert fresh.request("GET", "/health").headers["Vary"] == "Origin"
+    assert server.request("POST", CHAT, BODY, {"Origin": "http://other.example"}).status == 200
+    assert server.request("POST", CHAT, BODY, {"Origin": "http://third.example"}).status == 403
+    assert server.request("GET", "/health").headers["Vary"] == "Origin"
 
 
-def test_a_stream_to_an_allowed_page(make_fresh):
-    fresh = make_fresh(allowed_origins=["*"], api_keys=["k"])
+def test_a_stream_to_an_allowed_page(start_server):
+    server = start_server(allowed_origins=["*"], api_keys=["k"])
     headers = {"Origin": PAGE, "Authorization": "Bearer k"}
-    answer = fresh.request("POST", CHAT, json.dumps({"messages": "hi", "stream": True}), headers)
+    answer = server.request("POST", CHAT, json.dumps({"messages": "hi", "stream": True}), headers)
     assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] == "*"
-    assert fresh.request("OPTIONS", CHAT, headers={"Origin": PAGE}).status == 204  # a preflight brings no key
-    assert fresh.request("POST", CHAT, BODY, {"Origin": PAGE}).status == 401
+    assert server.request("OPTIONS", CHAT, headers={"Origin": PAGE}).status == 204  # a preflight brings no key
+    assert server.request("POST", CHAT, BODY, {"Origin": PAGE}).status == 401
 
 
 OURS = ["localhost", "LOCALHOST:2000", "localhost.", "a.localhost", "127.0.0.1:2000", "[::1]:2000", "10.1.2.3:80"]
@@ -142,42 +142,42 @@ def test_the_names_of_the_address_it_listens_on(monkeypatch):
     assert refused(access(url="http://10.1.2.4:2000/v1"), host="llm.site.example") == "host_not_allowed"
 
 
-def test_a_probe_may_use_any_name(fresh):
+def test_a_probe_may_use_any_name(fresh_server):
     for path in ("/health", "/v1/health", "/ready", "/ping"):
-        assert fresh.request("GET", path, headers={"Host": "probe.example"}).status == 200
+        assert fresh_server.request("GET", path, headers={"Host": "probe.example"}).status == 200
 
 
-def test_a_foreign_host_over_http(fresh):
-    answer = fresh.request("POST", CHAT, BODY, {"Host": "evil.example"})
+def test_a_foreign_host_over_http(fresh_server):
+    answer = fresh_server.request("POST", CHAT, BODY, {"Host": "evil.example"})
     assert answer.status == 403 and answer.body["error"]["type"] == "permission_error"
     assert "--allowed-hosts evil.example" in answer.body["error"]["message"]
-    assert fresh.request("GET", "/v1/models", headers={"Host": "evil.example"}).status == 403
+    assert fresh_server.request("GET", "/v1/models", headers={"Host": "evil.example"}).status == 403
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
-def test_what_a_form_sends_is_refused(fresh, kind):
+def test_what_a_form_sends_is_refused(fresh_server, kind):
     for path in (CHAT, "/v1/completions", "/v1/embeddings"):
-        answer = fresh.request("POST", path, BODY, {"Content-Type": kind})
+        answer = fresh_server.request("POST", path, BODY, {"Content-Type": kind})
         assert answer.status == 415 and "Content-Type: application/json" in answer.body["error"]["message"]
-    assert not fresh.scheduler.requests
+    assert not fresh_server.scheduler.requests
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "", None])
-def test_json_is_taken(fresh, kind):
+def test_json_is_taken(fresh_server, kind):
     headers = {} if kind is None else {"Content-Type": kind}
-    assert fresh.request("POST", CHAT, BODY, headers).status == 200
+    assert fresh_server.request("POST", CHAT, BODY, headers).status == 200
 
 
-def test_a_request_without_a_host_name_is_no_web_page(fresh):
+def test_a_request_without_a_host_name_is_no_web_page(fresh_server):
     """Probes send an empty one; browsers cannot."""
-    with socket.create_connection(("127.0.0.1", fresh.port)) as sock:
+    with socket.create_connection(("127.0.0.1", fresh_server.port)) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
-def test_a_proxy_may_name_the_usual_port(fresh):
+def test_a_proxy_may_name_the_usual_port(fresh_server):
     """As nginx does with $host:$server_port behind TLS: the page is the server's own."""
-    answer = fresh.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://localhost"})
+    answer = fresh_server.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://localhost"})
     assert answer.status == 200
-    answer = fresh.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://elsewhere"})
+    answer = fresh_server.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://elsewhere"})
     assert answer.status == 403

@@ -23,38 +23,40 @@ def make_server(tmp_path, model_dir, tokenizer):
 
     def make(connect=True, **options):
         scheduler = options.pop("scheduler", {})
-        place = tmp_path / f"fresh{len(servers)}"
+        place = tmp_path / f"server{len(servers)}"
         place.mkdir()
         options = {"served_model_name": "tiny", "file_store": str(tmp_path / "store"), **options}
         servers.append(LiveServer(place, model_dir, tokenizer, connect, scheduler, **options))
-        fresh = servers[-1]
-        fresh.call(fresh.state.batches.start)
-        return fresh
+        fresh_server = servers[-1]
+        fresh_server.call(fresh_server.state.batches.start)
+        return fresh_server
 
     yield make
-    for fresh in servers:
-        leave(fresh)
+    for one in servers:
+        leave(one)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model_dir, tokenizer):
-    place = tmp_path_factory.mktemp("fresh")
-    fresh = LiveServer(place, model_dir, tokenizer, True, {}, served_model_name="tiny", file_store=str(place / "store"))
-    fresh.call(fresh.state.batches.start)
-    yield fresh
-    leave(fresh)
+    place = tmp_path_factory.mktemp("server")
+    fresh_server = LiveServer(
+        place, model_dir, tokenizer, True, {}, served_model_name="tiny", file_store=str(place / "store")
+    )
+    fresh_server.call(fresh_server.state.batches.start)
+    yield fresh_server
+    leave(fresh_server)
 
 
-def leave(fresh):
+def leave(server):
     """As a server that is stopped: what it has begun stays on the disk."""
-    if fresh.state.batches is not None:
-        fresh.call(fresh.state.batches.close)
-        fresh.state.batches = None
-        fresh.stop()
+    if server.state.batches is not None:
+        server.call(server.state.batches.close)
+        server.state.batches = None
+        server.stop()
 
 
-def client_of(fresh, key="x"):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh.port}/v1", api_key=key, max_retries=0)
+def client_of(fresh_server, key="x"):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh_server.port}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture
@@ -245,15 +247,15 @@ def test_a_full_store(server, client, monkeypatch):
     assert error.value.status_code == 507
 
 
-def test_off_unless_a_directory_is_named(fresh):
+def test_off_unless_a_directory_is_named(fresh_server):
     for method, path in (("GET", "files"), ("POST", "files"), ("GET", "batches/x"), ("GET", "files/x/content")):
-        answer = fresh.request(method, f"/v1/{path}", b"" if method == "POST" else None)
+        answer = fresh_server.request(method, f"/v1/{path}", b"" if method == "POST" else None)
         assert answer.status == 404 and "--file-store DIR" in answer.body["error"]["message"]
 
 
 def test_keys_see_their_own(make_server):
-    fresh = make_server(api_keys=["one", "two"])
-    with client_of(fresh, "one") as one, client_of(fresh, "two") as two:
+    fresh_server = make_server(api_keys=["one", "two"])
+    with client_of(fresh_server, "one") as one, client_of(fresh_server, "two") as two:
         batch = begin(one, line("a"))
         assert not two.files.list().data and not two.batches.list().data
         for call in (two.files.retrieve, two.files.content, two.files.delete):
@@ -262,16 +264,16 @@ def test_keys_see_their_own(make_server):
         with pytest.raises(openai.NotFoundError):
             two.batches.retrieve(batch.id)
         assert until(one, batch, "completed").output_file_id
-    with client_of(fresh, "three") as nobody, pytest.raises(openai.AuthenticationError):
+    with client_of(fresh_server, "three") as nobody, pytest.raises(openai.AuthenticationError):
         put(nobody, line("a"))
 
 
 def test_cancelled_while_it_runs(make_server):
-    fresh = make_server(scheduler={"most": 1})
-    with client_of(fresh) as client:
+    fresh_server = make_server(scheduler={"most": 1})
+    with client_of(fresh_server) as client:
         batch = begin(client, *[line(f"r{i}") for i in range(8)])
         batch = until(client, batch, "in_progress")
-        fresh.wait(lambda: len(fresh.scheduler.requests) > 1)
+        fresh_server.wait(lambda: len(fresh_server.scheduler.requests) > 1)
         with pytest.raises(openai.BadRequestError, match="is the input of"):
             client.files.delete(batch.input_file_id)
         waiting = begin(client, line("z"))
@@ -282,33 +284,33 @@ def test_cancelled_while_it_runs(make_server):
         answers = read(client, done.output_file_id) if done.output_file_id else []
         assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
         assert sorted(one["custom_id"] for one in errors + answers) == [f"r{i}" for i in range(8)]
-        fresh.wait(lambda: fresh.link.open_sequences <= 1)
-        fresh.scheduler.most = 1 << 30
+        fresh_server.wait(lambda: fresh_server.link.open_sequences <= 1)
+        fresh_server.scheduler.most = 1 << 30
         assert until(client, waiting, "completed")
 
 
 def test_expired(make_server):
-    fresh = make_server(scheduler={"hold": True})
-    with client_of(fresh) as client:
+    fresh_server = make_server(scheduler={"hold": True})
+    with client_of(fresh_server) as client:
         batch = begin(client, line("a"), line("b"))
         until(client, batch, "in_progress")
-        fresh.wait(lambda: fresh.scheduler.requests)
-        stored, run = fresh.state.batches._now
-        fresh.call(run.stop)  # as its timer does
+        fresh_server.wait(lambda: fresh_server.scheduler.requests)
+        stored, run = fresh_server.state.batches._now
+        fresh_server.call(run.stop)  # as its timer does
         done = until(client, batch, "expired")
         assert done.expired_at and done.request_counts.failed == 2
         assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
 
 
 def test_another_server_goes_on_where_one_was_stopped(make_server):
-    fresh = make_server(scheduler={"most": 2})
-    with client_of(fresh) as client:
+    fresh_server = make_server(scheduler={"most": 2})
+    with client_of(fresh_server) as client:
         batch = begin(client, *[line(f"r{i}") for i in range(6)])
         deadline = time.monotonic() + 20
         while client.batches.retrieve(batch.id).request_counts.completed < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    leave(fresh)
+    leave(fresh_server)
     again = make_server()
     with client_of(again) as client:
         done = until(client, batch, "completed", "failed")
@@ -323,11 +325,11 @@ def test_a_server_that_ends_while_it_writes_the_files(make_server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(stored_run.StoredRun, "finish", interrupted)
-        fresh = make_server()
-        with client_of(fresh) as client:
+        fresh_server = make_server()
+        with client_of(fresh_server) as client:
             batch = begin(client, line("a"), line("b"))
             until(client, batch, "finalizing")
-        leave(fresh)
+        leave(fresh_server)
     again = make_server()
     with client_of(again) as client:
         done = until(client, batch, "completed", "expired", "failed")
@@ -339,22 +341,22 @@ def test_a_batch_whose_files_find_no_room_leaves_no_journal(make_server, monkeyp
     def full(*_):
         raise ApiError(507, "no room")
 
-    fresh = make_server()
-    with client_of(fresh) as client:
+    fresh_server = make_server()
+    with client_of(fresh_server) as client:
         file = put(client, line("a"))
-        monkeypatch.setattr(fresh.state.batches.files, "new", full)
+        monkeypatch.setattr(fresh_server.state.batches.files, "new", full)
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         done = until(client, batch, "completed", "failed")
         assert done.status == "failed" and done.errors.data[0].message == "no room"
-        fresh.wait(lambda: not list(fresh.state.batches.files.batches.glob("*.journal")))
+        fresh_server.wait(lambda: not list(fresh_server.state.batches.files.batches.glob("*.journal")))
 
 
 def test_another_model_does_not_go_on(make_server):
-    fresh = make_server(scheduler={"hold": True})
-    with client_of(fresh) as client:
+    fresh_server = make_server(scheduler={"hold": True})
+    with client_of(fresh_server) as client:
         batch = begin(client, line("a"))
         until(client, batch, "in_progress")
-    leave(fresh)
+    leave(fresh_server)
     again = make_server(served_model_name="other")
     with client_of(again) as client:
         done = until(client, batch, "completed", "failed")
@@ -364,12 +366,12 @@ def test_another_model_does_not_go_on(make_server):
 
 def test_live_requests_go_first(make_server, monkeypatch):
     monkeypatch.setattr(idle, "LOOK_EVERY", 0.01)
-    fresh = make_server(scheduler={"hold": True})  # of four places three are for batches
-    with client_of(fresh) as client:
+    fresh_server = make_server(scheduler={"hold": True})  # of four places three are for batches
+    with client_of(fresh_server) as client:
         begin(client, *[line(f"r{i}") for i in range(8)])
-        fresh.wait(lambda: len(fresh.scheduler.requests) == 3)
+        fresh_server.wait(lambda: len(fresh_server.scheduler.requests) == 3)
         time.sleep(0.1)  # a fourth would have come: it is looked for every 10 ms
-        assert len(fresh.scheduler.requests) == 3
+        assert len(fresh_server.scheduler.requests) == 3
 
 
 def test_no_directory(tmp_path, model_dir, tokenizer, make_server):

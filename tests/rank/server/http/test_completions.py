@@ -7,18 +7,18 @@ pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture
-def encode(fresh):
-    return fresh.scheduler.encode
+def encode(fresh_server):
+    return fresh_server.scheduler.encode
 
 
-def test_completion(fresh, client):
+def test_completion(fresh_server, client):
     answer = client.completions.create(model="x", prompt="hello", max_tokens=50, temperature=0)
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert answer.choices[0].text == "hello world" and answer.choices[0].finish_reason == "stop"
-    assert list(unpack_u32(fresh.scheduler.requests[0].tokens)) == fresh.scheduler.encode("hello")
+    assert list(unpack_u32(fresh_server.scheduler.requests[0].tokens)) == fresh_server.scheduler.encode("hello")
 
 
-def test_stream(fresh, client):
+def test_stream(fresh_server, client):
     chunks = list(
         client.completions.create(model="x", prompt="hello", stream=True, stream_options={"include_usage": True})
     )
@@ -26,7 +26,7 @@ def test_stream(fresh, client):
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
-def test_prompts_in_all_forms(fresh, encode):
+def test_prompts_in_all_forms(fresh_server, encode):
     ids = encode("hello")
     for prompt, expected in (
         ("hello", [ids]),
@@ -34,90 +34,90 @@ def test_prompts_in_all_forms(fresh, encode):
         (ids, [ids]),
         ([ids, [1, 2]], [ids, [1, 2]]),
     ):
-        fresh.scheduler.requests.clear()
-        answer = fresh.post("completions", prompt=prompt, n=2, seed=5).body
+        fresh_server.scheduler.requests.clear()
+        answer = fresh_server.post("completions", prompt=prompt, n=2, seed=5).body
         assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
-        sent = [list(unpack_u32(request.tokens)) for request in fresh.scheduler.requests]
+        sent = [list(unpack_u32(request.tokens)) for request in fresh_server.scheduler.requests]
         assert sent == [ids for ids in expected for _ in range(2)]
-        assert [request.sampling.seed for request in fresh.scheduler.requests] == [5, 6] * len(expected)
+        assert [request.sampling.seed for request in fresh_server.scheduler.requests] == [5, 6] * len(expected)
         assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * len(expected)
 
 
-def test_logprobs_and_offsets(fresh, client):
-    fresh.scheduler.answer = "hello 世界"
+def test_logprobs_and_offsets(fresh_server, client):
+    fresh_server.scheduler.answer = "hello 世界"
     answer = client.completions.create(model="x", prompt="hi", logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs.token_logprobs == [-0.5] * len(logprobs.tokens)
     assert logprobs.text_offset[0] == 0 and sorted(logprobs.text_offset) == logprobs.text_offset
     assert logprobs.tokens[1] == "hello 世界"[logprobs.text_offset[1] :][: len(logprobs.tokens[1])]
     assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
-    assert fresh.post("completions", prompt="hi", logprobs=0).body["choices"][0]["logprobs"]["tokens"]
+    assert fresh_server.post("completions", prompt="hi", logprobs=0).body["choices"][0]["logprobs"]["tokens"]
 
 
-def test_echo(fresh):
-    assert fresh.post("completions", prompt="hi, ", echo=True).body["choices"][0]["text"] == "hi, hello world"
-    events = fresh.events("completions", prompt="hi, ", echo=True)
+def test_echo(fresh_server):
+    assert fresh_server.post("completions", prompt="hi, ", echo=True).body["choices"][0]["text"] == "hi, hello world"
+    events = fresh_server.events("completions", prompt="hi, ", echo=True)
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "hi, hello world"
     assert events[0]["choices"][0]["text"].startswith("hi, ")
 
 
-def test_token_ids(fresh, encode):
-    choice = fresh.post("completions", prompt=[7, 8], return_token_ids=True).body["choices"][0]
+def test_token_ids(fresh_server, encode):
+    choice = fresh_server.post("completions", prompt=[7, 8], return_token_ids=True).body["choices"][0]
     assert choice["prompt_token_ids"] == [7, 8] and choice["token_ids"] == encode("hello world")
 
 
-def test_special_tokens(fresh):
-    fresh.scheduler.tokens = fresh.scheduler.encode("a<|turn|>b<think>c")
-    assert fresh.post("completions", prompt="x").body["choices"][0]["text"] == "ab<think>c"
-    text = fresh.post("completions", prompt="x", skip_special_tokens=False).body["choices"][0]["text"]
+def test_special_tokens(fresh_server):
+    fresh_server.scheduler.tokens = fresh_server.scheduler.encode("a<|turn|>b<think>c")
+    assert fresh_server.post("completions", prompt="x").body["choices"][0]["text"] == "ab<think>c"
+    text = fresh_server.post("completions", prompt="x", skip_special_tokens=False).body["choices"][0]["text"]
     assert text == "a<|turn|>b<think>c"
 
 
-def test_priority_and_salt_are_passed_on(fresh):
-    fresh.post("completions", prompt="x", priority=-3, cache_salt="me", logit_bias={"5": -100}, min_tokens=2)
-    request = fresh.scheduler.requests[0]
+def test_priority_and_salt_are_passed_on(fresh_server):
+    fresh_server.post("completions", prompt="x", priority=-3, cache_salt="me", logit_bias={"5": -100}, min_tokens=2)
+    request = fresh_server.scheduler.requests[0]
     assert (request.priority, request.cache_salt) == (-3, "me")
     assert request.sampling.logit_bias == {5: -100.0} and request.sampling.min_tokens == 2
 
 
-def test_the_prompt_s_log_probabilities(fresh, tokenizer):
+def test_the_prompt_s_log_probabilities(fresh_server, tokenizer):
     """What lm-eval's loglikelihood reads: those of the prompt before those of the answer."""
     ids = tokenizer.encode("hi, you", add_special_tokens=False).ids
     asked = {"prompt": ids, "echo": True, "logprobs": 1, "temperature": 0}
-    choice = fresh.post("completions", **asked, max_tokens=1).body["choices"][0]
+    choice = fresh_server.post("completions", **asked, max_tokens=1).body["choices"][0]
     found = choice["logprobs"]
     assert choice["text"].startswith("hi, you") and "".join(found["tokens"]) == choice["text"]
     assert found["token_logprobs"] == [None, *(-1.0 * i for i in range(1, len(ids))), -0.5]
     assert found["top_logprobs"][0] is None and all(len(top) == 2 for top in found["top_logprobs"][1:-1])
     assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids) + 1)]
-    (request,) = fresh.scheduler.requests
+    (request,) = fresh_server.scheduler.requests
     assert (request.sampling.prompt_logprobs, request.sampling.max_tokens) == (1, 1)
 
-    answer = fresh.post("completions", **asked, max_tokens=0).body
+    answer = fresh_server.post("completions", **asked, max_tokens=0).body
     assert answer["choices"][0]["text"] == "hi, you" and answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"][:-1]
     assert answer["usage"]["completion_tokens"] == 0
-    assert fresh.scheduler.requests[-1].sampling.max_tokens == 1
-    first, *_ = fresh.events("completions", **asked, max_tokens=0)
+    assert fresh_server.scheduler.requests[-1].sampling.max_tokens == 1
+    first, *_ = fresh_server.events("completions", **asked, max_tokens=0)
     assert first["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]
 
 
-def test_prompt_logprobs_as_vllm_has_them(fresh, tokenizer):
+def test_prompt_logprobs_as_vllm_has_them(fresh_server, tokenizer):
     ids = tokenizer.encode("hi, you", add_special_tokens=False).ids
-    answer = fresh.post("completions", prompt=ids, prompt_logprobs=1, max_tokens=1).body
+    answer = fresh_server.post("completions", prompt=ids, prompt_logprobs=1, max_tokens=1).body
     first, second, *rest = answer["choices"][0]["prompt_logprobs"]
     assert first is None and len(rest) == len(ids) - 2
     assert second[str(ids[1])] == {"logprob": -1.0, "rank": None, "decoded_token": tokenizer.decode([ids[1]])}
     assert second["10"]["rank"] == 1 and answer["choices"][0]["text"] and answer["choices"][0]["logprobs"] is None
     chat = {"messages": "hi", "prompt_logprobs": 0, "max_tokens": 0}
-    answer = fresh.post("chat/completions", **chat).body["choices"][0]
-    assert len(answer["prompt_logprobs"]) == len(fresh.scheduler.requests[-1].tokens) // 4
+    answer = fresh_server.post("chat/completions", **chat).body["choices"][0]
+    assert len(answer["prompt_logprobs"]) == len(fresh_server.scheduler.requests[-1].tokens) // 4
     assert answer["message"]["content"] == ""
 
 
-def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(fresh, tokenizer):
-    choice = fresh.post("completions", prompt="hi, you", echo=True, logprobs=0, max_tokens=0).body["choices"][0]
+def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(fresh_server, tokenizer):
+    choice = fresh_server.post("completions", prompt="hi, you", echo=True, logprobs=0, max_tokens=0).body["choices"][0]
     assert choice["text"] == "hi, you" and choice["logprobs"]["text_offset"][-1] < len("hi, you")
 
 
@@ -132,6 +132,6 @@ def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(fresh, tokenizer)
         ({"echo": True, "logprobs": 1, "n": 2}, "n"),
     ],
 )
-def test_log_probabilities_of_prompts_that_are_refused(fresh, fields, param):
-    answer = fresh.post("completions", prompt="x", **fields)
+def test_log_probabilities_of_prompts_that_are_refused(fresh_server, fields, param):
+    answer = fresh_server.post("completions", prompt="x", **fields)
     assert answer.status == 400 and answer.body["error"]["param"] == param

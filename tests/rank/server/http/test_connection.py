@@ -12,37 +12,37 @@ pytestmark = pytest.mark.timeout(30)
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
 
 
-def connect(fresh):
-    return contextlib.closing(socket.create_connection(("127.0.0.1", fresh.port), timeout=20))
+def connect(fresh_server):
+    return contextlib.closing(socket.create_connection(("127.0.0.1", fresh_server.port), timeout=20))
 
 
 @pytest.mark.parametrize("path", [b"completions", b"chat/completions", b"embeddings"])
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(fresh, path, reset):
-    with connect(fresh) as sock:
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(fresh_server, path, reset):
+    with connect(fresh_server) as sock:
         sock.sendall(HALF.replace(b"completions", path))
-        fresh.wait(lambda: [handler._body for handler in fresh.state.active])
-        (handler,) = fresh.state.active
+        fresh_server.wait(lambda: [handler._body for handler in fresh_server.state.active])
+        (handler,) = fresh_server.state.active
         if reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    fresh.wait(lambda: not fresh.state.active)
+    fresh_server.wait(lambda: not fresh_server.state.active)
     assert handler._body == []
-    assert fresh.scheduler.requests == []
+    assert fresh_server.scheduler.requests == []
 
 
-def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(make_fresh, monkeypatch):
+def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(start_server, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
-    fresh = make_fresh()
-    with connect(fresh) as sock:
+    server = start_server()
+    with connect(server) as sock:
         sock.sendall(HALF)
-        fresh.wait(lambda: fresh.state.active)
+        server.wait(lambda: server.state.active)
         assert sock.recv(1 << 16) == b""
-    fresh.wait(lambda: not fresh.state.active)
+    server.wait(lambda: not server.state.active)
 
 
-def answers(fresh, data):
+def answers(fresh_server, data):
     """What comes back until the server hangs up: status, headers, body."""
-    with connect(fresh) as sock:
+    with connect(fresh_server) as sock:
         sock.sendall(data)
         answer = b""
         while part := sock.recv(1 << 20):
@@ -81,17 +81,17 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     ],
     ids=lambda value: value[-40:] if isinstance(value, bytes) else None,
 )
-def test_what_is_no_http_is_told_so(fresh, data, status, word):
-    got, error = answers(fresh, data)
+def test_what_is_no_http_is_told_so(fresh_server, data, status, word):
+    got, error = answers(fresh_server, data)
     assert got == status
     assert error["type"] == "invalid_request_error" and word in error["message"]
-    fresh.wait(lambda: not fresh.state.active)
-    assert fresh.post("completions", prompt="x").status == 200
+    fresh_server.wait(lambda: not fresh_server.state.active)
+    assert fresh_server.post("completions", prompt="x").status == 200
 
 
-def test_after_a_good_request(fresh):
+def test_after_a_good_request(fresh_server):
     """On a connection that was kept open."""
-    with connect(fresh) as sock:
+    with connect(fresh_server) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nnonsense\r\n\r\n")
         answer = b""
         while part := sock.recv(1 << 20):
@@ -99,7 +99,7 @@ def test_after_a_good_request(fresh):
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 400 ") == 1
 
 
-def test_a_length_of_thousands_of_digits(fresh):
-    with socket.create_connection(("127.0.0.1", fresh.port)) as sock:
+def test_a_length_of_thousands_of_digits(fresh_server):
+    with socket.create_connection(("127.0.0.1", fresh_server.port)) as sock:
         sock.sendall(POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413")

@@ -98,15 +98,15 @@ def test_nothing_is_recorded_unless_asked(server):
     assert not server.state.conversations._kept
 
 
-def test_the_option_records_what_names_a_conversation(make_fresh):
-    fresh = make_fresh(record_conversation=True)
-    chat(fresh, said("hello"), conversation_id="mine", record_conversation=None)
-    chat(fresh, said("again"), conversation_id="mine", record_conversation=None)
-    assert prompt(fresh).count("<|turn|>") == 4
-    chat(fresh, said("hello"), record_conversation=None)
-    chat(fresh, said("hello"), conversation_id="mine", record_conversation=False)
-    assert prompt(fresh).count("<|turn|>") == 2 and len(fresh.state.conversations._kept) == 1
-    assert chat(fresh, said("hello"), conversation_id="mine", n=2, record_conversation=None).status == 400
+def test_the_option_records_what_names_a_conversation(start_server):
+    server = start_server(record_conversation=True)
+    chat(server, said("hello"), conversation_id="mine", record_conversation=None)
+    chat(server, said("again"), conversation_id="mine", record_conversation=None)
+    assert prompt(server).count("<|turn|>") == 4
+    chat(server, said("hello"), record_conversation=None)
+    chat(server, said("hello"), conversation_id="mine", record_conversation=False)
+    assert prompt(server).count("<|turn|>") == 2 and len(server.state.conversations._kept) == 1
+    assert chat(server, said("hello"), conversation_id="mine", n=2, record_conversation=None).status == 400
 
 
 def test_it_is_forgotten(server):
@@ -119,18 +119,18 @@ def test_it_is_forgotten(server):
     assert server.request("DELETE", f"/v1/conversations/{id}").status == 404
 
 
-def test_one_key_never_reads_another_s(make_fresh):
-    fresh = make_fresh(api_keys=["a", "b"])
+def test_one_key_never_reads_another_s(start_server):
+    server = start_server(api_keys=["a", "b"])
 
     def ask(key, method="POST", path="chat/completions", **body):
         body = {"messages": [said(f"I am {key}")], "record_conversation": True, **body} if method == "POST" else None
-        return fresh.request(method, f"/v1/{path}", body, {"Authorization": f"Bearer {key}"})
+        return server.request(method, f"/v1/{path}", body, {"Authorization": f"Bearer {key}"})
 
     id = ask("a").body["conversation_id"]
     assert ask("b", conversation_id=id).status == 404
     for key in "aabb":
         assert ask(key, conversation_id="same").status == 200
-        assert ("I am a" in prompt(fresh), "I am b" in prompt(fresh)) == (key == "a", key == "b")
+        assert ("I am a" in prompt(server), "I am b" in prompt(server)) == (key == "a", key == "b")
     for method in ("GET", "DELETE"):
         assert ask("b", method, f"conversations/{id}").status == 404
     assert ask("a", "GET", f"conversations/{id}").status == 200
@@ -188,11 +188,11 @@ def test_what_is_refused(server, more, field):
     assert answer.status == 400 and answer.body["error"]["param"] == field
 
 
-def test_where_none_is_kept(make_fresh):
-    fresh = make_fresh(conversation_store=0)
-    answer = chat(fresh, said("hello"))
+def test_where_none_is_kept(start_server):
+    server = start_server(conversation_store=0)
+    answer = chat(server, said("hello"))
     assert answer.status == 400 and "--conversation-store" in answer.body["error"]["message"]
-    assert chat(fresh, said("hello"), conversation_id="a", record_conversation=None).status == 200
+    assert chat(server, said("hello"), conversation_id="a", record_conversation=None).status == 200
 
 
 def record(store, id, text="hello"):

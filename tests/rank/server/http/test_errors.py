@@ -263,60 +263,60 @@ def test_error_of_the_engine(server):
         server.scheduler.error = None
 
 
-def test_without_template(make_fresh, tmp_path):
+def test_without_template(start_server, tmp_path):
     from ..conftest import make_model
 
-    fresh = make_fresh(model=make_model(tmp_path / "base", template=None))
+    server = start_server(model=make_model(tmp_path / "base", template=None))
     check(
-        fresh.post("chat/completions", messages="x"),
+        server.post("chat/completions", messages="x"),
         400,
         "messages",
         "this model has no chat template: use /v1/completions, or start the server with one",
     )
-    assert fresh.post("completions", prompt="x").status == 200
+    assert server.post("completions", prompt="x").status == 200
 
 
-def test_without_tools(make_fresh, tmp_path):
+def test_without_tools(start_server, tmp_path):
     from ..conftest import make_model
 
-    fresh = make_fresh(model=make_model(tmp_path / "plain", template="{{ messages[0].content }}"))
+    server = start_server(model=make_model(tmp_path / "plain", template="{{ messages[0].content }}"))
     check(
-        fresh.post("chat/completions", messages="x", tools=[TOOL]),
+        server.post("chat/completions", messages="x", tools=[TOOL]),
         400,
         "tools",
         "this model's chat template does not take tools: leave them out",
     )
 
 
-def test_api_key(make_fresh):
-    fresh = make_fresh(api_keys=["secret", "clé"])
+def test_api_key(start_server):
+    server = start_server(api_keys=["secret", "clé"])
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-        answer = fresh.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
+        answer = server.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
         check(answer, 401, None, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', "invalid_api_key")
     for key in ("secret", "clé".encode()):
         headers = {"Authorization": b"Bearer " + key if isinstance(key, bytes) else f"Bearer {key}"}
-        assert fresh.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
-    assert fresh.request("GET", "/health").status == 200
-    assert fresh.request("GET", "/v1/models").status == 401
+        assert server.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
+    assert server.request("GET", "/health").status == 200
+    assert server.request("GET", "/v1/models").status == 401
 
 
-def test_strict(make_fresh):
-    fresh = make_fresh(strict=True)
+def test_strict(start_server):
+    server = start_server(strict=True)
     check(
-        fresh.post("completions", prompt="x", model="llama7b"),
+        server.post("completions", prompt="x", model="llama7b"),
         404,
         "model",
         "the model 'llama7b' does not exist; this server has tiny, other",
         "model_not_found",
     )
-    assert fresh.post("completions", prompt="x", model="other").body["model"] == "tiny"
+    assert server.post("completions", prompt="x", model="other").body["model"] == "tiny"
     check(
-        fresh.post("completions", prompt="x", no_such_field=5),
+        server.post("completions", prompt="x", no_such_field=5),
         400,
         "no_such_field",
         "no_such_field is no field of this endpoint, and this server refuses such (--strict): leave it out",
     )
-    assert fresh.post("completions", prompt="x").status == 200
+    assert server.post("completions", prompt="x").status == 200
 
 
 def test_arguments_that_are_nested_too_deeply(server):

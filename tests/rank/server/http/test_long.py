@@ -26,8 +26,8 @@ HUGE = {
 
 
 @pytest.fixture
-def roomy(make_fresh):
-    return make_fresh(scheduler={"ready": ROOM})
+def roomy(start_server):
+    return start_server(scheduler={"ready": ROOM})
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def encoding(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("words", marks=pytest.mark.long), "one word", "messages"])
-def test_what_cannot_fit_is_not_tokenised(fresh, encoding, kind):
-    answer = fresh.post("chat/completions", messages=HUGE[kind])
+def test_what_cannot_fit_is_not_tokenised(fresh_server, encoding, kind):
+    answer = fresh_server.post("chat/completions", messages=HUGE[kind])
     assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
     assert "context is 512 tokens" in answer.body["error"]["message"]
     assert not encoding.begun
@@ -120,53 +120,53 @@ def test_memory_goes_back(roomy):
 
 
 @pytest.mark.parametrize("body", [{"messages": "the quick brown fox " * 100_000}, {"messages": 5}])
-def test_nothing_keeps_a_refused_request(fresh, body):
+def test_nothing_keeps_a_refused_request(fresh_server, body):
     """Not even until the next garbage collection, which may be minutes away."""
 
     def left():
         return [one for one in gc.get_objects() if type(one).__name__ in ("Endpoint", "ChatRequest", "ApiError")]
 
-    fresh.post("chat/completions", messages="hi")
+    fresh_server.post("chat/completions", messages="hi")
     gc.collect()
     gc.disable()
     try:
-        assert fresh.post("chat/completions", **body).status == 400
-        fresh.wait(lambda: not left(), 2)
+        assert fresh_server.post("chat/completions", **body).status == 400
+        fresh_server.wait(lambda: not left(), 2)
     finally:
         gc.enable()
 
 
-def test_large_bodies_in_hand_are_bounded(fresh, monkeypatch):
+def test_large_bodies_in_hand_are_bounded(fresh_server, monkeypatch):
     monkeypatch.setattr(handler, "MAX_BODY", 3 << 20)
     data = json.dumps({"messages": "word " * 400_000}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-    half = socket.create_connection(("127.0.0.1", fresh.port))
+    half = socket.create_connection(("127.0.0.1", fresh_server.port))
     half.sendall(head + data[:-10])
-    fresh.wait(lambda: fresh.state.held == len(data) - 10)
-    answer = fresh.request("POST", "/v1/chat/completions", data)
+    fresh_server.wait(lambda: fresh_server.state.held == len(data) - 10)
+    answer = fresh_server.request("POST", "/v1/chat/completions", data)
     assert answer.status == 429 and answer.headers["Retry-After"] == "1"
-    assert fresh.post("chat/completions", messages="hi").status == 200
+    assert fresh_server.post("chat/completions", messages="hi").status == 200
     half.close()
-    fresh.wait(lambda: not fresh.state.held)
-    with socket.create_connection(("127.0.0.1", fresh.port)) as leaver:
+    fresh_server.wait(lambda: not fresh_server.state.held)
+    with socket.create_connection(("127.0.0.1", fresh_server.port)) as leaver:
         leaver.sendall(head + data[:-10])  # and leaves before all of it is taken, at its pace
     time.sleep(0.5)  # the body would be taken in that time
-    assert not fresh.state.held
-    assert fresh.request("POST", "/v1/chat/completions", data).status == 400
-    fresh.wait(lambda: not fresh.state.held)
+    assert not fresh_server.state.held
+    assert fresh_server.request("POST", "/v1/chat/completions", data).status == 400
+    fresh_server.wait(lambda: not fresh_server.state.held)
 
 
-def test_refused_bodies_are_not_paced(fresh, monkeypatch):
+def test_refused_bodies_are_not_paced(fresh_server, monkeypatch):
     """Neither one that says its length, nor one beside others that have all the room."""
     monkeypatch.setattr(handler, "LARGE_RATE", 1 << 17)
     monkeypatch.setattr(handler, "MAX_BODY", 2 << 20)
     data = b"x" * (3 << 20)
     began = time.monotonic()
-    assert fresh.request("POST", "/v1/completions", data).status == 413
-    fresh.state.held = 2 << 20
-    assert fresh.request("POST", "/v1/completions", data[: 3 << 19]).status == 429
-    fresh.state.held = 0
-    assert time.monotonic() - began < 4 and fresh.state.read_until == 0
+    assert fresh_server.request("POST", "/v1/completions", data).status == 413
+    fresh_server.state.held = 2 << 20
+    assert fresh_server.request("POST", "/v1/completions", data[: 3 << 19]).status == 429
+    fresh_server.state.held = 0
+    assert time.monotonic() - began < 4 and fresh_server.state.read_until == 0
 
 
 @pytest.mark.parametrize("path, field", [("completions", "prompt"), ("embeddings", "input")])
@@ -185,8 +185,8 @@ def test_a_large_body_makes_room_when_it_is_tokenised(roomy, path, field):
     "path",
     ["completions", *(pytest.param(path, marks=pytest.mark.long) for path in ("chat/completions", "embeddings"))],
 )
-def test_many_values_are_not_decoded(fresh, monkeypatch, path):
+def test_many_values_are_not_decoded(fresh_server, monkeypatch, path):
     monkeypatch.setattr(handler, "decode", None)
     body = b'{"prompt":[' + b"[1]," * 2_500_000 + b"[1]]}"
-    answer = fresh.request("POST", f"/v1/{path}", body)
+    answer = fresh_server.request("POST", f"/v1/{path}", body)
     assert answer.status == 400 and "2500003 lists" in answer.body["error"]["message"]

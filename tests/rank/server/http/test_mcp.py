@@ -27,9 +27,9 @@ def server(tmp_path_factory, make_server):
     dead = {"url": f"http://127.0.0.1:{free_port()}/mcp"}
     config = written(tmp_path_factory.mktemp("tools"), {"mcpServers": {"local": STDIO, "dead": dead}})
     ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
-    fresh = make_server({"per_delta": 3, "ready": ready}, mcp_config=config)
-    fresh.call(fresh.state.tools.settled(30))
-    return fresh
+    fresh_server = make_server({"per_delta": 3, "ready": ready}, mcp_config=config)
+    fresh_server.call(fresh_server.state.tools.settled(30))
+    return fresh_server
 
 
 @pytest.fixture

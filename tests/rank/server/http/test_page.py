@@ -89,18 +89,18 @@ def test_files_stay_small():
     assert all(content.count(b"\n") < 400 for content, _ in page.files().values())
 
 
-def test_off_unless_asked_for_and_no_other_file(server, make_fresh):
-    fresh = make_fresh()
+def test_off_unless_asked_for_and_no_other_file(server, start_server):
+    fresh_server = start_server()
     for path in ("/", "/ui/app.js"):
-        answer = fresh.request("GET", path)
+        answer = fresh_server.request("GET", path)
         assert answer.status == 404 and "--ui-server" in answer.body["error"]["message"]
     for path in ("/ui/..%2Fpage.py", "/ui/none.js"):
         assert server.request("GET", path).status == 404
 
 
-def test_reached_without_a_key_which_its_requests_need(make_fresh):
-    fresh = make_fresh(ui_server=True, api_keys=["secret"])
-    assert fresh.request("GET", "/").status == 200 and fresh.request("GET", "/v1/models").status == 401
+def test_reached_without_a_key_which_its_requests_need(start_server):
+    server = start_server(ui_server=True, api_keys=["secret"])
+    assert server.request("GET", "/").status == 200 and server.request("GET", "/v1/models").status == 401
 
 
 # In a browser.
@@ -323,10 +323,10 @@ def test_errors_are_told(window, server, says, monkeypatch):
 
 
 @browsed
-def test_the_key_is_asked_for(chromium, make_fresh):
-    fresh = make_fresh(ui_server=True, api_keys=["secret"])
+def test_the_key_is_asked_for(chromium, start_server):
+    server = start_server(ui_server=True, api_keys=["secret"])
     chromium.size(1280, 860)
-    chromium.open(f"http://127.0.0.1:{fresh.port}/")
+    chromium.open(f"http://127.0.0.1:{server.port}/")
     chromium.wait("return document.querySelector('#key[open]')")
     chromium.type("#key-input", "secret")
     chromium.click("#key .primary")
@@ -352,23 +352,23 @@ def test_tool_servers_are_switched(chromium, tmp_path, model_dir, tokenizer):
     config = written(tmp_path, {"mcpServers": {"local": STDIO, "dead": dead}})
     ready = protocol.Ready(max_model_len=8192, vocab_size=400, kv_tokens=8192, block_size=16, max_num_seqs=4, ranks=1)
     scheduler = {"per_delta": 3, "ready": ready}
-    fresh = LiveServer(tmp_path, model_dir, tokenizer, True, scheduler, ui_server=True, mcp_config=config)
+    fresh_server = LiveServer(tmp_path, model_dir, tokenizer, True, scheduler, ui_server=True, mcp_config=config)
     try:
-        fresh.call(fresh.state.tools.settled(30))
+        fresh_server.call(fresh_server.state.tools.settled(30))
         call = '<tool_call>\n{"name": "local_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
         left = [call, "it is 5", "no tools"]
-        fresh.scheduler.encode = lambda _: fresh.sessions.text.tokenizer.encode(left.pop(0), False)
+        fresh_server.scheduler.encode = lambda _: fresh_server.sessions.text.tokenizer.encode(left.pop(0), False)
         chromium.size(1280, 860)
-        chromium.open(f"http://127.0.0.1:{fresh.port}/")
+        chromium.open(f"http://127.0.0.1:{fresh_server.port}/")
         chromium.js("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('phalanx')")
-        chromium.open(f"http://127.0.0.1:{fresh.port}/")
+        chromium.open(f"http://127.0.0.1:{fresh_server.port}/")
         chromium.wait("return document.querySelectorAll('#tool-servers .chip').length === 2")
         assert chromium.texts("#tool-servers .chip:disabled") == ["🔧 dead"]
         send(chromium, "add")
-        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in fresh.asked
+        assert "it is 5" in finished(chromium, 1)[0] and "local_add" in fresh_server.asked
         assert "add" in chromium.texts(".call .title")[0]
         chromium.click("#tool-servers .chip.on")
         send(chromium, "again")
-        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in fresh.asked
+        assert "no tools" in finished(chromium, 2)[1] and "<|turn|>tools" not in fresh_server.asked
     finally:
-        fresh.stop()
+        fresh_server.stop()

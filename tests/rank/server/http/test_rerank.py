@@ -51,7 +51,7 @@ def test_the_texts_are_listed_as_often_for_many_documents(server, monkeypatch):
 
 
 @pytest.fixture
-def reranker(make_fresh, tmp_path):
+def reranker(start_server, tmp_path):
     """A model with tokens for yes and no."""
     model = make_model(tmp_path / "Some-Reranker")
     data = json.loads((model / "tokenizer.json").read_text())
@@ -59,9 +59,9 @@ def reranker(make_fresh, tmp_path):
     token = {**data["added_tokens"][0], "special": False}
     data["added_tokens"] += [{**token, "id": size + i, "content": word} for i, word in enumerate(("yes", "no"))]
     (model / "tokenizer.json").write_text(json.dumps(data))
-    fresh = make_fresh(model=model)
-    fresh.ids = {word: size + i for i, word in enumerate(("yes", "no"))}
-    return fresh
+    server = start_server(model=model)
+    server.ids = {word: size + i for i, word in enumerate(("yes", "no"))}
+    return server
 
 
 def test_a_reranker_is_asked(reranker, monkeypatch):
@@ -78,9 +78,9 @@ def test_a_reranker_is_asked(reranker, monkeypatch):
     assert (first.sampling.max_tokens, first.sampling.logprobs) == (1, 20)
 
 
-def test_a_reranker_without_the_words(make_fresh, tmp_path):
-    fresh = make_fresh(model=make_model(tmp_path / "reranker"))
-    answer = fresh.post("rerank", query="q", documents=["a"])
+def test_a_reranker_without_the_words(start_server, tmp_path):
+    server = start_server(model=make_model(tmp_path / "reranker"))
+    answer = server.post("rerank", query="q", documents=["a"])
     assert answer.status == 400 and "no tokens for yes and no" in answer.body["error"]["message"]
 
 

@@ -229,13 +229,13 @@ def test_failures(server, responses, says):
     assert events[-1].type == "response.failed" and events[-1].response.error.message == "the cache is on fire"
 
 
-def test_a_server_that_keeps_none(make_fresh):
-    fresh = make_fresh(response_store=0)
-    assert fresh.post("responses", input="hi").body["store"] is False
+def test_a_server_that_keeps_none(start_server):
+    server = start_server(response_store=0)
+    assert server.post("responses", input="hi").body["store"] is False
     for name in ("store", "background"):
-        answer = fresh.post("responses", input="hi", **{name: True})
+        answer = server.post("responses", input="hi", **{name: True})
         assert answer.status == 400 and "start it with --response-store" in answer.body["error"]["message"]
-    answer = fresh.request("GET", "/v1/responses/resp_1")
+    answer = server.request("GET", "/v1/responses/resp_1")
     assert answer.status == 404 and "none is kept" in answer.body["error"]["message"]
 
 
@@ -294,17 +294,17 @@ def test_refusals(server, body, param, words):
     assert words in answer.body["error"]["message"]
 
 
-def test_each_key_has_its_own(make_fresh):
-    fresh = make_fresh(response_store=4, api_keys=["a", "b"])
+def test_each_key_has_its_own(start_server):
+    server = start_server(response_store=4, api_keys=["a", "b"])
     first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
-    id = fresh.request("POST", "/v1/responses", {"input": "hi"}, first).body["id"]
+    id = server.request("POST", "/v1/responses", {"input": "hi"}, first).body["id"]
     one = f"/v1/responses/{id}"
     asked = [("GET", one), ("GET", f"{one}/input_items"), ("POST", f"{one}/cancel"), ("DELETE", one)]
-    answers = [fresh.request(method, path, headers=second) for method, path in asked]
-    answers.append(fresh.request("POST", "/v1/responses", {"input": "so?", "previous_response_id": id}, second))
+    answers = [server.request(method, path, headers=second) for method, path in asked]
+    answers.append(server.request("POST", "/v1/responses", {"input": "so?", "previous_response_id": id}, second))
     assert [answer.status for answer in answers] == [404] * 5
     assert all(f"there is no response '{id}' here" in answer.body["error"]["message"] for answer in answers)
-    assert fresh.request("GET", one, headers=first).status == 200
+    assert server.request("GET", one, headers=first).status == 200
 
 
 def test_what_came_before_counts(server, monkeypatch):

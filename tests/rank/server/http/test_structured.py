@@ -12,10 +12,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 USER = [{"role": "user", "content": "hello"}]
 
 
-def grammars(fresh, count=1):
+def grammars(fresh_server, count=1):
     """The grammars that rank 0 has got."""
-    assert len(fresh.scheduler.requests) == count
-    return [json.loads(request.grammar)["grammars"] if request.grammar else [] for request in fresh.scheduler.requests]
+    assert len(fresh_server.scheduler.requests) == count
+    return [
+        json.loads(request.grammar)["grammars"] if request.grammar else []
+        for request in fresh_server.scheduler.requests
+    ]
 
 
 ASKED = [
@@ -35,41 +38,41 @@ ASKED = [
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_every_way_to_ask(fresh, path):
+def test_every_way_to_ask(fresh_server, path):
     for asked, kind, what in ASKED:
-        fresh.scheduler.requests.clear()
+        fresh_server.scheduler.requests.clear()
         prompt = {"messages": USER} if path.startswith("chat") else {"prompt": "hello"}
-        assert fresh.post(path, **prompt, **asked).status == 200
-        ((*_, part),) = grammars(fresh)
+        assert fresh_server.post(path, **prompt, **asked).status == 200
+        ((*_, part),) = grammars(fresh_server)
         found = part[kind]
         if kind == "json_schema":
             assert "whitespace_pattern" in found.pop("x-guidance")
         assert found == what or (what is None and 'start: "a"' in found), asked
 
 
-def test_what_asks_for_nothing(fresh):
+def test_what_asks_for_nothing(fresh_server):
     for asked in ({"response_format": {"type": "text"}}, {"guided_regex": ""}, {"structured_outputs": {}}, {}):
-        assert fresh.post("chat/completions", messages=USER, **asked).status == 200
-    assert grammars(fresh, 4) == [[]] * 4 and not fresh.scheduler.vocabularies
+        assert fresh_server.post("chat/completions", messages=USER, **asked).status == 200
+    assert grammars(fresh_server, 4) == [[]] * 4 and not fresh_server.scheduler.vocabularies
 
 
-def test_the_vocabulary_is_sent_once_and_before(fresh, tokenizer):
-    fresh.post("completions", prompt="x")
-    assert not fresh.scheduler.vocabularies
+def test_the_vocabulary_is_sent_once_and_before(fresh_server, tokenizer):
+    fresh_server.post("completions", prompt="x")
+    assert not fresh_server.scheduler.vocabularies
     for _ in range(2):
-        fresh.post("completions", prompt=["x", "y"], guided_regex="a+", n=2)
-    (vocabulary,) = fresh.scheduler.vocabularies
-    assert vocabulary.size == fresh.scheduler.ready.vocab_size
+        fresh_server.post("completions", prompt=["x", "y"], guided_regex="a+", n=2)
+    (vocabulary,) = fresh_server.scheduler.vocabularies
+    assert vocabulary.size == fresh_server.scheduler.ready.vocab_size
     assert tokenizer.token_to_id("<|end|>") in vocabulary.ends
     assert json.loads(vocabulary.tokenizer)["model"] == json.loads(tokenizer.to_str())["model"]
-    assert len({request.grammar for request in fresh.scheduler.requests[1:]}) == 1
+    assert len({request.grammar for request in fresh_server.scheduler.requests[1:]}) == 1
 
 
-def test_another_rank_0_is_told_again(fresh):
-    fresh.post("completions", prompt="x", guided_regex="a+")
-    fresh.call(fresh.scheduler.send, fresh.scheduler.ready)
-    fresh.post("completions", prompt="x", guided_regex="a+")
-    assert len(fresh.scheduler.vocabularies) == 2
+def test_another_rank_0_is_told_again(fresh_server):
+    fresh_server.post("completions", prompt="x", guided_regex="a+")
+    fresh_server.call(fresh_server.scheduler.send, fresh_server.scheduler.ready)
+    fresh_server.post("completions", prompt="x", guided_regex="a+")
+    assert len(fresh_server.scheduler.vocabularies) == 2
 
 
 REFUSED = [
@@ -99,62 +102,66 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused(fresh):
+def test_what_is_refused(fresh_server):
     for asked, param, words in REFUSED:
-        answer = fresh.post("chat/completions", messages=USER, **asked)
+        answer = fresh_server.post("chat/completions", messages=USER, **asked)
         error = answer.body["error"]
         assert (answer.status, error["param"]) == (400, param), (asked, error)
         assert words in error["message"], (words, error["message"])
-    assert not fresh.scheduler.requests
+    assert not fresh_server.scheduler.requests
 
 
-def test_deep_schemas_do_no_harm(fresh):
+def test_deep_schemas_do_no_harm(fresh_server):
     deep = {"type": "integer"}
     for _ in range(400):
         deep = {"type": "array", "items": deep}
-    assert fresh.post("completions", prompt="x", guided_json=deep).status in (200, 400)
-    assert fresh.post("completions", prompt="x").status == 200
+    assert fresh_server.post("completions", prompt="x", guided_json=deep).status in (200, 400)
+    assert fresh_server.post("completions", prompt="x").status == 200
 
 
-def test_without_llguidance(fresh, monkeypatch):
+def test_without_llguidance(fresh_server, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    answer = fresh.post("completions", prompt="x", guided_regex="a")
+    answer = fresh_server.post("completions", prompt="x", guided_regex="a")
     assert answer.status == 501 and "llguidance is not installed" in answer.body["error"]["message"]
-    assert fresh.post("completions", prompt="x").status == 200
+    assert fresh_server.post("completions", prompt="x").status == 200
 
 
-def test_a_grammar_that_rank_0_refuses(fresh):
-    fresh.scheduler.error = (400, "the output cannot be constrained: too large")
-    answer = fresh.post("completions", prompt="x", guided_regex="a")
+def test_a_grammar_that_rank_0_refuses(fresh_server):
+    fresh_server.scheduler.error = (400, "the output cannot be constrained: too large")
+    answer = fresh_server.post("completions", prompt="x", guided_regex="a")
     assert answer.status == 400 and "too large" in answer.body["error"]["message"]
 
 
-def test_responses_and_messages_ask_for_the_same(fresh):
+def test_responses_and_messages_ask_for_the_same(fresh_server):
     part = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    answer = fresh.post("responses", input="hi", text={"format": part})
+    answer = fresh_server.post("responses", input="hi", text={"format": part})
     assert answer.status == 200 and answer.body["text"]["format"] == part
     form = {"type": "json_schema", "schema": SCHEMA}
-    assert fresh.post("messages", messages=USER, max_tokens=5, output_config={"format": form}).status == 200
-    assert fresh.post("messages", messages=USER, max_tokens=5, output_format=form).status == 200
-    for parts in grammars(fresh, 3):
+    assert fresh_server.post("messages", messages=USER, max_tokens=5, output_config={"format": form}).status == 200
+    assert fresh_server.post("messages", messages=USER, max_tokens=5, output_format=form).status == 200
+    for parts in grammars(fresh_server, 3):
         assert parts[-1]["json_schema"]["properties"] == SCHEMA["properties"]
 
 
-def test_tools_that_must_be_called(fresh):
+def test_tools_that_must_be_called(fresh_server):
     named = {"type": "function", "function": {"name": "f"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     other = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
     for choice in ("required", named, allowed):
-        assert fresh.post("chat/completions", messages=USER, tools=[TOOL, other], tool_choice=choice).status == 200
-    every, one, some = ["".join(part.get("lark_grammar") or "" for part in parts) for parts in grammars(fresh, 3)]
+        assert (
+            fresh_server.post("chat/completions", messages=USER, tools=[TOOL, other], tool_choice=choice).status == 200
+        )
+    every, one, some = [
+        "".join(part.get("lark_grammar") or "" for part in parts) for parts in grammars(fresh_server, 3)
+    ]
     assert '\\"f\\"' in every and '\\"g\\"' in every
     assert '\\"f\\"' in one and '\\"g\\"' not in one and '\\"g\\"' not in some
-    fresh.scheduler.requests.clear()
+    fresh_server.scheduler.requests.clear()
     flat = {"type": "function", "name": "f", "parameters": SCHEMA}
     for choice in ("required", {"type": "function", "name": "f"}):
-        assert fresh.post("responses", input="hi", tools=[flat], tool_choice=choice).status == 200
+        assert fresh_server.post("responses", input="hi", tools=[flat], tool_choice=choice).status == 200
     tools = [{"name": "f", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "f"}):
         body = dict(messages=USER, max_tokens=5, tools=tools, tool_choice=choice)
-        assert fresh.post("messages", **body).status == 200
-    assert all(parts for parts in grammars(fresh, 4))
+        assert fresh_server.post("messages", **body).status == 200
+    assert all(parts for parts in grammars(fresh_server, 4))

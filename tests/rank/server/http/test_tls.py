@@ -23,17 +23,17 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def fresh(make_fresh, files):
-    return make_fresh(tls_cert=files[0], tls_key=files[1])
+def fresh_server(start_server, files):
+    return start_server(tls_cert=files[0], tls_key=files[1])
 
 
-def connect(fresh, files):
+def connect(fresh_server, files):
     context = tls.client_context(tls.certificate(files[0]))
-    return http.client.HTTPSConnection("127.0.0.1", fresh.port, context=context, timeout=20)
+    return http.client.HTTPSConnection("127.0.0.1", fresh_server.port, context=context, timeout=20)
 
 
-def test_answers_whole_and_streamed(fresh, files):
-    with contextlib.closing(connect(fresh, files)) as connection:
+def test_answers_whole_and_streamed(fresh_server, files):
+    with contextlib.closing(connect(fresh_server, files)) as connection:
         for stream in (False, True):  # on one connection
             body = json.dumps({"messages": "hi", "stream": stream, "max_tokens": 5})
             connection.request("POST", "/v1/chat/completions", body)
@@ -41,8 +41,8 @@ def test_answers_whole_and_streamed(fresh, files):
             assert answer.status == 200 and answer.read().endswith(b"data: [DONE]\n\n") == stream
 
 
-def test_phalanx_bench_speaks_it(fresh, files):
-    client = Client(f"https://127.0.0.1:{fresh.port}", "none", 20, tls.certificate(files[0]))
+def test_phalanx_bench_speaks_it(fresh_server, files):
+    client = Client(f"https://127.0.0.1:{fresh_server.port}", "none", 20, tls.certificate(files[0]))
     body = json.dumps({"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}).encode()
     answer = Answer()
     asyncio.run(client.call("POST", "/v1/completions", body, answer))
@@ -51,9 +51,9 @@ def test_phalanx_bench_speaks_it(fresh, files):
         asyncio.run(Client(client.root, "none", 20).call("GET", "/v1/models"))
 
 
-def test_what_is_no_http_is_answered_in_words(fresh, files):
+def test_what_is_no_http_is_answered_in_words(fresh_server, files):
     context = tls.client_context(tls.certificate(files[0]))
-    with socket.create_connection(("127.0.0.1", fresh.port), 20) as plain, context.wrap_socket(plain) as sock:
+    with socket.create_connection(("127.0.0.1", fresh_server.port), 20) as plain, context.wrap_socket(plain) as sock:
         sock.sendall(b"what is this\r\n\r\n")
         answer = b""
         with contextlib.suppress(ssl.SSLError):  # it hangs up without a farewell
@@ -62,14 +62,14 @@ def test_what_is_no_http_is_answered_in_words(fresh, files):
     assert b"400 Bad Request" in answer and b"the request is not valid HTTP" in answer
 
 
-def test_http_without_tls_and_silence_are_hung_up_on(make_fresh, files, monkeypatch):
+def test_http_without_tls_and_silence_are_hung_up_on(start_server, files, monkeypatch):
     monkeypatch.setattr(app, "HEADER_TIMEOUT", 0.3)
-    fresh = make_fresh(tls_cert=files[0], tls_key=files[1])
+    server = start_server(tls_cert=files[0], tls_key=files[1])
     for sent in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b""):
-        with socket.create_connection(("127.0.0.1", fresh.port), 20) as sock:
+        with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
             sock.sendall(sent)
             with contextlib.suppress(ConnectionResetError):
                 assert b"HTTP" not in sock.recv(1 << 16)
-    with contextlib.closing(connect(fresh, files)) as connection:
+    with contextlib.closing(connect(server, files)) as connection:
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200

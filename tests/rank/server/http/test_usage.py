@@ -8,43 +8,43 @@ import pytest
 pytestmark = pytest.mark.timeout(30)
 
 
-def used(fresh, key):
+def used(fresh_server, key):
     headers = {"Authorization": f"Bearer {key}"}
-    answer = fresh.request("GET", "/v1/usage", None, headers)
-    assert answer.status == 200 and answer.body["since"] == fresh.state.started
+    answer = fresh_server.request("GET", "/v1/usage", None, headers)
+    assert answer.status == 200 and answer.body["since"] == fresh_server.state.started
     return tuple(answer.body[name] for name in ("requests", "prompt_tokens", "completion_tokens", "total_tokens"))
 
 
-def test_each_key_has_its_own(make_fresh):
-    fresh = make_fresh(api_keys=["a", "b"], key_names={"b": "ben"})
+def test_each_key_has_its_own(start_server):
+    server = start_server(api_keys=["a", "b"], key_names={"b": "ben"})
 
     def post(key, path, **body):
-        return fresh.request("POST", f"/v1/{path}", body, {"X-Api-Key": key}).body
+        return server.request("POST", f"/v1/{path}", body, {"X-Api-Key": key}).body
 
-    assert used(fresh, "a") == used(fresh, "b") == (0, 0, 0, 0)
+    assert used(server, "a") == used(server, "b") == (0, 0, 0, 0)
     chat = post("a", "chat/completions", messages="hi")["usage"]
     vectors = post("a", "embeddings", input=["hello", "x"])["usage"]["prompt_tokens"]
     prompt, completion = chat["prompt_tokens"] + vectors, chat["completion_tokens"]
-    assert used(fresh, "a") == (2, prompt, completion, prompt + completion)
-    assert post("b", "chat/completions", messages=5)["error"] and used(fresh, "b") == (0, 0, 0, 0)
+    assert used(server, "a") == (2, prompt, completion, prompt + completion)
+    assert post("b", "chat/completions", messages=5)["error"] and used(server, "b") == (0, 0, 0, 0)
     post("b", "responses", input="hi", background=True)
-    fresh.wait(lambda: fresh.state.used[1].requests == 1)
-    names = [fresh.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
+    server.wait(lambda: server.state.used[1].requests == 1)
+    names = [server.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
     assert names == [None, "ben"]
-    assert used(fresh, "b")[1] > 0 and fresh.request("GET", "/v1/usage").status == 401
+    assert used(server, "b")[1] > 0 and server.request("GET", "/v1/usage").status == 401
 
 
-def test_without_keys_everybody_counts(fresh):
-    fresh.events("completions", prompt="x")
-    assert fresh.request("GET", "/v1/usage").body["requests"] == 1
+def test_without_keys_everybody_counts(fresh_server):
+    fresh_server.events("completions", prompt="x")
+    assert fresh_server.request("GET", "/v1/usage").body["requests"] == 1
 
 
-def test_open_requests_of_a_key_are_limited(make_fresh):
-    fresh = make_fresh(api_keys=["a", "b"], requests_per_key=2, scheduler={"pause": 0.2})
+def test_open_requests_of_a_key_are_limited(start_server):
+    server = start_server(api_keys=["a", "b"], requests_per_key=2, scheduler={"pause": 0.2})
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 200})
 
     def ask(key):
-        connection = http.client.HTTPConnection("127.0.0.1", fresh.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         connection.request("POST", "/v1/completions", body, {"X-Api-Key": key})
         return connection, connection.getresponse()
 
@@ -57,11 +57,11 @@ def test_open_requests_of_a_key_are_limited(make_fresh):
     )
     running[0][0].sock.close()  # the client leaves
     running[0][1].close()
-    fresh.wait(lambda: fresh.state.used[0].open == 1)
+    server.wait(lambda: server.state.used[0].open == 1)
     running.append(ask("a"))
     assert running[-1][1].status == 200
     for one, answer in (*running, (connection, None)):
         if answer is not None:
             answer.close()
         one.close()
-    fresh.wait(lambda: [used.open for used in fresh.state.used] == [0, 0])
+    server.wait(lambda: [used.open for used in server.state.used] == [0, 0])
