@@ -5,7 +5,8 @@
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
 all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
-writes what FP8's GEMMs of many rows are chosen by to their source, from the lines of `--format fp8 --ways --json FILE`.
+writes what GEMMs of many rows are cut by to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
+those that make weights in registers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from phalanx.benchmarks import e4m3_fit
+from phalanx.benchmarks import cuts_fit
 from phalanx.benchmarks.ops_table import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
@@ -119,6 +120,9 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
             found["m{}k{}".format(*cut)] = partial(_gemm, cut)
     for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
+    for both in _wgmma_parts(rows, packed.outputs, packed.inputs, packed.layout, gate):
+        first, rest = ("m{}n{}k{}".format(*cut[:3]) for cut in (both.first, both.rest))
+        found[f"{first}+{rest}@{both.columns}"] = partial(_parts, both)
     return found
 
 
@@ -134,6 +138,10 @@ def _wgmma(cut: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -
     return pieces_cuda.wgmma(x, packed, cut, gate)
 
 
+def _parts(way: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.wgmma_parts(x, packed, way, gate)
+
+
 def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
     return e4m3_wgmma.gemm(x, packed, cut, gate)
 
@@ -146,6 +154,13 @@ def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_w
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
     taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_cuts.ROWS
     return list(wgmma_cuts.configs(rows, inputs, layout, bool(gate))) if taken else []
+
+
+def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaParts]:
+    """Of any rows, whether `choose` takes two parts of so many or not; their cuts are among those that stand alone."""
+    caps = device_caps(torch.device("cuda"))
+    taken = caps.hopper and rows in wgmma_cuts.ROWS
+    return list(wgmma_cuts.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Layout) -> None:
@@ -216,10 +231,10 @@ def main() -> None:
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES)
     parser.add_argument("--ways", action="store_true", help="every way to cut a GEMM")
     parser.add_argument("--json", help="append raw lines to this file")
-    parser.add_argument("--fit", metavar="FILE", help="fit the choice of FP8's cuts to these lines")
+    parser.add_argument("--fit", metavar="FILE", help="fit the choice of cuts to these lines")
     asked = parser.parse_args()
     if asked.fit:
-        e4m3_fit.fit(asked.fit)
+        cuts_fit.fit(asked.fit)
         return
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), device_caps(torch.device("cuda")))

@@ -8,8 +8,9 @@ memory the weights lie in is nobody's business here: only the experts that are c
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .moe import Inputs, Matrices
 
 SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
-TILE, PAIRED_ROWS = 16, 8  # rows of a tile of AMX, and an expert's from which on tiles take it, as in gemm_tiles.h
 MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
@@ -81,6 +81,19 @@ def linear(
     return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, scratch, at, rows)
 
 
+class _Tiled(NamedTuple):
+    rows: int  # of a tile of AMX
+    least: int  # an expert's, from which on tiles take it
+
+
+@functools.cache
+def _tiled(library: ctypes.CDLL) -> _Tiled | None:
+    """What host_experts.cpp says of its tiles, if it is compiled with any."""
+    if not hasattr(library, "pair_rows"):
+        return None
+    return _Tiled(*(ctypes.c_int64.in_dll(library, name).value for name in ("tile_rows", "paired_rows")))
+
+
 def plain_linear(
     name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, scratch: Scratch
 ) -> ops.Calls:
@@ -90,9 +103,9 @@ def plain_linear(
     _, outputs, inputs = stack.shape
     calls: ops.Calls = ()
     paired = None
-    many = scratch.tokens >= PAIRED_ROWS  # else no expert has rows for tiles
-    if many and x.dtype == torch.bfloat16 and ops.has(PLAIN_SOURCE, "pair_rows"):
-        paired = scratch.empty(x, (len(x) // TILE + len(at) + 1, TILE * inputs), x.dtype)
+    tiled = _tiled(ops.libraries()[PLAIN_SOURCE])
+    if tiled and x.dtype == torch.bfloat16 and scratch.tokens >= tiled.least:  # else no expert has rows for tiles
+        paired = scratch.empty(x, (len(x) // tiled.rows + len(at) + 1, tiled.rows * inputs), x.dtype)
         calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
     of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
     f16 = stack.dtype == torch.float16

@@ -169,6 +169,8 @@ void pair_rows(const PairRows& a, int part, int parts) {
 }
 
 OP(pair_rows, pair_rows, PairRows)
+// For who makes room for y, and does not call this where no expert has rows for tiles.
+EXPORT const int64_t tile_rows = TILE, paired_rows = PAIRED_ROWS;
 #endif
 
 // By tiles, where there are any and they are faster.

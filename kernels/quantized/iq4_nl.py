@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import block_bits, q8_0, super_blocks
+from . import block_bits, q8_0
 from .super_blocks_form import Form
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-GROUP = 32
-BLOCKS = Form(super=GROUP, group=GROUP, bits=4, zero=0, bytes=18, minima=False)  # as files have them
+FORM = Form(super=32, group=32, bits=8, zero=0, bytes=18, minima=False)
+GROUP = FORM.super
 # What the largest of a group becomes when scales are tried: about either end of the table.
 ENDS = (*range(-135, -119), *range(105, 121))
 dequantize, linear, variants = q8_0.dequantize, q8_0.linear, q8_0.variants
@@ -22,18 +22,13 @@ pack, kept_bits = q8_0.pack, q8_0.kept_bits
 
 def from_blocks(blocks: Tensor) -> q8_0.Encoded:
     """blocks uint8 [O, I / 32 * 18], as ggml's files hold them."""
-    scales, codes = blocks.contiguous().view(len(blocks), -1, 18).split((2, 16), -1)
+    scales, codes = blocks.contiguous().view(len(blocks), -1, FORM.bytes).split((2, 16), -1)
     table = torch.tensor(TABLE, dtype=torch.int8, device=blocks.device)
     values = table[block_bits.fields(codes, 4).flatten(1).int()]
     return q8_0.signed(values, block_bits.f16(scales).squeeze(-1))
 
 
-def to_blocks(weight: Tensor) -> Tensor:
-    """weight [O, I] of any float dtype → blocks uint8 [O, I / 32 * 18]."""
-    return super_blocks.encode(BLOCKS, _encode_groups, weight)[0]
-
-
-def _encode_groups(groups: Tensor) -> Tensor:
+def encode_groups(groups: Tensor) -> Tensor:
     """f32 [O, S, 1, 32] → blocks [O, S, 18]."""
     scales = scales_of(groups).to(torch.float16)
     codes = codes_of(groups, scales.float())

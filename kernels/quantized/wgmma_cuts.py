@@ -16,7 +16,11 @@ LENGTHS = (256, 128, 64)  # inputs of a chunk
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 LEAST_STAGES, MOST_STAGES = 3, 16
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
-GAIN = 0.95  # of the time of one cut, below which two parts are taken: the model is off by so much
+# Two parts were timed of 256 rows (H200, 2026-11-25). Of these every cut has as many tiles of rows.
+PARTS_ROWS = range(193, 257)
+# Of the time of one cut, by the model, below which two parts are taken. Of gate and up of an 8B Llama it says 0.943
+# where 0.948 was timed of q8_0 (92.8 us, 88.0), and 0.946 of q4_k: both share most of what the model is off by.
+GAIN = 0.95
 
 
 class WgmmaConfig(NamedTuple):
@@ -42,37 +46,73 @@ class WgmmaParts(NamedTuple):
     rest: WgmmaConfig
 
 
+class Costs(NamedTuple):
+    """Of an H200, mostly in cycles of a multiprocessor. `benchmarks/quantized.py --fit FILE` fits them to times of all
+    cuts."""
+
+    matmul: float  # outputs times rows a cycle, of 16 inputs
+    second_level: float  # bytes a cycle of all multiprocessors from the second-level cache
+    second_level_each: float  # and of one
+    memory: float  # bytes a cycle of all from memory
+    together: float  # how far these overlap: 1 not at all, infinite wholly
+    chunk: float  # of each chunk besides
+    exchange: float  # of a cluster that shares a tile
+    exchanged: float  # sums a cycle that it adds up
+    launch: float
+
+
+COSTS = Costs(
+    matmul=145,
+    second_level=17500,
+    second_level_each=190,
+    memory=7600,
+    together=1.59,
+    chunk=90,
+    exchange=119,
+    exchanged=6.77,
+    launch=7900,
+)
+
+
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> WgmmaConfig | WgmmaParts:
     """The fastest way for these sizes."""
-    all_of_them = list(configs(rows, inputs, layout, gated))
 
-    alone = [cut for cut in all_of_them if cut.split * cut.share == 1]
+    def of(cut: WgmmaConfig, outputs: int) -> float:
+        return time(cut, rows, outputs, inputs, layout, num_sms)
 
-    def fastest(cuts: list[WgmmaConfig], outputs: int) -> tuple[float, WgmmaConfig]:
-        return min((_time(rows, outputs, inputs, layout, num_sms, cut), cut) for cut in cuts)
-
-    time, best = fastest(all_of_them, outputs)
-    limit, found = GAIN * time, None
-    for cut in alone:
-        row_tiles = -(-rows // cut.rows)
-        if num_sms % row_tiles:
-            continue
-        wave = num_sms // row_tiles * cut.outputs  # outputs of a whole one
-        if not (some := outputs // wave * wave) or some == outputs:
-            continue
-        time, rest = fastest(alone, outputs - some)
-        time += _time(rows, some, inputs, layout, num_sms, cut)
-        if time < limit:
-            limit, found = time, WgmmaParts(cut, some // (1 + gated), rest)
+    alone, best = min((of(cut, outputs), cut) for cut in configs(rows, inputs, layout, gated))
+    if rows not in PARTS_ROWS:
+        return best
+    limit, found = GAIN * alone, None
+    for way in parts(rows, outputs, inputs, layout, gated, num_sms):
+        first = way.columns * (1 + gated)
+        both = of(way.first, first) + of(way.rest, outputs - first)
+        if both < limit:
+            limit, found = both, way
     return found or best
 
 
-def _time(rows: int, outputs: int, inputs: int, layout: Layout, num_sms: int, cut: WgmmaConfig) -> float:
+def parts(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> Iterator[WgmmaParts]:
+    """By each cut of the first launch, with the fastest of the second."""
+    alone = [cut for cut in configs(rows, inputs, layout, gated) if cut.split * cut.share == 1]
+    for cut in alone:
+        row_tiles = -(-rows // cut.rows)
+        wave = num_sms // row_tiles * cut.outputs  # outputs of a whole one
+        first = outputs // wave * wave
+        if num_sms % row_tiles == 0 and 0 < first < outputs:
+            _, rest = min((time(one, rows, outputs - first, inputs, layout, num_sms), one) for one in alone)
+            yield WgmmaParts(cut, first // (1 + gated), rest)
+
+
+def time(
+    cut: WgmmaConfig, rows: int, outputs: int, inputs: int, layout: Layout, num_sms: int, costs: Costs = COSTS
+) -> float:
     """Cycles on an H200, roughly: of the waves of blocks, each as long as its chunks.
 
-    Fitted to 334 times of q8_0 and q4_k with 64 and 256 rows of the linears of an 8B Llama (H200, 2026-11-25): they are
-    off by 6 %, and what it chooses takes 0.2 % longer than the fastest.
+    Of q8_0 and q4_k with 64 and 256 rows of the linears of an 8B Llama (H200, 2026-11-25,
+    benchmarks/results/h200-quantized-ways-2026-11-25.jsonl) 169 times are off by 5.7 %, and what it chooses takes 0.2 %
+    longer than the fastest, at most 4.7 %. What `--fit` finds is off by 5.4 % and chooses the same.
     """
     row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
     # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
@@ -80,13 +120,15 @@ def _time(rows: int, outputs: int, inputs: int, layout: Layout, num_sms: int, cu
     weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
 
     def wave(count: int) -> float:
-        multiplied, widened = cut.outputs * cut.rows / 145, cut.outputs * layout.widening
-        second_level = (weights + cut.rows * 32 / cut.share) * max(count / 17500, 1 / 190)
-        memory = weights * count / row_tiles / 7600
+        multiplied, widened = cut.outputs * cut.rows / costs.matmul, cut.outputs * layout.widening
+        each = max(count / costs.second_level, 1 / costs.second_level_each)
+        second_level = (weights + cut.rows * 32 / cut.share) * each
+        memory = weights * count / row_tiles / costs.memory
         # They overlap, but none of them wholly.
-        step = sum(part**1.59 for part in (multiplied, widened, second_level, memory)) ** (1 / 1.59)
-        exchange = 119 + cut.outputs * cut.rows / 6.77 if cut.split > 1 else 0
-        return inputs / cut.split * (step / 16 + 90 / cut.inputs) + exchange + 7900
+        all_parts = multiplied, widened, second_level, memory
+        step = sum(part**costs.together for part in all_parts) ** (1 / costs.together)
+        exchange = costs.exchange + cut.outputs * cut.rows / costs.exchanged if cut.split > 1 else 0
+        return inputs / cut.split * (step / 16 + costs.chunk / cut.inputs) + exchange + costs.launch
 
     whole, rest = divmod(cut.blocks(rows, outputs), at_once)
     return whole * wave(at_once) + (wave(rest) if rest else 0)

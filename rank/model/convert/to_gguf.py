@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....errors import MODEL, FatalError
 from ....kernels import quantized
-from ....kernels.quantized import iq4_nl, q8_0, super_blocks
+from ....kernels.quantized import q8_0, super_blocks
 from ...gguf import architectures as gguf_architectures
 from ...gguf import mixes
 from ...gguf.architectures import _common
@@ -291,8 +291,6 @@ def _encode(weight: Tensor, type: str) -> Tensor:
     rows = weight.flatten(0, -2)
     if type == "Q8_0":
         blocks = q8_0.to_blocks(q8_0.encode(rows))
-    elif type == "IQ4_NL":
-        blocks = iq4_nl.to_blocks(rows)
     else:
         codec = importlib.import_module(f"{quantized.__name__}.{type.lower()}")
         (blocks,) = super_blocks.encode(codec.FORM, codec.encode_groups, rows)

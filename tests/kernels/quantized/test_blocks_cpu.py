@@ -5,7 +5,7 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine, blocks_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
 
-from ..conftest import DTYPES, TILES, VECTORS, close
+from ..conftest import DTYPES, TILES, VECTORS, close, digits_error
 
 OUTPUTS, INPUTS = 23, 256
 
@@ -46,8 +46,7 @@ def test_linear(isa, called, name, dtype):
     for rows in (1, 3, 6):
         x, bias = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
         want = x.double() @ weight.double().T + bias.double()
-        size = weight.abs().max().item() * INPUTS**0.5
-        close(blocks_cpu.linear(x, packed.of_blocks, bias=bias), want, dtype, atol=4e-6 * max(1, size))
+        close(blocks_cpu.linear(x, packed.of_blocks, bias=bias), want, dtype, atol=digits_error(dtype, weight))
     assert set(called) == {f"{one}_{ops.SUFFIXES[dtype]}" for one in ("split", f"{name.replace('-', '_')}_linear")}
 
 

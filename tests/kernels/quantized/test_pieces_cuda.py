@@ -224,6 +224,8 @@ def test_two_parts_are_chosen_where_waves_are_far_from_whole():
     way = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
     assert way == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
     assert isinstance(pieces_cuda.choose(256, 4096, 14336, q8_0_cuda.LAYOUT, False, H200), WgmmaConfig)
+    for rows in (64, 192):  # of which two parts were not timed
+        assert isinstance(pieces_cuda.choose(rows, 28672, 4096, q8_0_cuda.LAYOUT, True, H200), WgmmaConfig)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])

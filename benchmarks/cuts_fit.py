@@ -1,0 +1,135 @@
+"""Fits what cuts of GEMMs are chosen by to measured times of all cuts (benchmarks/quantized.py --fit)."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, super_blocks_cuda, wgmma_cuts
+from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.pieces_cuda import Layout
+from phalanx.kernels.quantized.wgmma_cuts import WgmmaConfig
+
+OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
+# The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number says whether pieces are fetched ahead, as
+# they are now.
+OF_REGISTERS = re.compile(r"m(\d+)n(\d+)k(\d+)s(\d+)x(\d+)|\((\d+), (\d+), (\d+), (\d+), (\d+), 1\)")
+LAYOUTS: dict[str, Layout] = {
+    "q8_0": q8_0_cuda.LAYOUT,
+    "int4": int4_cuda.layout(64, False),
+    "int4-zeros": int4_cuda.layout(64, True),
+    "q4_k": super_blocks_cuda.layout(q4_k.FORM),
+    "q6_k": super_blocks_cuda.layout(q6_k.FORM),
+}
+ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor in a us
+FOUND = 3.0  # weight of what a choice loses, beside how far times are off
+
+Costs = Any  # of e4m3_wgmma or of wgmma_cuts
+
+
+class Shape(NamedTuple):
+    """The times of one GEMM, in us."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    times: dict[Any, float]
+    time: Callable[[Any, Costs], float]  # of a cut, by these costs
+
+    def reckoned(self, costs: Costs) -> dict[Any, float]:
+        return {cut: self.time(cut, costs) for cut in self.times}
+
+    def lost(self, reckoned: dict[Any, float]) -> float:
+        """By how much the chosen cut takes longer than the fastest."""
+        return self.times[min(reckoned, key=lambda cut: reckoned[cut])] / min(self.times.values()) - 1
+
+
+def of_e4m3(line: dict[str, Any]) -> Shape:
+    times, sizes = {}, (line["rows"], line["outputs"], line["inputs"])
+    for key, value in line.items():
+        if match := OF_E4M3.fullmatch(key):
+            cut = Cut(*(int(part or 0) for part in match.groups()))
+            times[cut._replace(matmul=cut.n)] = value
+    return Shape(*sizes, times, lambda cut, costs: e4m3_wgmma.time(cut, *sizes, NUM_SMS, costs) / 1e3)
+
+
+def of_registers(line: dict[str, Any]) -> Shape:
+    times, sizes = {}, (line["rows"], line["outputs"], line["inputs"])
+    name = line.get("format") or line["what"]
+    for key, value in line.get("us", line).items():
+        if name in LAYOUTS and (match := OF_REGISTERS.fullmatch(key)):
+            times[WgmmaConfig(*(int(part) for part in match.groups() if part))] = value
+
+    def time(cut: WgmmaConfig, costs: Costs) -> float:
+        return wgmma_cuts.time(cut, *sizes, LAYOUTS[name], NUM_SMS, costs) / CYCLES
+
+    return Shape(*sizes, times, time)
+
+
+def off(shapes: list[Shape], costs: Costs) -> float:
+    """How bad these are: what choices lose, and how far times are off, mostly of cuts that are nearly the fastest."""
+    total = 0.0
+    for shape in shapes:
+        reckoned, best = shape.reckoned(costs), min(shape.times.values())
+        total += FOUND * shape.lost(reckoned)
+        errors = ((math.log(reckoned[cut] / t), best / t) for cut, t in shape.times.items())
+        total += sum(error**2 * weight**4 for error, weight in errors) / sum(
+            (best / t) ** 4 for t in shape.times.values()
+        )
+    return total / len(shapes)
+
+
+def search(shapes: list[Shape], costs: Costs) -> Costs:
+    """Steps at random from the best ones found, ever smaller."""
+    draw, best = random.Random(0), off(shapes, costs)
+    for i in range(ROUNDS):
+        step = 0.5 * (1 - i / ROUNDS) + 0.02
+        tried = costs._make(x * math.exp(draw.gauss(0, step)) if draw.random() < 0.3 else x for x in costs)
+        tried = tried._replace(together=min(tried.together, 8))
+        if (now := off(shapes, tried)) < best:
+            costs, best = tried, now
+    return costs
+
+
+def report(shapes: list[Shape], costs: Costs) -> None:
+    for shape in shapes:
+        found = shape.reckoned(costs)
+        chosen, fastest = (min(times, key=lambda cut: times[cut]) for times in (found, shape.times))
+        print(f"{shape.rows:5} x {shape.outputs} x {shape.inputs}: {tuple(chosen)} {shape.times[chosen]} us, "
+              f"fastest {tuple(fastest)} {shape.times[fastest]}")  # fmt: skip
+    lost = [shape.lost(shape.reckoned(costs)) for shape in shapes]
+    errors = [math.log(t / shape.times[cut]) for shape in shapes for cut, t in shape.reckoned(costs).items()]
+    apart = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    print(
+        f"{len(errors)} times are off by {apart:.1%}; choices lose {sum(lost) / len(lost):.1%}, at most {max(lost):.1%}"
+    )
+
+
+def write(module: Any, costs: Costs, shapes: list[Shape]) -> None:
+    """Of e4m3_wgmma also which tiles have no times."""
+    source = Path(module.__file__)
+    values = "".join(f"    {name}={value:.4g},\n" for name, value in costs._asdict().items())
+    text = re.sub(r"(?m)^COSTS = Costs\([^)]*\)", f"COSTS = Costs(\n{values})", source.read_text(), count=1)
+    if module is e4m3_wgmma:
+        measured = {(cut.outputs, cut.rows, cut.n) for shape in shapes for cut in shape.times}
+        left = tuple(tile for tile, _ in e4m3_wgmma.CUTS if tile not in measured)
+        text = re.sub(r"(?m)^UNMEASURED: (.*) = .*", rf"UNMEASURED: \1 = {left}", text, count=1)
+        print(f"without times: {left}")
+    source.write_text(text)
+    print(f"{source.name}: {costs}")
+
+
+def fit(path: str) -> None:
+    """Writes costs to e4m3_wgmma.py and to wgmma_cuts.py, each if there are times of its cuts, and says what choices by
+    them lose. How long a format's weights take to be widened stays what its layout says."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    for module, read in ((e4m3_wgmma, of_e4m3), (wgmma_cuts, of_registers)):
+        if shapes := [shape for shape in map(read, lines) if shape.times]:
+            costs = search(shapes, module.COSTS)
+            report(shapes, costs)
+            write(module, costs, shapes)
