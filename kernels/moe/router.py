@@ -21,7 +21,8 @@ ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8  # of a block
 # Of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite take
-# 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py`).
+# 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py --config
+# deepseek-v2-lite --parts ap`).
 TILE_WARPS = 16
 SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
 
