@@ -142,7 +142,7 @@ class Costs(NamedTuple):
     """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
     finds them in times of every cut."""
 
-    multiplied: float = 1.0  # how much longer than shared memory's reads of it a matmul takes
+    multiplied: float = 1.0  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
     alone: float = 150.0  # of a chunk, for a warpgroup by itself
     row: float = 1.6  # and of each row
     ingest: float = 60.0  # bytes of a multiprocessor's shared memory
@@ -156,17 +156,17 @@ class Costs(NamedTuple):
 
 
 COSTS = Costs(
-    multiplied=2.407,
-    alone=187.9,
-    row=1.073,
-    ingest=92.95,
-    second_level=2.441e06,
-    memory=3326,
-    together=5.821,
-    tile=105.9,
-    exchange=2432,
-    exchanged=21.27,
-    launch=1403,
+    multiplied=1.654,
+    alone=128.3,
+    row=1.13,
+    ingest=65.09,
+    second_level=7000,
+    memory=3425,
+    together=7.855,
+    tile=660.1,
+    exchange=954,
+    exchanged=7.363,
+    launch=1879,
 )
 
 
@@ -174,7 +174,7 @@ def time(cut: Cut, rows: int, outputs: int, inputs: int, num_sms: int, costs: Co
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
     at_once, height = cut.at_once(num_sms), cut.height(rows)
     weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
-    multiplied = cut.outputs / 64 * cut.rows / cut.n * (16 + cut.n / 4) * 4 / 1.7 * costs.multiplied
+    multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
     alone = costs.alone * cut.rows / cut.n + costs.row * cut.rows
 
     def wave(count: int) -> float:
