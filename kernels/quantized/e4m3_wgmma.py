@@ -19,6 +19,7 @@ from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
 from . import e4m3_wide
 from .pieces_cuda import SHARED, STRIP, Packed
+from .wgmma_cuts import blocks_at_once
 
 UNIT = 128  # inputs of a scale, and of a chunk
 LEAST_ROWS = 33
@@ -68,10 +69,6 @@ class Cut(NamedTuple):
     def row_tiles(self, rows: int) -> int:
         """Some of them may have no row."""
         return -(-rows // (self.height(rows) * self.over)) * self.over
-
-    def at_once(self, num_sms: int) -> int:
-        """Blocks that a GPU takes at once: an H200 28 clusters of four, not 33, as each lies within a part of it."""
-        return num_sms // self.cluster * self.cluster if self.cluster < 4 else max(num_sms * 7 // 32, 1) * 4
 
     def blocks(self, rows: int, outputs: int) -> int:
         """One for each tile, and each part of its inputs."""
@@ -142,17 +139,17 @@ class Costs(NamedTuple):
     """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
     finds them in times of every cut."""
 
-    multiplied: float = 1.0  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
-    alone: float = 150.0  # of a chunk, for a warpgroup by itself
-    row: float = 1.6  # and of each row
-    ingest: float = 60.0  # bytes of a multiprocessor's shared memory
-    second_level: float = 5500.0  # of all of them
-    memory: float = 4200.0
-    together: float = 3.0  # how much the longest of them hides the others
-    tile: float = 700.0
-    exchange: float = 1500.0  # of a tile that a cluster shares
-    exchanged: float = 8.0  # its sums
-    launch: float = 4000.0
+    multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
+    alone: float  # of a chunk, for a warpgroup by itself
+    row: float  # and of each row
+    ingest: float  # bytes of a multiprocessor's shared memory
+    second_level: float  # of all of them
+    memory: float
+    together: float  # how much the longest of them hides the others
+    tile: float
+    exchange: float  # of a tile that a cluster shares
+    exchanged: float  # its sums
+    launch: float
 
 
 COSTS = Costs(
@@ -172,7 +169,7 @@ COSTS = Costs(
 
 def time(cut: Cut, rows: int, outputs: int, inputs: int, num_sms: int, costs: Costs = COSTS) -> float:
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
-    at_once, height = cut.at_once(num_sms), cut.height(rows)
+    at_once, height = blocks_at_once(cut.cluster, num_sms), cut.height(rows)
     weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
     multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
     alone = costs.alone * cut.rows / cut.n + costs.row * cut.rows
@@ -206,7 +203,7 @@ def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | Non
     args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height
     blocks = cut.blocks(rows, outputs)
     if cut.split == 1:  # a cluster goes on to further tiles
-        blocks = min(blocks, cut.at_once(device_caps(x.device).num_sms))
+        blocks = min(blocks, blocks_at_once(cut.cluster, device_caps(x.device).num_sms))
     kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
     return y
 

@@ -74,6 +74,12 @@ COSTS = Costs(
 )
 
 
+def blocks_at_once(cluster: int, num_sms: int) -> int:
+    """That a GPU takes, of clusters of so many: an H200 28 clusters of four, not 33, as each lies within a part of it
+    (2026-11-23)."""
+    return num_sms // cluster * cluster if cluster < 4 else max(num_sms * 7 // 32, 1) * 4
+
+
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> WgmmaConfig | WgmmaParts:
     """The fastest way for these sizes."""
@@ -114,9 +120,7 @@ def time(
     benchmarks/results/h200-quantized-ways-2026-11-25.jsonl) 169 times are off by 5.7 %, and what it chooses takes 0.2 %
     longer than the fastest, at most 4.7 %. What `--fit` finds is off by 5.4 % and chooses the same.
     """
-    row_tiles, cluster = -(-rows // cut.rows), cut.split * cut.share
-    # An H200 takes 28 clusters of four blocks, but not 32, as one lies within a part of the GPU (2026-11-23).
-    at_once = num_sms // cluster * cluster if cluster < 4 else num_sms * 7 // 32 * 4
+    row_tiles, at_once = -(-rows // cut.rows), blocks_at_once(cut.split * cut.share, num_sms)
     weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
 
     def wave(count: int) -> float:
