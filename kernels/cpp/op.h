@@ -5,8 +5,8 @@
 //     OP(add_f32, add<float>, Add)
 //
 // All fields have eight bytes: pointers, int64_t, double, in the order in which Python gives them (ops.py), which asks
-// NAME_fields how many there are. What one operation writes another may read, as a barrier of all threads is in between (pool.cpp);
-// threads of one operation must not.
+// NAME_fields how many there are. What one operation writes another may read, as a barrier of all threads is in between
+// (pool.cpp); threads of one operation must not.
 
 #include <stdint.h>
 
