@@ -23,8 +23,9 @@ from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from ..weights.slicing import ShardedModule
 from .fused import FusedExperts, StackedLinear
-from .host import AUTO, Counters, HostExperts, Shared
-from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
+from .host import AUTO, HostExperts, Shared
+from .host_buffers import HostStack, HostWork, SharedBuffers
+from .host_steps import Counters
 from .node_copy import NodeCopy
 from .streamer import BUFFER, BUFFERS, Streamer
 
@@ -151,7 +152,7 @@ class Offload:
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
-        shared = Shared(self.room.way, self.counters, SharedBuffers() if cuda else None, streamer)
+        shared = Shared(self.room.way, self.counters, SharedBuffers(self.counters) if cuda else None, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = Held(experts.start, experts.width, experts.size)
@@ -228,10 +229,8 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
         ids[:], at[:] = chosen.int(), -1
         at[chosen] = chosen
         started = time.perf_counter()
-        if kept and rows < KEPT:
-            work.begin(stack, at, fresh, UNBIASED, out).end()
-        elif kept:
-            work.run(stack, at, fresh, UNBIASED, out)
+        if kept:
+            work.of(stack, at, fresh, UNBIASED, out).run()
         else:
             pairs = fresh()
             pairs.add(stack.stack, at, ids.numel())

@@ -79,7 +79,7 @@ def test_captured(checkpoint, room, most):
         y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
         few = layer.host._few(x, ids, weights) is not None
         assert few == (most <= few_tokens.FEW and room.way != "resident")
-        assert len(pieces) == (3 if layer.host.set.slots and not few else 2)
+        assert len(pieces) == (1 if few else 3 if layer.host.set.slots else 2)
         for turn in range(40):
             given = tokens(plain, most, turn % 5)
             for static, new in zip((x, ids, weights), given, strict=True):
