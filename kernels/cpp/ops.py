@@ -137,7 +137,7 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
 
 def shared_pool() -> tuple[int, int | None]:
     """The address of pool_run, and a pool for one thread that computes beside this process's main one."""
-    return ctypes.cast(libraries()["pool"].pool_run, ctypes.c_void_p).value or 0, _pool(_others())
+    return ctypes.cast(libraries()["pool"].pool_run, ctypes.c_void_p).value or 0, _pool(others())
 
 
 def stay_awake(seconds: float = LOOK) -> list[float]:
@@ -147,11 +147,11 @@ def stay_awake(seconds: float = LOOK) -> list[float]:
         return []
     look = libraries()["pool"].pool_look
     look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    pools = _pool(torch.get_num_threads()), _pool(_others())
+    pools = _pool(torch.get_num_threads()), _pool(others())
     return [look(pool, int(seconds * 1e9)) / 1e9 for pool in pools if pool is not None]
 
 
-def _others() -> int:
+def others() -> int:
     """Threads that compute beside this process's main one: a core stays free for what else it does, as these look for
     work, and where there are some, one more."""
     threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))

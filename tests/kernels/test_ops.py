@@ -209,6 +209,6 @@ def test_threads_may_stay_awake(monkeypatch):
 def test_a_core_stays_free_beside_threads_that_look_for_work(monkeypatch, threads, others):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert ops._others() == others
+    assert ops.others() == others
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert ops._others() == 0 and ops._pool(0) is None
+    assert ops.others() == 0 and ops._pool(0) is None

@@ -203,7 +203,7 @@ class HostExperts:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
         if tokens <= KEPT and self._computes(view.x.dtype):
-            self._kept(view, tokens).run()
+            self._kept(view, tokens).run(torch.get_num_threads())
             return made
         fresh = self._pairs(view, tokens)
         fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))

@@ -26,8 +26,8 @@ class Kept(NamedTuple):
     packed: ctypes.Array[Any]
     calls: ops.Calls  # whose tensors they read
 
-    def run(self) -> None:
-        ops.run_calls(self.packed, len(self.calls), torch.get_num_threads())
+    def run(self, threads: int) -> None:
+        ops.run_calls(self.packed, len(self.calls), threads)
 
 
 class HostWork:
