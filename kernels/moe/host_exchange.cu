@@ -2,7 +2,7 @@
 // themselves: copies and events would each cost a launch. `send`, `fetch` and `collect` follow each other in one stream;
 // state [4]: the blocks of `send` that are done, and how often it ran, which is what flags count; and up to which count the
 // list and the CPU's sums were seen. One thread of a grid looks at the host's flags and tells the others there: loads of
-// one address of host memory wait for each other, about 2 us each (H100, 2026-11-25).
+// one address of host memory cross PCIe one after the other.
 
 __device__ inline unsigned load_host(const unsigned* from) {
     unsigned y;

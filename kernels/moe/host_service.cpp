@@ -42,9 +42,9 @@ static int64_t now() {
     return t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// Looks for a layer's time, as it is mostly that close, and then sleeps between two looks.
+constexpr int64_t LAYER_NS = 300000;  // who waits looks so long, as it is mostly that close, and then sleeps between looks
+
 static bool wait_for(const Shared& s, uint32_t count, int64_t nanoseconds) {
-    constexpr int64_t LAYER_NS = 300000;
     const int64_t begin = now();
     while (__atomic_load_n(s.sent, __ATOMIC_ACQUIRE) != count) {
         const int64_t time = now() - begin;
@@ -121,16 +121,18 @@ static void* work(void* given) {
         while (a.posted == a.done) pthread_cond_wait(&a.changed, &a.mutex);
         const Step step = a.steps[a.done % STEPS];
         pthread_mutex_unlock(&a.mutex);
+        if (!step.layers) break;
         serve(*a.shared, step);
         pthread_mutex_lock(&a.mutex);
         __atomic_store_n(&a.done, a.done + 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&a.changed);
         pthread_mutex_unlock(&a.mutex);
     }
+    free(given);
     return nullptr;
 }
 
-// Lasts as long as the process. null: no thread can be had.
+// null: no thread can be had.
 EXPORT void* service_make(const Shared* shared) {
     Service* a = (Service*)calloc(1, sizeof(Service));
     if (!a) return nullptr;
@@ -143,7 +145,7 @@ EXPORT void* service_make(const Shared* shared) {
     return a;
 }
 
-// Serve these layers once what was posted before is done. Waits where STEPS wait already.
+// Serve these layers once what was posted before is done. Waits where STEPS wait already. layers null: end the thread.
 EXPORT void service_post(void* given, const Layer* layers, int64_t count, uint32_t first, int chosen) {
     Service& a = *(Service*)given;
     pthread_mutex_lock(&a.mutex);
@@ -159,8 +161,9 @@ EXPORT int service_drain(void* given, int64_t nanoseconds) {
     Service& a = *(Service*)given;
     const int64_t begin = now();
     while (__atomic_load_n(&a.posted, __ATOMIC_ACQUIRE) != __atomic_load_n(&a.done, __ATOMIC_ACQUIRE)) {
-        if (now() - begin > nanoseconds) return 0;
-        nap();
+        const int64_t time = now() - begin;
+        if (time > nanoseconds) return 0;
+        if (time > LAYER_NS) nap();
     }
     return 1;
 }

@@ -6,6 +6,7 @@ chosen, as what the GPU does then is launched one by one, and the thread compute
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -110,6 +111,14 @@ class Service:
         """Nobody serves any more: the GPU, and who serves, wait for nothing."""
         self._made[1] = 1
         self._given_up[0] = 1
+
+    def __del__(self) -> None:  # the thread reads memory of this object
+        with contextlib.suppress(Exception):
+            if self._thread is not None:
+                self._given_up[0] = 1
+                while not _library().service_drain(self._thread, int(PAUSE * 1e9)):
+                    pass
+                _library().service_post(self._thread, None, 0, 0, 0)
 
     def _next(self, layers: int) -> int:
         """The count of the first of these."""

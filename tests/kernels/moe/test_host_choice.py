@@ -67,6 +67,23 @@ def test_an_expert_that_is_chosen_often_is_copied_once(monkeypatch, compiled):
     assert made(compiled, monkeypatch, ids, of, costs, CHEAPEST, limit=0, adopts=True).found[4] == 0
 
 
+@pytest.mark.skipif(not host_choice.ops.available(), reason="no C++ operations")
+@pytest.mark.parametrize("exponent, early, late, most", [(0.0, 0.45, 0.45, 80), (0.8, 0.72, 0.75, 80)])
+def test_the_resident_set_follows_popularity_and_not_chance(exponent, early, late, most):
+    """Half of 128 experts, 8 of which each step draws by a Zipf law: how many of steps 100 to 200 and 400 to 800 are
+    resident, and how many become so in 800 steps, one at a time being computed faster by the CPU."""
+    draw, found, ids = np.random.default_rng(0), [], torch.zeros(1, 8, dtype=torch.int32)
+    order, likely = draw.permutation(128), -exponent * np.log(np.arange(1, 129))
+    of = Residency(np.where(np.arange(128) < 64, np.arange(128), -1), np.zeros(128), np.arange(64))
+    choice = Choice(128, 0, Costs((45.0, 56.0, 125.0, 485.0), 65.0, 1.3, 1.1), CHEAPEST)
+    for _ in range(800):
+        ids[0] = torch.from_numpy(order[np.argsort(likely + draw.gumbel(size=128))[-8:]])
+        choice.choose(ids, of, 8, adopts=True)
+        found.append(choice.found.copy())
+    resident, adopted = np.array(found)[:, 0] / 8, np.array(found)[:, 4]
+    assert resident[100:200].mean() > early and resident[400:].mean() > late and 0 < adopted.sum() < most
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
     costs = Costs((10.0, 10.0, 16.0, 64.0), copy=30.0)  # the CPU takes 10 up to 4 tokens, then more
