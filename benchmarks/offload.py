@@ -96,7 +96,7 @@ class Budget:
             self.served.append(service.totals.tolist())
             post(service, one)
 
-        Service.post = posted  # type: ignore[method-assign]
+        Service.post = posted  # type: ignore[assignment, method-assign]
 
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
