@@ -16,7 +16,7 @@ sequences a thread of its own does it:
     wait    until the layer's tokens and choices have come from the GPU: its work before them, and the way
     choose  which experts the CPU computes, and which are copied
     cpu     until the CPU has computed its experts
-    rest    of the step, for a layer: until the step's first layer begins
+    rest    of the step, for a layer: until the step's first layer begins; the step is a median, the others are means
 Of more, in the thread that launches as well:
     launch  of copies and of the GPU's work on copied experts
     other   of the host's part, such as the experts that change places
@@ -114,11 +114,11 @@ class Budget:
     def of_service(self, steps: int, layers: int, seconds: float) -> dict[str, float]:
         """Of the last steps, of few tokens: as `means`."""
         first, last = self.served[-steps - 1], self.served[-1]
-        names = *host_service.TIMES, *host_service.SERVED
-        each = {name: (b - a) / (steps * layers) for name, a, b in zip(names, first, last, strict=True)}
-        found = {name: 1e-3 * each[name] for name in host_service.TIMES}
+        each = [(b - a) / (steps * layers) for a, b in zip(first, last, strict=True)]
+        times = len(host_service.TIMES)
+        found = {name: 1e-3 * one for name, one in zip(host_service.TIMES, each[:times], strict=True)}
         found["rest"] = 1e6 * seconds - sum(found.values())
-        found |= {name: each[name] for name in host_service.SERVED}
+        found |= dict(zip((*SERVED, "loaded"), each[times:], strict=True))
         return {name: round(one, 2) for name, one in found.items()}
 
     def means(self, count: int, seconds: float) -> dict[str, float]:

@@ -135,9 +135,11 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
     _run()(_pool(threads), calls, count)
 
 
-def shared_pool() -> tuple[int, int | None]:
-    """The address of pool_run, and a pool for one thread that computes beside this process's main one."""
-    return ctypes.cast(libraries()["pool"].pool_run, ctypes.c_void_p).value or 0, _pool(others())
+def shared_pool() -> tuple[int, int, int]:
+    """The addresses of pool_run and pool_wake, and a pool, or 0, for one thread that computes beside this process's main
+    one."""
+    run, wake = (ctypes.cast(getattr(libraries()["pool"], f"pool_{one}"), ctypes.c_void_p) for one in ("run", "wake"))
+    return run.value or 0, wake.value or 0, _pool(others()) or 0
 
 
 def stay_awake(seconds: float = LOOK) -> list[float]:

@@ -27,17 +27,23 @@ struct alignas(64) Gate {
     void open() {
         // Sequentially consistent, as is wait(): either this sees the sleeper, or the sleeper sees the new value.
         __atomic_add_fetch(&value, 1, __ATOMIC_SEQ_CST);
+        wake();
+    }
+
+    // Who sleeps looks again as long as before.
+    void wake() {
         if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
     void wait(uint32_t from, int64_t look = LOOK_NS) {
-        for (Patience patience(look); !patience.over();)
-            if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
-        __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
-        while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == from)
+        for (;;) {
+            for (Patience patience(look); !patience.over();)
+                if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
+            __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
             syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, from, nullptr, nullptr, 0);
-        __atomic_sub_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
+            __atomic_sub_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
+        }
     }
 };
 
@@ -108,6 +114,11 @@ EXPORT void* pool_make(int threads) {
 // Returns what it was.
 EXPORT int64_t pool_look(void* pool, int64_t nanoseconds) {
     return __atomic_exchange_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED);
+}
+
+// A list comes soon: threads that sleep look for it from now on.
+EXPORT void pool_wake(void* pool) {
+    if (pool) ((Pool*)pool)->start.wake();
 }
 
 // With a pool that another thread of this process uses, or with none, the caller computes alone.

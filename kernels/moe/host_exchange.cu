@@ -10,6 +10,12 @@ __device__ inline unsigned load_host(const unsigned* from) {
     return y;
 }
 
+__device__ inline unsigned long long nanoseconds() {
+    unsigned long long y;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(y));
+    return y;
+}
+
 __device__ inline unsigned load_told(const unsigned* from) {
     unsigned y;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
@@ -17,6 +23,20 @@ __device__ inline unsigned load_told(const unsigned* from) {
 }
 __device__ inline void tell(unsigned* to, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Looks at a flag of the host until it is `want`, but for what `loose` covers. Where `given_up` says that it will not be,
+// this ends too, and says so itself after LIMIT_S seconds.
+__device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsigned loose, unsigned* given_up) {
+    constexpr unsigned HOST_IS_LATE = 2;  // as in host_service.py
+    const unsigned long long begin = nanoseconds();
+    unsigned word;
+    while (((word = load_host(flag)) ^ want) > loose && !load_host(given_up)) {
+        __nanosleep(100);
+        if (nanoseconds() - begin > LIMIT_S * 1000000000ull)
+            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(given_up), "r"(HOST_IS_LATE) : "memory");
+    }
+    return word;
 }
 
 // x [units of 16 bytes], ids and weights [pairs] to the host; then the flag says so. slots: of each of the router's
@@ -47,7 +67,7 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
 // after the other. count, of and slots [most]: the list; numbers [pairs]: the place of each pair's expert; `most` where it
 // is not in the list. first: the router's number of expert 0. given_up: no list will come.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_fetch(const unsigned* list, unsigned* state, const unsigned* given_up, const long long* parts, const int* ids,
+host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long long* parts, const int* ids,
            int* count, long long* of, int* slots, int* numbers, int tensors, int pairs, int most, int first) {
     __shared__ int experts[THREADS], told;
     grid_wait();
@@ -61,8 +81,7 @@ host_fetch(const unsigned* list, unsigned* state, const unsigned* given_up, cons
         if (threadIdx.x < told) experts[threadIdx.x] = (int)((volatile long long*)of)[threadIdx.x];
     } else {
         if (threadIdx.x == 0) {
-            unsigned word;
-            while (((word = load_host(list)) ^ mine << 9) > 511 && !load_host(given_up)) __nanosleep(100);
+            const unsigned word = await_host(list, mine << 9, 511, given_up);
             told = (word ^ mine << 9) > 511 ? 0 : (int)(word & 511), *count = told;
         }
         __syncthreads();
@@ -132,7 +151,7 @@ __device__ inline void adopt(const Adopted& a, int block, int blocks) {
 // y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
 // is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_collect(const T* resident, const T* copied, const float* made, T* y, unsigned* state, const unsigned* flag, int n,
+host_collect(const T* resident, const T* copied, const float* made, T* y, unsigned* state, unsigned* flag, int n,
              const int* count, const int* slots, const long long* of, const long long* parts, int* table,
              long long* expert_in, int tensors, int first, int none) {
     grid_wait();
@@ -141,12 +160,12 @@ host_collect(const T* resident, const T* copied, const float* made, T* y, unsign
         adopt({count, slots, of, parts, table, expert_in, tensors, first, none}, blockIdx.x - blocks, gridDim.x - blocks);
         return;
     }
-    if (threadIdx.x == 0) {  // without a limit: a job may be suspended, and the watchdog ends one that hangs
+    if (threadIdx.x == 0) {
         const unsigned mine = state[1];
         if (blockIdx.x) {
             while (load_told(state + 3) != mine) __nanosleep(50);
         } else {
-            while (load_host(flag) != mine && !load_host(flag + 1)) __nanosleep(100);
+            await_host(flag, mine, 0, flag + 1);
             tell(state + 3, mine);
         }
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import host_memory, jit
 from ..cpp import ops
-from .host_service import Service
+from .host_service import LIMIT, Service
 
 THREADS = 256  # of a block
 BLOCKS = 32  # that read host memory at once: half a megabyte under way, where PCIe takes a tenth of it; more are slower
@@ -140,4 +140,4 @@ def collect(
 
 def sizes(resident: bool = False, copied: bool = False) -> dict[str, int]:
     """What host_exchange.cu is compiled for."""
-    return dict(THREADS=THREADS, RESIDENT=int(resident), COPIED=int(copied))
+    return dict(THREADS=THREADS, RESIDENT=int(resident), COPIED=int(copied), LIMIT_S=int(LIMIT))

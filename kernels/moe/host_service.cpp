@@ -29,10 +29,11 @@ struct Layer {
 // experts, each with its slot + 1 in the upper 16 bits.
 struct Shared {
     const uint32_t* sent;  // counts the layers whose tokens are here
-    uint32_t *made, *list;  // made: counts the layers that are computed
+    uint32_t *made, *list;  // made: counts the layers that are computed, and behind it why no more will be; 0: they will
     void (*run)(void* pool, const Call* calls, int64_t count);
+    void (*wake)(void* pool);
     void* pool;
-    const int64_t* given_up;
+    int64_t *given_up, limit;  // limit: nanoseconds that the thread waits for a layer's tokens
     int64_t* totals;  // nanoseconds of waiting, choosing and computing; experts: resident, computed here, copied, adopted
 };
 
@@ -42,6 +43,7 @@ static int64_t now() {
     return t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+constexpr uint32_t GPU_IS_LATE = 3;  // as in host_service.py
 constexpr int64_t LAYER_NS = 300000;  // who waits looks so long, as it is mostly that close, and then sleeps between looks
 
 static bool wait_for(const Shared& s, uint32_t count, int64_t nanoseconds) {
@@ -96,7 +98,11 @@ static void serve(const Shared& s, const Step& step) {
     for (int64_t i = 0; i < step.count; i++) {
         const uint32_t count = step.first + (uint32_t)i;
         const int64_t begin = now();
-        if (!step.chosen && !wait_for(s, count, INT64_MAX)) return;
+        if (!step.chosen && !wait_for(s, count, s.limit)) {
+            if (!__atomic_exchange_n(s.given_up, 1, __ATOMIC_ACQ_REL))
+                __atomic_store_n(s.made + 1, GPU_IS_LATE, __ATOMIC_RELEASE);
+            return;
+        }
         const int64_t here = now();
         if (!step.chosen) choose(s, step.layers[i], count);
         const int64_t chosen = now();
@@ -115,13 +121,16 @@ struct Service {
 
 static void* work(void* given) {
     Service& a = *(Service*)given;
-    for (;;) {
+    const int64_t& computed = a.shared->totals[4];
+    for (int64_t before = 0, had = 0;; had = computed - before) {  // had: experts that the step before computed here
+        before = computed;
         for (Patience patience; __atomic_load_n(&a.posted, __ATOMIC_ACQUIRE) == a.done && !patience.over();) {}
         pthread_mutex_lock(&a.mutex);
         while (a.posted == a.done) pthread_cond_wait(&a.changed, &a.mutex);
         const Step step = a.steps[a.done % STEPS];
         pthread_mutex_unlock(&a.mutex);
         if (!step.layers) break;
+        if (had && !step.chosen) a.shared->wake(a.shared->pool);  // while the first layer's tokens are on their way
         serve(*a.shared, step);
         pthread_mutex_lock(&a.mutex);
         __atomic_store_n(&a.done, a.done + 1, __ATOMIC_RELEASE);

@@ -19,6 +19,12 @@ from torch import Tensor
 from ..cpp import ops
 from .host_choice import Choice
 
+LIMIT = 300.0  # seconds that either side waits for the other: a job may be suspended, but nothing waits for ever
+LATE = {  # what stands behind the count of the layers that are computed
+    1: "the CPU's part of a step with experts in host memory has failed before",
+    2: f"a kernel has waited {LIMIT:.0f} s for the CPU's part of a step with experts in host memory",
+    3: f"the CPU has waited {LIMIT:.0f} s for a GPU's part of a step with experts in host memory",
+}
 PAUSE = 0.2  # seconds between two looks at whether the GPU still works
 ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
 PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
@@ -63,14 +69,13 @@ class Service:
 
     def __init__(self, sent: Tensor, made: Tensor, experts: Tensor):
         """int32, pinned: what counts the layers whose tokens are here; what counts those that are computed, and behind
-        it whether no more will be; and the list of experts that are copied."""
+        it why no more will be (LATE); and the list of experts that are copied."""
         self._sent, self._made = sent, made
         self.totals = torch.zeros(len(TIMES) + len(SERVED), dtype=torch.int64)
         self._given_up = torch.zeros(1, dtype=torch.int64)
-        run, pool = ops.shared_pool()
         packed = struct.pack(
-            "7q", sent.data_ptr(), made.data_ptr(), experts.data_ptr(), run, pool or 0, self._given_up.data_ptr(),
-            self.totals.data_ptr(),
+            "9q", sent.data_ptr(), made.data_ptr(), experts.data_ptr(), *ops.shared_pool(), self._given_up.data_ptr(),
+            int(LIMIT * 1e9), self.totals.data_ptr(),
         )  # fmt: skip
         self._shared, self._held = ctypes.create_string_buffer(packed, len(packed)), experts
         self._count = 0  # of layers
@@ -78,7 +83,8 @@ class Service:
         self._posted: list[Step | Layer] = []  # the last ones, which must stay until they are done
 
     def post(self, one: Step) -> None:
-        """Serve a step that is launched."""
+        """Serve a step that is launched. Raises what went wrong before."""
+        self._look()
         self._post(one, one.packed, one.size, self._next(one.size), 0)
 
     def drain(self) -> None:
@@ -89,10 +95,10 @@ class Service:
     def choose(self, one: Layer) -> None:
         """Wait for the tokens of the `send` that was launched, and choose."""
         self.drain()
-        if int(self._made[1]):
-            raise RuntimeError("the CPU's part of a step with experts in host memory has failed before")
+        self._look()
         first = self._next(1)
         while not _library().service_choose(self._shared, one.packed, first, int(PAUSE * 1e9)):
+            self._look()
             self._check()
 
     def compute(self, one: Layer) -> None:
@@ -109,7 +115,7 @@ class Service:
 
     def give_up(self) -> None:
         """Nobody serves any more: the GPU, and who serves, wait for nothing."""
-        self._made[1] = 1
+        self._made[1] = self._made[1] or 1
         self._given_up[0] = 1
 
     def __del__(self) -> None:  # the thread reads memory of this object
@@ -125,6 +131,10 @@ class Service:
         first = self._count + 1 & 0xFFFFFFFF
         self._count = self._count + layers & 0xFFFFFFFF
         return first
+
+    def _look(self) -> None:
+        if late := int(self._made[1]):
+            raise RuntimeError(LATE[late])
 
     def _check(self) -> None:
         """Raises what the GPU has to say. What was sent since the last look counts."""

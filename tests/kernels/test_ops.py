@@ -1,5 +1,6 @@
 """The small operations, on odd sizes, strided inputs and empty batches."""
 
+import ctypes
 import math
 import os
 import time
@@ -202,6 +203,18 @@ def test_threads_may_stay_awake(monkeypatch):
             assert torch.equal(linear(x, x), want)
     finally:
         assert set(ops.stay_awake()) == {2e-3}
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+def test_threads_that_are_woken_before_a_list_compute_the_same(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = torch.randn(64, 64)
+    want = linear(x, x)
+    for pause in (0, 1e-4, 1e-3, 1e-2):
+        time.sleep(pause)  # they look, or sleep
+        ops.libraries()["pool"].pool_wake(ctypes.c_void_p(ops._pool(3)))
+        time.sleep(pause)
+        assert torch.equal(linear(x, x), want)
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")

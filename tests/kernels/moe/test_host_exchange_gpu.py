@@ -89,10 +89,11 @@ def test_both_sides(dtype, late):
         later = late and turn > 0
         if not later:
             both.tell(experts, slots)
-        fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, exchange)
         made = pinned(tokens, HIDDEN, dtype=torch.float32)
         made.normal_(generator=draw)
+        # Before `fetch`, which waits for the list: copies to the GPU and pinning wait for what is launched.
         parts = [torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2)]
+        fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, exchange)
         if not later:
             exchange.made[0] = both.count
         y = host_exchange.collect(*parts, made, x, exchange, fetched, both.of_slots, FIRST)

@@ -137,3 +137,16 @@ def test_who_gives_up_is_waited_for_no_more(monkeypatch):
     assert int(device.flags[1][1]) == 1
     with pytest.raises(RuntimeError, match="has failed before"):
         device.service.choose(part)
+
+
+def test_a_thread_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(host_service, "LIMIT", 0.02)
+    draw = torch.Generator().manual_seed(0)
+    device = Device([Layer(ON_CPU, 0, draw) for _ in range(3)], 1, draw)
+    whole = host_service.step(device.parts())
+    device.service.post(whole)
+    device.service.post(whole)
+    device.service.drain()
+    assert int(device.flags[1][1]) == 3, "kernels wait no more"
+    with pytest.raises(RuntimeError, match="the CPU has waited .* for a GPU's part"):
+        device.service.post(whole)

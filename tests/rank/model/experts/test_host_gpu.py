@@ -28,8 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """For super-blocks, in the layer without experts, too."""
-    sizes = {"moe_intermediate_size": 256, "hidden_size": 512, "intermediate_size": 512, "head_dim": 256}
+    """For super-blocks, in the layer without experts, and in half an expert, too."""
+    sizes = {"moe_intermediate_size": 512, "hidden_size": 512, "intermediate_size": 512, "head_dim": 256}
     return write(tmp_path_factory.mktemp("wide"), **MODELS["qwen3_moe"] | sizes)
 
 
