@@ -26,7 +26,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def open_url(
-    request: urllib.request.Request, timeout: float | None = None, direct: bool = False, certificate: str = ""
+    request: urllib.request.Request, timeout: float | None = None, *, direct: bool, certificate: str
 ) -> Any:
     """urlopen, but no proxy stands between a machine and itself: it would have its own idea of 127.0.0.1.
 

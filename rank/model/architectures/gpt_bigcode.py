@@ -72,7 +72,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddLayerNorm(size, eps)
         self.self_attn = llama.Attention(args, mesh, index, local)
         self.post_attention_layernorm = AddLayerNorm(size, eps)
-        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, bias=True, act=args.hidden_act)
+        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, args.hidden_act, bias=True)
 
     forward = llama.Layer.forward
 

@@ -80,7 +80,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddLayerNorm(size, eps)
         self.self_attn = Attention(args, mesh, index, local)
         self.post_attention_layernorm = None if args.use_parallel_residual else AddLayerNorm(size, eps)
-        self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_act)
+        self.mlp = GatedMLP(size, args.intermediate_size, mesh, args.hidden_act)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

@@ -34,7 +34,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddLayerNorm(args.hidden_size, args.norm_epsilon)
         self.self_attn = llama.Attention(args, mesh, index, local)
         self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.norm_epsilon)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.use_bias, args.hidden_act)
+        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.use_bias)
 
     forward = llama.Layer.forward
 
