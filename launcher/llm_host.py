@@ -18,7 +18,7 @@ from .. import errors
 from ..rank.options import Options
 from ..rank.server.api_error import ApiError
 from ..rank.server.batch.admission import Admission, enough
-from ..rank.server.config import SamplingDefaults, ServerConfig
+from ..rank.server.config import ServerConfig, model_settings
 from ..rank.server.decoding import convert
 from ..rank.server.engine_client import EngineClient
 from ..rank.server.generation import Make
@@ -52,17 +52,12 @@ class JobHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx", daemon=True)
         self._thread.start()
-        defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
         config = ServerConfig(
-            model_dir=options.model,
+            **model_settings(options),
             link=os.path.join(self._directory, "link"),
             listen_fd=-1,
-            sampling=SamplingDefaults(**defaults),
-            generation_config="auto" if options.generation_config else "none",
-            chat_template=options.chat_template,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
-            thinking=options.thinking,
         )
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None

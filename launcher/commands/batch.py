@@ -167,7 +167,7 @@ def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchCo
     end, left = end_time(options.deadline, os.environ, time.time())
     terminal = place is None and os.isatty(2)
     return BatchConfig(
-        server=ServerConfig("", "", -1),
+        server=ServerConfig(model_dir="", link="", listen_fd=-1),
         input=source,
         output=output,
         errors=errors,

@@ -86,7 +86,7 @@ def test_no_weights(tmp_path, model):
 @pytest.fixture
 def config(model, tmp_path):
     (tmp_path / "in.jsonl").write_text("{}\n")
-    server = ServerConfig(str(model), str(tmp_path / "link"), -1, served_model_name="model")
+    server = ServerConfig(model_dir=str(model), link=str(tmp_path / "link"), listen_fd=-1, served_model_name="model")
     place = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl", "errors.jsonl")]
     return BatchConfig(server, *place)
 
