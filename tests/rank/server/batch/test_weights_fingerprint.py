@@ -92,7 +92,7 @@ def config(model, tmp_path):
 
 
 def start(config):
-    """The jobs process, which ends before it listens for rank 0; its code and words."""
+    """The batch process, which ends before it listens for rank 0; its code and words."""
     environ = os.environ | {VARIABLE: json.dumps(msgspec.to_builtins(config))}
     command = [sys.executable, "-m", "phalanx.rank.server.batch"]
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
