@@ -27,8 +27,9 @@ from ...gguf.checkpoint import added_to, orders_of, part_of
 from ...gguf.types import BY_NAME
 from ...safetensors_header import Index, Order, read_index
 from .. import architectures
+from ..choices import sizes_of
 from ..config import Config, read_config
-from ..load import FURTHER, HARMLESS, sizes_of
+from ..load import FURTHER, HARMLESS
 from ..weights.safetensors import FLOATS, places
 from . import gguf_experts
 
