@@ -136,10 +136,11 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
 
 
 def shared_pool() -> tuple[int, int, int]:
-    """The addresses of pool_run and pool_wake, and a pool, or 0, for one thread that computes beside this process's main
-    one."""
-    run, wake = (ctypes.cast(getattr(libraries()["pool"], f"pool_{one}"), ctypes.c_void_p) for one in ("run", "wake"))
-    return run.value or 0, wake.value or 0, _pool(others()) or 0
+    """The addresses of pool_run, of pool_wake, and of a pool for one thread that computes beside this process's main
+    one; 0: it computes alone."""
+    pool = libraries()["pool"]
+    run, wake = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in (pool.pool_run, pool.pool_wake))
+    return run, wake, _pool(others()) or 0
 
 
 def stay_awake(seconds: float = LOOK) -> list[float]:
