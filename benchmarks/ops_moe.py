@@ -21,7 +21,7 @@ import torch
 from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe
+from phalanx.kernels.moe import moe, quantized_cuda
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
 from phalanx.kernels.quantized.stack import Stack, stack
@@ -30,6 +30,7 @@ from torch import Tensor
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
 CHOICES = 12  # different ones of as many calls
 MOST_BYTES = 20e9  # of all copies of the weights
+PIPELINE_WARPS = 7, 11, 15  # of quantized_pipeline.cu; one more brings x, so that each scheduler has as many
 
 
 class Shape(NamedTuple):
@@ -113,7 +114,13 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
         if many:
             versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
         for tiles in (8,) if many else (1, 2, 4, 8):
-            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, tiles) for one in pairs]
+            ways = quantized_cuda.cut_ways(tiles, *stacks[0])
+            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, ways) for one in pairs]
+        if rows * layers.shape.top_k <= 24 * layers.shape.experts:
+            for tiles, warps in itertools.product((1, 2, 4), PIPELINE_WARPS):
+                if found := quantized_cuda.pipeline_ways(tiles, *stacks[0], warps):
+                    title = f"{name}, pipelined {8 * tiles} by {warps}"
+                    versions[title] = [partial(moe.in_pieces, one, found) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 

@@ -13,6 +13,8 @@ from ..activation.activation import ACTIVATIONS
 from ..quantized import pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
+from . import quantized_pipeline
+from .quantized_pipeline import PipelineConfig
 
 if TYPE_CHECKING:
     from .moe import Groups
@@ -23,6 +25,7 @@ WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
 LARGE = 800  # bytes of a piece
+PIPELINE_PAIRS = 8  # most per expert
 
 
 class Cut(NamedTuple):
@@ -100,32 +103,65 @@ def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, j
     )
 
 
+class Ways(NamedTuple):
+    """How both GEMMs are computed; their tiles have the same rows."""
+
+    up: Cut | PipelineConfig
+    down: Cut | PipelineConfig
+
+    @property
+    def rows(self) -> int:
+        return self.up.rows
+
+
+def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, pipelined: bool) -> Ways:
+    """Of so many pairs of all experts. pipelined: whether quantized_pipeline.cu runs."""
+    tiles = choose_tiles(pairs, experts)
+    ways = pipeline_ways(tiles, w13, w2) if pipelined and pairs <= PIPELINE_PAIRS * experts else None
+    return ways or cut_ways(tiles, w13, w2)
+
+
+def cut_ways(tiles: int, w13: Stack, w2: Stack) -> Ways:
+    """Both by quantized_experts.cu."""
+    up, down = (choose(tiles, one.shape[2], one.packed.layout, one is w13) for one in (w13, w2))
+    return Ways(up, down)
+
+
+def pipeline_ways(tiles: int, w13: Stack, w2: Stack, warps: int = quantized_pipeline.WARPS) -> Ways | None:
+    """Both by quantized_pipeline.cu, if x fits."""
+    up, down = (quantized_pipeline.choose(tiles, one.shape[2], one.packed.layout, warps) for one in (w13, w2))
+    return Ways(up, down) if up and down else None
+
+
 def expert_up(
-    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, tiles: int, bias: Tensor | None = None
-) -> Tensor:
-    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; tiles of the groups'."""
+    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, way: Cut | PipelineConfig,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; way: of the groups'
+    rows."""
     h = x.new_empty(len(groups.order), w13.shape[1] // 2)
-    _launch(x, w13, groups, weights, h, act, top, tiles, bias)
+    _launch(x, w13, groups, weights, h, act, top, way, bias)
     return h
 
 
 def expert_down(
-    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, tiles: int, bias: Tensor | None = None
+    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, way: Cut | PipelineConfig, bias: Tensor | None = None
 ) -> Tensor:
     """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups. weights: of the bias."""
     y = h.new_empty(len(h), w2.shape[1])
-    _launch(h, w2, groups, weights, y, "", 1, tiles, bias)
+    _launch(h, w2, groups, weights, y, "", 1, way, bias)
     return y
 
 
 def _launch(
-    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, tiles: int,
-    bias: Tensor | None,
+    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int,
+    cut: Cut | PipelineConfig, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    cut = choose(tiles, stack.shape[2], stack.packed.layout, bool(act))
+    if isinstance(cut, PipelineConfig):
+        return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, cut, bias)
     memory = shared(cut, stack.shape[2], bool(act))
     of = sizes(stack, cut, act, top, bias is not None)
     kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)
     blocks = -(-y.shape[1] // (STRIP * (WARPS // cut.groups)))
     args = x, stack.packed.pieces, x if bias is None else bias, *groups, weights, y
-    kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)
+    return kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)

@@ -12,7 +12,7 @@
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
-constexpr bool BY_RUNS = false;
+constexpr bool BY_RUNS = false, RAW = ZERO < 128 && (MINIMA || GROUP >= 32);  // RAW: whether raw codes are not as codes
 constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
 constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
@@ -83,6 +83,20 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
                 small_bytes<E>(word, ZERO, a[h], a[2 + h]);
         }
     }
+}
+
+// Codes as they are widened the fastest, and what they have too much. Sums of 16 take off an offset at the cost of more
+// than they spare.
+template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) {
+    if constexpr (!RAW) return codes<E>(piece, step, a);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = BITS == 4 ? and_xor(piece.words[step] >> 4 * i, 0x000f000f, whole_pair(E()))
+                         : and_xor(piece.words[2 * step + i % 2] >> i / 2 * 8, 0x007f007f, whole_pair(E()));
+}
+template <class E> __device__ inline float2 offsets(const Piece&, int) {
+    const float offset = unpack<E>(whole_pair(E())).x + ZERO;
+    return {offset, offset};
 }
 
 // Weights of the same, rounded once.

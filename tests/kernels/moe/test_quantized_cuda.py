@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.moe import moe, quantized_cuda
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     tiles: int
     biased: bool = False
     held: Held | None = None
+    warps: int = 0  # of quantized_pipeline; 0: quantized_experts
 
 
 CASES = [
@@ -36,6 +38,16 @@ CASES = [
     Case(90, 1, 2, 768, 704, "q4_k", "e4m3", 8),
     Case(5, 2, 4, 96, 32, "q8_0", "q8_0", 1),
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
+]
+PIPELINED = [
+    Case(12, 2, 3, 256, 256, "q4_k", "q4_k", 1, warps=2),
+    Case(40, 2, 3, 704, 192, "int4 64 zeros", "q8_0", 2, biased=True, warps=3),
+    Case(20, 2, 6, 256, 64, "e4m3", "q4_1", 1, held=Held(2, 3, 6), warps=2),
+    Case(9, 3, 4, 512, 96, "q8_0", "q8_0", 1, biased=True, warps=8),
+    Case(7, 2, 3, 320, 256, "int4 32 zeros", "q6_k", 2, warps=3),
+    Case(30, 1, 2, 768, 64, "int4 64", "int4 64", 4, warps=4),
+    Case(1, 1, 2, 128, 32, "e4m3", "e4m3", 1, warps=8),
+    Case(3, 2, 6, 256, 64, "e4m3", "q4_1", 1, held=Held(5, 1, 6), warps=2),
 ]
 
 
@@ -57,13 +69,14 @@ def launched(monkeypatch, cuda_models):
         found.append(sizes)
 
         def launch(grid, threads, *args, shared=0):
-            assert shared <= 160 << 10
-            weights = next(one for one in args if one.dtype == torch.uint8)
-            cuda_model.launch(library, grid, threads, args, weights, seed=len(found))
+            assert shared <= (220 if source == "quantized_pipeline" else 160) << 10
+            weights = next(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.uint8)
+            cuda_model.launch(library, grid, threads, args, weights, seed=len(found), x=args[0])
 
         return launch
 
     monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(quantized_pipeline, "device_caps", lambda _: DeviceCaps(5, "sm_90a", True, True, True))
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     return found
@@ -71,7 +84,9 @@ def launched(monkeypatch, cuda_models):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "case", [*CASES[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:])], ids=str
+    "case",
+    [*CASES[:3], *PIPELINED[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:] + PIPELINED[3:])],
+    ids=str,
 )
 def test_experts(launched, case, dtype):
     """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
@@ -86,8 +101,11 @@ def test_experts(launched, case, dtype):
     weights = torch.rand(case.tokens, case.k) * down_scale
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
     groups = moe.group(ids, held.size, 8 * case.tiles, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", case.tiles, biases.up)
-    y = quantized_cuda.expert_down(h, weights, w2, groups, case.tiles, biases.down)
+    ways = quantized_cuda.cut_ways(case.tiles, w13, w2)
+    if case.warps:
+        ways = quantized_cuda.pipeline_ways(case.tiles, w13, w2, case.warps)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", ways.up, biases.up)
+    y = quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
     here = (ids >= held.first) & (ids < held.first + held.size)
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
     wide = Biases(*(None if one is None else one.float() for one in biases))

@@ -60,14 +60,18 @@ def reference(given):
     return y
 
 
-def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0):
+def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, warps=0):
+    """tiles: those of the present way; warps: of quantized_pipeline's blocks, 0: quantized_experts."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
     w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
     x = given.x.to(dtype)
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
-    call = moe.fused_experts if not tiles else lambda one: summed(moe.in_pieces(one, tiles), one)
+    call = moe.fused_experts
+    if tiles:
+        ways = quantized_cuda.pipeline_ways(tiles, w13, w2, warps) if warps else quantized_cuda.cut_ways(tiles, w13, w2)
+        call = lambda one: summed(moe.in_pieces(one, ways), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
@@ -95,6 +99,29 @@ def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, hel
 def test_tiles(up, down, tiles, spread):
     for tokens in (1, 9, 100):
         check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
+
+
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tiles, warps", [(1, 7), (1, 15), (2, 11), (4, 8)])
+@pytest.mark.parametrize("up, down", FORMS)
+def test_pipelines(up, down, tiles, warps, spread):
+    for tokens in (1, 9, 100):
+        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles, warps=warps)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("up, down", FORMS)
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_pipelines_of_qwen(tokens, up, down, dtype, bound):
+    for tiles, warps in ((1, 8), (2, 8), (1, 15)):
+        check(QWEN._replace(tokens=tokens), up, down, dtype, bound, tiles=tiles, warps=warps)
+
+
+@pytest.mark.parametrize("hidden, inner", [(96, 32), (2880, 2880), (4096, 384)])
+def test_pipelines_of_other_sizes(hidden, inner):
+    """Strips that pairs do not divide, short strips, and biases."""
+    for tokens in (1, 7, 20):
+        check(Sizes(tokens, 2, 4, hidden, inner), "q8_0", "q8_0", torch.bfloat16, 1e-2, biased=True, tiles=1, warps=8)
 
 
 @pytest.mark.parametrize("hidden, inner", [(96, 32), (4352, 64), (2880, 2880), (4096, 14336)])
