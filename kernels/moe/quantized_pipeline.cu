@@ -21,6 +21,8 @@ constexpr int STEPS = I / SPAN / RUN;                  // stages of a unit
 constexpr int PART = RUN * PIECE, STAGE = 2 * PART;    // bytes
 constexpr int STRIP = I / SPAN * PIECE;                // bytes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
+constexpr bool HELD = TOGETHER > 1 && RUN % TOGETHER == 0;  // whether sums of x are
+constexpr int SUMS = HELD ? I * TILES : 0;                  // bytes
 
 #if __CUDA_ARCH__ >= 900
 struct Tile {
@@ -71,7 +73,7 @@ struct Weights {
 
 // One warp: the rows of x of tiles `first` to `last`. Rows that a tile lacks are whatever lies there.
 __device__ inline void bring_rows(const T* x, const float* weights, const Tiles& tiles, int first, int last, unsigned to,
-                                  Tile* held, Barrier* full, Barrier* empty) {
+                                  T* sums, Tile* held, Barrier* full, Barrier* summed, Barrier* empty) {
     const int lane = threadIdx.x % 32;
     for (int t = first, n = 0; t <= last; t++, n++) {
         const int buffer = n % BUFFERS, expert = tiles.expert(t), start = __ldcg(tiles.starts + t);
@@ -88,6 +90,29 @@ __device__ inline void bring_rows(const T* x, const float* weights, const Tiles&
         __syncwarp();
         const long long row = GATED ? pair / TOP : start + lane;
         if (lane < rows) bulk_load(to + (buffer * ROWS + lane) * PITCH, x + row * I, I * 2, full + buffer);
+        if (!HELD) continue;
+        __syncwarp();
+        mbarrier_wait(full + buffer, n / BUFFERS);
+        sum_up_inputs<PITCH, I, TILES>(to + buffer * ROWS * PITCH, sums + buffer * SUMS / 2);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(summed + buffer);
+    }
+}
+
+// A stage's. sums_at: the sums of its inputs.
+template <class P>
+__device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][TILES][4]) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (HELD && sizeof(P)) {
+#pragma unroll
+        for (int k = 0; k < RUN; k += TOGETHER)
+            multiply_together<PITCH, PART>(like, from + k * PIECE, x_from + k * SPAN * 2, sums_at + k * SPAN * TILES, sum);
+    } else {
+#pragma unroll
+        for (int k = 0; k < RUN; k++) {
+            const P pieces[2] = {shared_piece(from + k * PIECE, lane), shared_piece(from + PART + k * PIECE, lane)};
+            multiply_pieces<PITCH, false>(pieces, x_from + k * SPAN * 2, sum);
+        }
     }
 }
 
@@ -124,15 +149,16 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
                    const int* tile_expert, const int* tile_start, const float* weights, T* y, int most) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[WARPS * STAGES], x_full[BUFFERS], x_empty[BUFFERS];
+    __shared__ alignas(8) Barrier full[WARPS * STAGES], x_full[BUFFERS], x_summed[BUFFERS], x_empty[BUFFERS];
     __shared__ Tile held[BUFFERS];
     __shared__ int used;  // tiles
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const unsigned rings = smem_address(memory), xs = rings + WARPS * STAGES * STAGE;
+    const unsigned rings = smem_address(memory), xs = rings + WARPS * STAGES * STAGE, sums = xs + BUFFERS * ROWS * PITCH;
     if (thread == 0) {
         for (int s = 0; s < WARPS * STAGES; s++) mbarrier_init(full + s, 1);
         for (int b = 0; b < BUFFERS; b++) {
             mbarrier_init(x_full + b, 1);
+            mbarrier_init(x_summed + b, 1);
             mbarrier_init(x_empty + b, WARPS);
         }
         fence_mbarrier_init();
@@ -148,7 +174,8 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     const int begin = (int)(units * blockIdx.x / gridDim.x), end = (int)(units * (blockIdx.x + 1) / gridDim.x);
     const int first = begin / UNITS, last = begin < end ? (end - 1) / UNITS : first - 1;  // tiles
     if (warp == WARPS) {
-        bring_rows(x, weights, tiles, first, last, xs, held, x_full, x_empty);
+        T* const to = (T*)((char*)memory + (sums - rings));
+        bring_rows(x, weights, tiles, first, last, xs, to, held, x_full, x_summed, x_empty);
         return;
     }
     const unsigned ring = rings + warp * STAGES * STAGE;
@@ -168,18 +195,14 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         pass(unit / UNITS);
         const int buffer = (tile - first) % BUFFERS;
         mbarrier_wait(x_full + buffer, (tile - first) / BUFFERS);
+        if (HELD) mbarrier_wait(x_summed + buffer, (tile - first) / BUFFERS);
         // A lane's row of x, and there its eight of the first 32 inputs.
         unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
         float sum[2][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
         for (int s = 0; s < STEPS; s++) {
             mbarrier_wait(mine + slot, round);
-#pragma unroll
-            for (int k = 0; k < RUN; k++) {
-                const unsigned from = ring + slot * STAGE + k * PIECE;
-                const Piece pieces[2] = {shared_piece(from, lane), shared_piece(from + PART, lane)};
-                multiply_pieces<PITCH>(pieces, x_from + k * SPAN * 2, sum);
-            }
+multiply_run(Piece(), ring + slot * STAGE, x_from, sums + buffer * SUMS + s * (RUN * SPAN * TILES), sum);
             // All of the warp's loads have been read before a copy writes there again.
             fence_async_proxy();
             __syncwarp();

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 WARPS = 8  # that multiply, each with a ring
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 PART = 2600  # bytes of a copy, at most
-LEAST_STAGES = 3
-LEAST_RING = 64 << 10  # bytes of all rings: fewer under way are slower than memory
+LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory
 MOST_STAGES = 8
 
 
@@ -43,20 +42,19 @@ def choose(tiles: int, inputs: int, layout: Layout, warps: int = WARPS) -> Pipel
     """For so many tiles of rows: long runs, where enough of them fit beside x. None: they do not."""
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
-        room = (SHARED - buffers * 8 * tiles * (inputs * 2 + 16)) // warps
-        if room * warps < LEAST_RING:
-            continue
+        room = (SHARED - buffers * tiles * (8 * (inputs * 2 + 16) + inputs)) // warps
         for run in (n for n in (8, 4, 3, 2, 1) if pieces % n == 0 and n * layout.bytes <= PART):
-            stages = min(room // (2 * run * layout.bytes), MOST_STAGES)
-            if stages >= LEAST_STAGES:
+            stage = 2 * run * layout.bytes
+            stages = min(room // stage, MOST_STAGES)
+            if stages == MOST_STAGES or (stages - 1) * stage * warps >= LEAST_AHEAD:
                 return PipelineConfig(tiles, warps, run, stages, buffers)
     return None
 
 
 def shared(cut: PipelineConfig, inputs: int, layout: Layout) -> int:
-    """Bytes of shared memory, as quantized_pipeline.cu lays it out."""
+    """Bytes of shared memory, as quantized_pipeline.cu lays it out, with sums of x that most formats leave out."""
     rings = cut.warps * cut.stages * 2 * cut.run * layout.bytes
-    return rings + cut.buffers * cut.rows * (inputs * 2 + 16)
+    return rings + cut.buffers * cut.tiles * (8 * (inputs * 2 + 16) + inputs)
 
 
 def sizes(stack: Stack, cut: PipelineConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:

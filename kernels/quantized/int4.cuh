@@ -10,6 +10,7 @@
 constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
 constexpr bool MINIMA = false;
 constexpr bool BY_RUNS = false, RAW = true;  // RAW: whether raw codes are not as codes
+constexpr int TOGETHER = 1;  // pieces that multiply_together() takes
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];

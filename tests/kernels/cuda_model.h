@@ -243,6 +243,11 @@ static uint4 load_shared16(unsigned from) {
     memcpy(&y, model::at(from, 16), 16);
     return y;
 }
+static uint2 load_shared8(unsigned from) {
+    uint2 y;
+    memcpy(&y, model::at(from, 8), 8);
+    return y;
+}
 static unsigned load_shared4(unsigned from) {
     unsigned y;
     memcpy(&y, model::at(from, 4), 4);
