@@ -309,8 +309,7 @@ def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:
     """`pipelined` of quantised weights, where `quantized_cuda` takes them. ways: chosen unless given."""
     x, ids, weights, w13, w2, act, biases, held = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
-    has_tma = device_caps(x.device).has_tma
-    ways = ways or quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, has_tma)
+    ways = ways or quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, device_caps(x.device))
     groups = group(ids, w13.shape[0], ways.rows, held)
     h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, ways.up, biases.up)
     return quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)

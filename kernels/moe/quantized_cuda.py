@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import ACTIVATIONS
+from ..device import DeviceCaps
 from ..quantized import pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
@@ -25,7 +26,9 @@ WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
 LARGE = 800  # bytes of a piece
+# Of quantized_pipeline.cu, whose warps have a unit of 32 outputs each: of few units most are idle. Not timed.
 PIPELINE_PAIRS = 8  # most per expert
+PIPELINE_UNITS = 8  # least of a multiprocessor
 
 
 class Cut(NamedTuple):
@@ -114,11 +117,14 @@ class Ways(NamedTuple):
         return self.up.rows
 
 
-def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, pipelined: bool) -> Ways:
-    """Of so many pairs of all experts. pipelined: whether quantized_pipeline.cu runs."""
-    tiles = choose_tiles(pairs, experts)
-    ways = pipeline_ways(tiles, w13, w2) if pipelined and pairs <= PIPELINE_PAIRS * experts else None
-    return ways or cut_ways(tiles, w13, w2)
+def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Ways:
+    """Of so many pairs of all experts."""
+    units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
+    if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
+        ways = pipeline_ways(1, w13, w2)
+        if ways:
+            return ways
+    return cut_ways(choose_tiles(pairs, experts), w13, w2)
 
 
 def cut_ways(tiles: int, w13: Stack, w2: Stack) -> Ways:

@@ -60,7 +60,8 @@ struct Weights {
     // By a whole warp.
     __device__ void ask(int slot) {
         if (unit >= end) return;
-        const int other = GATED ? WIDTH / 16 * STRIP : strip() + 1 < STRIPS ? STRIP : 0;  // past the end is not stored
+        // What is past the end is not stored.
+        const int other = GATED ? WIDTH / 16 * STRIP : STRIPS % 2 == 0 || strip() + 1 < STRIPS ? STRIP : 0;
         if (elected()) {
             mbarrier_expect(full + slot, STAGE);
             bulk_load(ring + slot * STAGE, from, PART, full + slot);
