@@ -25,7 +25,7 @@ from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
-from phalanx.kernels.quantized import affine
+from phalanx.kernels.quantized import affine, e4m3, floats
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
@@ -64,6 +64,7 @@ class Layers:
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
         copies = list(zip(self.w13, self.w2, strict=True))[:2]
         self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
+        self.floats = [(fp8(a), fp8(b)) for a, b in copies] if "fp8" in formats else []
 
     def calls(self, rows: int) -> list[Inputs]:
         experts, k, hidden, _ = self.shape
@@ -90,6 +91,12 @@ def quantize(weights: Tensor, name: str) -> Stack:
         return stack(affine, lambda expert: int4(weights[expert]), (experts, outputs, inputs))
     codec = importlib.import_module(f"phalanx.kernels.quantized.{'e4m3' if name == 'fp8' else name}")
     return stack(codec, lambda expert: codec.encode(weights[expert]), (experts, outputs, inputs))
+
+
+def fp8(weights: Tensor) -> floats.Floats:
+    """As FP8 checkpoints have experts, for Triton."""
+    codes, scales = zip(*map(e4m3.encode, weights), strict=True)
+    return floats.pack(torch.stack(codes), torch.stack(scales))
 
 
 def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,6 +153,9 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
+    if layers.floats:
+        pairs = [Inputs(*one[:3], *layers.floats[i % len(layers.floats)]) for i, one in enumerate(calls)]
+        versions["fp8, Triton"] = [partial(moe.grouped, one) for one in pairs]
     for name, stacks in layers.quantized.items():
         pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
         versions[name] = [partial(moe.expert_terms, one) for one in pairs]

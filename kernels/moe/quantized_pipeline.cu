@@ -168,11 +168,13 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     __syncthreads();
     if (GATED) grid_wait();
     const Tiles tiles{order, ends, tile_expert, tile_start};
-    for (int t = thread; t < most; t += THREADS + 32)
-        if (tiles.expert(t) >= 0 && (t + 1 == most || tiles.expert(t + 1) < 0)) used = t + 1;
+    for (int t = thread; t < most; t += THREADS + 32) {
+        const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
+        if (expert >= 0 && after < 0) used = t + 1;
+    }
     __syncthreads();
-    const long long units = (long long)used * UNITS;
-    const int begin = (int)(units * blockIdx.x / gridDim.x), end = (int)(units * (blockIdx.x + 1) / gridDim.x);
+    const int block = blockIdx.x, units = used * UNITS, each = units / gridDim.x, more = units % gridDim.x;
+    const int begin = block * each + min(block, more), end = begin + each + (block < more);
     const int first = begin / UNITS, last = begin < end ? (end - 1) / UNITS : first - 1;  // tiles
     if (warp == WARPS) {
         T* const to = (T*)((char*)memory + (sums - rings));
