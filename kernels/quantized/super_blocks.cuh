@@ -7,8 +7,8 @@
 // a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Codes of 4
 // bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in
 // bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. Codes of 8
-// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. super_blocks_cuda.py makes
-// pieces.
+// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. Pieces of the same FACTORED
+// inputs have the same factors. super_blocks_cuda.py makes pieces.
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
