@@ -40,10 +40,11 @@ CASES = [
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
 ]
 PIPELINED = [
-    Case(12, 2, 3, 256, 256, "q4_k", "q4_k", 1, warps=2),
+    Case(12, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=2),
     Case(40, 2, 3, 704, 192, "int4 64 zeros", "q8_0", 2, biased=True, warps=3),
     Case(20, 2, 6, 256, 64, "e4m3", "q4_1", 1, held=Held(2, 3, 6), warps=2),
     Case(9, 3, 4, 512, 96, "q8_0", "q8_0", 1, biased=True, warps=8),
+    Case(24, 2, 3, 512, 256, "q4_k", "q4_k", 2, warps=3),
     Case(7, 2, 3, 320, 256, "int4 32 zeros", "q6_k", 2, warps=3),
     Case(30, 1, 2, 768, 64, "int4 64", "int4 64", 4, warps=4),
     Case(1, 1, 2, 128, 32, "e4m3", "e4m3", 1, warps=8),
