@@ -32,8 +32,6 @@ from torch import Tensor
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
 CHOICES = 12  # different ones of as many calls
 MOST_BYTES = 20e9  # of all copies of the weights
-# Tiles of 8 rows and warps of quantized_pipeline.cu; one more warp brings x, so that each scheduler has as many.
-PIPELINES = (1, 7), (1, 11), (1, 15), (2, 7)
 
 
 class Shape(NamedTuple):
@@ -111,10 +109,8 @@ def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def ways_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.Ways]:
     """Of few pairs per expert."""
     found = {f"tiles of {8 * tiles}": quantized_cuda.cut_ways(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
-    for tiles, warps in PIPELINES:
-        if ways := quantized_cuda.pipeline_ways(tiles, w13, w2, warps):
-            found[f"pipelined {8 * tiles} by {warps}"] = ways
-    return found
+    up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))
+    return found | {"pipelined": quantized_cuda.Ways(up, down)} if up and down else found
 
 
 def compile_quantized(layers: Layers) -> None:

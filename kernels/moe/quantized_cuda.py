@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from .moe import Groups
 
 # Most pairs per expert → tiles of 8 rows of a block; of more it has 8. moe.tiling_rows has the same borders.
-TILES = {3: 1, 8: 2, 24: 4}
+TILES = {4: 1, 8: 2, 24: 4}
 WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
 LARGE = 800  # bytes of a piece
-# Of quantized_pipeline.cu, whose warps have a unit of 32 outputs each: of few units most are idle. Not timed.
+# Of quantized_pipeline.cu, whose warps have a unit of 32 outputs each: of few units most are idle. One token of
+# Qwen3-30B-A3B has 2.9, and is faster; more than 4 pairs per expert, and fewer units, were not timed.
 PIPELINE_PAIRS = 8  # most per expert
-PIPELINE_UNITS = 8  # least of a multiprocessor
+PIPELINE_UNITS = 2  # least of a multiprocessor
 
 
 class Cut(NamedTuple):
@@ -121,22 +122,25 @@ def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCa
     """Of so many pairs of all experts."""
     units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
     if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
-        ways = pipeline_ways(1, w13, w2)
-        if ways:
-            return ways
+        up, down = (choose_pipeline(one) for one in (w13, w2))
+        if up or down:
+            return Ways(up or choose_cut(1, w13, True), down or choose_cut(1, w2, False))
     return cut_ways(choose_tiles(pairs, experts), w13, w2)
 
 
 def cut_ways(tiles: int, w13: Stack, w2: Stack) -> Ways:
     """Both by quantized_experts.cu."""
-    up, down = (choose(tiles, one.shape[2], one.packed.layout, one is w13) for one in (w13, w2))
-    return Ways(up, down)
+    return Ways(choose_cut(tiles, w13, True), choose_cut(tiles, w2, False))
 
 
-def pipeline_ways(tiles: int, w13: Stack, w2: Stack, warps: int = quantized_pipeline.WARPS) -> Ways | None:
-    """Both by quantized_pipeline.cu, if x fits."""
-    up, down = (quantized_pipeline.choose(tiles, one.shape[2], one.packed.layout, warps) for one in (w13, w2))
-    return Ways(up, down) if up and down else None
+def choose_cut(tiles: int, stack: Stack, gated: bool) -> Cut:
+    return choose(tiles, stack.shape[2], stack.packed.layout, gated)
+
+
+def choose_pipeline(stack: Stack) -> PipelineConfig | None:
+    """None: its format is slower there, or x does not fit."""
+    layout: Layout = stack.packed.layout
+    return quantized_pipeline.choose(stack.shape[2], layout) if layout.header in quantized_pipeline.HEADERS else None
 
 
 def expert_up(

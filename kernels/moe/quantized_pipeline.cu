@@ -14,7 +14,7 @@
 #include FORMAT
 #include "raw_mma.cuh"
 
-constexpr int ROWS = 8 * TILES, THREADS = WARPS * 32;  // THREADS: that multiply
+constexpr int ROWS = 8, THREADS = WARPS * 32;  // THREADS: that multiply
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;   // of y
 constexpr int STRIPS = (OUTPUTS + 15) / 16, UNITS = GATED ? WIDTH / 16 : (STRIPS + 1) / 2;  // of an expert; of a tile
 constexpr int STEPS = I / SPAN / RUN;                  // stages of a unit
@@ -22,7 +22,7 @@ constexpr int PART = RUN * PIECE, STAGE = 2 * PART;    // bytes
 constexpr int STRIP = I / SPAN * PIECE;                // bytes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
 constexpr bool HELD = TOGETHER > 1 && RUN % TOGETHER == 0;  // whether sums of x are
-constexpr int SUMS = HELD ? I * TILES : 0;                  // bytes
+constexpr int SUMS = HELD ? I : 0;                          // bytes
 
 #if __CUDA_ARCH__ >= 900
 struct Tile {
@@ -94,7 +94,7 @@ __device__ inline void bring_rows(const T* x, const float* weights, const Tiles&
         if (!HELD) continue;
         __syncwarp();
         mbarrier_wait(full + buffer, n / BUFFERS);
-        sum_up_inputs<PITCH, I, TILES>(to + buffer * ROWS * PITCH, sums + buffer * SUMS / 2);
+        sum_up_inputs<PITCH, I>(to + buffer * ROWS * PITCH, sums + buffer * SUMS / 2);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(summed + buffer);
     }
@@ -102,12 +102,12 @@ __device__ inline void bring_rows(const T* x, const float* weights, const Tiles&
 
 // A stage's. sums_at: the sums of its inputs.
 template <class P>
-__device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][TILES][4]) {
+__device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][4]) {
     const int lane = threadIdx.x % 32;
     if constexpr (HELD && sizeof(P)) {
 #pragma unroll
         for (int k = 0; k < RUN; k += TOGETHER)
-            multiply_together<PITCH, PART>(like, from + k * PIECE, x_from + k * SPAN * 2, sums_at + k * SPAN * TILES, sum);
+            multiply_together<PITCH, PART>(like, from + k * PIECE, x_from + k * SPAN * 2, sums_at + k * SPAN, sum);
     } else {
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
@@ -118,30 +118,28 @@ __device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsi
 }
 
 // A unit's values. sum: of its two strips.
-__device__ inline void store(const float (&sum)[2][TILES][4], const Tile& tile, int unit, const T* bias, T* y) {
+__device__ inline void store(const float (&sum)[2][4], const Tile& tile, int unit, const T* bias, T* y) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < TILES; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = j * 8 + lane % 4 * 2 + i % 2, out = lane / 4 + i / 2 * 8;
-            if (row >= tile.rows) continue;
-            const long long to = (long long)tile.row[row] * WIDTH;
-            const T* const more = bias + (long long)tile.expert * OUTPUTS;
-            if (GATED) {
-                const int column = unit % UNITS * 16 + out;
-                const float gate = sum[0][j][i] + (BIAS ? to_float(more[column]) : 0);
-                const float up = sum[1][j][i] + (BIAS ? to_float(more[WIDTH + column]) : 0);
-                y[to + column] = from_float<T>(gated<T, ACT>(gate, up) * tile.weight[row]);
-                continue;
-            }
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int column = (unit % UNITS * 2 + m) * 16 + out;
-                if (column >= WIDTH) continue;
-                y[to + column] = from_float<T>(sum[m][j][i] + (BIAS ? to_float(more[column]) * tile.weight[row] : 0));
-            }
+    for (int i = 0; i < 4; i++) {
+        const int row = lane % 4 * 2 + i % 2, out = lane / 4 + i / 2 * 8;
+        if (row >= tile.rows) continue;
+        const long long to = (long long)tile.row[row] * WIDTH;
+        const T* const more = bias + (long long)tile.expert * OUTPUTS;
+        if (GATED) {
+            const int column = unit % UNITS * 16 + out;
+            const float gate = sum[0][i] + (BIAS ? to_float(more[column]) : 0);
+            const float up = sum[1][i] + (BIAS ? to_float(more[WIDTH + column]) : 0);
+            y[to + column] = from_float<T>(gated<T, ACT>(gate, up) * tile.weight[row]);
+            continue;
         }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int column = (unit % UNITS * 2 + m) * 16 + out;
+            if (column >= WIDTH) continue;
+            y[to + column] = from_float<T>(sum[m][i] + (BIAS ? to_float(more[column]) * tile.weight[row] : 0));
+        }
+    }
 }
 #endif
 
@@ -201,11 +199,11 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         if (HELD) mbarrier_wait(x_summed + buffer, (tile - first) / BUFFERS);
         // A lane's row of x, and there its eight of the first 32 inputs.
         unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
-        float sum[2][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
+        float sum[2][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
         for (int s = 0; s < STEPS; s++) {
             mbarrier_wait(mine + slot, round);
-multiply_run(Piece(), ring + slot * STAGE, x_from, sums + buffer * SUMS + s * (RUN * SPAN * TILES), sum);
+            multiply_run(Piece(), ring + slot * STAGE, x_from, sums + buffer * SUMS + s * RUN * SPAN, sum);
             // All of the warp's loads have been read before a copy writes there again.
             fence_async_proxy();
             __syncwarp();

@@ -10,13 +10,18 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..device import device_caps
+from ..quantized import int4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
     from .moe import Groups
 
-# That multiply, each with a ring: with one that brings x, four for each scheduler. Not timed beside 7 and 11.
+# Formats whose weights it reads faster than quantized_experts.cu; those with a scale for each 32 codes of 8 bits are not.
+HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER
+ROWS = 8  # of x in a tile
+# That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
+# 64 tokens, and 4 % more with one; weights of 8 bits, which Q4_K_M's down GEMMs have in Q6_K, took 9 % more by them.
 WARPS = 15
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 PART = 2600  # bytes of a copy, at most
@@ -27,7 +32,6 @@ MOST_STAGES = 8
 class PipelineConfig(NamedTuple):
     """How a block holds weights and x."""
 
-    tiles: int  # of 8 rows
     warps: int
     run: int  # pieces of each of two strips in a stage
     stages: int  # of a warp's ring
@@ -35,27 +39,32 @@ class PipelineConfig(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return 8 * self.tiles
+        return ROWS
 
 
 @functools.cache
-def choose(tiles: int, inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | None:
-    """For so many tiles of rows: long runs, where enough of them fit beside x. None: they do not."""
+def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | None:
+    """Long runs, where enough of them fit beside x. None: they do not."""
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
-        room = (SHARED - buffers * tiles * (8 * (inputs * 2 + 16) + inputs)) // warps
+        room = (SHARED - buffers * _bytes_of_x(inputs)) // warps
         for run in (n for n in (8, 4, 3, 2, 1) if pieces % n == 0 and n * layout.bytes <= PART):
             stage = 2 * run * layout.bytes
             stages = min(room // stage, MOST_STAGES)
             if stages == MOST_STAGES or (stages - 1) * stage * warps >= LEAST_AHEAD:
-                return PipelineConfig(tiles, warps, run, stages, buffers)
+                return PipelineConfig(warps, run, stages, buffers)
     return None
 
 
 def shared(cut: PipelineConfig, inputs: int, layout: Layout) -> int:
-    """Bytes of shared memory, as quantized_pipeline.cu lays it out, with sums of x that most formats leave out."""
+    """Bytes of shared memory, as quantized_pipeline.cu lays it out."""
     rings = cut.warps * cut.stages * 2 * cut.run * layout.bytes
-    return rings + cut.buffers * cut.tiles * (8 * (inputs * 2 + 16) + inputs)
+    return rings + cut.buffers * _bytes_of_x(inputs)
+
+
+def _bytes_of_x(inputs: int) -> int:
+    """Of a tile, with its sums, which most formats leave out."""
+    return ROWS * (inputs * 2 + 16) + inputs
 
 
 def sizes(stack: Stack, cut: PipelineConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
@@ -66,7 +75,6 @@ def sizes(stack: Stack, cut: PipelineConfig, act: str, top: int, bias: bool) -> 
         **dict(layout.sizes),
         I=stack.shape[2],
         OUTPUTS=stack.shape[1],
-        TILES=cut.tiles,
         WARPS=cut.warps,
         RUN=cut.run,
         STAGES=cut.stages,

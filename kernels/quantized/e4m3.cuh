@@ -6,8 +6,7 @@
 
 constexpr int PIECE = 576, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 constexpr bool MINIMA = false;
-constexpr bool BY_RUNS = false, RAW = false;  // RAW: whether raw codes are not as codes
-constexpr int TOGETHER = 1;  // pieces that multiply_together() takes
+constexpr bool BY_RUNS = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[2];

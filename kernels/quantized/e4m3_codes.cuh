@@ -19,9 +19,6 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     }
 }
 
-template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) { codes<E>(piece, step, a); }
-template <class E> __device__ inline float2 offsets(const Piece&, int) { return {}; }
-
 // Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);

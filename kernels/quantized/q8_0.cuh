@@ -9,8 +9,7 @@
 
 constexpr int PIECE = 544, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 constexpr bool MINIMA = false;
-constexpr bool BY_RUNS = false, RAW = false;  // RAW: whether raw codes are not as codes
-constexpr int TOGETHER = 1;  // pieces that multiply_together() takes
+constexpr bool BY_RUNS = false;
 
 struct Piece {  // a lane's part
     unsigned words[4], scales;
@@ -50,9 +49,6 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     centred_bytes<E>(piece.words[2 * step], a[0], a[2]);
     centred_bytes<E>(piece.words[2 * step + 1], a[1], a[3]);
 }
-
-template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) { codes<E>(piece, step, a); }
-template <class E> __device__ inline float2 offsets(const Piece&, int) { return {}; }
 
 // Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {

@@ -23,6 +23,7 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
 ]  # fmt: skip
+PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_0"), ("int4", "int4 zeros")]
 
 
 def quantised(weight, form):
@@ -62,8 +63,8 @@ def reference(given):
     return y
 
 
-def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, warps=0):
-    """tiles: those of the present way; warps: of quantized_pipeline's blocks, 0: quantized_experts."""
+def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, pipeline=False):
+    """tiles: of quantized_experts.cu, for both GEMMs. pipeline: both by quantized_pipeline.cu."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
     w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
     x = given.x.to(dtype)
@@ -71,8 +72,9 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
     call = moe.fused_experts
-    if tiles:
-        ways = quantized_cuda.pipeline_ways(tiles, w13, w2, warps) if warps else quantized_cuda.cut_ways(tiles, w13, w2)
+    if tiles or pipeline:
+        few = (quantized_cuda.choose_pipeline(one) for one in (w13, w2)) if pipeline else ()
+        ways = quantized_cuda.Ways(*few) if pipeline else quantized_cuda.cut_ways(tiles, w13, w2)
         call = lambda one: summed(moe.in_pieces(one, ways), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given)
     assert got[0].shape == want.shape and got[0].isfinite().all()
@@ -113,35 +115,33 @@ def pipelines_end():
 
 def main():
     for tokens in (1, 40):
-        for up, down in (("q4_k", "q6_k"), ("e4m3", "int4")):
-            for spread, tiles, warps in (("any", 1, 15), ("one", 2, 7)):
-                check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles, warps=warps)
+        for up, down in PIPELINED:
+            for spread in ("any", "one"):
+                check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, pipeline=True)
 
 
 @needs_tma
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
-@pytest.mark.parametrize("tiles, warps", [(1, 7), (1, 15), (2, 11), (4, 8)])
-@pytest.mark.parametrize("up, down", FORMS)
-def test_pipelines(pipelines_end, up, down, tiles, warps, spread):
+@pytest.mark.parametrize("up, down", PIPELINED)
+def test_pipelines(pipelines_end, up, down, spread):
     for tokens in (1, 9, 100):
-        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles, warps=warps)
+        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, pipeline=True)
 
 
 @needs_tma
 @pytest.mark.parametrize("dtype, bound", KINDS)
-@pytest.mark.parametrize("up, down", FORMS)
+@pytest.mark.parametrize("up, down", PIPELINED)
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_pipelines_of_qwen(pipelines_end, tokens, up, down, dtype, bound):
-    for tiles, warps in ((1, 7), (2, 7), (1, 15)):
-        check(QWEN._replace(tokens=tokens), up, down, dtype, bound, tiles=tiles, warps=warps)
+    check(QWEN._replace(tokens=tokens), up, down, dtype, bound, pipeline=True)
 
 
 @needs_tma
-@pytest.mark.parametrize("hidden, inner", [(96, 32), (2880, 2880), (4096, 384)])
+@pytest.mark.parametrize("hidden, inner", [(192, 64), (2880, 2880), (4096, 384)])
 def test_pipelines_of_other_sizes(pipelines_end, hidden, inner):
     """Strips that pairs do not divide, short strips, and biases."""
     for tokens in (1, 7, 20):
-        check(Sizes(tokens, 2, 4, hidden, inner), "q8_0", "q8_0", torch.bfloat16, 1e-2, biased=True, tiles=1, warps=7)
+        check(Sizes(tokens, 2, 4, hidden, inner), "q4_0", "q4_1", torch.bfloat16, 1e-2, biased=True, pipeline=True)
 
 
 @pytest.mark.parametrize("hidden, inner", [(96, 32), (4352, 64), (2880, 2880), (4096, 14336)])
