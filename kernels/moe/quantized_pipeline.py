@@ -17,7 +17,7 @@ from ..quantized.stack import Stack
 if TYPE_CHECKING:
     from .moe import Groups
 
-# Formats whose weights it reads faster than quantized_experts.cu; those with a scale for each 32 codes of 8 bits are not.
+# Formats that it reads faster than quantized_experts.cu does: not those with a scale for each 32 codes of 8 bits.
 HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER
 ROWS = 8  # of x in a tile
 # That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and

@@ -23,7 +23,7 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
 ]  # fmt: skip
-PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_0"), ("int4", "int4 zeros")]
+PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros")]
 
 
 def quantised(weight, form):
@@ -73,8 +73,10 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
     call = moe.fused_experts
     if tiles or pipeline:
-        few = (quantized_cuda.choose_pipeline(one) for one in (w13, w2)) if pipeline else ()
-        ways = quantized_cuda.Ways(*few) if pipeline else quantized_cuda.cut_ways(tiles, w13, w2)
+        ways = quantized_cuda.cut_ways(tiles or 1, w13, w2)
+        if pipeline:
+            ways = quantized_cuda.Ways(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
+            assert all(ways), "a format that takes no pipeline"
         call = lambda one: summed(moe.in_pieces(one, ways), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given)
     assert got[0].shape == want.shape and got[0].isfinite().all()
