@@ -156,6 +156,7 @@ class Costs(NamedTuple):
     finds them in times of every cut."""
 
     multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
+    added: float  # and by how much more, if sums of each chunk are added up
     alone: float  # of chunks that tensor cores add up, for a warpgroup by itself
     row: float  # and of each row
     ingest: float  # bytes of a multiprocessor's shared memory
@@ -170,6 +171,7 @@ class Costs(NamedTuple):
 
 COSTS = Costs(
     multiplied=1.654,
+    added=0,
     alone=128.3,
     row=1.13,
     ingest=65.09,
@@ -181,9 +183,10 @@ COSTS = Costs(
     exchanged=7.363,
     launch=1879,
 )
-# Of pieces with the same scales. Estimated: sums of 512 inputs have not been timed.
+# Of pieces with the same scales. Estimated: sums of more than 128 inputs have not been timed.
 LONG_COSTS = Costs(
     multiplied=1.35,
+    added=0.1,
     alone=128.3,
     row=1.13,
     ingest=65.09,
@@ -202,6 +205,7 @@ def time(cut: Cut, rows: int, outputs: int, inputs: int, alike: int, num_sms: in
     at_once, height = blocks_at_once(cut.cluster, num_sms), cut.height(rows)
     weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
     multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
+    multiplied *= 1 + costs.added * (4.5 if cut.n == 256 else 1) / cut.run(alike)  # operations of a sum
     alone = (costs.alone * cut.rows / cut.n + costs.row * cut.rows) / cut.run(alike)
 
     def wave(count: int) -> float:
