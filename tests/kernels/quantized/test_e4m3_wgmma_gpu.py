@@ -76,7 +76,8 @@ def test_every_cut(outputs, inputs, unit, gate, dtype, tile, clusters):
     bias = torch.randn(outputs, device="cuda").to(dtype)
     every = e4m3_wgmma.cuts(257, inputs, alike, bool(gate), True)
     cuts = [cut for cut in every if (cut.outputs, cut.rows, cut.n) == tile]
-    assert len(cuts) >= len(clusters) - 1
+    wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
+    assert len(cuts) >= len(wanted) - 1
     sizes = [e4m3_wgmma.sizes(inputs, cut, gate, True, alike) for cut in cuts]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], torch.device("cuda"))
     for rows in (5, 65, 129, 256, 600, 2500):
