@@ -33,6 +33,8 @@ ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor
 MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_cuts: dict(together=8.0)}
 FOUND = 3.0  # weight of what a choice loses, beside how far times are off
 
+TILES = {tile for tile, _ in e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS}  # files have others, too, that were not worth it
+
 Costs = Any  # of e4m3_wgmma or of wgmma_cuts
 
 
@@ -59,7 +61,8 @@ def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
     for key, value in line.items():
         if long == (alike > 1) and (match := OF_E4M3.fullmatch(key)):
             cut = Cut(*(int(part or 0) for part in match.groups()))
-            times[cut._replace(matmul=cut.n)] = value
+            if (cut.outputs, cut.rows, cut.n) in TILES:
+                times[cut._replace(matmul=cut.n)] = value
     return Shape(*sizes, times, lambda cut, costs: e4m3_wgmma.time(cut, *sizes, alike, NUM_SMS, costs) / 1e3)
 
 

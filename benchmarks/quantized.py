@@ -4,7 +4,7 @@
     python benchmarks/quantized.py --fit FILE
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
-all linears of a model of 32 such layers take. fp8 has scales as --isq fp8, mostly for each 1024 inputs, and
+all linears of a model of 32 such layers take. fp8 has scales as --isq fp8, mostly for each 512 inputs, and
 fp8-128 stands beside it, with those of blocks. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
 writes what GEMMs of many rows are cut by to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
 those that make weights in registers.

@@ -101,7 +101,6 @@ OF_E4M3(64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))
 OF_E4M3(96, D48, "%48", "%49", "%50", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32))
 OF_E4M3(128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))
 OF_E4M3(192, D96, "%96", "%97", "%98", SIXTY_FOUR(c, 0), SIXTEEN(c, 64), SIXTEEN(c, 80))
-OF_E4M3(256, D128, "%128", "%129", "%130", SIXTY_FOUR(c, 0), SIXTY_FOUR(c, 64))
 #undef OF_E4M3
 #undef WGMMA
 #undef OF_SHARED

@@ -31,15 +31,9 @@ constexpr int CLUSTER = SPLIT * SHARE * OVER;
 constexpr int PARTS = ROWS / N;  // matmuls of N rows
 // Sets of a matmul's sums: two where a thread's registers hold them beside those of the whole tile.
 constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192) ? 2 : 1;
-// Whether a tile's sums are kept in 16 bits beside those of tensor cores, which registers would not hold twice.
-constexpr bool KEPT = N == 256;
-// Chunks that tensor cores add up, at most. Half of the stages await a run that is multiplied for each part of the rows; 1024
-// inputs are for those whose sums take longest to be kept.
-constexpr int LONGEST = PARTS > 1 ? 2 : KEPT ? 8 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
+// Chunks that tensor cores add up, at most. Half of the stages await a run that is multiplied for each part of the rows.
+constexpr int LONGEST = PARTS > 1 ? 2 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
 constexpr int AT_ONCE = SETS == 1 ? PARTS : RUN == 1 ? 8 : 4;  // parts of runs in a round of the loop
-// Chunks by which each warpgroup begins with a tile after the one before it: so one multiplies while others add up or
-// store their sums.
-constexpr int LAG = !STAGGERED || RUN == 1 || SPLIT > 1 || CHUNKS < 2 * STAGES ? 0 : GROUPS > 3 ? 0 : GROUPS == 2 && RUN > 2 ? 2 : 1;
 constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
@@ -48,7 +42,7 @@ static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
 static_assert(HALVES <= 32 && ROWS % N == 0 && AT_ONCE % PARTS == 0);
-static_assert(ALIKE % RUN == 0 && CHUNKS % RUN == 0 && LAG < STAGES);
+static_assert(ALIKE % RUN == 0 && CHUNKS % RUN == 0);
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -157,7 +151,6 @@ struct Chunks {
     unsigned ring;
     int group;  // the warpgroup, which ptxas knows to be the same of all lanes
     Barrier *full, *empty;
-    Barrier* ahead;  // of each warpgroup: the next one may begin with the tile
     Place next = {};  // the run to be multiplied
 
     // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its first.
@@ -171,9 +164,9 @@ struct Chunks {
 #pragma unroll
         for (int p = 0; p < SPAN / 32; p++)
             wgmma_e4m3(made, plain_descriptor(weights + group * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
-                       smem_descriptor(x + part * N * SPAN + p * 32, 16), KEPT || c + p > 0);
+                       smem_descriptor(x + part * N * SPAN + p * 32, 16), c + p > 0);
         wgmma_commit();
-        if (part + c == 0 && !KEPT) load_scales(scales);
+        if (part + c == 0) load_scales(scales);
     }
     // The run's: of outputs lane / 4 of the warp's 16 and 8 below. Its first chunk is there.
     __device__ inline void load_scales(float (&scales)[2]) {
@@ -201,8 +194,7 @@ struct Chunks {
 
 // Sums of COUNT runs, each of one part of the rows: with two sets, one is added up while the next takes place. ptxas would
 // have them wait for each other if one were under way from one round of a loop to the next, so that none is at the end.
-// first: of a tile.
-template <int COUNT> __device__ inline void add_runs(Chunks& chunks, float (&sum)[ROWS / 2], bool first) {
+template <int COUNT> __device__ inline void add_runs(Chunks& chunks, float (&sum)[ROWS / 2]) {
     float made[SETS][N / 2], scales[SETS][2];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -214,52 +206,10 @@ template <int COUNT> __device__ inline void add_runs(Chunks& chunks, float (&sum
         for (int c = 1; c < RUN; c++) {
             chunks.begin(part, c, made[set], of_run);
             chunks.end<1>(part, c - 1);
-            if (i == 0 && c == LAG) mbarrier_arrive_if(first && threadIdx.x % 32 == 0, chunks.ahead + threadIdx.x / 128);
         }
         if (part == PARTS - 1) chunks.next.advance(RUN);
         if (SETS == 1 || i == COUNT - 1) chunks.end<0>(part, made[set], of_run, sum);
     }
-}
-
-// The same of all chunks, with tensor cores' sums in `sum`. After each run a bf16 takes over what it holds of a sum, and
-// tensor cores go on from the rest, which is less than 2^-7 of it: so they keep about 14 bits of that. The second of two
-// has the first one's bits below its own, which costs nothing to take off.
-__device__ inline void add_kept(Chunks& chunks, float (&sum)[ROWS / 2]) {
-    constexpr float LEAST = 0x1p-100f;  // of a scale, which may be 0
-    unsigned kept[ROWS / 4] = {};
-    auto first_of = [&](int pair) { return __uint_as_float(kept[pair] << 16); };
-    auto second_of = [&](int pair) { return __uint_as_float(kept[pair]); };
-#pragma unroll 1
-    for (int i = 0; i < CHUNKS / RUN; i++) {
-        float scales[2], by[2];
-        mbarrier_wait(chunks.full + chunks.next.stage, chunks.next.round);
-        chunks.load_scales(scales);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            scales[h] = fabsf(scales[h]) < LEAST ? LEAST : scales[h];
-            by[h] = __fdividef(1, scales[h]);
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS / 2; r++) sum[r] *= by[r / 2 % 2];
-        chunks.begin(0, 0, sum, scales);
-#pragma unroll
-        for (int c = 1; c < RUN; c++) {
-            chunks.begin(0, c, sum, scales);
-            chunks.end<1>(0, c - 1);
-            if (c == LAG) mbarrier_arrive_if(i == 0 && threadIdx.x % 32 == 0, chunks.ahead + threadIdx.x / 128);
-        }
-        chunks.next.advance(RUN);
-        chunks.end<0>(0, -1);
-        fence_registers(sum);
-#pragma unroll
-        for (int p = 0; p < ROWS / 4; p++) {
-            const float first = sum[2 * p] * scales[p % 2] + first_of(p), second = sum[2 * p + 1] * scales[p % 2] + second_of(p);
-            kept[p] = pack<bf16>(first, second);
-            sum[2 * p] = first - first_of(p), sum[2 * p + 1] = second - second_of(p);
-        }
-    }
-#pragma unroll
-    for (int p = 0; p < ROWS / 4; p++) sum[2 * p] += first_of(p), sum[2 * p + 1] += second_of(p);
 }
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
@@ -268,13 +218,9 @@ __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
     constexpr int COUNT = CHUNKS / RUN * PARTS;
 #pragma unroll
     for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
-    if constexpr (KEPT) {
-        add_kept(chunks, sum);
-    } else {
 #pragma unroll 1
-        for (int i = 0; i < COUNT / AT_ONCE; i++) add_runs<AT_ONCE>(chunks, sum, i == 0);
-        if constexpr (COUNT % AT_ONCE) add_runs<COUNT % AT_ONCE>(chunks, sum, COUNT < AT_ONCE);
-    }
+    for (int i = 0; i < COUNT / AT_ONCE; i++) add_runs<AT_ONCE>(chunks, sum);
+    if constexpr (COUNT % AT_ONCE) add_runs<COUNT % AT_ONCE>(chunks, sum);
 }
 
 // Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.
@@ -339,7 +285,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
            int rows, int outputs, int height) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ahead[GROUPS];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x, width = GATED ? outputs / 2 : outputs;
     if (thread == 0) {
@@ -347,7 +293,6 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
             mbarrier_init(full + s, 1);
             mbarrier_init(empty + s, THREADS / 32 * SHARE * OVER);
         }
-        for (int g = 0; g < GROUPS; g++) mbarrier_init(ahead + g, 4);
         fence_mbarrier_init();
     }
     if constexpr (CLUSTER > 1)
@@ -362,23 +307,18 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
         grid_wait();
         const Tiles tiles(rows, width, height);
-        Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty, ahead};
+        Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty};
 #pragma unroll 1
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles[i];
             const int mine = min(height, rows - tile.row);
             float sum[ROWS / 2], held[HELD];
-            auto load_scales = [&] {
 #pragma unroll
-                for (int j = 0; j < HELD; j++) {
-                    const int row = thread % 32 + j * 32;
-                    held[j] = row < mine ? x_scales[tile.row + row] : 0;
-                }
-            };
-            if (!KEPT) load_scales();  // else registers are short
-            if (LAG && thread >= 128 && tiles.count > 1) mbarrier_wait(ahead + thread / 128 - 1, i);
+            for (int j = 0; j < HELD; j++) {
+                const int row = thread % 32 + j * 32;
+                held[j] = row < mine ? x_scales[tile.row + row] : 0;
+            }
             multiply(chunks, sum);
-            if (KEPT) load_scales();
             scale_rows(held, sum);
             if constexpr (SPLIT > 1)
                 add_up((float*)((char*)memory + (ring - smem_address(memory))), sum, bias, y, tile, width, mine);

@@ -1,9 +1,9 @@
 """Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
 
-Weights have a scale for each 128 inputs or more, and tensor cores add up to 1024 that share one before sums are scaled.
-x has one for each row: as e4m3 has exponents of its own, one for each 128
-inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep
-more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
+Weights have a scale for each 128 inputs or more, and tensor cores add up to 512 that share one before sums are scaled.
+x has one for each row: as e4m3 has exponents of its own, one for each 128 inputs, which checkpoints with
+`activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep more only of what is less than a
+28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
 """
 
 from __future__ import annotations
@@ -39,13 +39,9 @@ CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and o
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
 # For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
-LONG_CUTS = (
-    ((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-    ((128, 256, 256), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
-)
+LONG_CUTS = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
 # Tiles without times, which are not chosen.
 UNMEASURED: tuple[tuple[int, ...], ...] = ()
-STAGGERED = True  # warpgroups of a block begin with a tile one after the other
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
@@ -70,7 +66,7 @@ class Cut(NamedTuple):
 
     def run(self, alike: int) -> int:
         """Chunks that tensor cores add up, as in e4m3_wgmma.cu."""
-        return min(alike, 2 if self.rows > self.n else 8 if self.n == 256 else 4)
+        return min(alike, 2 if self.rows > self.n else 4)
 
     def height(self, rows: int) -> int:
         """Rows of a tile, about as many in each: multiples of 4, and of 8 for shares of x."""
@@ -152,7 +148,7 @@ def cuts(rows: int, inputs: int, alike: int, gated: bool, unmeasured: bool = Fal
 
 
 class Costs(NamedTuple):
-    """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
+    """What `time` reckons with: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
     finds them in times of every cut."""
 
     multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
@@ -169,6 +165,7 @@ class Costs(NamedTuple):
     launch: float
 
 
+# Of an H200.
 COSTS = Costs(
     multiplied=1.654,
     added=0,
@@ -183,20 +180,20 @@ COSTS = Costs(
     exchanged=7.363,
     launch=1879,
 )
-# Of pieces with the same scales. Estimated: sums of more than 128 inputs have not been timed.
+# Of pieces with the same scales, of an H100.
 LONG_COSTS = Costs(
     multiplied=1.35,
-    added=0.1,
-    alone=128.3,
-    row=1.13,
+    added=0.4144,
+    alone=346.6,
+    row=0.9892,
     ingest=65.09,
     second_level=7000,
-    memory=3425,
-    together=7.855,
-    tile=660.1,
-    exchange=954,
-    exchanged=7.363,
-    launch=1879,
+    memory=2334,
+    together=8,
+    tile=364.7,
+    exchange=1620,
+    exchanged=10.1,
+    launch=1800,
 )
 
 
@@ -205,7 +202,7 @@ def time(cut: Cut, rows: int, outputs: int, inputs: int, alike: int, num_sms: in
     at_once, height = blocks_at_once(cut.cluster, num_sms), cut.height(rows)
     weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
     multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
-    multiplied *= 1 + costs.added * (4.5 if cut.n == 256 else 1) / cut.run(alike)  # operations of a sum
+    multiplied *= 1 + costs.added / cut.run(alike)
     alone = (costs.alone * cut.rows / cut.n + costs.row * cut.rows) / cut.run(alike)
 
     def wave(count: int) -> float:
@@ -283,7 +280,6 @@ def sizes(inputs: int, cut: Cut, gate: str, bias: bool, alike: int) -> dict[str,
     return dict(
         I=inputs,
         ALIKE=alike,
-        STAGGERED=int(STAGGERED),
         STAGES=stages(cut)[0],
         ROWS=cut.rows,
         N=cut.n,

@@ -70,8 +70,6 @@ template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, uns
     });
 }
 
-static float __fdividef(float x, float y) { return x / y; }
-
 // What a warp's lanes hand to each other.
 static float __shfl_sync(unsigned, float x, int from) {
     unsigned mine;

@@ -12,7 +12,7 @@ from . import floats_cases
 
 require_gpu()
 E4M3 = torch.float8_e4m3fn
-# Of the norm of the error: outputs in 16 bits, and what tensor cores drop of sums of 128 to 1024.
+# Of the norm of the error: outputs in 16 bits, and what tensor cores drop of sums of 128 to 512.
 BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 
 
