@@ -57,6 +57,11 @@ __device__ inline void tma_load(unsigned to, const TensorMap* map, int input, in
                  : "memory");
 }
 
+// The same box to the second-level cache.
+__device__ inline void tma_prefetch(const TensorMap* map, int input, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(input), "r"(row) : "memory");
+}
+
 // The box of a map that counts runs of 64 inputs: of these runs and rows.
 __device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -134,6 +139,16 @@ __device__ inline void bulk_load_multicast(unsigned to, const void* from, int by
                  ::"r"(to), "l"(from), "r"(bytes), "r"(smem_address(barrier)), "h"((unsigned short)blocks)
                  : "memory");
 }
+
+// 16 bytes past the first-level cache, or zeros: by this thread and without TMA, but no less asynchronous.
+__device__ inline void copy_async16(unsigned to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// This thread's arrival at a barrier, once all that it has copied so far is there. The barrier counts it from the start.
+__device__ inline void arrive_when_copied(Barrier* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // 16 bytes of shared memory.
 __device__ inline void zero_smem(unsigned at) {
