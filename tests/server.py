@@ -64,9 +64,9 @@ class Server:
             raise AssertionError(f"not ready:\n{self.output}")
         self.started.look()
 
-    def wait_ranks(self, count: int, seconds: float = 30) -> None:
+    def wait_ranks(self, count: int) -> None:
         """Until so many ranks run here, loaded or not."""
-        assert not wait(lambda: len(self.ranks) < count, seconds), self.output
+        assert not wait(lambda: len(self.ranks) < count, 30), self.output
 
     def pids(self, kind: str) -> list[int]:
         """Of the running processes, those whose command line ends with or contains `kind`."""

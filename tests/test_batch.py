@@ -221,7 +221,7 @@ def test_the_jobs_process_is_killed(checkpoint, tmp_path):
         job.until(lambda: finished(tmp_path / "out.jsonl.journal") > 20)
         os.kill(job.pid("-m phalanx.rank.server.batch"), signal.SIGKILL)
         assert job.end() == 70, job.output
-        assert "the jobs process was killed by signal 9; the same command goes on where it was" in job.output
+        assert "the batch process was killed by signal 9; the same command goes on where it was" in job.output
         assert not job.left()
 
 

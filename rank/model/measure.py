@@ -69,7 +69,6 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "vocab": config.vocab_size,
         "max_positions": config.max_positions,
-        "checkpoint_dtype": config.dtype,
         "usual_dtype": choose_dtype("auto", config, device),
         "parameters": sum(one.numel() for one in plain.parameters()),
         "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),
