@@ -57,11 +57,6 @@ __device__ inline void tma_load(unsigned to, const TensorMap* map, int input, in
                  : "memory");
 }
 
-// The same box to the second-level cache.
-__device__ inline void tma_prefetch(const TensorMap* map, int input, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(input), "r"(row) : "memory");
-}
-
 // The box of a map that counts runs of 64 inputs: of these runs and rows.
 __device__ inline void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"

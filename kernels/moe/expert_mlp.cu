@@ -5,17 +5,19 @@
 // HIDDEN, INNER] and h.
 //
 // An item is a tile of up to ROWS pairs of one expert and M outputs' weights; those of w13 come first. A block takes the
-// item of its number, and then the next one that nobody has taken, or with FIXED every gridDim.x-th. One warp has TMA bring chunks of KC inputs of these outputs, STAGES of them ahead and on into the next
-// item; another one gathers the same inputs of the pairs; the others multiply both by tensor cores. Chunks lie in shared
-// memory as in pipelined_gemm.cu: boxes of 64 inputs, whose pieces of 16 bytes change places in each row.
+// item of its number, and then the next one that nobody has taken. One warp has TMA bring chunks of KC inputs of these
+// outputs, STAGES of them ahead and on into the next item; another one gathers the same inputs of the pairs; the others
+// multiply both by tensor cores. Chunks lie in shared memory as in pipelined_gemm.cu: boxes of 64 inputs, whose pieces of
+// 16 bytes change places in each row.
 //
 // Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are there.
 // Blocks may wait for each other so, as items of w13 are taken first and wait for nobody's. The counts in `done`, and behind
 // them `taken`, of items, are zero before the launch and after it.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
-// that its first chunks are asked for before the kernel's predecessors have ended, and the next AHEAD are brought to the
-// second-level cache. If it is another item, what has come is overwritten.
+// that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is
+// overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand lost 3
+// %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
 
 constexpr int M = 128;                         // outputs' weights of an item
 constexpr int ROWS = 8 * TILES;                // pairs of an item
@@ -114,13 +116,6 @@ template <class G> struct Boxes {
             if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * KC + b * 64, row + G::WIDTH, barrier);
         }
     }
-    __device__ void prefetch(int chunk) const {
-#pragma unroll
-        for (int b = 0; b < BOXES; b++) {
-            tma_prefetch(map, chunk * KC + b * 64, row);
-            if (G::GATED) tma_prefetch(map, chunk * KC + b * 64, row + G::WIDTH);
-        }
-    }
 };
 
 // One thread: an item's weights; n chunks came before. there: chunks that are under way to the stages of their numbers, as
@@ -209,7 +204,6 @@ __device__ inline void weights_warp(const TensorMap* of_w13, const TensorMap* of
     if (guessed && elected()) {
         const Boxes<Up> boxes(of_w13, likely, blockIdx.x % Up::BLOCKS);
         for (int c = 0; c < EARLY; c++) boxes.load(c, ring.at + c * STAGE, ring.early + c);
-        for (int c = EARLY; c < EARLY + AHEAD && c < Up::CHUNKS; c++) boxes.prefetch(c);
     }
     __syncwarp();
     grid_wait();
@@ -217,20 +211,24 @@ __device__ inline void weights_warp(const TensorMap* of_w13, const TensorMap* of
     if (!elected()) return;
     const int items = tiles.items();
     int number = blockIdx.x, n = 0;
-    const bool right = guessed && number < items && tiles.find(number).expert == likely;
+    bool right = false;
+    if (guessed && number < items) {
+        const Item first = tiles.find(number);  // of w2 where few tiles are needed, maybe of the same expert
+        right = first.up && first.expert == likely;
+    }
     if (guessed && !right)
         for (int c = 0; c < EARLY; c++) mbarrier_wait(ring.early + c, 0);
     for (int k = 0;; k++) {
         queue.post(k, number);
         if (number >= items) return;
         const Item item = tiles.find(number);
-        const int before = FIXED ? 0 : atomicAdd(taken, 1);  // nobody waits for it before this item's weights are asked for
+        const int before = atomicAdd(taken, 1);  // nobody waits for it before this item's weights are asked for
         if (item.up)
             bring_weights<Up>(of_w13, item, ring, right ? EARLY : 0, n);
         else
             bring_weights<Down>(of_w2, item, ring, 0, n);
-        if (!FIXED && before == items - 1) *taken = 0;  // each item asks once for the next
-        number = gridDim.x + (FIXED ? number : before);
+        if (before == items - 1) *taken = 0;  // each item asks once for the next
+        number = gridDim.x + before;
     }
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,36 +25,26 @@ TILES = {4: 1, 8: 2, 24: 4}
 MOST_PAIRS = max(TILES)
 
 
-class MlpConfig(NamedTuple):
-    """How expert_mlp.cu cuts a layer's experts."""
-
-    tiles: int = 2  # of 8 pairs, that an item has at most
-    ahead: int = 4  # chunks that a block brings to the second-level cache before it knows its items
-    fixed: bool = False  # a block takes every so many-th item, not the next one that nobody has taken
-
-
 def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     """Whether `expert_mlp` takes these."""
     return w2.shape[1] % OUTPUTS == 0 and expert_gemm.supports(x, w13, w2)
 
 
-def choose(pairs: int, experts: int) -> MlpConfig:
-    """The cut of so many pairs."""
-    return MlpConfig(next(tiles for most, tiles in TILES.items() if pairs <= most * experts))
+def choose_tiles(pairs: int, experts: int) -> int:
+    """Of 8 pairs, that an item has at most."""
+    return next(tiles for most, tiles in TILES.items() if pairs <= most * experts)
 
 
-def sizes(hidden: int, inner: int, act: str, top: int, cut: MlpConfig) -> dict[str, int]:
+def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, int]:
     """What expert_mlp.cu is compiled for."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
         KC=_chunk(hidden, inner),
-        STAGES=stages(hidden, inner, cut)[0],
-        TILES=cut.tiles,
+        STAGES=stages(hidden, inner, tiles)[0],
+        TILES=tiles,
         ACT=ACTIVATIONS.index(act),
         TOP=top,
-        AHEAD=cut.ahead,
-        FIXED=int(cut.fixed),
     )
 
 
@@ -63,9 +53,9 @@ def _chunk(hidden: int, inner: int) -> int:
     return 64 if hidden % 128 or inner % 128 else 128
 
 
-def stages(hidden: int, inner: int, cut: MlpConfig) -> tuple[int, int]:
+def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_mlp.cu lays it out."""
-    rows = 8 * cut.tiles
+    rows = 8 * tiles
     sums = OUTPUTS * (rows + 1) * 4
     stage = (OUTPUTS + rows) * _chunk(hidden, inner) * 2
     count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
@@ -73,19 +63,19 @@ def stages(hidden: int, inner: int, cut: MlpConfig) -> tuple[int, int]:
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, cut: MlpConfig
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int
 ) -> Tensor:
     """[pairs, H], in the pairs' own order: the pairs' weights * w2 (act(gate) * up), of x [T, H], w13 [E, 2 I, H] and
-    w2 [E, H, I]. groups: in tiles of 8 * cut.tiles rows."""
+    w2 [E, H, I]. groups: in tiles of 8 * tiles rows."""
     pairs, (experts, hidden, inner) = ids.numel(), w2.shape
-    shared = stages(hidden, inner, cut)[1]
-    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, shared, **sizes(hidden, inner, act, ids.shape[1], cut))
+    shared = stages(hidden, inner, tiles)[1]
+    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, shared, **sizes(hidden, inner, act, ids.shape[1], tiles))
     of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
     of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
     h, y = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
-    tiles = len(groups.tile_expert)
-    assert tiles < jit.COUNTERS
+    count = len(groups.tile_expert)
+    assert count < jit.COUNTERS
     done = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
-    blocks = min(device_caps(x.device).num_sms, tiles * max(2 * inner, hidden) // OUTPUTS)
-    kernel((blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *groups, weights, h, y, done, tiles, experts, shared=shared)
+    blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
+    kernel((blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *groups, weights, h, y, done, count, experts, shared=shared)
     return y

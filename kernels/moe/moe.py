@@ -22,7 +22,6 @@ from ..quantized.floats import Floats
 from ..quantized.stack import Stack
 from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
-from .expert_mlp import MlpConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
 GEMV_PAIRS = 64
@@ -308,13 +307,13 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
-def in_one_launch(given: Inputs, cut: MlpConfig | None = None) -> Tensor:
-    """`pipelined` by one kernel, where `expert_mlp` takes it. cut: chosen unless given."""
+def in_one_launch(given: Inputs, tiles: int = 0) -> Tensor:
+    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given."""
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    cut = cut or expert_mlp.choose(given.pairs, given.experts)
-    groups = group(ids, len(w13), 8 * cut.tiles, held)
-    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, cut)
+    tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
+    groups = group(ids, len(w13), 8 * tiles, held)
+    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles)
 
 
 def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:

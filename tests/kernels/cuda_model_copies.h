@@ -1,8 +1,5 @@
 // Of tma.cuh: copies that threads make on their own, and what clusters of one block need. Included by cuda_model.h.
 
-static void tma_prefetch(const TensorMap* map, int input, int row) {
-    if (input >= map->columns || row >= map->rows) model::fail("a box past the end is brought to the cache");
-}
 static void copy_async16(unsigned to, const void* from, bool there) {
     memset(model::at(to, 16), 0xff, 16);
     auto left = model::now->copying;

@@ -4,7 +4,6 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import dequantized, expert_gemm, expert_mlp, moe
-from phalanx.kernels.moe.expert_mlp import MlpConfig
 
 from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares
@@ -124,12 +123,11 @@ def test_items_of_few_pairs(experts, hidden, inner, most, outputs):
 )
 def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
     """A router's blocks, of 9 KB and 1 KB for the system, fit beside it, which has as much."""
-    cut = expert_mlp.choose(rows * top, experts)
-    assert cut == MlpConfig(tiles)
-    held, shared = expert_mlp.stages(hidden, inner, cut)
+    assert expert_mlp.choose_tiles(rows * top, experts) == tiles
+    held, shared = expert_mlp.stages(hidden, inner, tiles)
     assert held >= 4 and shared + (1 << 10) + (10 << 10) <= 228 << 10
-    warm = {expert_mlp.choose(n * top, experts) for n in moe.tiling_rows(experts, top) if n * top <= 24 * experts}
-    assert warm == {MlpConfig(tiles) for tiles in (1, 2, 4)}
+    warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.tiling_rows(experts, top) if n * top <= 24 * experts}
+    assert warm == {1, 2, 4}
 
 
 @pytest.mark.parametrize("elements, parts", [(1, 7), (600, 4), (10**6, 1)])
