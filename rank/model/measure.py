@@ -27,6 +27,7 @@ from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
+from .choices import DTYPES, choose_dtype, choose_format, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
@@ -35,7 +36,6 @@ from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
