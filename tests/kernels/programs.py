@@ -3,7 +3,7 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, quantized_pipeline, router
+from phalanx.kernels.moe import expert_gemm, expert_mlp, host_exchange, moe, quantized_cuda, quantized_pipeline, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
@@ -211,6 +211,9 @@ PROGRAMS = [
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
+    ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 4))),
+    ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1))),
+    ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
