@@ -90,6 +90,13 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+// Until others have counted this far: then what they wrote before may be read, past the first-level cache.
+__device__ inline void wait_for_count(const int* count, int least) {
+    int seen;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    while (seen < least);
+}
+
 __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
@@ -118,6 +125,11 @@ __device__ inline uint4 load_shared16(unsigned from) {
                  : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
                  : "r"(from)
                  : "memory");
+    return y;
+}
+__device__ inline uint2 load_shared8(unsigned from) {
+    uint2 y;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(from) : "memory");
     return y;
 }
 __device__ inline unsigned load_shared4(unsigned from) {

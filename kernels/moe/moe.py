@@ -20,7 +20,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import dequantized, expert_gemm, experts_cpu, quantized_cuda
+from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -131,6 +131,8 @@ def expert_terms(given: Inputs) -> Tensor:
         return apart(grouped(given), ids, held)
     if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(given).unsqueeze(1)
+    if given.pairs <= expert_mlp.MOST_PAIRS * given.experts and expert_mlp.supports(x, w13, w2):
+        return apart(in_one_launch(given), ids, held)
     if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
         return apart(pipelined(given), ids, held)
     return apart(grouped(given), ids, held)
@@ -250,7 +252,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -305,14 +307,23 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
-def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:
-    """`pipelined` of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
+def in_one_launch(given: Inputs, tiles: int = 0) -> Tensor:
+    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given."""
+    x, ids, weights, w13, w2, act, _, held = given
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
+    tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
+    groups = group(ids, len(w13), 8 * tiles, held)
+    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles)
+
+
+def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:
+    """`pipelined` of quantised weights, where `quantized_cuda` takes them. ways: chosen unless given."""
     x, ids, weights, w13, w2, act, biases, held = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
-    tiles = tiles or quantized_cuda.choose_tiles(given.pairs, given.experts)
-    groups = group(ids, w13.shape[0], 8 * tiles, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, tiles, biases.up)
-    return quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
+    ways = ways or quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, device_caps(x.device))
+    groups = group(ids, w13.shape[0], ways.rows, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, ways.up, biases.up)
+    return quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
 
 
 def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:

@@ -20,8 +20,8 @@ def takes(inputs: int, form: Form) -> bool:
 def layout(form: Form) -> Layout:
     each, groups, kinds = INPUTS // min(form.super, INPUTS), INPUTS // form.group, 1 + form.minima
     size = 128 * form.bits + (32 * each + 16 * groups) * kinds
-    sizes = ("BITS", form.bits), ("SUPER", INPUTS // each), ("GROUP", form.group), ("ZERO", form.zero)
-    return Layout(HEADER, INPUTS, size, WIDENING, (*sizes, ("MINIMA", int(form.minima))))
+    of_scales = ("SUPER", INPUTS // each), ("FACTORED", form.super), ("GROUP", form.group), ("MINIMA", int(form.minima))
+    return Layout(HEADER, INPUTS, size, WIDENING, (("BITS", form.bits), ("ZERO", form.zero), *of_scales))
 
 
 def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -54,6 +55,7 @@ struct Fiber {
     Dim thread;
     bool done;
     std::function<bool()> ready;  // what it waits for
+    std::shared_ptr<int> copying;  // its copies under way that no barrier counts
     std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
 static ucontext_t scheduler;
@@ -64,7 +66,7 @@ static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
 static std::mt19937 draw;
-static const char *readable_from, *readable_to;
+static const char *readable_from, *readable_to, *x_from, *x_to;
 static std::function<void()> body;
 alignas(1024) static unsigned char smem[SMEM];
 static const char* failed;  // why, if so
@@ -127,7 +129,7 @@ static void run_block() {
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
-        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.ready = [] { return true; };
+        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.copying = std::make_shared<int>(0), fiber.ready = [] { return true; };
         makecontext(&fiber.context, entry, 0);
     }
     const int all = count / 32;
@@ -243,6 +245,11 @@ static uint4 load_shared16(unsigned from) {
     memcpy(&y, model::at(from, 16), 16);
     return y;
 }
+static uint2 load_shared8(unsigned from) {
+    uint2 y;
+    memcpy(&y, model::at(from, 8), 8);
+    return y;
+}
 static unsigned load_shared4(unsigned from) {
     unsigned y;
     memcpy(&y, model::at(from, 4), 4);
@@ -253,6 +260,17 @@ static void __syncthreads() { model::meet(0, model::threads.x); }
 static void __syncwarp() {
     unsigned none = 0;
     model::together(&none, 1);
+}
+template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four bytes
+    memcpy(&x, model::together((unsigned*)&x, 1)[lane], 4);
+    return x;
+}
+static int __shfl_xor_sync(unsigned, int x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
+template <class E> static E __ldcg(const E* x) { return *x; }
+static int atomicAdd(int* x, int y) { return (*x += y) - y; }
+static void __threadfence() {}
+static void wait_for_count(const int* count, int least) {
+    model::wait_until([=] { return *count >= least; });
 }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
@@ -283,6 +301,11 @@ static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);
     const int lane = model::lane();
     for (int i = 0; i < 4; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
+}
+static void ldmatrix(unsigned (&y)[2], unsigned from) {
+    auto slots = model::together(&from, 1);
+    const int lane = model::lane();
+    for (int i = 0; i < 2; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
 }
 template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const unsigned mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -352,8 +375,9 @@ static void release_stage(Barrier* empty) {
 }
 static void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier) {
     if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk copy is not of whole 16 bytes");
-    const char* start = model::readable(from, 16);
-    model::readable(start + bytes - 16, 16);
+    const char* start = (const char*)from;
+    if (start < model::x_from || start + bytes > model::x_to)
+        model::readable(start, 16), model::readable(start + bytes - 16, 16);
     model::copy(to, bytes, [=] { memcpy(model::smem + to, start, bytes); }, barrier);
 }
 static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
@@ -372,17 +396,5 @@ static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barr
     model::copy(to, box.height * 128, land, barrier);
 }
 
-// What clusters of one block need.
-static int cluster_rank() { return 0; }
-static void cluster_sync() { model::fail("the model has no clusters"); }
-static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
-static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) { model::fail("the model has no clusters"); }
-static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
-    model::fail("the model has no clusters");
-}
-static float4 load_from_block(unsigned, int) {
-    model::fail("the model has no clusters");
-    return {};
-}
-
+#include "cuda_model_copies.h"
 #include "cuda_model_wgmma.h"
