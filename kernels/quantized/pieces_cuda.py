@@ -16,11 +16,13 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
-from . import wgmma_cuts
+from . import grouped_gemv, wgmma_cuts
+from .grouped_gemv import GroupedConfig
 from .wgmma_cuts import SHARED, STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
+GROUPED_ROWS = 4  # by grouped_gemv.cu, where it takes the format
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
 LARGE = 800  # bytes of a piece
@@ -75,7 +77,7 @@ class TileConfig(NamedTuple):
     inputs: int  # of a chunk
 
 
-Way = GemvConfig | TileConfig | WgmmaConfig | WgmmaParts
+Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
@@ -96,6 +98,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     assert way is not None, "supports() was not asked"
     if isinstance(way, GemvConfig):
         y = gemv(x, packed, way, fused, bias)
+    elif isinstance(way, GroupedConfig):
+        y = grouped(x, packed, way, fused, bias)
     elif isinstance(way, WgmmaConfig):
         y = wgmma(x, packed, way, fused, bias)
     elif isinstance(way, WgmmaParts):
@@ -125,6 +129,9 @@ def variants(
         way, fused = _plan(n, packed, gate, found)
         if isinstance(way, GemvConfig):
             yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias, packed.layout))
+        elif isinstance(way, GroupedConfig):
+            sizes = _grouped_sizes(n, packed.inputs, way, fused, bias, packed.layout)
+            yield jit.variant("grouped_gemv", dtype, **sizes)
         elif isinstance(way, WgmmaConfig | WgmmaParts):
             for cut in (way,) if isinstance(way, WgmmaConfig) else (way.first, way.rest):
                 sizes = _wgmma_sizes(packed.inputs, cut, fused, bias, packed.layout)
@@ -150,6 +157,8 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
+    if rows <= GROUPED_ROWS and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated, found)):
+        return by_groups
     strips = -(-outputs // STRIP)
     way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
     if layout.bytes > LARGE:  # a lane's registers hold half as many
@@ -190,6 +199,21 @@ def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tenso
     blocks = -(-len(packed.pieces) // way.strips)
     args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
     kernel((blocks, 1, 1), GEMV_WARPS * 32, *args, shared=shared)
+    return y
+
+
+def grouped(
+    x: Tensor, packed: Packed, way: GroupedConfig, gate: str = "", bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Of up to grouped_gemv.MOST_ROWS rows; a gate takes two strips."""
+    rows, inputs = x.shape
+    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
+    _, shared = grouped_gemv.stages(way, rows, inputs, packed.layout)
+    sizes = _grouped_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **sizes)
+    blocks = grouped_gemv.blocks(way, len(packed.pieces), device_caps(x.device).num_sms)
+    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
+    kernel((blocks, 1, 1), way.warps * 32, *args, shared=shared)
     return y
 
 
@@ -271,6 +295,14 @@ def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, 
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),
     )
+
+
+def _grouped_sizes(
+    rows: int, inputs: int, way: GroupedConfig, gate: str, bias: bool, layout: Layout
+) -> dict[str, jit.Size]:  # fmt: skip
+    act = ACTIVATIONS.index(gate) if gate else 0
+    return {**_format(layout), **grouped_gemv.sizes(way, rows, inputs, layout),
+            "GATED": int(bool(gate)), "ACT": act, "BIAS": int(bias)}  # fmt: skip
 
 
 def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:

@@ -8,6 +8,7 @@ from phalanx.kernels.quantized import (
     e4m3_cuda,
     e4m3_wide,
     floats,
+    grouped_gemv,
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
@@ -15,6 +16,7 @@ from phalanx.kernels.quantized import (
     super_blocks_cuda,
     wgmma_cuts,
 )
+from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig, WgmmaParts
 
 from .. import cuda_model
@@ -142,6 +144,37 @@ def test_gated_gemv(rows, outputs, inputs, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
     near(pieces_cuda.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
+
+
+GROUPED = [
+    (1, 40, 4096, GroupedConfig(1, 4, 4, 2, 1), "q4_k"),
+    (1, 40, 1280, GroupedConfig(2, 8, 2, 2, 1), "q6_k"),
+    (2, 49, 1280, GroupedConfig(1, 4, 2, 2, 2), "q4_k"),
+    (3, 33, 512, GroupedConfig(2, 4, 1, 2, 1), "q4_k"),
+    pytest.param(1, 33, 1024, GroupedConfig(1, 2, 4, 2, 1), "q4_1", marks=pytest.mark.long),
+    pytest.param(2, 33, 1280, GroupedConfig(1, 8, 4, 2, 1), "q6_k", marks=pytest.mark.long),
+    pytest.param(4, 33, 1280, GroupedConfig(1, 8, 1, 2, 1), "q4_1", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows, outputs, inputs, way, form", GROUPED)
+def test_grouped(rows, outputs, inputs, way, form, dtype, launched, monkeypatch):
+    """Blocks have several tiles, the last one is not whole, and the rings go round."""
+    monkeypatch.setattr(grouped_gemv, "MOST_STAGES", 2)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+    want = x.double() @ weight.T
+    near(pieces_cuda.grouped(x, packed, way), want)
+    near(pieces_cuda.grouped(x, packed, way, bias=bias), want + bias.double())
+    assert launched == ["grouped_gemv"] * 2
+
+
+@pytest.mark.parametrize("rows, form", [(1, "q4_k"), (3, "q4_k"), (2, "q6_k")])
+def test_gated_grouped(rows, form, launched):
+    (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
+    want = x.double() @ weight.T + bias.double()
+    near(pieces_cuda.grouped(x, packed, GroupedConfig(2, 4, {1: 4, 2: 2, 3: 1}[rows], 2, 1), "silu", bias), gate(want, x.dtype))
 
 
 TILES = [
