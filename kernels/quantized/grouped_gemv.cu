@@ -80,21 +80,29 @@ __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros
         }
 }
 
-// x to shared memory, and there its sums over groups.
+// x to shared memory, and its sums over groups: lanes side by side have eights of one.
 __device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) {
-    for (int i = threadIdx.x; i < R * I / 8; i += THREADS)
-        *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = ((const uint4*)x)[i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < R * ALL_GROUPS; i += THREADS) {
-        const unsigned from = smem_address(xs) + i / ALL_GROUPS * PITCH + i % ALL_GROUPS * GROUP * 2;
-        float sum = 0;
+    constexpr int EIGHTS = R * I / 8, OF_GROUP = GROUP / 8, AT_ONCE = 4;
+#pragma unroll 1
+    for (int first = 0; first < EIGHTS; first += AT_ONCE * THREADS) {
+        uint4 eights[AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < GROUP / 8; k++) {
-            const uint4 eight = load_shared16(from + k * 16);
-            const float2 a = unpack<T>(eight.x), b = unpack<T>(eight.y), c = unpack<T>(eight.z), d = unpack<T>(eight.w);
-            sum += ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = first + k * THREADS + threadIdx.x;
+            eights[k] = i < EIGHTS ? ((const uint4*)x)[i] : make_uint4(0, 0, 0, 0);
         }
-        wholes[i] = sum;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = first + k * THREADS + threadIdx.x;
+            const uint4 eight = eights[k];
+            const float2 a = unpack<T>(eight.x), b = unpack<T>(eight.y), c = unpack<T>(eight.z), d = unpack<T>(eight.w);
+            float sum = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+#pragma unroll
+            for (int l = 1; l < OF_GROUP; l *= 2) sum += __shfl_xor_sync(~0u, sum, l);
+            if (i >= EIGHTS) continue;
+            *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = eight;
+            if (i % OF_GROUP == 0) wholes[i / OF_GROUP] = sum;
+        }
     }
     __syncthreads();
 }

@@ -227,7 +227,8 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    kernel((blocks, 1, 1), _threads(cut, rows, packed.layout) + 32, *args, shared=shared)
+    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summed(packed.layout))
+    kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
 
 
@@ -273,6 +274,9 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     padded, groups = 8 * _row_tiles(rows), _groups(cut, rows, layout)
     sums = groups * cut.outputs * (padded + 1) * 4
     stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
+    if _summed(layout):
+        pieces = cut.inputs // layout.inputs
+        stage += _row_tiles(rows) * (cut.inputs * 2 + pieces // min(4, pieces // groups) * 256)
     stage = -(-stage // 1024) * 1024
     count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES)
     return count, 1024 + count * stage + sums
@@ -316,6 +320,7 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         TILES=tiles,
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows, layout),
+        MULTIPLY="gemm_summed" if _summed(layout) else "gemm_plain",
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),
@@ -341,6 +346,12 @@ def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool, layout: L
 def _format(layout: Layout) -> dict[str, jit.Size]:
     """What stands for the format in the kernels' sources."""
     return {"FORMAT": layout.header, **dict(layout.sizes)}
+
+
+def _summed(layout: Layout) -> bool:
+    """Whether a warp of quantized_gemm.cu sums x up for the minima of super-blocks of 256 inputs."""
+    sizes = dict(layout.sizes)
+    return bool(sizes.get("MINIMA")) and (sizes["SUPER"], sizes["GROUP"]) == (layout.inputs, 32)
 
 
 def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:

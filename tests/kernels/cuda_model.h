@@ -254,6 +254,10 @@ static void __syncwarp() {
     unsigned none = 0;
     model::together(&none, 1);
 }
+static float __shfl_xor_sync(unsigned, float x, int bits) {
+    const unsigned mine = float_as_uint(x);
+    return __uint_as_float(model::together(&mine, 1)[model::lane() ^ bits][0]);
+}
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;
