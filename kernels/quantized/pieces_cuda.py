@@ -30,6 +30,7 @@ MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
 WARPS = 12  # of a block that multiply, at most, where there are several to a strip
+MOST_TURNS_WARPS = 16  # of a block that multiply, where they take turns
 LEAST_STAGES = 4
 RUN = 4  # pieces that a warp of dequantize.cu takes
 
@@ -75,6 +76,7 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
+    turns: int = 1  # warps that take chunks of a strip in turn; where there is one, warps share out chunks
 
 
 Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
@@ -170,12 +172,12 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
 
 
-def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, int]:
-    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then long
-    chunks up to 256 first."""
+def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, int, int]:
+    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then many
+    turns first, and long chunks up to 256."""
     tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
     slower = 1.3 if cut.inputs < layout.chunk else 1
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -min(cut.inputs, 256)
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -cut.turns, -min(cut.inputs, 256)
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
@@ -184,9 +186,11 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
         if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
             continue
         for length in LENGTHS:
-            cut = TileConfig(height, length)
-            if inputs % length == length % layout.inputs == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
-                yield cut
+            for turns in (1, 2, 4, 8) if _summed(layout) and length <= 256 else (1,):
+                cut, most = TileConfig(height, length, turns), MOST_TURNS_WARPS // (height // STRIP)
+                whole = inputs % (length * turns) == length % layout.inputs == 0 and turns <= max(most, 1)
+                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, turns + 2):
+                    yield cut
 
 
 def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -272,7 +276,7 @@ def gemv_shared(rows: int, inputs: int, strips: int) -> int:
 def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
     padded, groups = 8 * _row_tiles(rows), _groups(cut, rows, layout)
-    sums = groups * cut.outputs * (padded + 1) * 4
+    sums = groups * cut.turns * cut.outputs * (padded + 1) * 4
     stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
     if _summed(layout):
         pieces = cut.inputs // layout.inputs
@@ -320,6 +324,7 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         TILES=tiles,
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows, layout),
+        TURNS=cut.turns,
         MULTIPLY="gemm_summed" if _summed(layout) else "gemm_plain",
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
@@ -356,7 +361,8 @@ def _summed(layout: Layout) -> bool:
 
 def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:
     """That multiply."""
-    return cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows)) * _groups(cut, rows, layout) * 32
+    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
+    return warps * _groups(cut, rows, layout) * cut.turns * 32
 
 
 def _row_tiles(rows: int) -> int:
@@ -369,7 +375,9 @@ def _strips_of_a_warp(height: int, tiles: int) -> int:
 
 
 def _groups(cut: TileConfig, rows: int, layout: Layout) -> int:
-    """Warps that share a strip: as many as make WARPS, each with a piece of a chunk at least."""
+    """Warps that share a chunk of a strip: as many as make WARPS, each with a piece at least."""
+    if cut.turns > 1:
+        return 1
     warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
     most = min(WARPS // warps, cut.inputs // layout.inputs)
     return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

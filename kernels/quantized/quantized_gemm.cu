@@ -4,8 +4,8 @@
 // One warp of a block has bulk copies bring chunks of KC inputs of M outputs, and TMA the same inputs of x, to shared
 // memory, STAGES of them ahead and on into the next tile of outputs; as much of W as fits before the kernel's
 // predecessor has ended. Of the others each widens the codes of MT strips of 16 outputs in registers and multiplies them
-// by tensor cores; GROUPS of warps take turns along a chunk. A piece's sums are scaled as they are added up, so that
-// products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs]
+// by tensor cores; GROUPS of warps share out a chunk, and TURNS of these take chunks in turn. A piece's sums are scaled as
+// they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs]
 // is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -13,7 +13,8 @@
 #include FORMAT
 
 constexpr int ROWS = 8 * TILES;  // of x
-constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, THREADS = SUBTILES * GROUPS * 32;  // that multiply
+constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, OF_STRIP = GROUPS * TURNS;  // OF_STRIP: warps
+constexpr int THREADS = SUBTILES * OF_STRIP * 32;                                  // that multiply
 constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 #include MULTIPLY
@@ -21,6 +22,7 @@ constexpr int STAGE = (X_BYTES + W_BYTES + TABLES + 1023) / 1024 * 1024;
 constexpr int BLOCK = THREADS + 32 + 32 * SUMMED;  // threads: also of a warp that copies, and perhaps one that sums up
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int WIDE = ROWS + 1;
+static_assert(CHUNKS % TURNS == 0 && TURNS <= STAGES);
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
@@ -63,7 +65,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
     float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
+    for (int k = 0; k < OF_STRIP; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
 }
 
@@ -93,7 +95,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
+            mbarrier_init(empty + s, SUBTILES * GROUPS);
             mbarrier_init(summed + s, 1);
         }
         fence_mbarrier_init();
@@ -116,25 +118,27 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
         return;
     }
     grid_wait();
-    const int sub = warp % SUBTILES, group = warp / SUBTILES;
-    int stage = 0, round = 0;
-    Barrier* before = empty;  // of the chunk before
+    const int sub = warp % SUBTILES, turn = warp / SUBTILES / GROUPS;
+    int stage = turn, round = 0;
+    Barrier* before = empty;  // of the warp's chunk before
     for (int t = 0; t < mine; t++) {
         float sum[MT][TILES][4] = {};
 #pragma unroll 1
-        for (int c = 0; c < CHUNKS; c++) {
+        for (int c = turn; c < CHUNKS; c += TURNS) {
             const unsigned from = ring + stage * STAGE;
             mbarrier_wait(full + stage, round);
             if (SUMMED) mbarrier_wait(summed + stage, round);
-            // What was loaded of the chunk before has been multiplied, so that it has been read.
-            if (c > 0 && lane == 0) mbarrier_arrive(before);
+            // What was loaded of the warp's chunk before has been multiplied, so that it has been read.
+            if (c > turn && lane == 0) mbarrier_arrive(before);
             before = empty + stage;
-            if (++stage == STAGES) stage = 0, round ^= 1;
-            multiply(from, from + X_BYTES + sub * MT * OF_CHUNK * PIECE, from + X_BYTES + W_BYTES, group, sum);
+            stage += TURNS;
+            if (stage >= STAGES) stage -= STAGES, round ^= 1;
+            const unsigned w_from = from + X_BYTES + sub * MT * OF_CHUNK * PIECE;
+            multiply(from, w_from, from + X_BYTES + W_BYTES, warp / SUBTILES % GROUPS, sum);
         }
         release_stage(before);
         if (t) consumer_sync();  // the values of the tile before have been stored
-        float* here = sums + (group * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
+        float* here = sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll

@@ -174,7 +174,10 @@ def test_grouped(rows, outputs, inputs, way, form, dtype, launched, monkeypatch)
 def test_gated_grouped(rows, form, launched):
     (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.grouped(x, packed, GroupedConfig(2, 4, {1: 4, 2: 2, 3: 1}[rows], 2, 1), "silu", bias), gate(want, x.dtype))
+    near(
+        pieces_cuda.grouped(x, packed, GroupedConfig(2, 4, {1: 4, 2: 2, 3: 1}[rows], 2, 1), "silu", bias),
+        gate(want, x.dtype),
+    )
 
 
 TILES = [
@@ -188,6 +191,8 @@ TILES = [
     (8, 80, 1024, TileConfig(48, 256), "e4m3_wide"),
     (8, 80, 512, TileConfig(48, 128), "q4_k"),
     (16, 72, 1024, TileConfig(32, 512), "q4_k"),
+    (13, 72, 1024, TileConfig(32, 256, 2), "q4_k"),
+    pytest.param(16, 136, 1024, TileConfig(48, 128, 2), "q4_k", marks=pytest.mark.long),
     pytest.param(11, 200, 1024, TileConfig(112, 256), "q4_k", marks=pytest.mark.long),
     pytest.param(17, 100, 512, TileConfig(64, 64), "q4_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "q4_k", marks=pytest.mark.long),
