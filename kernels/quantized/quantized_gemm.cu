@@ -120,7 +120,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     grid_wait();
     const int sub = warp % SUBTILES, turn = warp / SUBTILES / GROUPS;
     int stage = turn, round = 0;
-    Barrier* before = empty;  // of the warp's chunk before
+    Barrier* before = empty;  // of the warp's last chunk
     for (int t = 0; t < mine; t++) {
         float sum[MT][TILES][4] = {};
 #pragma unroll 1
@@ -129,14 +129,15 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
             mbarrier_wait(full + stage, round);
             if (SUMMED) mbarrier_wait(summed + stage, round);
             // What was loaded of the warp's chunk before has been multiplied, so that it has been read.
-            if (c > turn && lane == 0) mbarrier_arrive(before);
+            if (TURNS == 1 && c > 0 && lane == 0) mbarrier_arrive(before);
             before = empty + stage;
             stage += TURNS;
             if (stage >= STAGES) stage -= STAGES, round ^= 1;
             const unsigned w_from = from + X_BYTES + sub * MT * OF_CHUNK * PIECE;
             multiply(from, w_from, from + X_BYTES + W_BYTES, warp / SUBTILES % GROUPS, sum);
+            if (TURNS > 1) release_stage(before);  // the warp's next chunk may be half of the ring away
         }
-        release_stage(before);
+        if (TURNS == 1) release_stage(before);
         if (t) consumer_sync();  // the values of the tile before have been stored
         float* here = sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
 #pragma unroll
