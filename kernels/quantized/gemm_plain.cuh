@@ -1,7 +1,7 @@
 // A chunk of quantized_gemm.cu by one piece after the other (piece_mma.cuh).
 #include "piece_mma.cuh"
 
-constexpr bool SUMMED = false;  // whether a warp sums x up beforehand, in `tables`
+constexpr bool SUMMED = false;  // whether warps sum x up beforehand, in `tables`
 constexpr int TABLES = 0;
 
 #if __CUDA_ARCH__ >= 900

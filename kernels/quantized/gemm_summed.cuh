@@ -1,5 +1,5 @@
-// A chunk of quantized_gemm.cu of super-blocks of 256 inputs with minima for each 32. One warp sums x up over these and
-// leaves the sums as others need them: nobody else sums up.
+// A chunk of quantized_gemm.cu of super-blocks of 256 inputs with minima for each 32. SUMMERS of warps sum x up over
+// these, a chunk each in turn, and leave the sums as others need them: nobody else sums up.
 //
 // Codes are multiplied as they are widened, more by RAISED: an mma begins with what that makes too much. Minima of a unit
 // of pieces are whole numbers, and one mma multiplies them by the sums of x, in terms of 16 bits; a factor they share. A
@@ -17,43 +17,55 @@ __device__ constexpr float part_of_sum(bf16) { return 1; }
 __device__ constexpr float part_of_sum(f16) { return 1.0f / 64; }
 
 #if __CUDA_ARCH__ >= 900
-// By a warp: sums of a chunk of x over groups. tables: of each 8 rows and group four times 16 bytes, with which a lane's
-// mma begins; then of each 8 rows and unit 8 bytes for each lane, the sums as the second operand.
+// By a warp: sums of a chunk of x over groups, by mma with x as the first operand: a column of the second has ones for the
+// inputs of one group. tables: of each 8 rows and group four times 16 bytes, with which a lane's mma begins; then of each 8
+// rows and unit 8 bytes for each lane, the sums as the second operand.
 __device__ inline void sum_up(unsigned x_from, unsigned char* tables) {
+    constexpr int BOTH = TILES > 1 ? 2 : 1;  // tiles of 8 rows at once
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
-    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
+    const unsigned one = pack<T>(1, 1);
 #pragma unroll 1
-    for (int j = 0; j < TILES; j++)
+    for (int j = 0; j < TILES; j += BOTH)
 #pragma unroll 1
         for (int first = 0; first < OF_X; first += 8) {
-            float mine[2] = {};  // of rows 2 t and 2 t + 1, and of group `first` + g
+            float sum[2][4] = {};  // of rows g and 8 below, of groups 2 t and + 1; half of the inputs each
+            // A lane's row of x: with two tiles every other eight of them is the second's.
+            const unsigned row = x_from + ((first / 2) * ROWS + j * 8 + (BOTH - 1) * (lane / 8 % 2 * 8) + lane % 8) * 128;
 #pragma unroll
             for (int i = 0; i < 8 && i < OF_X; i++) {
-                const int part = first + i;
-                unsigned b[4];
-                ldmatrix(b, x_row + (part / 2 * ROWS + j * 8) * 128 + (part % 2 * 64 ^ x_piece));
-                float sum[4] = {};
-                mma<T>(sum, ones, b[0], b[1]);
-                mma<T>(sum, ones, b[2], b[3]);
-                if (g == i) mine[0] = sum[0], mine[1] = sum[1];
+                const unsigned only = g == i ? one : 0, at = row + i / 2 * ROWS * 128;
+                unsigned a[4];
+                if constexpr (BOTH > 1) {
+#pragma unroll
+                    for (int s = 0; s < 2; s++) {
+                        ldmatrix(a, at + ((i % 2 * 4 + s * 2 + lane / 16) ^ lane % 8) * 16);
+                        mma<T>(sum[s], a, only, only);
+                    }
+                } else {
+                    ldmatrix(a, at + ((i % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+                    const unsigned low[4] = {a[0], 0, a[1], 0}, high[4] = {a[2], 0, a[3], 0};
+                    mma<T>(sum[0], low, only, only);
+                    mma<T>(sum[1], high, only, only);
+                }
             }
-            const int group = first + g;
+            const int group = first + 2 * t;
             if (group >= OF_X) continue;
-            const float begin[2] = {-RAISED<T> * mine[0], -RAISED<T> * mine[1]};
-            float* const to = (float*)(tables + ((j * OF_X + group) * 4 + t) * 16);
 #pragma unroll
-            for (int i = 0; i < 4; i++) to[i] = begin[i % 2];
+            for (int h = 0; h < BOTH; h++) {
+                float rest[2] = {sum[0][2 * h] + sum[1][2 * h], sum[0][2 * h + 1] + sum[1][2 * h + 1]};
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float rest = mine[r] * part_of_sum(T());
+                for (int i = 0; i < 2; i++) {
+                    float* const to = (float*)(tables + (((j + h) * OF_X + group + i) * 4 + g / 2) * 16) + g % 2;
+                    to[0] = to[2] = -RAISED<T> * rest[i];
+                    rest[i] *= part_of_sum(T());
+                }
+                unsigned char* const unit = tables + BEGINS + ((j + h) * UNITS + group / OF_UNIT) * 256 + g * 32;
 #pragma unroll
                 for (int term = 0; term < TERMS; term++) {
-                    const T value = from_float<T>(rest);
-                    rest -= to_float(value);
-                    const int input = term * OF_UNIT + group % OF_UNIT, of = (2 * t + r) * 4 + input % 8 / 2;
-                    unsigned char* const words = tables + BEGINS + ((j * UNITS + group / OF_UNIT) * 32 + of) * 8;
-                    *(T*)(words + input / 8 * 4 + input % 2 * 2) = value;
+                    const unsigned pair = pack<T>(rest[0], rest[1]);
+                    const int input = term * OF_UNIT + group % OF_UNIT;
+                    rest[0] -= unpack<T>(pair).x, rest[1] -= unpack<T>(pair).y;
+                    *(unsigned*)(unit + input % 8 / 2 * 8 + input / 8 * 4) = pair;
                 }
             }
         }

@@ -186,10 +186,11 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
         if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
             continue
         for length in LENGTHS:
-            for turns in (1, 2, 4, 8) if _summed(layout) and length <= 256 else (1,):
+            in_turn = _summed(layout) and length <= 256 and _row_tiles(rows) <= 2
+            for turns in (1, 2, 4, 8) if in_turn else (1,):
                 cut, most = TileConfig(height, length, turns), MOST_TURNS_WARPS // (height // STRIP)
                 whole = inputs % (length * turns) == length % layout.inputs == 0 and turns <= max(most, 1)
-                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, turns + 2):
+                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * turns):
                     yield cut
 
 
@@ -231,7 +232,7 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summed(packed.layout))
+    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summers(cut, packed.layout))
     kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
 
@@ -282,7 +283,8 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
         pieces = cut.inputs // layout.inputs
         stage += _row_tiles(rows) * (cut.inputs * 2 + pieces // min(4, pieces // groups) * 256)
     stage = -(-stage // 1024) * 1024
-    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES)
+    most = wgmma_cuts.MOST_STAGES * (1 + (cut.turns > 1))
+    count = min((SHARED - 1024 - sums) // stage, most) // cut.turns * cut.turns  # a turn has stages of its own
     return count, 1024 + count * stage + sums
 
 
@@ -325,6 +327,7 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows, layout),
         TURNS=cut.turns,
+        SUMMERS=_summers(cut, layout),
         MULTIPLY="gemm_summed" if _summed(layout) else "gemm_plain",
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
@@ -357,6 +360,11 @@ def _summed(layout: Layout) -> bool:
     """Whether a warp of quantized_gemm.cu sums x up for the minima of super-blocks of 256 inputs."""
     sizes = dict(layout.sizes)
     return bool(sizes.get("MINIMA")) and (sizes["SUPER"], sizes["GROUP"]) == (layout.inputs, 32)
+
+
+def _summers(cut: TileConfig, layout: Layout) -> int:
+    """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
+    return 0 if not _summed(layout) else min(cut.turns, 4 if cut.outputs <= 32 else 2 if cut.outputs <= 64 else 1)
 
 
 def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:

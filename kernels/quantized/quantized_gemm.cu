@@ -19,10 +19,11 @@ constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // piec
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
 #include MULTIPLY
 constexpr int STAGE = (X_BYTES + W_BYTES + TABLES + 1023) / 1024 * 1024;
-constexpr int BLOCK = THREADS + 32 + 32 * SUMMED;  // threads: also of a warp that copies, and perhaps one that sums up
+constexpr int BLOCK = THREADS + 32 + 32 * SUMMERS;  // threads: also of a warp that copies, and perhaps some that sum up
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int WIDE = ROWS + 1;
-static_assert(CHUNKS % TURNS == 0 && TURNS <= STAGES);
+// A warp waits for each round of its stages: a barrier tells even rounds from odd ones only.
+static_assert(CHUNKS % TURNS == 0 && STAGES % TURNS == 0 && (!SUMMED || STAGES % SUMMERS == 0));
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
@@ -104,7 +105,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     if (SUMMED && thread >= THREADS + 32) {
         grid_wait();
 #pragma unroll 1
-        for (int n = 0; n < mine * CHUNKS; n++) {
+        for (int n = warp - THREADS / 32 - 1; n < mine * CHUNKS; n += SUMMERS) {
             const int at = n % STAGES * STAGE;
             mbarrier_wait(full + n % STAGES, n / STAGES);
             sum_up(ring + at, (unsigned char*)memory + (ring - smem_address(memory)) + at + X_BYTES + W_BYTES);
