@@ -117,10 +117,10 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
             if fits and (not gate or way.strips == 2):
                 found["gemv{}a{}b{}".format(*way)] = partial(_gemv, way)
     for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
-        found["grouped{}w{}r{}b{}s{}".format(*one)] = partial(_grouped, one)
+        found["grouped{}r{}".format(*one)] = partial(_grouped, one)
     if rows <= pieces_cuda.MOST_ROWS:
         for cut in pieces_cuda.tile_configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
-            found["m{}k{}t{}".format(*cut)] = partial(_gemm, cut)
+            found["m{}k{}t{:d}".format(*cut)] = partial(_gemm, cut)
     for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
     for both in _wgmma_parts(rows, packed.outputs, packed.inputs, packed.layout, gate):

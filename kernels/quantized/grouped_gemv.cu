@@ -6,9 +6,9 @@
 // scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x, which is known
 // beforehand, takes that away again and is multiplied by the minimum.
 //
-// Blocks stay and take tiles of STRIPS strips of 16 outputs in turn. Of a strip's runs of RUN pieces each warp takes every
+// Blocks stay and take strips of 16 outputs in turn. Of a strip's runs of RUN pieces each warp takes every
 // WARPS-th: bulk copies bring them to the warp's own stages, on into the next tile, the first ones before the kernel's
-// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile's two strips are one of each, and y =
+// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has a strip of each, and y =
 // act(gate) * up. With BIAS, bias [outputs] is added.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -22,7 +22,7 @@ constexpr int STAGE = STRIPS * RUN * PIECE;
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x
 constexpr int ALL_GROUPS = I / GROUP, SUMS = STRIPS * WARPS * 16 * 4;  // of a row; of a tile
 constexpr int PAIRS = GROUPS / 2;  // of a unit: lanes side by side have one each, of one row
-static_assert(PIECES % RUN == 0 && RUN * SPAN % UNIT == 0 && (STRIPS == 2 || !GATED) && PIECE % 16 == 0);
+static_assert(PIECES % RUN == 0 && RUN * SPAN % UNIT == 0 && STRIPS == 1 + GATED && PIECE % 16 == 0);
 
 #if __CUDA_ARCH__ >= 900
 // A unit of each strip, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of x,
@@ -107,10 +107,10 @@ __device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) 
     __syncthreads();
 }
 
-// A tile's values by 16 lanes, or 32, from all warps' sums: four lanes had parts of an output's, ROWS rows of them.
+// A tile's values by 16 lanes from all warps' sums: four lanes had parts of an output's, ROWS rows of them.
 __device__ inline void store(const float* sums, const T* bias, T* y, int tile, int width) {
-    const int lane = threadIdx.x % 32, out = lane % 16, half = GATED ? 0 : lane / 16;
-    auto total = [&](int strip, float (&rows)[ROWS], int column) {
+    const int out = threadIdx.x % 32, column = tile * 16 + out;
+    auto total = [&](int strip, float (&rows)[ROWS]) {
         float four[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
@@ -119,16 +119,15 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int tile, i
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            rows[r] = BIAS ? to_float(bias[column]) : 0;
+            rows[r] = BIAS ? to_float(bias[strip * width + column]) : 0;
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) rows[r] += four[r * PAIRS + i];
         }
     };
-    const int column = (tile * (GATED ? 1 : STRIPS) + half) * 16 + out;
-    if (lane >= (GATED ? 16 : STRIPS * 16) || column >= width) return;
+    if (out >= 16 || column >= width) return;
     float values[ROWS], ups[ROWS];
-    total(half, values, column);
-    if (GATED) total(1, ups, width + column);
+    total(0, values);
+    if (GATED) total(1, ups);
 #pragma unroll
     for (int r = 0; r < R; r++)
         y[(long long)r * width + column] = from_float<T>(GATED ? gated<T, ACT>(values[r], ups[r]) : values[r]);
@@ -146,8 +145,7 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const unsigned ring = smem_address(sums + 2 * SUMS) + warp * STAGES * STAGE;
     Barrier* const full = barriers + warp * STAGES;
-    const int width = GATED ? outputs / 2 : outputs, strips = (width + 15) / 16;
-    const int tiles = GATED ? strips : (strips + STRIPS - 1) / STRIPS;
+    const int width = GATED ? outputs / 2 : outputs, tiles = (width + 15) / 16;
     if (lane < STAGES) mbarrier_init(full + lane, 1);
     fence_mbarrier_init();
     __syncwarp();
@@ -157,12 +155,10 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
         if (elected()) {
             mbarrier_expect(full + stage, STAGE);
 #pragma unroll
-            for (int o = 0; o < STRIPS; o++) {
-                // What is past the end is not stored.
-                const int strip = GATED ? tile_asked + o * strips : min(tile_asked * STRIPS + o, strips - 1);
+            for (int o = 0; o < STRIPS; o++)
                 bulk_load(ring + stage * STAGE + o * RUN * PIECE,
-                          weight + ((long long)strip * PIECES + run_asked * RUN) * PIECE, RUN * PIECE, full + stage);
-            }
+                          weight + ((long long)(tile_asked + o * tiles) * PIECES + run_asked * RUN) * PIECE, RUN * PIECE,
+                          full + stage);
         }
         run_asked += WARPS;
         if (run_asked >= RUNS) run_asked = warp, tile_asked += gridDim.x;

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..device import DeviceCaps
     from .pieces_cuda import Layout
 
 MOST_ROWS = 4
+MOST_INPUTS = 16384  # of several rows together: of more, too few stages fit beside x, and quantized_gemm.cu is faster
+WARPS = 8  # of a block, with a part of each strip
+BLOCKS = 2  # on a multiprocessor
+RUNS = (4, 2)
 # Bytes of a block's shared memory: two fit on a multiprocessor.
 SHARED = 110 << 10
 LEAST_STAGES, MOST_STAGES = 2, 6
@@ -18,30 +21,28 @@ LEAST_STAGES, MOST_STAGES = 2, 6
 class GroupedConfig(NamedTuple):
     """How grouped_gemv.cu shares out a GEMV."""
 
-    strips: int  # of a tile
-    warps: int  # of a block, with a part of each strip
+    strips: int  # of a tile: two with a gate
     run: int  # pieces of a strip that a warp takes at once
-    blocks: int  # that fit on a multiprocessor
-    started: int  # of these, how many are
 
 
-def choose(rows: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> GroupedConfig | None:
-    """None: the kernel does not take these sizes."""
-    return next(configs(rows, inputs, layout, gated), None) if found.has_tma else None
+def choose(rows: int, inputs: int, layout: Layout, gated: bool) -> GroupedConfig | None:
+    """The longest run that is whole and of which enough stages fit; None: the kernel does not take these sizes."""
+    if 1 < rows and rows * inputs > MOST_INPUTS:
+        return None
+    return next(configs(rows, inputs, layout, gated), None)
 
 
 def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:
-    """All that are worth a try, the likeliest first."""
+    """All that the kernel takes."""
     group = dict(layout.sizes).get("GROUP", 0)
     if layout.header != "super_blocks" or not 0 < rows <= MOST_ROWS or inputs % layout.inputs:
         return
     unit, pieces = 8 // columns(rows) * group, inputs // layout.inputs
-    for warps, started in ((8, 2), (8, 1), (16, 1)):
-        for run in (4, 2, 1):
-            way = GroupedConfig(1 + gated, warps, run, 2, started)
-            whole = pieces % run == run * layout.inputs % unit == unit % layout.inputs == 0
-            if whole and stages(way, rows, inputs, layout)[0] >= LEAST_STAGES:
-                yield way
+    for run in RUNS:
+        way = GroupedConfig(1 + gated, run)
+        whole = pieces % run == run * layout.inputs % unit == unit % layout.inputs == 0
+        if whole and stages(way, rows, inputs, layout)[0] >= LEAST_STAGES:
+            yield way
 
 
 def columns(rows: int) -> int:
@@ -52,8 +53,8 @@ def columns(rows: int) -> int:
 def stages(way: GroupedConfig, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
     """A warp's stages, and all bytes of a block's shared memory, as grouped_gemv.cu lays it out."""
     groups = rows * inputs // dict(layout.sizes)["GROUP"]
-    fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * way.strips * way.warps * 256
-    stage = way.warps * way.strips * way.run * layout.bytes
+    fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * way.strips * WARPS * 256
+    stage = WARPS * way.strips * way.run * layout.bytes
     count = min((SHARED - fixed) // stage, MOST_STAGES)
     return count, fixed + count * stage
 
@@ -63,13 +64,8 @@ def sizes(way: GroupedConfig, rows: int, inputs: int, layout: Layout) -> dict[st
         I=inputs,
         R=rows,
         STRIPS=way.strips,
-        WARPS=way.warps,
+        WARPS=WARPS,
         RUN=way.run,
         STAGES=stages(way, rows, inputs, layout)[0],
-        BLOCKS=way.blocks,
+        BLOCKS=BLOCKS,
     )
-
-
-def blocks(way: GroupedConfig, strips: int, num_sms: int) -> int:
-    """strips: of W."""
-    return min(-(-strips // way.strips), way.started * num_sms)

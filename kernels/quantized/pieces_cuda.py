@@ -22,7 +22,6 @@ from .wgmma_cuts import SHARED, STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
-GROUPED_ROWS = 4  # by grouped_gemv.cu, where it takes the format
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
 LARGE = 800  # bytes of a piece
@@ -30,7 +29,8 @@ MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
 WARPS = 12  # of a block that multiply, at most, where there are several to a strip
-MOST_TURNS_WARPS = 16  # of a block that multiply, where they take turns
+TURN_WARPS = 16  # of a block that multiply, at most, where they take turns
+TURN_INPUTS = 256  # of a chunk, where warps take turns
 LEAST_STAGES = 4
 RUN = 4  # pieces that a warp of dequantize.cu takes
 
@@ -76,7 +76,7 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
-    turns: int = 1  # warps that take chunks of a strip in turn; where there is one, warps share out chunks
+    in_turn: bool = False  # whether warps take chunks in turn, and others sum x up; otherwise warps share out chunks
 
 
 Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
@@ -159,7 +159,7 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
-    if rows <= GROUPED_ROWS and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated, found)):
+    if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
         return by_groups
     strips = -(-outputs // STRIP)
     way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
@@ -172,12 +172,12 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
 
 
-def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, int, int]:
-    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then many
+def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, bool, int]:
+    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then
     turns first, and long chunks up to 256."""
     tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
     slower = 1.3 if cut.inputs < layout.chunk else 1
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -cut.turns, -min(cut.inputs, 256)
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, not cut.in_turn, -min(cut.inputs, 256)
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
@@ -186,11 +186,10 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
         if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
             continue
         for length in LENGTHS:
-            in_turn = _summed(layout) and length <= 256 and _row_tiles(rows) <= 2
-            for turns in (1, 2, 4, 8) if in_turn else (1,):
-                cut, most = TileConfig(height, length, turns), MOST_TURNS_WARPS // (height // STRIP)
-                whole = inputs % (length * turns) == length % layout.inputs == 0 and turns <= max(most, 1)
-                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * turns):
+            for in_turn in (False, True) if length == TURN_INPUTS and _takes_turns(rows, layout) else (False,):
+                cut = TileConfig(height, length, in_turn)
+                whole = inputs % (length * _turns(cut)) == length % layout.inputs == 0
+                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(cut)):
                     yield cut
 
 
@@ -207,18 +206,16 @@ def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tenso
     return y
 
 
-def grouped(
-    x: Tensor, packed: Packed, way: GroupedConfig, gate: str = "", bias: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def grouped(x: Tensor, packed: Packed, way: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to grouped_gemv.MOST_ROWS rows; a gate takes two strips."""
     rows, inputs = x.shape
     y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
     _, shared = grouped_gemv.stages(way, rows, inputs, packed.layout)
     sizes = _grouped_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
     kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **sizes)
-    blocks = grouped_gemv.blocks(way, len(packed.pieces), device_caps(x.device).num_sms)
+    blocks = min(len(packed.pieces) // way.strips, grouped_gemv.BLOCKS * device_caps(x.device).num_sms)
     args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
-    kernel((blocks, 1, 1), way.warps * 32, *args, shared=shared)
+    kernel((blocks, 1, 1), grouped_gemv.WARPS * 32, *args, shared=shared)
     return y
 
 
@@ -232,7 +229,7 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summers(cut, packed.layout))
+    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summers(cut))
     kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
 
@@ -276,15 +273,14 @@ def gemv_shared(rows: int, inputs: int, strips: int) -> int:
 
 def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
-    padded, groups = 8 * _row_tiles(rows), _groups(cut, rows, layout)
-    sums = groups * cut.turns * cut.outputs * (padded + 1) * 4
+    padded, turns = 8 * _row_tiles(rows), _turns(cut)
+    sums = _groups(cut, rows, layout) * turns * cut.outputs * (padded + 1) * 4
     stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
-    if _summed(layout):
-        pieces = cut.inputs // layout.inputs
-        stage += _row_tiles(rows) * (cut.inputs * 2 + pieces // min(4, pieces // groups) * 256)
+    if cut.in_turn:  # sums of x over 32 inputs, in two forms
+        stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
-    most = wgmma_cuts.MOST_STAGES * (1 + (cut.turns > 1))
-    count = min((SHARED - 1024 - sums) // stage, most) // cut.turns * cut.turns  # a turn has stages of its own
+    # A turn has stages of its own.
+    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
@@ -326,9 +322,9 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         TILES=tiles,
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows, layout),
-        TURNS=cut.turns,
-        SUMMERS=_summers(cut, layout),
-        MULTIPLY="gemm_summed" if _summed(layout) else "gemm_plain",
+        TURNS=_turns(cut),
+        SUMMERS=_summers(cut),
+        MULTIPLY="gemm_summed" if cut.in_turn else "gemm_plain",
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),
@@ -356,21 +352,28 @@ def _format(layout: Layout) -> dict[str, jit.Size]:
     return {"FORMAT": layout.header, **dict(layout.sizes)}
 
 
-def _summed(layout: Layout) -> bool:
-    """Whether a warp of quantized_gemm.cu sums x up for the minima of super-blocks of 256 inputs."""
+def _takes_turns(rows: int, layout: Layout) -> bool:
+    """Whether quantized_gemm.cu's warps may take turns: of few rows by super-blocks of 256 inputs with minima."""
     sizes = dict(layout.sizes)
-    return bool(sizes.get("MINIMA")) and (sizes["SUPER"], sizes["GROUP"]) == (layout.inputs, 32)
+    summed = bool(sizes.get("MINIMA")) and (sizes["SUPER"], sizes["GROUP"]) == (layout.inputs, 32)
+    return summed and _row_tiles(rows) <= 2
 
 
-def _summers(cut: TileConfig, layout: Layout) -> int:
+def _turns(cut: TileConfig) -> int:
+    """Warps that take chunks of a strip in turn."""
+    most = TURN_WARPS // (cut.outputs // STRIP)
+    return next(count for count in (8, 4, 2, 1) if count <= most) if cut.in_turn else 1
+
+
+def _summers(cut: TileConfig) -> int:
     """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
-    return 0 if not _summed(layout) else min(cut.turns, 4 if cut.outputs <= 32 else 2 if cut.outputs <= 64 else 1)
+    return min(_turns(cut), 4 if cut.outputs <= 32 else 2 if cut.outputs <= 64 else 1) if cut.in_turn else 0
 
 
 def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:
     """That multiply."""
     warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
-    return warps * _groups(cut, rows, layout) * cut.turns * 32
+    return warps * _groups(cut, rows, layout) * _turns(cut) * 32
 
 
 def _row_tiles(rows: int) -> int:
@@ -384,7 +387,7 @@ def _strips_of_a_warp(height: int, tiles: int) -> int:
 
 def _groups(cut: TileConfig, rows: int, layout: Layout) -> int:
     """Warps that share a chunk of a strip: as many as make WARPS, each with a piece at least."""
-    if cut.turns > 1:
+    if cut.in_turn:
         return 1
     warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
     most = min(WARPS // warps, cut.inputs // layout.inputs)

@@ -4,9 +4,10 @@
 // One warp of a block has bulk copies bring chunks of KC inputs of M outputs, and TMA the same inputs of x, to shared
 // memory, STAGES of them ahead and on into the next tile of outputs; as much of W as fits before the kernel's
 // predecessor has ended. Of the others each widens the codes of MT strips of 16 outputs in registers and multiplies them
-// by tensor cores; GROUPS of warps share out a chunk, and TURNS of these take chunks in turn. A piece's sums are scaled as
-// they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs]
-// is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are whatever lies there.
+// by tensor cores; GROUPS of warps share out a chunk, or TURNS of warps take chunks in turn. A piece's sums are scaled as
+// they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up.
+// With BIAS, bias [outputs] is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are
+// whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"

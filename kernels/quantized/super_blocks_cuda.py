@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pieces_cuda import STRIP, Layout, Packed
+from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed
 from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
@@ -21,7 +21,9 @@ def layout(form: Form) -> Layout:
     each, groups, kinds = INPUTS // min(form.super, INPUTS), INPUTS // form.group, 1 + form.minima
     size = 128 * form.bits + (32 * each + 16 * groups) * kinds
     sizes = ("BITS", form.bits), ("SUPER", INPUTS // each), ("GROUP", form.group), ("ZERO", form.zero)
-    return Layout(HEADER, INPUTS, size, WIDENING, (*sizes, ("MINIMA", int(form.minima))))
+    # Where warps of quantized_gemm.cu take turns, it is faster than a GEMV of several rows.
+    in_turn = form.minima and form.super >= INPUTS and form.group == 32
+    return Layout(HEADER, INPUTS, size, WIDENING, (*sizes, ("MINIMA", int(form.minima))), 1 if in_turn else GEMV_ROWS)
 
 
 def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:
