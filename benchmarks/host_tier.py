@@ -36,7 +36,6 @@ from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.replica import Replica
 
-BLOCK = 16  # tokens
 WIDTH = {"f32": 4, "bf16": 2, "f16": 2}  # bytes
 MIB = 1 << 20
 

@@ -15,11 +15,12 @@ number of words for --input-len, right to a few percent. --token-ids sends exact
 /v1/completions instead, taken from those that the server reports for such a text (`return_token_ids`). The history is
 in addition to --input-len. The same seed gives the same prompts, which a second run may find in the prefix cache.
 
-`phalanx bench` measures with the same client (launcher/bench) and has fewer flags. The client runs in one thread and
-tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on the same machine (2 shared cores of
-an EPYC, Python 3.11) it took 7 to 11 µs an event: 22 to 30 % of a core for 256 streams of 100 tokens/s each, 43 % for
-256 of 200, 99 % at the 150,000 tokens/s that it carried at most; plan for half of that. A burst of 256 requests got its
-first tokens after 20 to 60 ms there, from a server that needs up to 10: less than that is the client's own.
+`phalanx bench` measures with the same client (launcher/commands/bench) and has fewer flags. The client runs in one
+thread and tells what share of a core it took; above 80 % it warns. Against serving/dummy.py on the same machine (2
+shared cores of an EPYC, Python 3.11) it took 7 to 11 µs an event: 22 to 30 % of a core for 256 streams of 100 tokens/s
+each, 43 % for 256 of 200, 99 % at the 150,000 tokens/s that it carried at most; plan for half of that. A burst of 256
+requests got its first tokens after 20 to 60 ms there, from a server that needs up to 10: less than that is the client's
+own.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import datetime
 import difflib
+import json
+import platform
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 from urllib.parse import urlsplit
 
 import msgspec
 from phalanx.launcher.commands.bench import report, run, workload
 from phalanx.launcher.commands.bench.client import Client, Failure
+from phalanx.launcher.commands.bench.report import Result
 from phalanx.launcher.commands.bench.workload import Load
 
 CONCURRENCY = 8
@@ -191,14 +196,67 @@ async def bench(args: argparse.Namespace, file: Any) -> int:
     print(f"{model} at {args.base_url}{workload.path(load)}; prompts: {scale.note}", flush=True)
     results, figures = await run.measure(load, client, model, scale, args.num_prompts, args.warmup)
     if args.print_samples:
-        print(report.samples(results, args.sample_chars))
+        print(samples(results, args.sample_chars))
     if args.print_request_metrics:
-        print(report.per_request(results))
+        print(per_request(results))
     print(report.table(figures, args.request_rate))
     if file:
         flags = {key: value for key, value in vars(args).items() if key not in ("api_key", "json")}
-        report.write(file, flags, known, scale.note, results, figures)
+        write(file, flags, known, scale.note, results, figures)
     return 1 if figures["failed"] else 0
+
+
+def per_request(results: list[Result]) -> str:
+    """A row for each request."""
+    rows = ["request   sent s  prompt  output   TTFT ms   TPOT ms     e2e ms  end"]
+    for r in results:
+        if r.error:
+            rows.append(f"{r.job.index:7} {r.sent:8.2f} failed: {r.error}")
+            continue
+        tpot = "-" if r.tpot is None else f"{r.tpot * 1000:.2f}"
+        rows.append(
+            f"{r.job.index:7} {r.sent:8.2f} {r.prompt_tokens:7} {r.output_tokens:7} {r.ttft * 1000:9.2f} "
+            f"{tpot:>9} {r.e2e * 1000:10.2f}  {r.finish}{f', {r.retries} retries' if r.retries else ''}"
+        )
+    return "\n".join(rows)
+
+
+def samples(results: list[Result], chars: int) -> str:
+    """What the server wrote, each answer cut to `chars`."""
+    return "\n".join(f"--- request {r.job.index}: {r.error or ''}\n{r.text[:chars]}" for r in results)
+
+
+def line_of(result: Result) -> dict[str, Any]:
+    names = ("retries", "error", "prompt_tokens", "output_tokens", "cached_tokens", "finish")
+    values = {
+        "kind": "request",
+        "index": result.job.index,
+        "due_s": result.job.due,
+        "sent_s": result.sent,
+        "wanted_input": result.job.wanted_input,
+        "wanted_output": result.job.wanted_output,
+    }
+    values |= {name: getattr(result, name) for name in names}
+    if not result.error:
+        values |= {"ttft_s": result.ttft, "tpot_s": result.tpot, "e2e_s": result.e2e, "gaps_s": result.gaps}
+    return report.rounded(values)
+
+
+def write(
+    file: TextIO, flags: dict[str, Any], models: Any, note: str, results: list[Result], figures: dict[str, Any]
+) -> None:
+    """One line per request and one for the whole run."""
+    last = {
+        "kind": "summary",
+        "host": platform.node(),
+        "flags": flags,
+        "models": models,
+        "prompts": note,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **report.rounded(figures),
+    }
+    for line in (*map(line_of, results), last):
+        file.write(json.dumps(line) + "\n")
 
 
 def say(text: str) -> None:

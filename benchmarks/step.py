@@ -96,18 +96,18 @@ class BenchRank(program.Rank):
     def lead(self, replicas: list[Replica], model: Model) -> int:
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
         (replica,) = replicas
-        team = replica.executor
-        assert isinstance(team, LocalExecutor)
+        executor = replica.executor
+        assert isinstance(executor, LocalExecutor)
         clock = Clock()
         clock.wrap(replica.scheduler, "schedule", "schedule")
         clock.wrap(protocol, "encode_plan", "encode")
-        clock.wrap(team.control, "publish", "broadcast")
+        clock.wrap(executor.control, "publish", "broadcast")
         clock.wrap(runner_module, "build_batches", "build")
-        clock.wrap(team.runner, "_execute", "launch")
+        clock.wrap(executor.runner, "_execute", "launch")
         bench = self.bench(replica, model.vocab_size, clock)
         bench.run(ask.prefill[0][0], min(64, ask.prefill[0][1]), 4)  # first-call costs
-        cuda = team.runner.device.type == "cuda"
-        device = torch.cuda.get_device_name(team.runner.device) if cuda else platform.processor() or "cpu"
+        cuda = executor.runner.device.type == "cuda"
+        device = torch.cuda.get_device_name(executor.runner.device) if cuda else platform.processor() or "cpu"
         for sequences, tokens in ask.prefill:
             seconds = min(bench.run(sequences, tokens, 1) for _ in range(3))
             say(
@@ -122,7 +122,7 @@ class BenchRank(program.Rank):
                 if ask.warm:
                     bench.run(batch, ask.prompt, ask.warm)
                 say(device=device, **bench.decode(batch, ask.prompt, ask.steps))
-        team.start(protocol.Plan(step=-1, stop=0))
+        executor.start(protocol.Plan(step=-1, stop=0))
         return 0
 
 

@@ -28,7 +28,7 @@ from .commands.doctor.command import DoctorOptions
 from .commands.fit.command import FitOptions
 from .commands.hostfile import HostfileOptions
 from .commands.pull import PullOptions
-from .options.compat_flags import FOREIGN
+from .options.compat_flags import COMPAT_FLAGS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMAND = "python -m phalanx.launcher.document"
@@ -125,7 +125,10 @@ def options_page() -> str:
         "",
         _table(
             ("flag", "", "why"),
-            ((f"`{name}`", "refused" if one.refused else "has no effect", one.text) for name, one in FOREIGN.items()),
+            (
+                (f"`{name}`", "refused" if one.refused else "has no effect", one.text)
+                for name, one in COMPAT_FLAGS.items()
+            ),
         ),
     ]
     return "\n".join(lines) + "\n"

@@ -5,11 +5,13 @@ HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they m
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,8 @@ def _cached_files(id: str, names: list[str]) -> str:
 
 def _fetch_files(id: str, names: list[str]) -> str:
     import huggingface_hub as hub
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
+    with _fetching(id):
         there = {one.rfilename: one.size or 0 for one in _files_of(id, "")}
         if missing := [name for name in names if name not in there]:
             ggufs = [name for name in there if name.endswith(".gguf")]
@@ -77,12 +76,6 @@ def _fetch_files(id: str, names: list[str]) -> str:
         say(f"fetching {id} ({', '.join(names[:2])}{', …' * (len(names) > 2)}, {_size(total)}) into {_cache()}")
         _check_room(id, _cache(), _cache() / f"models--{id.replace('/', '--')}" / "blobs", total)
         return [hub.hf_hub_download(id, name) for name in names][0]
-    except FatalError:
-        raise
-    except KeyboardInterrupt:
-        raise _interrupted(id) from None
-    except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
-        raise explained(id, "", error) from None
 
 
 def _files_of(id: str, revision: str) -> list[Any]:
@@ -91,8 +84,21 @@ def _files_of(id: str, revision: str) -> list[Any]:
     return hub.HfApi().model_info(id, revision=revision or None, files_metadata=True, timeout=20).siblings or []
 
 
-def _interrupted(id: str) -> FatalError:
-    return FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED)
+@contextlib.contextmanager
+def _fetching(id: str, revision: str = "") -> Iterator[None]:
+    """Shows bars on a terminal alone, and says in words what went wrong."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        yield
+    except FatalError:
+        raise
+    except KeyboardInterrupt:
+        raise FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED) from None
+    except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
+        raise explained(id, revision, error) from None
 
 
 def _not_here(id: str, pull: str) -> FatalError:
@@ -109,11 +115,8 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
     Returns its directory; raises FatalError with what to do.
     """
     import huggingface_hub as hub  # here: it takes half a second, and most models are directories
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
+    with _fetching(id, revision):
         sizes = {one.rfilename: one.size or 0 for one in _files_of(id, revision)}
         names = _chosen(id, list(sizes))
         place = Path(to) if to else _cache()
@@ -123,12 +126,6 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
         path = hub.snapshot_download(
             id, revision=revision or None, local_dir=to or None, allow_patterns=WANTED, ignore_patterns=UNWANTED
         )
-    except FatalError:
-        raise
-    except KeyboardInterrupt:
-        raise _interrupted(id) from None
-    except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
-        raise explained(id, revision, error) from None
     assert isinstance(path, str)
     return str(Path(path).resolve())
 

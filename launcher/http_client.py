@@ -25,9 +25,7 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def open_url(
-    request: urllib.request.Request, timeout: float | None = None, direct: bool = False, certificate: str = ""
-) -> Any:
+def open_url(request: urllib.request.Request, timeout: float | None = None, *, direct: bool, certificate: str) -> Any:
     """urlopen, but no proxy stands between a machine and itself: it would have its own idea of 127.0.0.1.
 
     Nor with `direct`: between the hosts of a cluster. certificate: of the server, PEM, where the client has it already.

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from .. import errors
 from ..rank.options import Options
 from ..rank.server.api_error import ApiError
 from ..rank.server.batch.admission import Admission, enough
-from ..rank.server.config import SamplingDefaults, ServerConfig
+from ..rank.server.config import ServerConfig, model_settings
 from ..rank.server.decoding import convert
 from ..rank.server.engine_client import EngineClient
 from ..rank.server.generation import Make
@@ -27,8 +26,8 @@ from ..rank.server.session import Session
 from ..rank.server.text_engine import TextEngine
 from .job import linux, server_process, supervisor
 from .llm_types import Output, Piece, collect, pieces
+from .loop_thread import LoopThread
 
-T = TypeVar("T")
 Fields = dict[str, Any]  # of a request
 DRAIN_PATIENCE = 5.0
 
@@ -49,20 +48,13 @@ class JobHost:
         self._pid = os.getpid()  # a forked child has a copy of this object, but not the job
         self._closed = False
         self._directory = server_process.job_directory()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx", daemon=True)
-        self._thread.start()
-        defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
+        self._thread = LoopThread("phalanx")  # where Ctrl-C cancels a call, the ranks stop computing its answers
         config = ServerConfig(
-            model_dir=options.model,
+            **model_settings(options),
             link=os.path.join(self._directory, "link"),
             listen_fd=-1,
-            sampling=SamplingDefaults(**defaults),
-            generation_config="auto" if options.generation_config else "none",
-            chat_template=options.chat_template,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
-            thinking=options.thinking,
         )
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
@@ -70,7 +62,7 @@ class JobHost:
 
     def start(self) -> None:
         """Listen, start the job, and wait until it is ready."""
-        self._run(self._listen())
+        self._thread.run(self._listen())
         order = supervisor.SupervisorRequest(self.options, self._config.link, os.getpid())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "phalanx.launcher.job.supervisor"],
@@ -79,7 +71,7 @@ class JobHost:
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
             process_group=0,  # Ctrl-C is for this program to handle
         )
-        self._run(self._ready())
+        self._thread.run(self._ready())
 
     async def _listen(self) -> None:
         self._link = EngineClient(self._config.link)
@@ -123,12 +115,12 @@ class JobHost:
     def answer(self, bodies: list[Fields], kind: type[Common], make: Make) -> list[Output]:
         """Answer these requests; blocks."""
         with _in_words():
-            return self._run(self._answer_all(self._requests(bodies, kind), make))
+            return self._thread.run(self._answer_all(self._requests(bodies, kind), make))
 
     async def answer_async(self, bodies: list[Fields], kind: type[Common], make: Make) -> list[Output]:
         """The same for callers with a loop of their own."""
         with _in_words():
-            return await self._foreign(self._answer_all(self._requests(bodies, kind), make))
+            return await self._thread.run_async(self._answer_all(self._requests(bodies, kind), make))
 
     async def stream_async(self, body: Fields, kind: type[Common], make: Make) -> AsyncGenerator[Piece, None]:
         """The pieces of the answers to a request, for callers with a loop of their own. Who reads slowly gets larger
@@ -142,11 +134,11 @@ class JobHost:
                 return await anext(found, None)
 
             try:
-                while (piece := await self._foreign(following())) is not None:
+                while (piece := await self._thread.run_async(following())) is not None:
                     yield piece
             except GeneratorExit:  # while the reader had a piece; one that is cancelled while it waits ends `found`
                 if not self._closed:
-                    await self._foreign(found.aclose())
+                    await self._thread.run_async(found.aclose())
                 raise
 
     def _requests(self, bodies: list[Fields], kind: type[Common]) -> list[Common]:
@@ -192,18 +184,6 @@ class JobHost:
         finally:
             self._room.give(taken)
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C: the ranks stop computing what nobody waits for
-            raise
-
-    async def _foreign(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on this loop while the caller's waits. A caller that is cancelled cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-
     def close(self) -> None:
         if self._closed or self._pid != os.getpid():
             return
@@ -211,7 +191,7 @@ class JobHost:
         child = self._process
         if child is not None and child.poll() is None:
             if self._link.state == "ready":
-                self._loop.call_soon_threadsafe(self._link.drain)
+                self._thread.loop.call_soon_threadsafe(self._link.drain)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(DRAIN_PATIENCE)
             for _ in range(2):  # the first asks, the second insists
@@ -224,11 +204,8 @@ class JobHost:
             child.kill()
             child.wait()
         with contextlib.suppress(Exception):
-            self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(DRAIN_PATIENCE)
-        if not self._thread.is_alive():
-            self._loop.close()
+            self._thread.run(self._end())
+        self._thread.stop(DRAIN_PATIENCE)
         server_process.remove(self._directory)
 
     async def _end(self) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from ..rank.server.mcp import config
 from ..rank.server.mcp.connection import CONNECT_TIMEOUT, Result
 from ..rank.server.mcp.tool_servers import ToolServers
+from .loop_thread import LoopThread
 
-T = TypeVar("T")
 CLOSE_PATIENCE = 5.0
 
 
@@ -20,11 +17,9 @@ class ToolThread:
 
     def __init__(self, path: str):
         servers = config.read(path)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-servers", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("tool-servers")
         self._servers = ToolServers(servers)
-        self._run(self._start())
+        self._thread.run(self._start())
 
     async def _start(self) -> None:
         self._servers.start()
@@ -42,20 +37,9 @@ class ToolThread:
 
     def call(self, name: str, arguments: str) -> Result:
         """Call a tool with arguments as JSON; blocks as long as its server may take."""
-        return self._run(self._servers.call(name, arguments))
+        return self._thread.run(self._servers.call(name, arguments))
 
     def close(self) -> None:
         """End the connections, and the servers that were started."""
-        asyncio.run_coroutine_threadsafe(self._servers.close(), self._loop).result(CLOSE_PATIENCE)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_PATIENCE)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        self._thread.run(self._servers.close(), CLOSE_PATIENCE)
+        self._thread.stop(CLOSE_PATIENCE)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .leftovers import hand_on_kernels
 from .processes import Started, wait
-from .ranks import clean
+from .ranks import AS_ROOT, clean
 from .server import PHALANX
 
 
@@ -20,7 +20,7 @@ class Job:
     """A started `phalanx batch` of which nothing may be left."""
 
     def __init__(self, place: Path, *arguments: str, command=(), stdin=None, **env: str):
-        environ = clean() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
+        environ = clean() | AS_ROOT | env
         self.runtime = Path(tempfile.mkdtemp(prefix="run-"))
         (self.runtime / "t").mkdir()  # a mpirun that was killed leaves its own directory there
         hand_on_kernels(Path(tempfile.gettempdir()), self.runtime / "t")

@@ -24,7 +24,7 @@ from phalanx.rank import protocol
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from .processes import Started
-from .ranks import environment, mpirun
+from .ranks import environment, under_mpirun
 
 
 @functools.cache
@@ -88,7 +88,7 @@ class Engine:
         job = Job(options=chosen, announced_size=ranks, server_socket=path)
         command = [sys.executable, *program]
         if ranks > 1 and not threads:
-            command = [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *command]
+            command = [*under_mpirun(ranks), *command]
         self.stderr = open(f"{self._directory.name}/stderr", "w+")  # noqa: SIM115, closed in close()
         self.process = subprocess.Popen(
             command, env=environment(**{JOB_ENV: encode_job(job)}), stderr=self.stderr, start_new_session=True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .processes import Started
 
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 CLEAN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PHALANX_")
 MEMORY = "OMPI_MCA_btl_sm_backing_directory"  # set by leftovers.py
 _QUICK = """
@@ -36,6 +37,11 @@ def mpirun() -> str:
     return found
 
 
+def under_mpirun(ranks: int) -> list[str]:
+    """What a user puts before a program, on a machine of few cores."""
+    return [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+
+
 def clean() -> dict[str, str]:
     """Our environment without another job's variables."""
     return {name: value for name, value in os.environ.items() if name == MEMORY or not name.startswith(CLEAN)}
@@ -44,8 +50,7 @@ def clean() -> dict[str, str]:
 def environment(**more: str) -> dict[str, str]:
     """The same with what root and few cores need."""
     return clean() | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **AS_ROOT,
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_plm": "^slurm,rsh",  # one host: Open MPI 4 would look for ssh
         "OMP_NUM_THREADS": "1",
@@ -57,7 +62,7 @@ def run_ranks(
     size: int, script: Path | str, *arguments: str, timeout: float = 60, **env: str
 ) -> subprocess.CompletedProcess:
     """mpirun of `python script arguments`; its output as text. Kills the whole group when the time is up."""
-    command = [mpirun(), "-np", str(size), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+    command = under_mpirun(size)
     process = subprocess.Popen(
         [*command, sys.executable, *quick(script), *arguments],
         env=environment(**env),

@@ -11,11 +11,12 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .processes import Started, wait
-from .ranks import clean
+from .ranks import AS_ROOT, clean
 
 PHALANX = str(Path(sys.executable).parent / "phalanx")
 
@@ -23,8 +24,8 @@ PHALANX = str(Path(sys.executable).parent / "phalanx")
 class Server:
     """Use it as a context manager; nothing that it started outlives it."""
 
-    def __init__(self, *arguments: str, command: tuple[str, ...] = (), wait: bool = True, **env: str):
-        environ = clean() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
+    def __init__(self, *arguments: str, command: Sequence[str] = (), wait: bool = True, **env: str):
+        environ = clean() | AS_ROOT | env
         self.process = subprocess.Popen(
             [*command, PHALANX, "serve", *arguments, "--p", "0"],
             env=environ,
@@ -64,9 +65,9 @@ class Server:
             raise AssertionError(f"not ready:\n{self.output}")
         self.started.look()
 
-    def wait_ranks(self, count: int, seconds: float = 30) -> None:
+    def wait_ranks(self, count: int) -> None:
         """Until so many ranks run here, loaded or not."""
-        assert not wait(lambda: len(self.ranks) < count, seconds), self.output
+        assert not wait(lambda: len(self.ranks) < count, 30), self.output
 
     def pids(self, kind: str) -> list[int]:
         """Of the running processes, those whose command line ends with or contains `kind`."""

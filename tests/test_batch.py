@@ -15,7 +15,7 @@ import pytest
 from .batch import Job, answers, files, finished, read, requests
 from .checkpoints import make_checkpoint
 from .processes import kill
-from .ranks import mpirun
+from .ranks import under_mpirun
 
 RANKS = ("--device", "cpu", "--mem", "64", "--timeout", "20")
 SLOW = ("--max-num-seqs", "1")  # what is to be interrupted is not over before
@@ -63,7 +63,7 @@ def test_a_file_of_requests(checkpoint, tmp_path):
 def test_under_a_users_own_mpirun(checkpoint, tmp_path):
     """No supervisor: the ranks end with the job's code."""
     names = requests(tmp_path / "in.jsonl", 240, 60)
-    launcher = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    launcher = under_mpirun(2)
     command = (str(checkpoint), *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8")
     with Job(tmp_path, *command, *SLOW, command=launcher) as job:
         job.until(lambda: finished(tmp_path / "out.jsonl.journal") > 5)
@@ -97,7 +97,7 @@ def test_standard_input(checkpoint, tmp_path):
 def test_what_is_wrong_is_said_under_mpirun_too(checkpoint, tmp_path):
     requests(tmp_path / "in.jsonl", 2)
     (tmp_path / "out.jsonl.journal").write_text("my diary\n")
-    launcher = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    launcher = under_mpirun(2)
     command = (str(checkpoint), *RANKS, "-o", "out.jsonl")
     with Job(tmp_path, *command, "-i", "-", command=launcher) as job:
         assert job.end() == 2, job.output
@@ -221,7 +221,7 @@ def test_the_jobs_process_is_killed(checkpoint, tmp_path):
         job.until(lambda: finished(tmp_path / "out.jsonl.journal") > 20)
         os.kill(job.pid("-m phalanx.rank.server.batch"), signal.SIGKILL)
         assert job.end() == 70, job.output
-        assert "the jobs process was killed by signal 9; the same command goes on where it was" in job.output
+        assert "the batch process was killed by signal 9; the same command goes on where it was" in job.output
         assert not job.left()
 
 

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, model types, tool-call formats."""
+"""What the documents name is there: files, headings, model types, tool-call formats; and their lines are short."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,15 @@ from phalanx.rank.server.text import tool_formats
 
 ROOT = Path(phalanx.__file__).resolve().parent
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Other people's, users' own, and what a page says will be made.
 ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl"}
 SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
 PATHS = re.compile(rf"(?<![\w./-])(?:{ROOMS})/[\w./*-]*[\w*](?!\w*<)")
 LINKS = re.compile(r"\]\((?!https?:)([^)#]+)")
+ANCHORS = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
+LINE = 120  # characters, but of tables, of what a program has written, and of pages that are generated
+GENERATED = {"options.md", "api.md"}
 
 
 def names() -> set[str]:
@@ -32,6 +35,24 @@ def test_what_a_page_names_is_there(page):
     gone += [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
     gone += sorted(set(SOURCES.findall(text)) - names() - ELSEWHERE)
     assert not gone, f"{page.name} names files that are not there"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_that_are_linked_to(page):
+    for link, anchor in ANCHORS.findall(page.read_text(encoding="utf-8").replace("\n", " ")):
+        assert anchor in anchors(page.parent / link if link else page), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+def test_lines(page):
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert not [line for line in text.splitlines() if len(line) > LINE and not line.startswith("|")]
 
 
 def cells(heading: str) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from .checkpoints import make_checkpoint
 from .processes import kill, wait
+from .ranks import under_mpirun
 from .server import Server, Stream
 
 ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "10")
@@ -129,9 +130,7 @@ def test_restarts(checkpoint):
 
 def test_under_a_users_own_mpirun(checkpoint):
     """The same program; no supervisor, so rank 0 starts the server. SIGUSR1 to mpirun drains."""
-    from .ranks import mpirun
-
-    command = (mpirun(), "-np", "2", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    command = (*under_mpirun(2), "--allow-run-as-root")
     devices = ("--d", "0,1,2,3,4,5,6,7", "--device", "cpu")  # a list for the largest node, of which less is used
     with Server(*devices, "--w", str(checkpoint), "--mem", "64", command=command) as server:
         stream = Stream(server, 200)
@@ -142,9 +141,7 @@ def test_under_a_users_own_mpirun(checkpoint):
 
 
 def test_a_drain_that_is_asked_for_while_loading_is_not_lost(checkpoint):
-    from .ranks import mpirun
-
-    command = (mpirun(), "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE")
+    command = under_mpirun(2)
     with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command, wait=False) as server:
         server.wait_ranks(2)
         server.process.send_signal(signal.SIGUSR1)

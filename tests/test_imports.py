@@ -21,6 +21,7 @@ ROOMS = (
     "rank.model.convert",
     "rank.model.measure",
     "rank.model.load",
+    "rank.model.choices",
     "rank.model.load_memory",
     "rank.model.fingerprint",
     "rank.model.architectures.*",

@@ -105,7 +105,7 @@ def told(d: Draw, known: tuple) -> str:
     return d.say(TOLD, s=subject, S=subject[0].upper() + subject[1:], a=attribute, v=value)
 
 
-def exercise(d: Draw, known: tuple, question: str) -> Item:
+def exercise(known: tuple, question: str) -> Item:
     """A question for a fact and its answer."""
     subject, attribute, value = known
     answer = f"The {attribute} of {subject} is {value}."
@@ -150,10 +150,10 @@ def question_on(d: Draw, text: str, known: tuple) -> Item:
     """The passage and the question in one turn, or the passage as the system's notes."""
     question = ask(d, known)
     if d.chance(0.15):
-        item = exercise(d, known, question)
+        item = exercise(known, question)
         item.messages.insert(0, {"role": "system", "content": text})
         return item
-    return exercise(d, known, d.say(FRAME).replace("\\n", "\n").format(text=text, q=question))
+    return exercise(known, d.say(FRAME).replace("\\n", "\n").format(text=text, q=question))
 
 
 def recall(d: Draw, length: int = 1450, measure=roughly, depth: float | None = None) -> Item:
@@ -166,4 +166,4 @@ def recalls(d: Draw, length: int, questions: int) -> list[Item]:
     """Several questions about one text, as turns of one conversation."""
     known = facts(d, max(questions, d.integer(2, 8)))
     items = [question_on(d, passage(d, known, length, roughly), known[0])]
-    return items + [exercise(d, one, ask(d, one)) for one in known[1:questions]]
+    return items + [exercise(one, ask(d, one)) for one in known[1:questions]]

@@ -55,7 +55,6 @@ for the {n} [take|use] {v}
 * where {n} is {v}
 * with {v} as {n}
 """)
-PARAMETER = ("{0}", "the {0}", "{0} of the {1}", "value of {0}")
 MIDDLE = "main first new user my target given chosen local remote quick smart home work cloud office city team shop lab".split()
 
 

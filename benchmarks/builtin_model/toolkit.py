@@ -10,9 +10,9 @@ LEVELS = ("low", "medium", "high")
 SIZES = ("small", "medium", "large")
 
 
-def amount(d: Draw, low: int, high: int):
-    """A number, and how it is written: small ones sometimes as a word."""
-    number = d.number(low, high)
+def amount(d: Draw, high: int):
+    """A number from 2 on, and how it is written: small ones sometimes as a word."""
+    number = d.number(2, high)
     return number, COUNT[number] if number <= 20 and d.chance(0.5) else str(number)
 
 
@@ -58,7 +58,7 @@ KINDS = {
         [by|before|not later than] {v}
         * on {v}
         * next {v}""")),
-    "count": (("count", "quantity", "number", "copies", "amount"), "integer", lambda d: amount(d, 2, 99),
+    "count": (("count", "quantity", "number", "copies", "amount"), "integer", lambda d: amount(d, 99),
               ("how many", "number of pieces", "quantity"), Phrases("""
         {v} times
         {v} [pieces|copies|units]
@@ -66,7 +66,7 @@ KINDS = {
         [altogether|exactly|just] {v} [times|pieces]
         * {v} times
         * with a count of {v}""")),
-    "minutes": (("minutes", "duration", "duration_minutes", "length"), "integer", lambda d: amount(d, 2, 90),
+    "minutes": (("minutes", "duration", "duration_minutes", "length"), "integer", lambda d: amount(d, 90),
                 ("minutes", "duration in minutes", "how long in minutes"), Phrases("""
         for {v} minutes
         [with|after|within|in] {v} minutes

@@ -1,6 +1,6 @@
 """`phalanx batch`: a file of requests becomes a file of answers, however often the job has to be started for it.
 
-The jobs process, which has the server process's place, decides when the job is over and with which code.
+The batch process, which has the server process's place, decides when the job is over and with which code.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _refuse(chosen: option_sources.ParsedOptions[BatchOptions]) -> None:
 
 
 def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchConfig:
-    """The jobs process's configuration, as far as this verb knows it. Raises FatalError for what cannot work."""
+    """The batch process's configuration, as far as this verb knows it. Raises FatalError for what cannot work."""
     from ...rank.server.batch import batch_input  # here: the other ranks need none of it
 
     for name, metavar in (("input", "-i FILE"), ("output", "-o FILE")):
@@ -167,7 +167,7 @@ def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchCo
     end, left = end_time(options.deadline, os.environ, time.time())
     terminal = place is None and os.isatty(2)
     return BatchConfig(
-        server=ServerConfig("", "", -1),
+        server=ServerConfig(model_dir="", link="", listen_fd=-1),
         input=source,
         output=output,
         errors=errors,
@@ -248,7 +248,7 @@ def _is_done(config: BatchConfig) -> bool:
 
 
 def start(config: BatchConfig, settings: ServerConfig) -> subprocess.Popen[bytes]:
-    """The jobs process, with our standard input if it is to read that."""
+    """The batch process, with our standard input if it is to read that."""
     settings = msgspec.structs.replace(settings, queue_size=1 << 30)
     config = msgspec.structs.replace(config, server=settings)
     given = {VARIABLE: msgspec.json.encode(config).decode()}
@@ -273,7 +273,7 @@ def run(config: BatchConfig, options: Options) -> int:
 
 
 class Supervisor(supervisor.Supervisor):
-    """The jobs process hears the first signal, and its exit code is the job's; the ranks' is, where they fail."""
+    """The batch process hears the first signal, and its exit code is the job's; the ranks' is, where they fail."""
 
     def run(self) -> int:
         code = super().run()
@@ -300,7 +300,7 @@ class Supervisor(supervisor.Supervisor):
         if self._stopping:
             return
         if code not in DECIDED and code < 0:
-            supervisor.say(f"the jobs process was killed by signal {-code}; the same command goes on where it was")
+            supervisor.say(f"the batch process was killed by signal {-code}; the same command goes on where it was")
         if self._ranks is None:
             self._code = code if code in DECIDED else errors.RANK_FAILED
         elif code in DECIDED:
@@ -311,7 +311,7 @@ class Supervisor(supervisor.Supervisor):
     def _ranks_ended(self) -> None:
         super()._ranks_ended()
         if self._code == errors.OK and not self._stopping:
-            self._code = None  # the jobs process tells it
+            self._code = None  # the batch process tells it
             self._after(supervisor.PEER_PATIENCE, self._no_word)
 
     def _no_word(self) -> None:

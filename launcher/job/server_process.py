@@ -20,7 +20,7 @@ import msgspec
 from ...errors import USAGE, FatalError
 from ...rank.options import Options
 from ...rank.server import server_registry, tls
-from ...rank.server.config import VARIABLE, SamplingDefaults, ServerConfig
+from ...rank.server.config import VARIABLE, ServerConfig, model_settings
 from .. import builtin_model
 from ..options.models_file import Models
 from . import mpi_env
@@ -219,11 +219,10 @@ def config(
     options: Options, link: str, listener: Listener | None, cpus: list[int], models: Models | None = None
 ) -> ServerConfig:
     """The server process's configuration. link: its socket for rank 0. cpus: those it may run on."""
-    defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
     keys = [(" ".join(line.split()[:-1]), line.split()[-1]) for line in options.api_key.split("\n") if line.strip()]
     own = builtin_model.SERVED_NAME if options.model == str(builtin_model.DIRECTORY) else ""
     return ServerConfig(
-        model_dir=options.model,
+        **model_settings(options),
         link=link,
         listen_fd=listener.socket.fileno() if listener else -1,
         url=f"{listener.url}/v1" if listener and listener.url.startswith("http") else "",
@@ -243,12 +242,8 @@ def config(
         ui_server=options.ui_server,
         file_store=os.path.abspath(options.file_store) if options.file_store else "",
         restarts_expected=options.restarts > 0,
-        sampling=SamplingDefaults(**defaults),
-        generation_config="auto" if options.generation_config else "none",
-        chat_template=options.chat_template,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
-        thinking=options.thinking,
         models=models.configs(options) if models is not None else [],
         idle_unload=models.idle_unload if models is not None else 0.0,
         mcp_config=options.mcp_config,

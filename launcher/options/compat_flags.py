@@ -27,7 +27,7 @@ _NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx
 _HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
 _TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
 
-FOREIGN: dict[str, CompatFlag] = {
+COMPAT_FLAGS: dict[str, CompatFlag] = {
     # candle-vLLM, both generations
     "--multi-process": _note("every rank is a process"),
     "--verbose": _note("--log-level debug logs more"),

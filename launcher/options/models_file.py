@@ -19,7 +19,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 from ...rank.options import Options, specs
-from ...rank.server.config import ModelConfig, SamplingDefaults
+from ...rank.server.config import ModelConfig, SamplingDefaults, model_settings
 from . import option_sources
 from .resolve import model_path
 
@@ -83,16 +83,11 @@ class Models(msgspec.Struct):
         found = []
         for entry, own in zip(self.entries, self.options, strict=True):
             options = msgspec.structs.replace(own, **ranks, api_key="", api_key_file="")
-            defaults = {name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}
             found.append(
                 ModelConfig(
                     name=entry.name,
-                    model_dir=options.model,
+                    **model_settings(options),
                     options=msgspec.json.encode(options).decode(),
-                    sampling=SamplingDefaults(**defaults),
-                    generation_config="auto" if options.generation_config else "none",
-                    chat_template=options.chat_template,
-                    thinking=options.thinking,
                     notes=entry.notes,
                 )
             )

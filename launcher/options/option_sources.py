@@ -14,7 +14,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 from ...rank.options import Options, Spec, specs
-from .compat_flags import ARCHITECTURES, FOREIGN
+from .compat_flags import ARCHITECTURES, COMPAT_FLAGS
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -143,8 +143,8 @@ class _Line:
                 self.found[spec.name] = (_command_line(name), text)
                 if name == "--gpu-memory-utilization":
                     self.notes.append(f"{name} is read as --kv-fraction: a share of the memory free after loading")
-        elif name in FOREIGN and self._places:
-            self._foreign(name, value, words)
+        elif name in COMPAT_FLAGS and self._places:
+            self._compat_flag(name, value, words)
         else:
             raise UsageError(f"unknown option {name}{self._suggestion(name)}", everywhere=True)
 
@@ -155,8 +155,8 @@ class _Line:
             raise UsageError(f"{name} needs a value: {name} {metavar}", everywhere=True)
         return words.pop(0)
 
-    def _foreign(self, name: str, value: str | None, words: list[str]) -> None:
-        entry = FOREIGN[name]
+    def _compat_flag(self, name: str, value: str | None, words: list[str]) -> None:
+        entry = COMPAT_FLAGS[name]
         if entry.takes_value and value is None and words and not words[0].startswith("--"):
             words.pop(0)
         if entry.refused:

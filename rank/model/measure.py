@@ -27,6 +27,7 @@ from ...kernels.gemm.linear import PACK_FROM
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
+from .choices import DTYPES, choose_dtype, choose_format, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
@@ -35,7 +36,6 @@ from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .load import DTYPES, choose_dtype, choose_format, names_of
 from .shard import stage_layers
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
@@ -69,7 +69,6 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "vocab": config.vocab_size,
         "max_positions": config.max_positions,
-        "checkpoint_dtype": config.dtype,
         "usual_dtype": choose_dtype("auto", config, device),
         "parameters": sum(one.numel() for one in plain.parameters()),
         "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),

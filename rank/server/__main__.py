@@ -22,7 +22,7 @@ from typing import Any
 from ... import errors
 from . import server_registry, tls
 from .api_error import ApiError
-from .config import ServerConfig, take
+from .config import VARIABLE, ServerConfig, take
 from .engine_client import EngineClient
 
 log = logging.getLogger("phalanx.server")
@@ -35,7 +35,7 @@ def main() -> int:
     # Unhandled it would end the process; a drain that comes so early is repeated by its sender.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        config = take()
+        config = take(ServerConfig, VARIABLE, "serve")
     except ValueError as error:
         print(f"phalanx server: {error}", file=sys.stderr)
         return errors.USAGE

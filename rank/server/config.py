@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any, TypeVar
 
 import msgspec
 
+from ..options import Options
+
+T = TypeVar("T")
 VARIABLE = "PHALANX_SERVER"
 
 
@@ -23,23 +27,38 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None  # None: one is drawn for each request
 
 
-class ModelConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What each of several models has of its own."""
+
+    model_dir: str
+    sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
+    generation_config: bool = True  # the model directory's generation_config.json counts
+    chat_template: str = ""  # path of a template that replaces the model's
+    thinking: bool | None = None  # enable_thinking of requests that do not say
+
+
+def model_settings(options: Options) -> dict[str, Any]:
+    """The fields of ModelSettings."""
+    return {
+        "model_dir": options.model,
+        "sampling": SamplingDefaults(**{name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}),
+        "generation_config": options.generation_config,
+        "chat_template": options.chat_template,
+        "thinking": options.thinking,
+    }
+
+
+class ModelConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
     """One of several models."""
 
     name: str
-    model_dir: str
     options: str  # rank/options.py's Options as JSON, which rank 0 gets to load it
-    sampling: SamplingDefaults
-    generation_config: str
-    chat_template: str
-    thinking: bool | None
     notes: str = ""
 
 
-class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """Fixed for the life of the process; what is known only once the job is ready comes in `step.Ready`."""
+class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
+    """Fixed for the life of the process; what is known only once the job is ready comes in `protocol.Ready`."""
 
-    model_dir: str
     link: str  # path of the unix socket to listen on for rank 0, in a directory of mode 0700
     listen_fd: int  # inherited HTTP socket, bound by the launcher: TCP or unix
     url: str = ""  # what the ready line shows, such as http://127.0.0.1:2000/v1; "" derives it from the socket
@@ -59,12 +78,8 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
     ui_server: bool = False  # serve the page of http/ui at /
     file_store: str = ""  # directory of /v1/files and /v1/batches; "": there are none
     restarts_expected: bool = False  # a new scheduler may come after one is lost: stay and answer 503 meanwhile
-    sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
-    generation_config: str = "auto"  # "auto": the model directory's file; "none": ignore it; else a file's path
-    chat_template: str = ""  # path of a template that replaces the model's
     tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
     reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
-    thinking: bool | None = None  # enable_thinking of requests that do not say
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
     models: list[ModelConfig] = []  # of several models; the first is loaded at the start. []: there is one
     idle_unload: float = 0.0  # seconds without a request after which the model is unloaded; 0: never
@@ -80,10 +95,8 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     def of(self, model: ModelConfig) -> ServerConfig:
         """The configuration for one of several models."""
-        fields = {
-            name: getattr(model, name) for name in ("model_dir", "sampling", "generation_config", "chat_template")
-        }
-        return msgspec.structs.replace(self, served_model_name=model.name, thinking=model.thinking, **fields)
+        fields = {name: getattr(model, name) for name in ModelSettings.__struct_fields__}
+        return msgspec.structs.replace(self, served_model_name=model.name, **fields)
 
     def names(self) -> list[str]:
         """The model's names; the first one is the real one."""
@@ -91,9 +104,9 @@ class ServerConfig(msgspec.Struct, forbid_unknown_fields=True):
         return names or [os.path.basename(os.path.abspath(self.model_dir))]
 
 
-def take() -> ServerConfig:
+def take(kind: type[T], variable: str, verb: str) -> T:
     """The configuration from the environment, which is emptied of it: it may hold the API key."""
-    text = os.environ.pop(VARIABLE, None)
+    text = os.environ.pop(variable, None)
     if text is None:
-        raise ValueError(f"{VARIABLE} is not set: `phalanx serve` starts this process, it is not started by hand")
-    return msgspec.json.decode(text, type=ServerConfig)
+        raise ValueError(f"{variable} is not set: `phalanx {verb}` starts this process, it is not started by hand")
+    return msgspec.json.decode(text, type=kind)

@@ -69,7 +69,7 @@ def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
         model.text, request.constraint(), _calls(model.text, request), _thoughts(model, request, prompt.thinking)
     )
     called = Called(tool_format, tools, custom_names(request.tools))
-    return _generation(model, request, [prompt], model.text.reasoning, called, grammar)
+    return _generation(model, request, [prompt], grammar, model.text.reasoning, called)
 
 
 def _calls(text: Text, request: ChatRequest) -> Calls | None:
@@ -94,16 +94,16 @@ def _thoughts(model: LoadedModel, request: ChatRequest, begun: bool) -> Thoughts
 def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
     """The continuations of texts, which are shown as they come."""
     grammar = plain_grammar(request.constraint())
-    return _generation(model, request, completion_prompts(model.text, request, model.ready), grammar=grammar)
+    return _generation(model, request, completion_prompts(model.text, request, model.ready), grammar)
 
 
 def _generation(
     model: LoadedModel,
     request: Common,
     prompts: list[Prompt],
+    grammar: str,
     reasoning: ReasoningFormat | None = None,
     called: Called = NOTHING,
-    grammar: str = "",
 ) -> Generation:
     text, ready, (tool_format, tools, custom) = model.text, model.ready, called
     if grammar and (request.allowed_token_ids or request.bad_words):  # together they might leave no token

@@ -194,7 +194,7 @@ class ResponseRenderer(Renderer):
         item = change.item
         if self._tools is not None and self._of_server(item):
             whole = self._item(item, begins=change.what == "begin")
-            return [self._event(name, **more) for name, more in server_events(change, whole, self._tools)]
+            return [self._event(name, **more) for name, more in server_events(change, whole)]
         whole = self._item(item, begins=change.what == "begin")
         place = {"item_id": whole["id"], "output_index": item.index}
         if item.kind != "call":

@@ -46,7 +46,7 @@ def _status(item: Item, status: str) -> str:
     return "incomplete" if status == "incomplete" else "in_progress"
 
 
-def server_events(change: Change, whole: dict[str, Any], tools: RequestTools) -> Iterator[tuple[str, dict[str, Any]]]:
+def server_events(change: Change, whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a change, without their numbers. whole: the item as it is now."""
     item, index = change.item, change.item.index
     place: dict[str, Any] = {"item_id": whole["id"], "output_index": index}

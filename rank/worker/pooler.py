@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,19 +36,15 @@ class Pooler:
         """Add a step's hidden states [T, hidden]. Returns the vectors [hidden] f32 of the sequences that it completes,
         by their index among the sampled rows."""
         found = {}
-        ends = np.cumsum(scheduled.counts)
-        places = np.cumsum(scheduled.samples) - 1
-        for i in range(len(scheduled.rows)):
-            row, stop = int(scheduled.rows[i]), int(ends[i])
+        for row, start, count, first, sampled in scheduled.spans():
             if row not in self._ways:
                 continue
-            way, first, begun = self._ways[row], stop - int(scheduled.counts[i]), int(scheduled.starts[i])
+            way, states = self._ways[row], hidden[first : first + count]
             if way == "mean":
-                self._sums[row] += self._model.normed(hidden[first:stop]).float().sum(0)
-            elif way == "cls" and begun == 0:
-                self._sums[row] = self._model.normed(hidden[first : first + 1])[0].float()
-            if scheduled.samples[i]:
-                last = self._model.normed(hidden[stop - 1 : stop])[0].float()
-                length = begun + stop - first
-                found[int(places[i])] = last if way == "last" else self._sums[row] / (length if way == "mean" else 1)
+                self._sums[row] += self._model.normed(states).float().sum(0)
+            elif way == "cls" and start == 0:
+                self._sums[row] = self._model.normed(states[:1])[0].float()
+            if sampled >= 0:
+                last, length = self._model.normed(states[-1:])[0].float(), start + count
+                found[sampled] = last if way == "last" else self._sums[row] / (length if way == "mean" else 1)
         return found

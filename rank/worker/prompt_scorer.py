@@ -65,20 +65,17 @@ class PromptScorer:
         """Score what a step has computed, hidden [T, hidden]. Returns what belongs to the prompts that it completes, by
         their index among the sampled rows."""
         found = {}
-        ends = np.cumsum(scheduled.counts)
-        places = np.cumsum(scheduled.samples) - 1
-        for i in range(len(scheduled.rows)):
-            row, start, count = int(scheduled.rows[i]), int(scheduled.starts[i]), int(scheduled.counts[i])
+        for row, start, count, first, sampled in scheduled.spans():
             if row not in self._parts:
                 continue
             following = self._state.tokens[row][start + 1 : start + count + 1]
-            states = hidden[int(ends[i]) - count :][: len(following)]
+            states = hidden[first : first + len(following)]
             for at in range(0, len(following), CHUNK):
                 self._add(row, states[at : at + CHUNK], following[at : at + CHUNK])
-            if scheduled.samples[i]:
+            if sampled >= 0:
                 parts = self._parts.pop(row)
                 if parts:
-                    found[int(places[i])] = PromptLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+                    found[sampled] = PromptLogprobs(*map(torch.cat, zip(*parts, strict=True)))
         return found
 
     def _add(self, row: int, states: Tensor, following: np.ndarray) -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import protocol
+
+
+class Span(NamedTuple):
+    """What a step computes of one row."""
+
+    row: int
+    start: int  # tokens computed before
+    num_tokens: int
+    first: int  # place of its first token among the step's
+    sampled: int  # the row's index among those that sample; -1: it does not
 
 
 @dataclass(slots=True)
@@ -30,6 +41,13 @@ class ScheduledBatch:
         ones = np.ones(len(at), np.int64)
         last = (self.starts + self.counts)[at] - 1
         return ScheduledBatch(self.rows[at], last, ones, ones.astype(bool), self.outputs[at])
+
+    def spans(self) -> list[Span]:
+        """Row by row, as Python numbers: for what looks at few rows of few steps."""
+        firsts = np.cumsum(self.counts) - self.counts
+        sampled = np.where(self.samples, np.cumsum(self.samples) - 1, -1)
+        columns = (self.rows, self.starts, self.counts, firsts, sampled)
+        return [Span(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
     def cut(self, at: int) -> tuple[ScheduledBatch, ScheduledBatch]:
         """Split into two microbatches after `at` tokens. A row at the split is in both, like two chunks of a prompt."""

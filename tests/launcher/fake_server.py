@@ -11,9 +11,9 @@ import socket
 import sys
 import time
 
-from phalanx.rank.server.config import take
+from phalanx.rank.server.config import VARIABLE, ServerConfig, take
 
-config = take()
+config = take(ServerConfig, VARIABLE, "serve")
 place = os.environ["FAKE_DIR"]
 with open(f"{place}/server", "a") as file:
     file.write(f"{os.getpid()}\n")

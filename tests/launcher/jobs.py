@@ -12,11 +12,10 @@ from pathlib import Path
 
 from ..leftovers import KERNELS, hand_on_kernels
 from ..processes import kill, table, wait
-from ..ranks import clean
+from ..ranks import AS_ROOT, clean
 
 HERE = Path(__file__).resolve().parent
 PHALANX = str(HERE / "fake_phalanx.py")
-ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 class Launched:
@@ -105,4 +104,4 @@ def under_mpirun(place: Path, mpirun: str, ranks: int, *argv: str, **environ: st
     """A user's own mpirun of the same."""
     command = [mpirun, "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
     words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cpu", *argv]
-    return Launched([*command, *words], place, **ROOT, **environ)
+    return Launched([*command, *words], place, **AS_ROOT, **environ)

@@ -235,7 +235,7 @@ def test_tools_and_arguments_of_the_evaluation_are_new(trained):
 
 
 def test_the_training_run_has_nothing_of_the_evaluation(monkeypatch):
-    """Twenty of the batches that train.py makes with its own seed, against all that demo_eval.py asks by default."""
+    """Twenty of the batches that train.py makes with its own seed, against all that evaluate.py asks by default."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     asked = train.arguments()
     questions, functions, documents = set(), [], 0

@@ -81,7 +81,7 @@ def test_a_tool_is_called_and_its_result_is_told(say):
 
 
 def at_once(work, things, server, **more):
-    """`work` of demo_eval.py on each thing, against this server."""
+    """`work` of evaluate.py on each thing, against this server."""
     ask = functools.partial(work, base=server.url + "/v1", model=builtin_model.SERVED_NAME, key="", **more)
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(ask, things))

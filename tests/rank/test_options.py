@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 from phalanx.launcher.cli import verbs
-from phalanx.launcher.options.compat_flags import FOREIGN
+from phalanx.launcher.options.compat_flags import COMPAT_FLAGS
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
 from phalanx.rank.options import GROUPS, IN_SITU, STORED, Job, Options, decode_job, degrees, encode_job, specs
 
@@ -119,9 +119,9 @@ def test_table(spec):
 
 
 def test_no_flag_means_two_things():
-    flags = [flag for spec in TABLE.values() for flag in (*spec.flag.flags, *spec.flag.off)] + list(FOREIGN)
+    flags = [flag for spec in TABLE.values() for flag in (*spec.flag.flags, *spec.flag.off)] + list(COMPAT_FLAGS)
     assert len(set(flags)) == len(flags)
-    known = [flag for flag in flags if flag not in FOREIGN]  # --hostfile is refused in words that name the remedy
+    known = [flag for flag in flags if flag not in COMPAT_FLAGS]  # --hostfile is refused in words that name the remedy
     assert not set(verbs()) & {flag.lstrip("-") for flag in known}
 
 
@@ -254,9 +254,9 @@ def test_what_vllms_flags_for_web_pages_are_told():
         assert note.startswith(f"{flag} has no effect: pages of --allowed-origins {words}")
 
 
-@pytest.mark.parametrize("flag", FOREIGN)
+@pytest.mark.parametrize("flag", COMPAT_FLAGS)
 def test_flags_of_others_are_answered(flag):
-    entry = FOREIGN[flag]
+    entry = COMPAT_FLAGS[flag]
     argv = [flag, "1"] if entry.takes_value else [flag]
     if entry.refused:
         with pytest.raises(UsageError) as error:

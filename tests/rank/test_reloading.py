@@ -11,7 +11,7 @@ from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from ..checkpoints import make_checkpoint
 from ..engine import device
-from ..ranks import environment, mpirun
+from ..ranks import environment, under_mpirun
 from .reference import Reference
 from .reloading import PROMPT
 
@@ -31,7 +31,7 @@ def test_one_model_after_the_other(tmp_path, ranks, isq):
     }
     command = [sys.executable, str(Path(__file__).with_name("reloading.py"))]
     if ranks > 1:
-        command = [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", *command]
+        command = [*under_mpirun(ranks), *command]
     done = subprocess.run(command, env=environment(**environ), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]

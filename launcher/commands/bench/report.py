@@ -1,15 +1,12 @@
-"""What was measured: a table for people, JSON lines for programs."""
+"""What was measured: the figures of a run, and their table."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from .workload import Job
 
@@ -35,21 +32,6 @@ class Result:
     gaps: list[float] = field(default_factory=list)
     finish: str | None = None
     text: str = ""
-
-    def line(self) -> dict[str, Any]:
-        names = ("retries", "error", "prompt_tokens", "output_tokens", "cached_tokens", "finish")
-        values = {
-            "kind": "request",
-            "index": self.job.index,
-            "due_s": self.job.due,
-            "sent_s": self.sent,
-            "wanted_input": self.job.wanted_input,
-            "wanted_output": self.job.wanted_output,
-        }
-        values |= {name: getattr(self, name) for name in names}
-        if not self.error:
-            values |= {"ttft_s": self.ttft, "tpot_s": self.tpot, "e2e_s": self.e2e, "gaps_s": self.gaps}
-        return rounded(values)
 
 
 def rounded(value: Any) -> Any:
@@ -142,40 +124,3 @@ def _failures(reasons: dict[str, int]) -> list[str]:
     if len(counts) > REASONS:
         shown.append(f"       … and {len(counts) - REASONS} other reasons")
     return ["failures:", *shown] if shown else []
-
-
-def per_request(results: list[Result]) -> str:
-    """A row for each request."""
-    rows = ["request   sent s  prompt  output   TTFT ms   TPOT ms     e2e ms  end"]
-    for r in results:
-        if r.error:
-            rows.append(f"{r.job.index:7} {r.sent:8.2f} failed: {r.error}")
-            continue
-        tpot = "-" if r.tpot is None else f"{r.tpot * 1000:.2f}"
-        rows.append(
-            f"{r.job.index:7} {r.sent:8.2f} {r.prompt_tokens:7} {r.output_tokens:7} {r.ttft * 1000:9.2f} "
-            f"{tpot:>9} {r.e2e * 1000:10.2f}  {r.finish}{f', {r.retries} retries' if r.retries else ''}"
-        )
-    return "\n".join(rows)
-
-
-def samples(results: list[Result], chars: int) -> str:
-    """What the server wrote, each answer cut to `chars`."""
-    return "\n".join(f"--- request {r.job.index}: {r.error or ''}\n{r.text[:chars]}" for r in results)
-
-
-def write(
-    file: TextIO, flags: dict[str, Any], models: Any, note: str, results: list[Result], run: dict[str, Any]
-) -> None:
-    """One line per request and one for the whole run."""
-    last = {
-        "kind": "summary",
-        "host": platform.node(),
-        "flags": flags,
-        "models": models,
-        "prompts": note,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **rounded(run),
-    }
-    for line in (*(r.line() for r in results), last):
-        file.write(json.dumps(line) + "\n")

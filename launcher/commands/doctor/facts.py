@@ -16,7 +16,6 @@ from ...job import binding, mpi_env, visible_devices
 from ...job.mpi_env import RankPlace
 
 SYS = binding.SYS
-PROC = binding.PROC
 PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "ziglang", "tornado",
             "msgspec")  # fmt: skip
 QUERY = "index,name,driver_version,memory.total,memory.used,pci.bus_id"

@@ -34,7 +34,6 @@ class Answer(msgspec.Struct, frozen=True):
     hidden: int
     vocab: int
     max_positions: int
-    checkpoint_dtype: str
     usual_dtype: str
     parameters: int
     checkpoint_bytes: int

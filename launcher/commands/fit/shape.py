@@ -90,7 +90,6 @@ class ModelShape:
     hidden: int
     vocab: int
     max_positions: int
-    checkpoint_dtype: str
     usual_dtype: str  # that `serve --dtype auto` computes in
     parameters: int  # of the whole model
     checkpoint_bytes: float  # that the weight files should hold

@@ -18,13 +18,11 @@ WRITES = ("gpt_bigcode",)
 
 def config(m: Metadata) -> dict[str, Any]:
     keys = common(m)
-    inner = {"n_inner": keys["intermediate_size"], "layer_norm_epsilon": keys.pop("layer_norm_eps", 1e-5)}
-    return keys | inner | {"model_type": "gpt_bigcode", "num_key_value_heads": 1}
+    return keys | {"model_type": "gpt_bigcode", "n_inner": keys["intermediate_size"], "num_key_value_heads": 1}
 
 
 def keys(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         "feed_forward_length": raw.get("n_inner") or 4 * raw["hidden_size"],
         "attention.head_count_kv": 1,
-        "attention.layer_norm_epsilon": float(raw["layer_norm_epsilon"]),
     }

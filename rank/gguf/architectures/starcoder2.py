@@ -13,9 +13,4 @@ WRITES = ("starcoder2",)
 
 
 def config(m: Metadata) -> dict[str, Any]:
-    keys, biased = common(m), m.tensor("blk.0.attn_q.bias") is not None
-    return keys | {"model_type": "starcoder2", "norm_epsilon": keys["layer_norm_eps"], "use_bias": biased}
-
-
-def keys(raw: dict[str, Any]) -> dict[str, Any]:
-    return {"attention.layer_norm_epsilon": float(raw["norm_epsilon"])}
+    return common(m) | {"model_type": "starcoder2", "use_bias": m.tensor("blk.0.attn_q.bias") is not None}

@@ -43,7 +43,7 @@ class Layer(base.Layer):
         super().__init__(args, mesh, index, local)
         self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps, bias=False)
         self.self_attn = llama.Attention(args, mesh, index, local)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, act=args.hidden_act)
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
 
     forward = phi.Layer.forward
 

@@ -60,7 +60,7 @@ class Layer(base.Layer):
         self.self_attn = self.ATTENTION(args, mesh, index, local)
         self.post_attention_layernorm = PostNorm(size, eps, offset)
         self.pre_feedforward_layernorm = AddRMSNorm(size, eps, offset)
-        self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_activation)
+        self.mlp = GatedMLP(size, args.intermediate_size, mesh, args.hidden_activation)
         self.post_feedforward_layernorm = PostNorm(size, eps, offset)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:

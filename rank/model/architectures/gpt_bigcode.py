@@ -6,7 +6,6 @@ GPT-2 with multi-query attention (Shazeer 2019, arXiv 1911.02150): learned posit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -17,9 +16,9 @@ from .. import base
 from ..batch import Batch
 from ..layers.embedding import PositionEmbedding
 from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm, LayerNorm
+from ..layers.norm import AddLayerNorm
 from ..layers.rope import NONE, Parameters
-from . import llama
+from . import llama, phi
 
 CONFIG = {
     "names": {
@@ -28,6 +27,7 @@ CONFIG = {
         "n_head": "num_attention_heads",
         "n_positions": "max_position_embeddings",
         "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
     },
     "defaults": {"num_key_value_heads": 1},
 }
@@ -38,7 +38,7 @@ class Args(llama.Args):
     intermediate_size: int = 0  # is not read:
     n_inner: int | None = None  # None: four times the hidden size
     hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_eps: float = 1e-5
     multi_query: bool = True
     scale_attn_weights: bool = True
     add_cross_attention: bool = False
@@ -68,24 +68,20 @@ class Args(llama.Args):
 class Layer(base.Layer):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        size, eps = args.hidden_size, args.layer_norm_epsilon
+        size, eps = args.hidden_size, args.layer_norm_eps
         self.input_layernorm = AddLayerNorm(size, eps)
         self.self_attn = llama.Attention(args, mesh, index, local)
         self.post_attention_layernorm = AddLayerNorm(size, eps)
-        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, bias=True, act=args.hidden_act)
+        self.mlp = MLP(size, args.n_inner or 4 * size, mesh, args.hidden_act, bias=True)
 
     forward = llama.Layer.forward
 
 
-class Decoder(base.Decoder):
+class Decoder(phi.Decoder):
     def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
         super().__init__(args, mesh, layer)
         positions = PositionEmbedding(args.max_position_embeddings, args.hidden_size)
         self.embed_positions = positions if mesh.first else None
-
-    @staticmethod
-    def final_norm(args: Any) -> LayerNorm:
-        return LayerNorm(args.hidden_size, args.layer_norm_epsilon)
 
     def embed(self, batch: Batch) -> Tensor:
         assert self.embed_positions is not None

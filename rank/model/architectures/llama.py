@@ -65,7 +65,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
         self.self_attn = self.ATTENTION(args, mesh, index, local)
         self.post_attention_layernorm = AddRMSNorm(args.hidden_size, args.rms_norm_eps, args.norm_offset)
-        self.mlp: nn.Module = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.mlp_bias, args.hidden_act)
+        self.mlp: nn.Module = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.mlp_bias)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

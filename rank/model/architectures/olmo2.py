@@ -36,7 +36,7 @@ class Layer(base.Layer):
         super().__init__(args, mesh, index, local)
         self.self_attn = Attention(args, mesh, index, local)
         self.post_attention_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, act=args.hidden_act)
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
         self.post_feedforward_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:

@@ -52,7 +52,7 @@ class Layer(base.Layer):
         super().__init__(args, mesh, index, local)
         self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
         self.self_attn = llama.Attention(args, mesh, index, local)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, bias=True, act=args.hidden_act)
+        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, bias=True)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

@@ -78,7 +78,7 @@ class SharedMoE(MoE):
     def __init__(self, args: SharedMoEArgs, mesh: Mesh):
         hidden, inner, act = args.hidden_size, args.moe_intermediate_size, args.hidden_act
         super().__init__(hidden, inner, args.experts, args.router, mesh, act)
-        self.shared_expert = GatedMLP(hidden, args.shared_expert_intermediate_size, mesh, act=act)
+        self.shared_expert = GatedMLP(hidden, args.shared_expert_intermediate_size, mesh, act)
         self.shared_expert_gate = ColumnParallel(whole(hidden), (whole(1),), bias=False)
 
     def forward(self, h: Normed | Tensor) -> Partial:

@@ -106,7 +106,7 @@ class Layer(base.Layer):
         if args.sparse(index):
             self.mlp = SharedMoE(args, mesh)
         else:
-            self.mlp = GatedMLP(hidden, args.intermediate_size, mesh, act=args.hidden_act)
+            self.mlp = GatedMLP(hidden, args.intermediate_size, mesh, args.hidden_act)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

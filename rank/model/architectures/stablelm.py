@@ -39,7 +39,7 @@ class Args(llama.Args):
         return False
 
 
-class HeadNorms(LayerNorm):
+class HeadLayerNorms(LayerNorm):
     """A layer norm for each head, with a weight and no bias."""
 
     def __init__(self, path: str, heads: Shard, dim: int, eps: float):
@@ -63,8 +63,8 @@ class Attention(llama.Attention):
             path, tensor, eps = f"model.layers.{index}.self_attn", mesh.tensor, args.layer_norm_eps
             queries = even(args.num_attention_heads, tensor.rank, tensor.size)
             keys = key_heads(args.num_key_value_heads, tensor.rank, tensor.size)
-            self.q_layernorm = HeadNorms(f"{path}.q_layernorm", queries, args.head_dim, eps)
-            self.k_layernorm = HeadNorms(f"{path}.k_layernorm", keys, args.head_dim, eps)
+            self.q_layernorm = HeadLayerNorms(f"{path}.q_layernorm", queries, args.head_dim, eps)
+            self.k_layernorm = HeadLayerNorms(f"{path}.k_layernorm", keys, args.head_dim, eps)
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))
@@ -80,7 +80,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddLayerNorm(size, eps)
         self.self_attn = Attention(args, mesh, index, local)
         self.post_attention_layernorm = None if args.use_parallel_residual else AddLayerNorm(size, eps)
-        self.mlp = GatedMLP(size, args.intermediate_size, mesh, act=args.hidden_act)
+        self.mlp = GatedMLP(size, args.intermediate_size, mesh, args.hidden_act)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ....comm.mesh import Mesh
 from .. import base
 from ..layers.mlp import MLP
-from ..layers.norm import AddLayerNorm, LayerNorm
-from . import llama, mistral
+from ..layers.norm import AddLayerNorm
+from . import llama, mistral, phi
+
+CONFIG = {"names": {"norm_epsilon": "layer_norm_eps"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
     hidden_act: str = "gelu_pytorch_tanh"
-    norm_epsilon: float = 1e-5
+    layer_norm_eps: float = 1e-5
     use_bias: bool = True
     tie_word_embeddings: bool = True
 
@@ -31,20 +32,14 @@ class Args(mistral.Args):
 class Layer(base.Layer):
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.input_layernorm = AddLayerNorm(args.hidden_size, args.norm_epsilon)
+        self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
         self.self_attn = llama.Attention(args, mesh, index, local)
-        self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.norm_epsilon)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.use_bias, args.hidden_act)
+        self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
+        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.use_bias)
 
     forward = llama.Layer.forward
 
 
-class Decoder(base.Decoder):
-    @staticmethod
-    def final_norm(args: Any) -> LayerNorm:
-        return LayerNorm(args.hidden_size, args.norm_epsilon)
-
-
 class Model(base.Model):
-    LAYER, DECODER = Layer, Decoder
+    LAYER, DECODER = Layer, phi.Decoder
     MERGED = base.Model.MERGED | {"up_proj": ("c_fc",), "down_proj": ("c_proj",)}

@@ -63,12 +63,12 @@ def convert(question: Question) -> None:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if question.device == "auto" else question.device
     if question.to in to_gguf.TARGETS:
         file = Path(question.target)
-        to_gguf.write(source, file, question.to, question.tokenizer, device, _counter("encoding", unit_scale=True))
+        to_gguf.write(source, file, question.to, question.tokenizer, device, _counter(unit_scale=True))
         for one in to_gguf.differences(source, file):
             _say(f"the file cannot say all of config.json: {one}")
     elif question.to == "fp8":
         writer = Writer(target)
-        settings = to_fp8.write(source, config, writer, device, _counter("encoding", unit="tensor"))
+        settings = to_fp8.write(source, config, writer, device, _counter(unit="tensor"))
         writer.finish()
         _copy_files(source, target, settings)
     else:
@@ -157,9 +157,9 @@ def _unseen(layer: calibrate.LayerResult) -> str:
     )
 
 
-def _counter(what: str, **options: Any) -> Any:
-    """Makes a bar of so many steps."""
-    return lambda total: tqdm(desc=what, total=total, disable=not sys.stderr.isatty(), **options)
+def _counter(**options: Any) -> Any:
+    """Makes a bar of so many steps of encoding."""
+    return lambda total: tqdm(desc="encoding", total=total, disable=not sys.stderr.isatty(), **options)
 
 
 def _bar(what: str) -> Any:

@@ -17,11 +17,11 @@ from ....comm import mesh, threads
 from ....errors import MODEL, FatalError
 from ...safetensors_header import read_index
 from .. import architectures
+from ..choices import model_length, names_of
 from ..config import Config
 from ..experts.fused import StackedLinear
 from ..formats import dense
 from ..layers.linear import Linear
-from ..load import model_length, names_of
 from .writer import Writer
 
 BLOCK = 128

@@ -27,9 +27,10 @@ from ...gguf.checkpoint import added_to, orders_of, part_of
 from ...gguf.types import BY_NAME
 from ...safetensors_header import Index, Order, read_index
 from .. import architectures
+from ..choices import sizes_of
 from ..config import Config, read_config
-from ..load import FURTHER, HARMLESS, sizes_of
-from ..weights.safetensors import places
+from ..load import FURTHER, HARMLESS
+from ..weights.safetensors import FLOATS, places
 from . import gguf_experts
 
 # --to → the mix or the type, and the number of general.file_type in llama.h.
@@ -40,7 +41,6 @@ TARGETS = {
     "iq4_nl": ("IQ4_NL", 25), "iq4_xs": ("IQ4_XS", 30),
     "q3km": ("q3km", 12), "q4km": ("q4km", 15), "q5km": ("q5km", 17),
 }  # fmt: skip
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of a model's arguments: files say it in another way, or it follows from the rest.
 SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "num_local_experts", "rotary_dim"
 # From these follows what each layer attends to, which is compared itself.
@@ -283,8 +283,8 @@ def _tensor(source: Path, index: Index, name: str) -> Tensor:
 
 def _encode(weight: Tensor, type: str) -> Tensor:
     """[..., inputs] → uint8 [..., bytes]."""
-    if type in PLAIN:
-        plain = weight.to(PLAIN[type]).contiguous()
+    if type in FLOATS:
+        plain = weight.to(FLOATS[type]).contiguous()
         return plain.view(torch.uint8) if plain.dim() else plain
     if type == gguf_experts.MXFP4:  # it comes so
         return weight

@@ -68,7 +68,7 @@ class ColumnParallel(Linear):
 class GatedColumnParallel(Linear):
     """Gate and up of a feed-forward layer (Shazeer 2020, arXiv 2002.05202) as one: act(gate) * up."""
 
-    def __init__(self, inputs: int, outputs: int, mesh: Mesh, bias: bool = False, activation: str = "silu"):
+    def __init__(self, inputs: int, outputs: int, mesh: Mesh, activation: str, bias: bool):
         part = even(outputs, mesh.tensor.rank, mesh.tensor.size)
         super().__init__(whole(inputs), (part, part), bias)
         self.activation = activation

@@ -34,10 +34,10 @@ def activation(name: str) -> str:
 class GatedMLP(nn.Module):
     """down(act(gate(h)) * up(h))."""
 
-    def __init__(self, hidden: int, inner: int, mesh: Mesh, bias: bool = False, act: str = "silu"):
+    def __init__(self, hidden: int, inner: int, mesh: Mesh, act: str, bias: bool = False):
         """act: the activation's name in config.json. Raises FatalError where it is unknown."""
         super().__init__()
-        self.gate_up_proj = GatedColumnParallel(hidden, inner, mesh, bias, activation(act))
+        self.gate_up_proj = GatedColumnParallel(hidden, inner, mesh, activation(act), bias)
         self.down_proj = RowParallel(inner, hidden, mesh, bias)
 
     def forward(self, h: Normed | Tensor) -> Partial:
@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """down(act(up(h)))."""
 
-    def __init__(self, hidden: int, inner: int, mesh: Mesh, bias: bool = False, act: str = "gelu"):
+    def __init__(self, hidden: int, inner: int, mesh: Mesh, act: str, bias: bool = False):
         """act: the activation's name in config.json. Raises FatalError where it is unknown."""
         super().__init__()
         outputs = even(inner, mesh.tensor.rank, mesh.tensor.size)

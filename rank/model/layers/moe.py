@@ -94,7 +94,7 @@ class SharedMoE(MoE):
     ):
         """shared: inner size of these together."""
         super().__init__(hidden, inner, experts, params, mesh, act)
-        self.shared_experts = GatedMLP(hidden, shared, mesh, act=act)
+        self.shared_experts = GatedMLP(hidden, shared, mesh, act)
 
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h

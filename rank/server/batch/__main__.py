@@ -10,9 +10,10 @@ import sys
 
 from .... import errors
 from ..__main__ import prepare
+from ..config import take
 from ..engine_client import EngineClient
 from ..text_engine import TextEngine
-from .config import BatchConfig, take
+from .config import VARIABLE, BatchConfig
 from .journal import Journal
 from .run import BatchRun
 from .setup import setup
@@ -20,7 +21,7 @@ from .setup import setup
 
 def main() -> int:
     try:
-        config = take()
+        config = take(BatchConfig, VARIABLE, "batch")
     except ValueError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return errors.USAGE

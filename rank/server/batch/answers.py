@@ -34,7 +34,7 @@ class Answers:
         self,
         sessions: TextEngine,
         journal: Journal,
-        pace: Deadline,
+        deadline: Deadline,
         fail: Callable[[int, str], None],
         written: Callable[[Entry], None] = lambda entry: None,
     ):
@@ -43,7 +43,7 @@ class Answers:
         self.records: set[asyncio.Task[None]] = set()  # being written
         self._sessions = sessions
         self._journal = journal
-        self._pace = pace
+        self._deadline = deadline
         self._fail = fail
         self._written = written
         self._open: set[Session] = set()
@@ -112,7 +112,7 @@ class Answers:
         answer = item.route.prepare(Call(self._sessions, request))
         answer = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(answer, Session):
-            self._pace.add_embedding(time.monotonic() - began)
+            self._deadline.add_embedding(time.monotonic() - began)
             entry = output.entry(item, ANSWERED, answer["usage"]["prompt_tokens"])
             return entry, output.answer(item, f"req-{uuid.uuid4().hex[:24]}", answer)
         assert item.route.render is not None and self._sessions.text is not None
@@ -123,7 +123,7 @@ class Answers:
         finally:
             answer.close()
             self._open.discard(answer)
-        self._pace.add(answer)
+        self._deadline.add(answer)
         entry = output.entry(item, ANSWERED, answer.prompt_tokens, answer.completion_tokens)
         return entry, output.answer(item, body["id"], body)
 

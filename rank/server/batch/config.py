@@ -1,8 +1,6 @@
-"""The jobs process's configuration, handed over by the launcher as JSON in the environment variable PHALANX_BATCH."""
+"""The batch process's configuration, handed over by the launcher as JSON in the environment variable PHALANX_BATCH."""
 
 from __future__ import annotations
-
-import os
 
 import msgspec
 
@@ -32,11 +30,3 @@ class BatchConfig(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def journal(self) -> str:
         return self.output + ".journal"
-
-
-def take() -> BatchConfig:
-    """The configuration from the environment, which is emptied of it."""
-    text = os.environ.pop(VARIABLE, None)
-    if text is None:
-        raise ValueError(f"{VARIABLE} is not set: `phalanx batch` starts this process, it is not started by hand")
-    return msgspec.json.decode(text, type=BatchConfig)

@@ -42,8 +42,8 @@ class BatchRun:
         self._first = 0.0  # when the first request went out
         left = config.end_time - time.time() if config.end_time else float("inf")
         self._end = self._begun + left - config.reserve
-        self._pace = Deadline(self._end)
-        self._answers = Answers(sessions, journal, self._pace, self.end)
+        self._deadline = Deadline(self._end)
+        self._answers = Answers(sessions, journal, self._deadline, self.end)
         self.counts = self._answers.counts
         self._reader: Reader
         self._all_read = self._too_short = False
@@ -159,7 +159,7 @@ class BatchRun:
             taken = await room.take(request.sequences())
             while self.journal.pending_bytes > MOST_PENDING:
                 await asyncio.sleep(0.05)
-            if not self._pace.fits(self._answers.limit(request)):
+            if not self._deadline.fits(self._answers.limit(request)):
                 self.stop("the time that is left is too short for another request")
                 return
             self._answers.begin(item, request).add_done_callback(functools.partial(_give, room, taken))
@@ -237,13 +237,13 @@ class BatchRun:
         config = self.config
         write = (self.journal, self._reader.seen, config.output, config.errors, config.ordered)
         try:
-            strangers = await asyncio.get_running_loop().run_in_executor(None, output.write, *write)
+            orphans = await asyncio.get_running_loop().run_in_executor(None, output.write, *write)
             self.journal.remove()
         except errors.FatalError as stop:
             self.code, self.reason = stop.code, str(stop)
             return False
-        if strangers:
-            self.progress.say(f"{strangers} finished requests are not in the input any more; they are left out")
+        if orphans:
+            self.progress.say(f"{orphans} finished requests are not in the input any more; they are left out")
         self.code, self.reason = errors.OK, f"{config.output} has every answer"
         if failed and config.fail_on_error:
             self.code, self.reason = errors.ERROR, f"{failed} requests failed (--fail-on-error)"

@@ -22,7 +22,7 @@ def setup(config: ServerConfig) -> dict[str, Any]:
         "the model's config.json": digest,
         "the fingerprint of the model's weights": fingerprint(config.model_dir),
         "the sampling": sampling,
-        "--generation-config": config.generation_config,
+        "--generation-config": "auto" if config.generation_config else "none",  # the words of journals that are there
         "--chat-template": config.chat_template,
         "--tool-call-parser": config.tool_call_parser,
         "--reasoning-parser": config.reasoning_parser,

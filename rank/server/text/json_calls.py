@@ -25,7 +25,7 @@ class JsonValue:
 
     __slots__ = ("done", "in_string", "_depth", "_escaped", "_structure")
 
-    def __init__(self, watch: str = ""):
+    def __init__(self, watch: str):
         self.done = False
         self.in_string = False
         self._depth = 0

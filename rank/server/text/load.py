@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ... import protocol
@@ -24,7 +23,7 @@ class Text:
     def __init__(
         self,
         model_dir: str,
-        generation_config: str = "auto",
+        generation_config: bool = True,
         chat_template: str = "",
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
@@ -41,12 +40,7 @@ class Text:
         calls = (*self.tool_format.opens, *self.tool_format.markers) if self.tool_format else ()
         known = [marker for name in reasoning.names() for marker in reasoning.find(name).markers]
         self.tokenizer = Tokenizer(tokenizer, source, {*calls, *known})
-        if generation_config == "auto":
-            self.generation = read_json(directory, "generation_config.json")
-        elif generation_config == "none":
-            self.generation = {}
-        else:
-            self.generation = json.loads(Path(generation_config).read_text(encoding="utf-8"))
+        self.generation = read_json(directory, "generation_config.json") if generation_config else {}
         self.end_tokens = self._find_end_tokens(directory, tokenizer_config)
         self.pooling = _pooling(directory)
         self.reasoning = self._find_reasoning(reasoning_parser, source)

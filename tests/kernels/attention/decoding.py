@@ -68,8 +68,8 @@ CASES = [
 ]
 
 
-def random_cases(count: int, seed: int = 5) -> list[Case]:
-    draw = random.Random(seed)
+def random_cases(count: int) -> list[Case]:
+    draw = random.Random(5)
     cases = []
     for _ in range(count):
         lengths = [draw.choice([0, 1, draw.randint(1, 40), draw.randint(1, 300)]) for _ in range(draw.randint(1, 6))]
@@ -114,8 +114,8 @@ BOXES = [
 ]
 
 
-def random_boxes(count: int, seed: int = 6) -> list[Case]:
-    draw = random.Random(seed)
+def random_boxes(count: int) -> list[Case]:
+    draw = random.Random(6)
     cases = []
     for _ in range(count):
         lengths = [draw.choice([0, 1, draw.randint(1, 80), draw.randint(1, 3000)]) for _ in range(draw.randint(1, 30))]

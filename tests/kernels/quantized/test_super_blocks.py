@@ -1,9 +1,6 @@
 """ggml's types beside gguf-py's: dequantised bit for bit, encoded alike or with a bounded error; and the GEMMs."""
 
 import importlib
-import os
-import subprocess
-import sys
 
 import gguf
 import numpy as np
@@ -14,6 +11,7 @@ from phalanx.kernels.quantized import panels, scale_search, super_blocks, super_
 from phalanx.kernels.quantized.pieces_cuda import Packed as Pieces
 
 from ..conftest import DTYPES, close, digits_error
+from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from . import search_cases
 
@@ -33,10 +31,10 @@ def codec(name):
     return importlib.import_module(f"phalanx.kernels.quantized.{name}")
 
 
-def random_blocks(name, outputs, inputs, seed=0):
+def random_blocks(name, outputs, inputs):
     """uint8 [O, bytes], all bits random but f16 numbers, which are of either sign."""
     group, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     blocks = draw.integers(0, 256, (outputs, inputs // group, size), dtype=np.uint8)
     for at in TYPES[name]:
         scales = draw.normal(0, 0.01, (outputs, inputs // group, 1)).astype(np.float16)
@@ -204,12 +202,7 @@ def test_stacks(name, outputs):
 
 
 def test_search_in_the_interpreter():
-    """In a process of its own: kernels are interpreted or compiled from the moment that Triton is imported."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "phalanx.tests.kernels.quantized.search_cases"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("quantized.search_cases", timeout=110)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """`files` by name; `cut` breaks off so many files' first transfer in the middle; `seen` has the requests."""
 
-    def __init__(self, files: dict[str, bytes], id: str = "org/tiny"):
-        self.id = id
+    def __init__(self, files: dict[str, bytes]):
+        self.id = "org/tiny"
         self.files = files
         self.cut: set[str] = set()
         self.status = 0  # given: every answer

@@ -12,7 +12,8 @@ from phalanx.launcher import cli, hf_hub
 from phalanx.launcher.job import mpi_env, mpirun
 
 from ...checkpoints import make_checkpoint
-from ..jobs import ROOT, Launched
+from ...ranks import AS_ROOT
+from ..jobs import Launched
 from .fake_hub import COMMIT, Hub
 
 FILES = {
@@ -214,7 +215,7 @@ def test_serve_by_id(server, tmp_path):
     """Fetched once, before the ranks are started, and then served under its id without a look at the network."""
     checkpoint = make_checkpoint(tmp_path / "ckpt")
     server.files = {path.name: path.read_bytes() for path in Path(checkpoint).iterdir()}
-    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **ROOT}
+    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **AS_ROOT}
     command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "--m", "org/tiny", "--idle-exit", "0.01"]
     command += ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
     under_mpirun = mpirun.command(mpirun.find(os.environ), 2, command)

@@ -10,7 +10,8 @@ from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
 from phalanx.launcher.job.mpi_env import RankPlace
 from phalanx.rank.options import Job, Options, encode_job
 
-from ..jobs import ROOT, Launched
+from ...ranks import AS_ROOT
+from ..jobs import Launched
 
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
@@ -94,7 +95,7 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
 
 def test_a_job_without_its_model_ends_at_once(tmp_path):
     command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "/no/such/model", "--device", "cpu", "--p", "0"]
-    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **ROOT) as job:
+    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **AS_ROOT) as job:
         assert job.end(30) == 2  # --timeout is a minute
         assert job.output.count("phalanx: model '/no/such/model': there is no such directory on ") == 1
 
@@ -106,6 +107,6 @@ def test_a_batch_job_that_is_done_ends_on_all_ranks(tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     batch = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--device", "cpu"]
     command = [sys.executable, "-m", "phalanx.launcher.cli", *batch, "--load-format", "dummy"]
-    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **ROOT) as job:
+    with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **AS_ROOT) as job:
         assert job.end(40) == 0
         assert job.output == f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n"

@@ -12,7 +12,8 @@ from phalanx.launcher.job import mpirun
 from phalanx.rank.server import server_registry
 
 from ...checkpoints import make_checkpoint
-from ..jobs import ROOT, Launched
+from ...ranks import AS_ROOT
+from ..jobs import Launched
 
 pytestmark = pytest.mark.timeout(90)
 OPTIONS = ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32", "--timeout", "30", "--idle-exit", "0.05"]
@@ -30,7 +31,7 @@ def test_idle_exit(how, checkpoint, tmp_path, monkeypatch):
         command = mpirun.command(mpirun.find(os.environ), 2, command)
     else:
         command += ["--np", "2"]
-    with Launched(command, tmp_path, XDG_STATE_HOME=str(tmp_path / "state"), SLURM_JOB_ID="991", **ROOT) as job:
+    with Launched(command, tmp_path, XDG_STATE_HOME=str(tmp_path / "state"), SLURM_JOB_ID="991", **AS_ROOT) as job:
         place = server_registry.directory({"XDG_STATE_HOME": str(tmp_path / "state")})
         job.until(lambda: server_registry.running(place, socket.gethostname()), 40)
         (path,) = place.glob("*.json")

@@ -14,7 +14,8 @@ from phalanx.launcher.job.mpi_env import RankPlace
 from phalanx.rank.options import Options
 
 from ...processes import gone, kill
-from ..jobs import PHALANX, ROOT, Launched, under_mpirun
+from ...ranks import AS_ROOT
+from ..jobs import PHALANX, Launched, under_mpirun
 from .test_supervisor import parent_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,7 +69,7 @@ def test_an_inherited_binding_is_widened(tmp_path, program):
         pytest.skip("one core")
     command = [program, "-np", "2", "--bind-to", "core", "--map-by", "core"]
     words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cpu"]
-    with Launched([*command, *words], tmp_path, **ROOT) as job:
+    with Launched([*command, *words], tmp_path, **AS_ROOT) as job:
         job.up(2)
         notes = [job.read(f"cpus-{rank}")[0] for rank in (0, 1)]
         assert all("widened from the inherited" in note for note in notes), notes
@@ -182,7 +183,7 @@ def test_a_job_whose_ranks_see_a_gpu_each(tmp_path, program):
     each = 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec "$@"'
     words = [sys.executable, PHALANX, "serve", "--p", "0", "--device", "cuda", "--d", "0,1"]
     command = [program, "-np", "2", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", "sh", "-c", each, "sh"]
-    with Launched([*command, *words], tmp_path, **ROOT) as job:
+    with Launched([*command, *words], tmp_path, **AS_ROOT) as job:
         job.up(2)
         assert sorted(job.read("gpus")) == ["rank 0 on GPU 0", "rank 1 on GPU 0"]
         assert job.output.count("phalanx: each rank computes on the one GPU that it sees: --d 0,1 chooses nothing") == 1

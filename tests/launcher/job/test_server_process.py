@@ -176,7 +176,7 @@ def test_the_configuration(listen):
     assert config.sampling == SamplingDefaults(temperature=0.5, max_tokens=7, seed=3)
     assert (config.model_dir, config.link, config.cpus, config.parent_pid) == ("/m", "/link", [1], os.getpid())
     assert (config.api_keys, config.strict, config.restarts_expected, config.generation_config) == (
-        ["k"], True, True, "none",
+        ["k"], True, True, False,
     )  # fmt: skip
     assert (config.served_model_name, config.queue_size, config.chat_template) == ("a,b", 3, "/t")
     assert config.response_store == 5

@@ -12,8 +12,8 @@ from phalanx.rank.checkpoint_files import read_index
 from phalanx.rank.gguf import header
 from phalanx.rank.gguf.types import TYPES
 from phalanx.rank.model import architectures, measure
+from phalanx.rank.model.choices import choose_format
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.load import choose_format
 from phalanx.rank.model.weights.safetensors import Checkpoint
 from phalanx.rank.server.text.load import Text
 

@@ -21,6 +21,15 @@ from torch import Tensor
 
 BLOCK = 4  # tokens: partial blocks are everywhere
 Step = Sequence[tuple[int, int]]  # (sequence, tokens to compute) in batch order, single tokens first
+# Prompts in chunks beside sequences that decode.
+MIXED_LENGTHS = (90, 33, 5, 64, 1)
+MIXED_STEPS = (
+    [(4, 1), (0, 31), (2, 3)],
+    [(2, 1), (0, 1), (1, 32)],  # decodes of different lengths, a prompt beside them
+    [(2, 1), (1, 1), (0, 1), (3, 17)],
+    [(0, 50), (3, 46)],  # two chunks that continue, none decodes
+    [(3, 1), (0, 7)],
+)
 
 
 def make_batch(

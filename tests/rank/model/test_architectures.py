@@ -12,7 +12,7 @@ from phalanx.rank.model.config import read_config
 from phalanx.rank.model.measure import Seat, build
 from safetensors.torch import load_file, save_file
 
-from .harness import auto_model, distance, run_steps, tokens
+from .harness import MIXED_LENGTHS, MIXED_STEPS, auto_model, distance, run_steps, tokens
 from .hybrids import HYBRIDS
 
 TOLERANCE = 1e-4
@@ -265,15 +265,8 @@ def test_kimi_k2(made, tmp_path, expected):
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
 def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
     """Latents that are expanded for long chunks and not for short ones, beside sequences that decode."""
-    sequences = [tokens(n, seed=n) for n in (90, 33, 5, 64, 1)]
-    steps = [
-        [(4, 1), (0, 31), (2, 3)],
-        [(2, 1), (0, 1), (1, 32)],
-        [(2, 1), (1, 1), (0, 1), (3, 17)],
-        [(0, 50), (3, 46)],
-        [(3, 1), (0, 7)],
-    ]
-    found = run_steps(made(name), sequences, steps, tp=tp, pp=pp)
+    sequences = [tokens(n, seed=n) for n in MIXED_LENGTHS]
+    found = run_steps(made(name), sequences, MIXED_STEPS, tp=tp, pp=pp)
     for ids, logits in zip(sequences, found, strict=True):
         assert distance(logits, expected(made(name), ids)) < TOLERANCE
 

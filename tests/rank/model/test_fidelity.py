@@ -9,7 +9,7 @@ from phalanx.launcher.builtin_model import DIRECTORY
 
 from ...ranks import run_ranks
 from . import harness
-from .harness import distance, reference, run_steps, tokens
+from .harness import MIXED_LENGTHS, MIXED_STEPS, distance, reference, run_steps, tokens
 
 TOLERANCE = 1e-4
 GRIDS = [(1, 1), (2, 1), (3, 1), (6, 1), (12, 1), (1, 2), (1, 3), (2, 2)]
@@ -145,15 +145,8 @@ def test_sliding_window_layers(checkpoint, expected, style):
 def test_chunks_and_mixed_batches(checkpoint, expected, model_type, tp, pp):
     """Prompts in chunks beside decoding sequences of other lengths give what each sequence gives alone."""
     path = checkpoint(model_type)
-    sequences = [tokens(n, seed=n) for n in (90, 33, 5, 64, 1)]
-    steps = [
-        [(4, 1), (0, 31), (2, 3)],
-        [(2, 1), (0, 1), (1, 32)],  # decodes of different lengths, a prompt beside them
-        [(2, 1), (1, 1), (0, 1), (3, 17)],
-        [(0, 50), (3, 46)],  # two chunks that continue, none decodes
-        [(3, 1), (0, 7)],
-    ]
-    found = run_steps(path, sequences, steps, tp=tp, pp=pp)
+    sequences = [tokens(n, seed=n) for n in MIXED_LENGTHS]
+    found = run_steps(path, sequences, MIXED_STEPS, tp=tp, pp=pp)
     for ids, logits in zip(sequences, found, strict=True):
         assert distance(logits, expected(path, ids)) < TOLERANCE
 

@@ -11,8 +11,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.cache_spec import PagedKV
-from phalanx.rank.model.config import read_config
-from phalanx.rank.model.load import choose_dtype, load
+from phalanx.rank.model.load import load
 from phalanx.rank.model.shard import even, key_heads, stage_layers
 from phalanx.rank.model.weights import safetensors as weights
 from phalanx.rank.safetensors_header import read_index
@@ -113,19 +112,6 @@ def test_progress_counts_this_ranks_bytes(small):
     (model,) = load_on(small, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (model.weight_bytes, model.weight_bytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len(calls) > 10
-
-
-@pytest.mark.parametrize("stored, wanted, on_cpu, on_gpu", [
-    ("bfloat16", "auto", "f32", "bf16"),
-    ("float16", "auto", "f32", "f16"),
-    ("float32", "auto", "f32", "bf16"),
-    ("float32", "f16", "f16", "f16"),
-])  # fmt: skip
-def test_dtype(tmp_path, stored, wanted, on_cpu, on_gpu):
-    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", dtype=stored)))
-    config = read_config(tmp_path)
-    assert choose_dtype(wanted, config, torch.device("cpu")) == on_cpu
-    assert choose_dtype(wanted, config, torch.device("cuda")) == on_gpu
 
 
 def test_dtype_is_logged_once_for_all_ranks(small, caplog):

@@ -37,7 +37,7 @@ TEMPLATE = (
 )
 
 
-def make_model(path, template=TEMPLATE, generation=None):
+def make_model(path, template=TEMPLATE):
     """A directory as a model's, without weights."""
     path.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -58,7 +58,7 @@ def make_model(path, template=TEMPLATE, generation=None):
     if template:
         config["chat_template"] = template
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "generation_config.json").write_text(json.dumps(generation or {}))
+    (path / "generation_config.json").write_text("{}")
     (path / "config.json").write_text("{}")
     return path
 

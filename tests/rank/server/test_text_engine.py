@@ -94,7 +94,9 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
     (tmp_path / "template").write_text("{{ tools }}{{ messages }}")
 
     def loaded(**options):
-        config = ServerConfig(str(model_dir), "", -1, chat_template=str(tmp_path / "template"), **options)
+        config = ServerConfig(
+            model_dir=str(model_dir), link="", listen_fd=-1, chat_template=str(tmp_path / "template"), **options
+        )
         sessions = TextEngine(EngineClient(str(tmp_path / "link")), config)
         asyncio.run(sessions.load())
         sessions.close()
@@ -113,7 +115,9 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
 def test_the_template_of_a_family(tmp_path, caplog):
     model = make_model(tmp_path / "base", template=None)
     (model / "config.json").write_text('{"model_type": "olmo2"}')
-    sessions = TextEngine(EngineClient(str(tmp_path / "link")), ServerConfig(str(model), "", -1))
+    sessions = TextEngine(
+        EngineClient(str(tmp_path / "link")), ServerConfig(model_dir=str(model), link="", listen_fd=-1)
+    )
     asyncio.run(sessions.load())
     sessions.close()
     (message,) = caplog.messages

@@ -190,12 +190,12 @@ def test_codes_of_a_table(plain, tmp_path, to):
     assert len(run_steps(tmp_path / "x.gguf", [tokens(20, vocab=509)])[0]) == 20
 
 
-def _nearest(group, steps=2000):
+def _nearest(group):
     """The least squared error of a group of 32 with any of many scales: each weight has the nearest entry of the
     table."""
     table = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float64)
     most = np.abs(group).max()
-    scales = np.linspace(-most, most, steps)[:, None, None] / 64
+    scales = np.linspace(-most, most, 2000)[:, None, None] / 64
     return np.square(scales * table - group[:, None]).min(-1).sum(-1).min()
 
 

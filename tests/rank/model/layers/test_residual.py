@@ -214,7 +214,8 @@ def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, biased, s
 
     def rank(grid):
         down, norm, value, x = parts(grid)
-        make = GatedColumnParallel(HIDDEN, INNER, mesh.build(grid.world.split(grid.world.rank, 0), 1, 1), biased)
+        alone = mesh.build(grid.world.split(grid.world.rank, 0), 1, 1)
+        make = GatedColumnParallel(HIDDEN, INNER, alone, "silu", biased)
         linear = filled(make if gated else ColumnParallel(whole(HIDDEN), (whole(INNER),), biased))
         stream = ResidualStream(value)
         stream.add(down(x))
@@ -300,7 +301,7 @@ def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, s
 
     def rank(grid):
         down, _, value, x = parts(grid)
-        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, bias=True, act="gelu_new")
+        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, "gelu_new", bias=True)
         filled(mlp.up_proj), filled(mlp.down_proj)
         qkv = filled(ColumnParallel(whole(HIDDEN), (whole(INNER),), bias=False))
         stream = ResidualStream(value)
@@ -316,7 +317,7 @@ def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, s
 
     def expected(grid):
         down, _, value, x = parts(grid)
-        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, bias=True, act="gelu_new")
+        norm, mlp = filled(kind(HIDDEN, 1e-5)), MLP(HIDDEN, INNER, grid, "gelu_new", bias=True)
         up, out = filled(mlp.up_proj), filled(mlp.down_proj)
         total = value + x @ down.matrix.T
         h = norm.norm(total)

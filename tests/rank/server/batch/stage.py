@@ -39,8 +39,10 @@ class Stage:
         return asyncio.run(self._start(during, connect, restarts, options))
 
     async def _start(self, during, connect, restarts, options):
-        server = ServerConfig(str(self.model_dir), str(self.place / "link"), -1, restarts_expected=restarts,
-                            served_model_name="tiny", queue_size=1 << 30)  # fmt: skip
+        server = ServerConfig(
+            model_dir=str(self.model_dir), link=str(self.place / "link"), listen_fd=-1, restarts_expected=restarts,
+            served_model_name="tiny", queue_size=1 << 30,
+        )  # fmt: skip
         given = {
             "input": str(self.place / "in.jsonl"),
             "output": str(self.place / "out.jsonl"),

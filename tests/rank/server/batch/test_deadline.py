@@ -16,33 +16,33 @@ def session(tokens, wait=0.5, step=0.1):
 
 
 def test_nothing_is_known_at_first():
-    pace = Deadline(time.monotonic() + 1)
-    assert pace.seconds(1000) == 0 and pace.fits(1000)
+    deadline = Deadline(time.monotonic() + 1)
+    assert deadline.seconds(1000) == 0 and deadline.fits(1000)
 
 
 def test_an_estimate():
-    pace = Deadline()
-    pace.add(session(101))
-    assert pace.seconds(50) == pytest.approx(1.2 * (0.5 + 50 * 0.1))
-    assert pace.seconds(1000) == pytest.approx(1.2 * (0.5 + 1000 * 0.1))  # one length says little
-    assert pace.seconds(None) == pytest.approx(1.2 * (0.5 + 101 * 0.1))
+    deadline = Deadline()
+    deadline.add(session(101))
+    assert deadline.seconds(50) == pytest.approx(1.2 * (0.5 + 50 * 0.1))
+    assert deadline.seconds(1000) == pytest.approx(1.2 * (0.5 + 1000 * 0.1))  # one length says little
+    assert deadline.seconds(None) == pytest.approx(1.2 * (0.5 + 101 * 0.1))
     for tokens in range(10, 110, 10):
-        pace.add(session(tokens))
-    assert pace.seconds(1000) == pytest.approx(1.2 * (0.5 + 100 * 0.1))  # nine of ten are no longer
-    assert pace.seconds(20) == pytest.approx(1.2 * (0.5 + 20 * 0.1))
-    assert pace.fits(1000)
+        deadline.add(session(tokens))
+    assert deadline.seconds(1000) == pytest.approx(1.2 * (0.5 + 100 * 0.1))  # nine of ten are no longer
+    assert deadline.seconds(20) == pytest.approx(1.2 * (0.5 + 20 * 0.1))
+    assert deadline.fits(1000)
 
 
 def test_what_fits():
-    pace = Deadline(time.monotonic() + 5)
-    pace.add(session(101))
-    assert pace.fits(30) and not pace.fits(60)
+    deadline = Deadline(time.monotonic() + 5)
+    deadline.add(session(101))
+    assert deadline.fits(30) and not deadline.fits(60)
 
 
 def test_answers_of_one_token():
-    pace = Deadline(time.monotonic() + 5)
-    pace.add(session(1))
-    assert pace.seconds(100) == pytest.approx(1.2 * 0.5)
+    deadline = Deadline(time.monotonic() + 5)
+    deadline.add(session(1))
+    assert deadline.seconds(100) == pytest.approx(1.2 * 0.5)
 
 
 def test_room_is_given_in_turn():

@@ -10,7 +10,8 @@ from phalanx.errors import UNFINISHED
 from phalanx.rank import protocol
 from phalanx.rank.server import session
 from phalanx.rank.server.batch import deadline, run
-from phalanx.rank.server.batch.config import VARIABLE, take
+from phalanx.rank.server.batch.config import VARIABLE, BatchConfig
+from phalanx.rank.server.config import take
 
 NAMES = [f"r{i}" for i in range(30)]
 
@@ -299,4 +300,4 @@ def test_plain_lines_of_progress(stage, capsys, monkeypatch):
 def test_started_by_hand(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ValueError, match="PHALANX_BATCH is not set: `phalanx batch` starts this process"):
-        take()
+        take(BatchConfig, VARIABLE, "batch")

@@ -86,13 +86,13 @@ def test_no_weights(tmp_path, model):
 @pytest.fixture
 def config(model, tmp_path):
     (tmp_path / "in.jsonl").write_text("{}\n")
-    server = ServerConfig(str(model), str(tmp_path / "link"), -1, served_model_name="model")
+    server = ServerConfig(model_dir=str(model), link=str(tmp_path / "link"), listen_fd=-1, served_model_name="model")
     place = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl", "errors.jsonl")]
     return BatchConfig(server, *place)
 
 
 def start(config):
-    """The jobs process, which ends before it listens for rank 0; its code and words."""
+    """The batch process, which ends before it listens for rank 0; its code and words."""
     environ = os.environ | {VARIABLE: json.dumps(msgspec.to_builtins(config))}
     command = [sys.executable, "-m", "phalanx.rank.server.batch"]
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)

@@ -1,0 +1,71 @@
+"""What config.json and the options decide before a weight is read: formats, dtype, length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import torch
+
+from ...errors import USAGE, FatalError
+from ..checkpoint_files import is_gguf, read_index
+from ..gguf import mixes
+from ..safetensors_header import Index
+from . import stored_formats
+from .base import Model
+from .config import Config
+from .formats import ChooseFormat, Part, in_situ
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
+
+
+def choose_format(config: Config, isq: str, quantization: str = "auto", names: Collection[str] = ()) -> ChooseFormat:
+    """The format of each linear: what the checkpoint stores, or what weights are quantised to while they are loaded.
+
+    quantization: the method that the checkpoint must have, or auto. names: of the checkpoint's tensors; none where
+    config.json alone is known.
+    """
+    method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
+    if quantization not in ("auto", *stored_formats.goes_by(method)):
+        raise FatalError(
+            f"--quantization {quantization}: by its config.json {config.path} is quantised by {method}: leave the "
+            "option out" + ("; --isq quantises while loading" if method == "none" else ""),
+            USAGE,
+        )
+    if method == "none":
+        return in_situ(isq, sizes_of(config))
+    if isq != "none":
+        raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
+    return stored_formats.choose(config.quantization, Part, names)
+
+
+def sizes_of(config: Config) -> mixes.Sizes:
+    """What the mixes of formats ask for."""
+    experts = next((config.raw[key] for key in EXPERTS if config.raw.get(key)), 0)
+    return mixes.Sizes(config.num_layers, experts, config.num_heads // config.num_kv_heads)
+
+
+def names_of(config: Config, model: type[Model], index: Index | None = None) -> frozenset[str]:
+    """The names of the checkpoint's tensors, as far as they are known: a GGUF file's are beside its config."""
+    if index is None and is_gguf(config.path):
+        index = read_index(config.path)
+    return frozenset(map(model.rename, index.files)) if index else frozenset()
+
+
+def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
+    """Resolve auto: f32 on CPUs, which emulate 16 bits; on GPUs the checkpoint's dtype, or bf16 for f32."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cpu":
+        return "f32"
+    return "bf16" if config.dtype == "f32" else config.dtype
+
+
+def model_length(wanted: int, config: Config, speaks: bool = False) -> int:
+    """The longest sequence to serve: `wanted`, limited to the model's context length."""
+    if wanted > config.max_positions and speaks:
+        log.warning("the model takes at most %d tokens; %d were asked for", config.max_positions, wanted)
+    return min(wanted or config.max_positions, config.max_positions)
