@@ -27,7 +27,7 @@ class GroupedConfig(NamedTuple):
 
 def choose(rows: int, inputs: int, layout: Layout, gated: bool) -> GroupedConfig | None:
     """The longest run that is whole and of which enough stages fit; None: the kernel does not take these sizes."""
-    if 1 < rows and rows * inputs > MOST_INPUTS:
+    if rows > 1 and rows * inputs > MOST_INPUTS:
         return None
     return next(configs(rows, inputs, layout, gated), None)
 
