@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
+from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
+from phalanx.kernels.quantized import affine, e4m3, floats
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
@@ -58,8 +60,9 @@ class Layers:
         self.routers = [randn(experts, hidden) * hidden**-0.5 for _ in range(count)]
         self.w13 = [randn(experts, 2 * inner, hidden).mul_(hidden**-0.5) for _ in range(count)]
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
-        copies = list(zip(self.w13, self.w2, strict=True))
+        copies = list(zip(self.w13, self.w2, strict=True))[:2]
         self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
+        self.floats = [(fp8(a), fp8(b)) for a, b in copies] if "fp8" in formats else []
 
     def calls(self, rows: int) -> list[Inputs]:
         experts, k, hidden, _ = self.shape
@@ -80,9 +83,49 @@ class Layers:
 
 
 def quantize(weights: Tensor, name: str) -> Stack:
-    codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    """name: of a file of kernels/quantized/ that encodes, or fp8, or int4: GPTQ's groups of 128."""
     experts, outputs, inputs = weights.shape
+    if name == "int4":
+        return stack(affine, lambda expert: int4(weights[expert]), (experts, outputs, inputs))
+    codec = importlib.import_module(f"phalanx.kernels.quantized.{'e4m3' if name == 'fp8' else name}")
     return stack(codec, lambda expert: codec.encode(weights[expert]), (experts, outputs, inputs))
+
+
+def fp8(weights: Tensor) -> floats.Floats:
+    """As FP8 checkpoints have experts, for Triton."""
+    codes, scales = zip(*map(e4m3.encode, weights), strict=True)
+    return floats.pack(torch.stack(codes), torch.stack(scales))
+
+
+def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of a weight [O, I], by the nearest."""
+    groups = weight.float().unflatten(1, (-1, 128))
+    scales = (groups.abs().amax(2) / 7).half().float()
+    codes = (groups / scales.unsqueeze(2)).round().clamp(-8, 7) + 8
+    zeros = torch.full(scales.shape, 8, dtype=torch.int16, device=weight.device)
+    return codes.flatten(1).to(torch.uint8), scales, zeros
+
+
+def ways_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.Ways]:
+    """Of few pairs per expert."""
+    found = {f"tiles of {8 * tiles}": quantized_cuda.cut_ways(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
+    up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))
+    return found | {"pipelined": quantized_cuda.Ways(up, down)} if up and down else found
+
+
+def compile_quantized(layers: Layers) -> None:
+    """All of `ways_of`, several at a time."""
+    programs = []
+    for (w13, w2), *_ in layers.quantized.values():
+        for ways in ways_of(w13, w2).values():
+            for weight, way, act, top in ((w13, ways.up, "silu", layers.shape.top_k), (w2, ways.down, "", 1)):
+                if isinstance(way, quantized_cuda.Cut):
+                    sizes = quantized_cuda.sizes(weight, way, act, top, False)
+                    programs.append(jit.variant("quantized_experts", torch.bfloat16, **sizes))
+                else:
+                    sizes = quantized_pipeline.sizes(weight, way, act, top, False)
+                    programs.append(jit.variant("quantized_pipeline", torch.bfloat16, **sizes))
+    jit.compile_ahead(programs, torch.device("cuda"))
 
 
 def router(table: Table, layers: Layers, rows: int) -> None:
@@ -106,14 +149,18 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
+    if layers.floats:
+        pairs = [Inputs(*one[:3], *layers.floats[i % len(layers.floats)]) for i, one in enumerate(calls)]
+        versions["fp8, Triton"] = [partial(moe.grouped, one) for one in pairs]
     for name, stacks in layers.quantized.items():
         pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
         versions[name] = [partial(moe.expert_terms, one) for one in pairs]
         many = rows * layers.shape.top_k > 64 * layers.shape.experts
         if many:
             versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
-        for tiles in (8,) if many else (1, 2, 4, 8):
-            versions[f"{name}, tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, tiles) for one in pairs]
+        for title, ways in ways_of(*stacks[0]).items():
+            if not many or title == "tiles of 64":
+                versions[f"{name}, {title}"] = [partial(moe.in_pieces, one, ways) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
@@ -175,6 +222,7 @@ def main() -> None:
     table = Table("")
     with torch.no_grad():
         layers = Layers(SHAPES[asked.shapes], asked.formats)
+        compile_quantized(layers)
         for rows in asked.rows:
             if asked.tune:
                 tune(layers, rows)

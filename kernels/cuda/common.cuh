@@ -120,6 +120,11 @@ __device__ inline uint4 load_shared16(unsigned from) {
                  : "memory");
     return y;
 }
+__device__ inline uint2 load_shared8(unsigned from) {
+    uint2 y;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(from) : "memory");
+    return y;
+}
 __device__ inline unsigned load_shared4(unsigned from) {
     unsigned y;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(from) : "memory");

@@ -305,14 +305,14 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
-def in_pieces(given: Inputs, tiles: int = 0) -> Tensor:
-    """`pipelined` of quantised weights, where `quantized_cuda` takes them. tiles: of 8 rows; chosen unless given."""
+def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:
+    """`pipelined` of quantised weights, where `quantized_cuda` takes them. ways: chosen unless given."""
     x, ids, weights, w13, w2, act, biases, held = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
-    tiles = tiles or quantized_cuda.choose_tiles(given.pairs, given.experts)
-    groups = group(ids, w13.shape[0], 8 * tiles, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, tiles, biases.up)
-    return quantized_cuda.expert_down(h, weights, w2, groups, tiles, biases.down)
+    ways = ways or quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, device_caps(x.device))
+    groups = group(ids, w13.shape[0], ways.rows, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, ways.up, biases.up)
+    return quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
 
 
 def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:

@@ -10,19 +10,26 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import ACTIVATIONS
+from ..device import DeviceCaps
 from ..quantized import pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
+from . import quantized_pipeline
+from .quantized_pipeline import PipelineConfig
 
 if TYPE_CHECKING:
     from .moe import Groups
 
 # Most pairs per expert → tiles of 8 rows of a block; of more it has 8. moe.tiling_rows has the same borders.
-TILES = {3: 1, 8: 2, 24: 4}
+TILES = {4: 1, 8: 2, 24: 4}
 WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
 LARGE = 800  # bytes of a piece
+# Of quantized_pipeline.cu, whose warps have a unit of 32 outputs each: of few units most are idle. One token of
+# Qwen3-30B-A3B has 2.9, and is faster; more than 4 pairs per expert, and fewer units, were not timed.
+PIPELINE_PAIRS = 8  # most per expert
+PIPELINE_UNITS = 2  # least of a multiprocessor
 
 
 class Cut(NamedTuple):
@@ -100,32 +107,71 @@ def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, j
     )
 
 
+class Ways(NamedTuple):
+    """How both GEMMs are computed; their tiles have the same rows."""
+
+    up: Cut | PipelineConfig
+    down: Cut | PipelineConfig
+
+    @property
+    def rows(self) -> int:
+        return self.up.rows
+
+
+def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Ways:
+    """Of so many pairs of all experts."""
+    units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
+    if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
+        up, down = (choose_pipeline(one) for one in (w13, w2))
+        if up or down:
+            return Ways(up or choose_cut(1, w13, True), down or choose_cut(1, w2, False))
+    return cut_ways(choose_tiles(pairs, experts), w13, w2)
+
+
+def cut_ways(tiles: int, w13: Stack, w2: Stack) -> Ways:
+    """Both by quantized_experts.cu."""
+    return Ways(choose_cut(tiles, w13, True), choose_cut(tiles, w2, False))
+
+
+def choose_cut(tiles: int, stack: Stack, gated: bool) -> Cut:
+    return choose(tiles, stack.shape[2], stack.packed.layout, gated)
+
+
+def choose_pipeline(stack: Stack) -> PipelineConfig | None:
+    """None: its format is slower there, or x does not fit."""
+    layout: Layout = stack.packed.layout
+    return quantized_pipeline.choose(stack.shape[2], layout) if layout.header in quantized_pipeline.HEADERS else None
+
+
 def expert_up(
-    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, tiles: int, bias: Tensor | None = None
-) -> Tensor:
-    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; tiles of the groups'."""
+    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, way: Cut | PipelineConfig,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; way: of the groups'
+    rows."""
     h = x.new_empty(len(groups.order), w13.shape[1] // 2)
-    _launch(x, w13, groups, weights, h, act, top, tiles, bias)
+    _launch(x, w13, groups, weights, h, act, top, way, bias)
     return h
 
 
 def expert_down(
-    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, tiles: int, bias: Tensor | None = None
+    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, way: Cut | PipelineConfig, bias: Tensor | None = None
 ) -> Tensor:
     """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups. weights: of the bias."""
     y = h.new_empty(len(h), w2.shape[1])
-    _launch(h, w2, groups, weights, y, "", 1, tiles, bias)
+    _launch(h, w2, groups, weights, y, "", 1, way, bias)
     return y
 
 
 def _launch(
-    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, tiles: int,
-    bias: Tensor | None,
+    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int,
+    cut: Cut | PipelineConfig, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    cut = choose(tiles, stack.shape[2], stack.packed.layout, bool(act))
+    if isinstance(cut, PipelineConfig):
+        return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, cut, bias)
     memory = shared(cut, stack.shape[2], bool(act))
     of = sizes(stack, cut, act, top, bias is not None)
     kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)
     blocks = -(-y.shape[1] // (STRIP * (WARPS // cut.groups)))
     args = x, stack.packed.pieces, x if bias is None else bias, *groups, weights, y
-    kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)
+    return kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)

@@ -7,7 +7,7 @@
 constexpr bool SUMMED = true;
 constexpr int OF_X = 8;  // groups of a chunk
 constexpr int BEGINS = TILES * OF_X * 64, TABLES = BEGINS + TILES * 256;  // bytes: of what an mma begins with
-static_assert(GROUP == 32 && SUPER == SPAN && MINIMA && OF_CHUNK == 4 && GROUPS == 1 && MT == 1 && TILES <= 2);
+static_assert(GROUP == 32 && FACTORED == KC && MINIMA && OF_CHUNK == 4 && GROUPS == 1 && MT == 1 && TILES <= 2);
 
 // Sums of x in 16 bits are of this, so that f16 holds them.
 __device__ constexpr float part_of_sum(bf16) { return 1; }

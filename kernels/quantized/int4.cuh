@@ -9,7 +9,8 @@
 
 constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
 constexpr bool MINIMA = false;
-constexpr bool BY_RUNS = false;
+constexpr bool BY_RUNS = false, RAW = true;  // RAW: whether raw codes are not as codes
+constexpr int TOGETHER = 1;  // pieces that multiply_together() takes
 
 struct Piece {  // a lane's part
     unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];
@@ -83,6 +84,20 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
 #pragma unroll
     for (int i = 0; i < 4; i++)
         a[i] = add_pairs<E>(widen<E>(piece.words[step], i), zero_pair(piece, step, i % 2, minus(E())));
+}
+
+// Codes as they are widened the fastest, and what they have too much: the zero point, and 1024 or 128.
+template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = widen<E>(piece.words[step], i);
+}
+template <class E> __device__ inline float2 offsets(const Piece& piece, int step) {
+    const float more = unpack<E>(widen<E>(0, 0)).x;
+    if (!ZEROS) return {more + 8, more + 8};
+    // 0x4300 0000 + zero * 65536 is 128 + zero.
+    const unsigned zeros = piece.zeros[step * 16 / SCALED], byte = threadIdx.x / 4 % 2 * 2;
+    return {__uint_as_float(__byte_perm(zeros, 0x43000000, 0x7044 | byte << 8)) + (more - 128),
+            __uint_as_float(__byte_perm(zeros, 0x43000000, 0x7144 | byte << 8)) + (more - 128)};
 }
 
 // Weights of the same, rounded once.

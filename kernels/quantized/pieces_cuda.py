@@ -182,11 +182,12 @@ def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
     """All that `gemm` takes for these sizes."""
+    turns = (False, True) if takes_turns(layout.sizes) and _row_tiles(rows) <= 2 else (False,)
     for height in HEIGHTS:
         if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
             continue
         for length in LENGTHS:
-            for in_turn in (False, True) if length == TURN_INPUTS and _takes_turns(rows, layout) else (False,):
+            for in_turn in turns if length == TURN_INPUTS else (False,):
                 cut = TileConfig(height, length, in_turn)
                 whole = inputs % (length * _turns(cut)) == length % layout.inputs == 0
                 if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(cut)):
@@ -352,11 +353,9 @@ def _format(layout: Layout) -> dict[str, jit.Size]:
     return {"FORMAT": layout.header, **dict(layout.sizes)}
 
 
-def _takes_turns(rows: int, layout: Layout) -> bool:
-    """Whether quantized_gemm.cu's warps may take turns: of few rows by super-blocks of 256 inputs with minima."""
-    sizes = dict(layout.sizes)
-    summed = bool(sizes.get("MINIMA")) and (sizes["SUPER"], sizes["GROUP"]) == (layout.inputs, 32)
-    return summed and _row_tiles(rows) <= 2
+def takes_turns(sizes: Iterable[tuple[str, int]]) -> bool:
+    """Whether quantized_gemm.cu's warps may take turns: by super-blocks of 256 inputs with minima of 32 each."""
+    return {("FACTORED", TURN_INPUTS), ("GROUP", 32), ("MINIMA", 1)} <= set(sizes)
 
 
 def _turns(cut: TileConfig) -> int:

@@ -7,12 +7,13 @@
 // a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Codes of 4
 // bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in
 // bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. Codes of 8
-// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. super_blocks_cuda.py makes
-// pieces.
+// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. Pieces of the same FACTORED
+// inputs have the same factors. super_blocks_cuda.py makes pieces.
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
-constexpr bool BY_RUNS = false;
+constexpr bool BY_RUNS = false, RAW = ZERO < 128 && (MINIMA || GROUP >= 32);  // RAW: whether raw codes are not as codes
+constexpr int TOGETHER = MINIMA && GROUP == 32 && FACTORED == 256 ? 4 : 1;  // pieces that multiply_together() takes
 constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
 constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
@@ -21,8 +22,9 @@ struct Piece {  // a lane's part
     unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
 };
 
-// A piece by what reads 16 bytes, and 4, at a distance from its begin.
-template <class Read16, class Read4> __device__ inline Piece read_piece(int lane, Read16 read16, Read4 read4) {
+// A piece by what reads 16 bytes, and 4, at a distance from its begin. factors: where they are known.
+template <class Read16, class Read4>
+__device__ inline Piece read_piece(int lane, Read16 read16, Read4 read4, const unsigned* factors = nullptr) {
     Piece y;
 #pragma unroll
     for (int i = 0; i < WORDS / 4; i++) {
@@ -30,7 +32,7 @@ template <class Read16, class Read4> __device__ inline Piece read_piece(int lane
         y.words[4 * i] = x.x, y.words[4 * i + 1] = x.y, y.words[4 * i + 2] = x.z, y.words[4 * i + 3] = x.w;
     }
 #pragma unroll
-    for (int i = 0; i < KINDS * SUPERS; i++) y.factors[i] = read4(FACTORS_AT + i * 32 + lane / 4 * 4);
+    for (int i = 0; i < KINDS * SUPERS; i++) y.factors[i] = factors ? factors[i] : read4(FACTORS_AT + i * 32 + lane / 4 * 4);
 #pragma unroll
     for (int i = 0; i < NUMBERS; i++) y.numbers[i] = read4(NUMBERS_AT + i * 32 + lane / 4 * 4);
     return y;
@@ -53,6 +55,27 @@ struct Pieces {
 // From shared memory.
 __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     return read_piece(lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); });
+}
+
+// What TOGETHER pieces share, and all of their numbers as first operands of an mma: lane 4 g + t has those of groups 2 t
+// and 2 t + 1, of outputs g and g + 8.
+struct Super {
+    unsigned factors[2], scales[2], minima[2];
+};
+__device__ inline Super shared_super(const Piece&, unsigned from, int lane) {
+    const unsigned at = from + lane % 4 * PIECE + NUMBERS_AT + lane / 4 * 4;
+    const unsigned even = load_shared4(at), odd = load_shared4(at + 32);
+    auto pair = [&](int byte) {
+        unsigned both, other;
+        centred_bytes<T>(__byte_perm(even, odd, 0x4400 + byte * 0x1111), both, other);
+        return both;
+    };
+    const unsigned factors = from + FACTORS_AT + lane / 4 * 4;
+    return {{load_shared4(factors), load_shared4(factors + 32)}, {pair(0), pair(1)}, {pair(2), pair(3)}};
+}
+__device__ inline Piece shared_piece(unsigned from, int lane, const Super& super) {
+    return read_piece(
+        lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); }, super.factors);
 }
 
 // Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of inputs from 16 step on: exact in f32.
@@ -123,6 +146,16 @@ template <int KIND> __device__ inline float2 of_pair(const Pair& pair, int group
     const unsigned word = pair.numbers[number / 2];
     return {byte_times(word, number % 2 * 2, factors.x), byte_times(word, number % 2 * 2 + 1, factors.y)};
 }
+
+// Codes as they are widened the fastest, and what they have too much. Sums of 16 take off an offset at the cost of more
+// than they spare.
+template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) {
+    if constexpr (RAW)
+        raised_codes<E>(piece.words, step, a);
+    else
+        codes<E>(piece, step, a);
+}
+template <class E> __device__ inline float2 offsets(const Piece&, int) { return {RAISED<E>, RAISED<E>}; }
 
 // Weights of the same, rounded once.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed
+from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed, takes_turns
 from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
@@ -20,10 +20,10 @@ def takes(inputs: int, form: Form) -> bool:
 def layout(form: Form) -> Layout:
     each, groups, kinds = INPUTS // min(form.super, INPUTS), INPUTS // form.group, 1 + form.minima
     size = 128 * form.bits + (32 * each + 16 * groups) * kinds
-    sizes = ("BITS", form.bits), ("SUPER", INPUTS // each), ("GROUP", form.group), ("ZERO", form.zero)
+    of_scales = ("SUPER", INPUTS // each), ("FACTORED", form.super), ("GROUP", form.group), ("MINIMA", int(form.minima))
+    sizes = ("BITS", form.bits), ("ZERO", form.zero), *of_scales
     # Where warps of quantized_gemm.cu take turns, it is faster than a GEMV of several rows.
-    in_turn = form.minima and form.super >= INPUTS and form.group == 32
-    return Layout(HEADER, INPUTS, size, WIDENING, (*sizes, ("MINIMA", int(form.minima))), 1 if in_turn else GEMV_ROWS)
+    return Layout(HEADER, INPUTS, size, WIDENING, sizes, 1 if takes_turns(sizes) else GEMV_ROWS)
 
 
 def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:

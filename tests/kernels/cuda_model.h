@@ -64,7 +64,7 @@ static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
 static std::mt19937 draw;
-static const char *readable_from, *readable_to;
+static const char *readable_from, *readable_to, *x_from, *x_to;
 static std::function<void()> body;
 alignas(1024) static unsigned char smem[SMEM];
 static const char* failed;  // why, if so
@@ -243,6 +243,11 @@ static uint4 load_shared16(unsigned from) {
     memcpy(&y, model::at(from, 16), 16);
     return y;
 }
+static uint2 load_shared8(unsigned from) {
+    uint2 y;
+    memcpy(&y, model::at(from, 8), 8);
+    return y;
+}
 static unsigned load_shared4(unsigned from) {
     unsigned y;
     memcpy(&y, model::at(from, 4), 4);
@@ -258,6 +263,7 @@ static float __shfl_xor_sync(unsigned, float x, int bits) {
     const unsigned mine = float_as_uint(x);
     return __uint_as_float(model::together(&mine, 1)[model::lane() ^ bits][0]);
 }
+template <class E> static E __ldcg(const E* from) { return *from; }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;
@@ -356,8 +362,9 @@ static void release_stage(Barrier* empty) {
 }
 static void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier) {
     if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk copy is not of whole 16 bytes");
-    const char* start = model::readable(from, 16);
-    model::readable(start + bytes - 16, 16);
+    const char* start = (const char*)from;
+    if (start < model::x_from || start + bytes > model::x_to)
+        model::readable(start, 16), model::readable(start + bytes - 16, 16);
     model::copy(to, bytes, [=] { memcpy(model::smem + to, start, bytes); }, barrier);
 }
 static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {

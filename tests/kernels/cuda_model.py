@@ -19,8 +19,10 @@ COMMAND = ("-O1", "-std=c++17", "-fPIC", "-w")
 REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """
-extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args) {{
+extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args,
+                              const char* x_from, const char* x_to) {{
     model::readable_from = from, model::readable_to = to, model::draw.seed(seed);
+    model::x_from = x_from, model::x_to = x_to;
     model::grid = {{gx, gy, 1}}, model::threads = {{threads, 1, 1}};
     model::failed = nullptr;
     for (int b = 0; b < gx * gy && !model::failed; b++) {{
@@ -104,14 +106,18 @@ def model_text(source: str, sizes: dict) -> str:
 
 
 def launch(
-    library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0
-) -> None:
-    """weights: what may be streamed, and copied in bulk. What a thread does that a GPU would not bear is an error."""
+    library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0,
+    x: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """weights: what may be streamed, and copied in bulk; x: what may be copied in bulk, too. What a thread does that a
+    GPU would not bear is an error."""
     values = [_c_value(one) for one in args]
     pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(one) for one in values])
     begin, end = weights.data_ptr(), weights.data_ptr() + weights.nbytes
+    of_x = [None, None] if x is None else [x.data_ptr(), x.data_ptr() + x.nbytes]
     library.launch.restype = ctypes.c_char_p
-    failed = library.launch(ctypes.c_void_p(begin), ctypes.c_void_p(end), grid[0], grid[1], threads, seed, pointers)
+    ends = [ctypes.c_void_p(one) for one in (begin, end, *of_x)]
+    failed = library.launch(*ends[:2], grid[0], grid[1], threads, seed, pointers, *ends[2:])
     assert not failed, failed.decode()
 
 

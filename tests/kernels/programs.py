@@ -3,7 +3,7 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, router
+from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, quantized_pipeline, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
@@ -57,6 +57,12 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
 
 def by_groups(rows, inputs, way, gate, bias, layout):
     return pieces_cuda._grouped_sizes(rows, inputs, pieces_cuda.GroupedConfig(*way), gate, bias, layout)
+
+
+def quantized_pipeline_of(inputs, outputs, act, bias, layout):
+    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    cut = quantized_pipeline.choose(inputs, layout)
+    return quantized_pipeline.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), cut, act, 8, bias)
 
 
 E4M3 = e4m3_cuda.LAYOUT
@@ -171,6 +177,10 @@ PROGRAMS = [
     ("quantized_experts", dict(T=torch.float16, **quantized_experts(8, 768, 2048, "", True, INT4_ZEROS))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(2, 768, 2048, "", False, E4M3))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
+    ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, Q4_K))),
+    ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "gelu", True, Q6_K))),
+    ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", True, INT4_ZEROS))),
+    ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.moe import moe, quantized_cuda
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
-from phalanx.kernels.quantized import pieces_cuda
+from phalanx.kernels.quantized import pieces_cuda, q8_0_cuda
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     tiles: int
     biased: bool = False
     held: Held | None = None
+    warps: int = 0  # of quantized_pipeline; 0: quantized_experts
 
 
 CASES = [
@@ -37,6 +39,17 @@ CASES = [
     Case(5, 2, 4, 96, 32, "q8_0", "q8_0", 1),
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
 ]
+PIPELINED = [
+    Case(12, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=2),
+    Case(40, 2, 3, 704, 192, "int4 64 zeros", "q4_1", 1, biased=True, warps=3),
+    Case(20, 2, 6, 256, 64, "q4_k", "q4_1", 1, held=Held(2, 3, 6), warps=2),
+    Case(9, 3, 4, 512, 64, "q8_0", "int4 32 zeros", 1, biased=True, warps=8),
+    Case(24, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=3),
+    Case(7, 2, 3, 320, 256, "int4 32 zeros", "q6_k", 1, warps=3),
+    Case(30, 1, 2, 768, 64, "int4 64", "int4 64", 1, warps=4),
+    Case(1, 1, 2, 128, 64, "q4_1", "q4_1", 1, warps=8),
+    Case(3, 2, 6, 256, 64, "q6_k", "q4_1", 1, held=Held(5, 1, 6), warps=2),
+]
 
 
 def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack, torch.Tensor]:
@@ -45,6 +58,13 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
     packed = pieces_cuda.Packed(torch.cat([one.pieces for one, _ in made]), experts * strips, made[0][0].layout)
     codec: Any = None
     return Stack(codec, packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
+
+
+def pipeline(stack: Stack, warps: int) -> quantized_pipeline.PipelineConfig | None:
+    """Of so many warps, of a format that takes it."""
+    layout = stack.packed.layout
+    taken = layout.header in quantized_pipeline.HEADERS
+    return quantized_pipeline.choose(stack.shape[2], layout, warps) if taken else None
 
 
 @pytest.fixture
@@ -57,13 +77,14 @@ def launched(monkeypatch, cuda_models):
         found.append(sizes)
 
         def launch(grid, threads, *args, shared=0):
-            assert shared <= 160 << 10
-            weights = next(one for one in args if one.dtype == torch.uint8)
-            cuda_model.launch(library, grid, threads, args, weights, seed=len(found))
+            assert shared <= (220 if source == "quantized_pipeline" else 160) << 10
+            weights = next(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.uint8)
+            cuda_model.launch(library, grid, threads, args, weights, seed=len(found), x=args[0])
 
         return launch
 
     monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(quantized_pipeline, "device_caps", lambda _: DeviceCaps(5, "sm_90a", True, True, True))
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     return found
@@ -71,7 +92,9 @@ def launched(monkeypatch, cuda_models):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "case", [*CASES[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:])], ids=str
+    "case",
+    [*CASES[:3], *PIPELINED[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:] + PIPELINED[3:])],
+    ids=str,
 )
 def test_experts(launched, case, dtype):
     """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
@@ -86,8 +109,12 @@ def test_experts(launched, case, dtype):
     weights = torch.rand(case.tokens, case.k) * down_scale
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
     groups = moe.group(ids, held.size, 8 * case.tiles, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", case.tiles, biases.up)
-    y = quantized_cuda.expert_down(h, weights, w2, groups, case.tiles, biases.down)
+    ways = quantized_cuda.cut_ways(case.tiles, w13, w2)
+    if case.warps:
+        few = [pipeline(one, case.warps) for one in (w13, w2)]
+        ways = quantized_cuda.Ways(few[0] or ways.up, few[1] or ways.down)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", ways.up, biases.up)
+    y = quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
     here = (ids >= held.first) & (ids < held.first + held.size)
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
     wide = Biases(*(None if one is None else one.float() for one in biases))
@@ -108,3 +135,36 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
             assert inputs % cut.inputs == 0 and steps == int(steps) > 0 and cut.groups * tiles <= 8
             assert cut.inputs == inputs or int(steps) % cut.ahead == 0
             assert quantized_cuda.shared(cut, inputs, gated) <= 99 << 10, "two blocks share a multiprocessor of sm_90"
+
+
+@pytest.mark.parametrize(
+    "tokens, up, down, found",
+    [
+        (1, "q4_k", "q6_k", (8, "pipeline", "pipeline")), (64, "int4 64", "q6_k", (8, "pipeline", "pipeline")),
+        (128, "q4_k", "q8_0", (8, "pipeline", "cut")), (16, "e4m3", "q4_1", (8, "cut", "pipeline")),
+        (64, "e4m3", "e4m3", (8, "cut", "cut")), (128, "q8_0", "q8_0", (16, "cut", "cut")),
+        (129, "q4_k", "q4_k", (32, "cut", "cut")),
+    ],
+)  # fmt: skip
+def test_ways(tokens, up, down, found):
+    """Of Qwen3-30B-A3B."""
+    w13, w2 = (
+        Stack(q8_0_cuda, make(16, 512, form)[0], (128, *shape))
+        for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
+    )
+    for num_sms, has_tma in ((132, True), (132, False)):
+        caps = DeviceCaps(num_sms, "sm_90a", True, has_tma, True)
+        ways = quantized_cuda.choose_ways(8 * tokens, 128, w13, w2, caps)
+        kinds = ["cut" if isinstance(one, quantized_cuda.Cut) else "pipeline" for one in ways]
+        assert ways.up.rows == ways.down.rows
+        if has_tma:
+            assert (ways.rows, *kinds) == found
+        else:
+            assert kinds == ["cut", "cut"]
+
+
+def test_few_units_leave_the_pipeline():
+    """One token of a quarter of Qwen3-30B-A3B's experts: most warps would be idle."""
+    w13, w2 = (Stack(q8_0_cuda, make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
+    ways = quantized_cuda.choose_ways(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
+    assert isinstance(ways.up, quantized_cuda.Cut)

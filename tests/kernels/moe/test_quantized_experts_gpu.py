@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from phalanx.kernels.moe.moe import Biases, Held
 from phalanx.kernels.quantized import affine
 from phalanx.kernels.quantized.stack import stack
 
-from ...devices import require_gpu
+from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
 from .cases import Sizes, make, shares, summed
 
@@ -21,6 +23,7 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
 ]  # fmt: skip
+PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros")]
 
 
 def quantised(weight, form):
@@ -60,14 +63,21 @@ def reference(given):
     return y
 
 
-def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0):
+def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, pipeline=False):
+    """tiles: of quantized_experts.cu, for both GEMMs. pipeline: both by quantized_pipeline.cu."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
     w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
     x = given.x.to(dtype)
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
-    call = moe.fused_experts if not tiles else lambda one: summed(moe.in_pieces(one, tiles), one)
+    call = moe.fused_experts
+    if tiles or pipeline:
+        ways = quantized_cuda.cut_ways(tiles or 1, w13, w2)
+        if pipeline:
+            ways = quantized_cuda.Ways(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
+            assert all(ways), "a format that takes no pipeline"
+        call = lambda one: summed(moe.in_pieces(one, ways), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
@@ -95,6 +105,45 @@ def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, hel
 def test_tiles(up, down, tiles, spread):
     for tokens in (1, 9, 100):
         check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
+
+
+@pytest.fixture(scope="module")
+def pipelines_end():
+    """Warps that wait for each other do so in another process first, as what never ends would end no test."""
+    command = [sys.executable, "-m", "phalanx.tests.kernels.moe.test_quantized_experts_gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def main():
+    for tokens in (1, 40):
+        for up, down in PIPELINED:
+            for spread in ("any", "one"):
+                check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, pipeline=True)
+
+
+@needs_tma
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("up, down", PIPELINED)
+def test_pipelines(pipelines_end, up, down, spread):
+    for tokens in (1, 9, 100):
+        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, pipeline=True)
+
+
+@needs_tma
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("up, down", PIPELINED)
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_pipelines_of_qwen(pipelines_end, tokens, up, down, dtype, bound):
+    check(QWEN._replace(tokens=tokens), up, down, dtype, bound, pipeline=True)
+
+
+@needs_tma
+@pytest.mark.parametrize("hidden, inner", [(192, 64), (2880, 2880), (4096, 384)])
+def test_pipelines_of_other_sizes(pipelines_end, hidden, inner):
+    """Strips that pairs do not divide, short strips, and biases."""
+    for tokens in (1, 7, 20):
+        check(Sizes(tokens, 2, 4, hidden, inner), "q4_0", "q4_1", torch.bfloat16, 1e-2, biased=True, pipeline=True)
 
 
 @pytest.mark.parametrize("hidden, inner", [(96, 32), (4352, 64), (2880, 2880), (4096, 14336)])
@@ -140,3 +189,7 @@ def test_a_graph_of_other_choices():
             to.copy_(one)
         graph.replay()
         assert torch.equal(y, moe.fused_experts(given))
+
+
+if __name__ == "__main__":
+    main()

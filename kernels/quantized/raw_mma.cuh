@@ -1,0 +1,97 @@
+// Pieces of several strips times 8 rows of x, PITCH bytes from row to row; x_from: this lane's row and its eight of the
+// first 32 inputs. Codes stay as they are widened the fastest, each more by what offsets()
+// tells, and inputs with one scale are added up before they are scaled: the sum of x takes off both offset and minimum.
+// LATER: what multiply_together() does.
+template <int PITCH, bool LATER, int STRIPS>
+__device__ inline void multiply_pieces(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][4]) {
+    constexpr int ALONE = (SCALED < SPAN ? SCALED : SPAN) / 16;  // steps of 16 inputs with one scale
+    constexpr bool SUMS = !LATER && (RAW || MINIMA);
+    unsigned b[SPAN / 32][4];
+#pragma unroll
+    for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], x_from + p * 64);
+    auto multiply_step = [&](float (&c)[4], const unsigned (&a)[4], int k) {
+        mma<T>(c, a, b[k / 2][k % 2 * 2], b[k / 2][k % 2 * 2 + 1]);
+    };
+    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
+#pragma unroll
+    for (int begin = 0; begin < SPAN / 16; begin += ALONE) {
+        float whole[4] = {};
+        if (SUMS)
+#pragma unroll
+            for (int k = begin; k < begin + ALONE; k++) multiply_step(whole, ones, k);
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++) {
+            unsigned a[ALONE][4];
+#pragma unroll
+            for (int k = 0; k < ALONE; k++) raw_codes<T>(pieces[o], begin + k, a[k]);
+            const float2 by = scales(pieces[o], begin), more = offsets<T>(pieces[o], begin);
+            float2 less = minima(pieces[o], begin);
+            if (RAW) less.x += by.x * more.x, less.y += by.y * more.y;
+            float part[4] = {};
+#pragma unroll
+            for (int k = 0; k < ALONE; k++) multiply_step(part, a[k], begin + k);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
+                if (SUMS) sum[o][i] -= (i < 2 ? less.x : less.y) * whole[i];
+            }
+        }
+    }
+}
+
+// TOGETHER pieces of two strips, STRIP bytes apart, whose minima have one factor, and their scales another: those times
+// the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so that they
+// have twice the digits. sums_at: those of these pieces, 256 bytes that sum_up_inputs() makes.
+template <int PITCH, int STRIP, class P>
+__device__ inline void multiply_together(P, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][4]) {
+    const int lane = threadIdx.x % 32;
+    const auto first = shared_super(P(), from, lane), second = shared_super(P(), from + STRIP, lane);
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+        const P pieces[2] = {shared_piece(from + k * PIECE, lane, first), shared_piece(from + STRIP + k * PIECE, lane, second)};
+        multiply_pieces<PITCH, true>(pieces, x_from + k * SPAN * 2, sum);
+    }
+    const uint2 b = load_shared8(sums_at + lane * 8);
+#pragma unroll
+    for (int o = 0; o < 2; o++) {
+        const auto& of = o ? second : first;
+        const unsigned scales[4] = {of.scales[0], of.scales[1], of.scales[0], of.scales[1]};
+        const unsigned minima[4] = {of.minima[0], of.minima[1], of.minima[0], of.minima[1]};
+        float scaled[4] = {}, less[4] = {};
+        mma<T>(scaled, scales, b.x, b.y);
+        mma<T>(less, minima, b.x, b.y);
+        const float2 factors = unpack<f16>(of.factors[0]), of_minima = unpack<f16>(of.factors[1]);
+        const float offset = offsets<T>(P(), 0).x;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            sum[o][i] -= (i < 2 ? factors.x : factors.y) * offset * scaled[i];
+            sum[o][i] -= (i < 2 ? of_minima.x : of_minima.y) * less[i];
+        }
+    }
+}
+
+// By a warp: the sums of each 32 of x [8, INPUTS] as multiply_together() takes them: for each 256 inputs, and for each row
+// and two of the sums, these and then what the elements lack.
+template <int PITCH, int INPUTS> __device__ inline void sum_up_inputs(unsigned x_from, T* to) {
+    const int lane = threadIdx.x % 32, group = lane / 4;
+    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one}, from = x_from + lane % 8 * PITCH + lane / 8 * 16;
+#pragma unroll 1
+    for (int n = 0; n < INPUTS / 256; n++) {
+        float mine[2];  // sums of rows lane % 4 * 2 and + 1
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+            unsigned b[4];
+            ldmatrix(b, from + n * 512 + g * 64);
+            float sum[4] = {};
+            mma<T>(sum, ones, b[0], b[1]);
+            mma<T>(sum, ones, b[2], b[3]);
+            if (g == group) mine[0] = sum[0], mine[1] = sum[1];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            T* const at = to + n * 128 + (lane % 4 * 2 + r) * 16 + group / 2 * 4 + group % 2;
+            at[0] = from_float<T>(mine[r]);
+            at[2] = from_float<T>(mine[r] - to_float(at[0]));
+        }
+    }
+}
