@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor
 MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_cuts: dict(together=8.0)}
 FOUND = 3.0  # weight of what a choice loses, beside how far times are off
 
+TILES = {tile for tile, _ in e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS}  # files have others, too, that were not worth it
+
 Costs = Any  # of e4m3_wgmma or of wgmma_cuts
 
 
@@ -52,13 +55,15 @@ class Shape(NamedTuple):
         return self.times[min(reckoned, key=lambda cut: reckoned[cut])] / min(self.times.values()) - 1
 
 
-def of_e4m3(line: dict[str, Any]) -> Shape:
-    times, sizes = {}, (line["rows"], line["outputs"], line["inputs"])
+def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
+    """long: of pieces with the same scales, or of others, as older files have them alone."""
+    times, sizes, alike = {}, (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
     for key, value in line.items():
-        if match := OF_E4M3.fullmatch(key):
+        if long == (alike > 1) and (match := OF_E4M3.fullmatch(key)):
             cut = Cut(*(int(part or 0) for part in match.groups()))
-            times[cut._replace(matmul=cut.n)] = value
-    return Shape(*sizes, times, lambda cut, costs: e4m3_wgmma.time(cut, *sizes, NUM_SMS, costs) / 1e3)
+            if (cut.outputs, cut.rows, cut.n) in TILES:
+                times[cut._replace(matmul=cut.n)] = value
+    return Shape(*sizes, times, lambda cut, costs: e4m3_wgmma.time(cut, *sizes, alike, NUM_SMS, costs) / 1e3)
 
 
 def of_registers(line: dict[str, Any]) -> Shape:
@@ -117,26 +122,31 @@ def report(shapes: list[Shape], costs: Costs) -> None:
     )
 
 
-def write(module: Any, costs: Costs, shapes: list[Shape]) -> None:
-    """Of e4m3_wgmma also which tiles have no times."""
+def write(module: Any, name: str, costs: Costs, shapes: list[Shape]) -> None:
+    """name: of the costs there. Of e4m3_wgmma's COSTS also which tiles have no times."""
     source = Path(module.__file__)
-    values = "".join(f"    {name}={value:.4g},\n" for name, value in costs._asdict().items())
-    text = re.sub(r"(?m)^COSTS = Costs\([^)]*\)", f"COSTS = Costs(\n{values})", source.read_text(), count=1)
-    if module is e4m3_wgmma:
+    values = "".join(f"    {key}={value:.4g},\n" for key, value in costs._asdict().items())
+    text = re.sub(rf"(?m)^{name} = Costs\([^)]*\)", f"{name} = Costs(\n{values})", source.read_text(), count=1)
+    if module is e4m3_wgmma and name == "COSTS":
         measured = {(cut.outputs, cut.rows, cut.n) for shape in shapes for cut in shape.times}
         left = tuple(tile for tile, _ in e4m3_wgmma.CUTS if tile not in measured)
         text = re.sub(r"(?m)^UNMEASURED: (.*) = .*", rf"UNMEASURED: \1 = {left}", text, count=1)
         print(f"without times: {left}")
     source.write_text(text)
-    print(f"{source.name}: {costs}")
+    print(f"{source.name}: {name} = {costs}")
 
 
 def fit(path: str) -> None:
     """Writes costs to e4m3_wgmma.py and to wgmma_cuts.py, each if there are times of its cuts, and says what choices by
     them lose. How long a format's weights take to be widened stays what its layout says."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    for module, read in ((e4m3_wgmma, of_e4m3), (wgmma_cuts, of_registers)):
+    of: tuple[tuple[Any, str, Callable[[dict[str, Any]], Shape]], ...] = (
+        (e4m3_wgmma, "COSTS", partial(of_e4m3, long=False)),
+        (e4m3_wgmma, "LONG_COSTS", partial(of_e4m3, long=True)),
+        (wgmma_cuts, "COSTS", of_registers),
+    )
+    for module, name, read in of:
         if shapes := [shape for shape in map(read, lines) if shape.times]:
-            costs = search(shapes, module.COSTS, MOST[module])
+            costs = search(shapes, getattr(module, name), MOST[module])
             report(shapes, costs)
-            write(module, costs, shapes)
+            write(module, name, costs, shapes)

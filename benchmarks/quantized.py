@@ -4,7 +4,8 @@
     python benchmarks/quantized.py --fit FILE
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
-all linears of a model of 32 such layers take. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
+all linears of a model of 32 such layers take. fp8 has scales as --isq fp8, mostly for each 512 inputs, and
+fp8-128 stands beside it, with those of blocks. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
 writes what GEMMs of many rows are cut by to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
 those that make weights in registers.
 """
@@ -26,6 +27,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
+    e4m3,
     e4m3_wgmma,
     e4m3_wide,
     floats,
@@ -43,6 +45,7 @@ from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BESIDE = {"fp8": "fp8-128"}  # formats that are timed with others
 NAMES = ("qkv", "o", "gate_up", "down", "head")
 LAYERS = 32
 GEMVS = (pieces_cuda.GemvConfig(1, 8, 2), pieces_cuda.GemvConfig(1, 4, 3), pieces_cuda.GemvConfig(2, 4, 2))
@@ -69,10 +72,11 @@ def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> P
     return Packed(pieces, outputs, super_blocks_cuda.layout(form))
 
 
-def random_fp8(outputs: int, inputs: int) -> Packed:
-    """With a scale for each 128 inputs of an output."""
-    codes = torch.randint(0, 126, (outputs, inputs), dtype=torch.uint8, device="cuda")
-    packed = floats.pack_linear(floats.pack(codes, torch.rand(outputs, inputs // 128, device="cuda") / 4096))
+def random_fp8(outputs: int, inputs: int, unit: int = 0) -> Packed:
+    """With a scale for each `unit` inputs of an output, or as --isq fp8. Of normal weights, as power, which bounds many
+    rows, depends on what is multiplied."""
+    encoded = e4m3.encode_reference(randn(outputs, inputs), unit or e4m3.unit_of(inputs))
+    packed = floats.pack_linear(floats.pack(*encoded))
     assert isinstance(packed, Packed)
     return packed
 
@@ -82,6 +86,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "int4": random_int4,
     "int4-zeros": partial(random_int4, zeros=True),
     "fp8": random_fp8,
+    "fp8-128": partial(random_fp8, unit=128),
     "q4_k": partial(random_super_blocks, form=q4_k.FORM),
     "q6_k": partial(random_super_blocks, form=q6_k.FORM),
 }
@@ -92,7 +97,7 @@ def gemvs(layout: Layout) -> list[pieces_cuda.GemvConfig]:
 
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
-    if packed.layout == e4m3_wide.LAYOUT:
+    if packed.layout.header == e4m3_wide.LAYOUT.header:
         return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
@@ -154,8 +159,9 @@ def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
 
 
 def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
-    taken = device_caps(torch.device("cuda")).hopper and layout == e4m3_wide.LAYOUT and rows >= e4m3_wgmma.LEAST_ROWS
-    return list(e4m3_wgmma.cuts(rows, inputs, bool(gate), unmeasured=True)) if taken else []
+    wide, hopper = layout.header == e4m3_wide.LAYOUT.header, device_caps(torch.device("cuda")).hopper
+    taken = wide and hopper and rows >= e4m3_wgmma.LEAST_ROWS
+    return list(e4m3_wgmma.cuts(rows, inputs, layout.alike, bool(gate), unmeasured=True)) if taken else []
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
@@ -170,13 +176,14 @@ def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str
     return list(wgmma_cuts.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
 
 
-def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], layout: Layout) -> None:
+def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) -> None:
     device, wanted = torch.device("cuda"), list[jit.KernelVariant]()
     for outputs, inputs, gate in shapes:
+        layout = FORMATS[form](16, inputs).layout
         for n in rows:
             eights = _e4m3_cuts(n, inputs, layout, gate)
             for eight in eights:
-                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False)
+                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False, layout.alike)
                 wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
             if eights:
                 continue
@@ -207,6 +214,7 @@ def bench(
     pieces = [FORMATS[form](outputs, inputs)]
     size = pieces[0].pieces.nbytes
     pieces += [FORMATS[form](outputs, inputs) for _ in range(copies(size) - 1)]
+    others = [FORMATS[BESIDE[form]](outputs, inputs) for _ in pieces] if form in BESIDE else []
     lines = []
     for n in rows:
         x = randn(n, inputs)
@@ -216,11 +224,14 @@ def bench(
             "bf16": [partial(by_bf16, x, w, gate) for w in weights],
             form: [partial(by_pieces, x, p, gate) for p in pieces],
         }
+        if others:
+            versions[BESIDE[form]] = [partial(by_pieces, x, p, gate) for p in others]
         if all_ways:
             versions |= {k: [partial(f, x, p, gate) for p in pieces] for k, f in ways(x, pieces[0], gate).items()}
         times = {key: round(measure(calls), 2) for key, calls in versions.items()}
         rate, share = bytes_ / times[form] / 1e6, limit / times[form]
-        lines.append(dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, limit_us=limit, **times))
+        about = dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, alike=pieces[0].layout.alike)
+        lines.append(about | dict(limit_us=limit) | times)
         rest = "   ".join(f"{k} {v}" for k, v in times.items() if k not in ("bf16", form))
         print(f"{n:4} x {name:8} bf16 {times['bf16']:8.2f}  {form} {times[form]:8.2f} us  {rate:5.2f} TB/s  "
               f"{share:4.0%} of the limit   {rest}", flush=True)  # fmt: skip
@@ -253,7 +264,7 @@ def main() -> None:
     ]
     if asked.ways:
         wanted = [shape for name, shape in zip(NAMES, shapes, strict=True) if name in asked.only]
-        compile_all(wanted, asked.rows, FORMATS[asked.format](16, 256).layout)
+        compile_all(wanted, asked.rows, asked.format)
     lines = []
     with torch.no_grad():
         for name, (outputs, inputs, gate) in zip(NAMES, shapes, strict=True):
@@ -264,9 +275,9 @@ def main() -> None:
                     keep(asked.json, found)
     for n in asked.rows:
         here = [(line, 1 if line["op"] == "head" else LAYERS) for line in lines if line["rows"] == n]
-        sums = {key: sum(line[key] * count for line, count in here) / 1e3 for key in ("limit_us", "bf16", asked.format)}
-        mine = f"{asked.format} {sums[asked.format]:.2f}"
-        print(f"{n:4} rows, linears, ms: limit {sums['limit_us']:.2f}, bf16 {sums['bf16']:.2f}, {mine}")
+        keys = [key for key in ("limit_us", "bf16", asked.format, BESIDE.get(asked.format)) if key]
+        sums = [f"{key} {sum(line[key] * count for line, count in here) / 1e3:.2f}" for key in keys]
+        print(f"{n:4} rows, linears, ms: {', '.join(sums).replace('limit_us', 'limit')}")
 
 
 if __name__ == "__main__":

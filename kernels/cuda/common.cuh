@@ -90,6 +90,13 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+// Until others have counted this far: then what they wrote before may be read, past the first-level cache.
+__device__ inline void wait_for_count(const int* count, int least) {
+    int seen;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    while (seen < least);
+}
+
 __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);

@@ -135,6 +135,16 @@ __device__ inline void bulk_load_multicast(unsigned to, const void* from, int by
                  : "memory");
 }
 
+// 16 bytes past the first-level cache, or zeros: by this thread and without TMA, but no less asynchronous.
+__device__ inline void copy_async16(unsigned to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// This thread's arrival at a barrier, once all that it has copied so far is there. The barrier counts it from the start.
+__device__ inline void arrive_when_copied(Barrier* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // 16 bytes of shared memory.
 __device__ inline void zero_smem(unsigned at) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");

@@ -48,15 +48,6 @@ struct Tiles {
 
 __device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-__device__ inline void copy_async(unsigned to, const T* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// This thread's arrival at a barrier, once all that it has copied so far is there. The barrier counts it from the start.
-__device__ inline void arrive_when_copied(Barrier* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-
 __device__ inline float total(const float* sums, int out, int row) {
     float y = 0;
 #pragma unroll
@@ -99,12 +90,12 @@ __device__ inline void bring_rows(const T* x, const int* order, const Tiles& til
             for (int i = 0; i < ROWS * PIECES / 32; i++) {
                 const int r = (i * 32 + lane) / PIECES, piece = (i * 32 + lane) % PIECES;
                 const T* row = x + (long long)__shfl_sync(0xffffffffu, mine, r) * I + c * KC;
-                copy_async(to + (piece / 8 * ROWS + r) * 128 + (piece % 8 ^ r % 8) * 16, row + piece * 8);
+                copy_async16(to + (piece / 8 * ROWS + r) * 128 + (piece % 8 ^ r % 8) * 16, row + piece * 8, true);
             }
             arrive_when_copied(full + stage);
         }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
 }
 
 // An item's values, once all sums are there.

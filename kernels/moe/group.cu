@@ -9,10 +9,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles, int first) {
     __shared__ int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS], total_tiles;
     const int lane = threadIdx.x % 32;
+    launch_dependents();  // experts' weights may be asked for while this sorts
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
     __syncthreads();
     grid_wait();
-    launch_dependents();
 #pragma unroll 8
     for (int p = threadIdx.x; p < pairs; p += THREADS) {
         const int e = ids[p] - first;

@@ -20,7 +20,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import dequantized, expert_gemm, experts_cpu, quantized_cuda
+from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
@@ -131,6 +131,8 @@ def expert_terms(given: Inputs) -> Tensor:
         return apart(grouped(given), ids, held)
     if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(given).unsqueeze(1)
+    if given.pairs <= expert_mlp.MOST_PAIRS * given.experts and expert_mlp.supports(x, w13, w2):
+        return apart(in_one_launch(given), ids, held)
     if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
         return apart(pipelined(given), ids, held)
     return apart(grouped(given), ids, held)
@@ -250,7 +252,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE}
+    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
     return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -303,6 +305,15 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     groups = group(ids, len(w13), expert_gemm.ROWS, held)
     h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
+
+
+def in_one_launch(given: Inputs, tiles: int = 0) -> Tensor:
+    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given."""
+    x, ids, weights, w13, w2, act, _, held = given
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
+    tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
+    groups = group(ids, len(w13), 8 * tiles, held)
+    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles)
 
 
 def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER
 ROWS = 8  # of x in a tile
 # That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
-# 64 tokens, and 4 % more with one; weights of 8 bits, which Q4_K_M's down GEMMs have in Q6_K, took 9 % more by them.
+# 64 tokens and 4 % more with one, but 9 % more of FP8's bytes, which Q6_K of Q4_K_M's down GEMMs has about as many of.
 WARPS = 15
 SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 PART = 2600  # bytes of a copy, at most

@@ -131,7 +131,6 @@ __device__ inline void multiply(const T* x, const T* router, float* logits, int 
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) ring[u] = u * 32 + lane < HIDDEN / V ? __ldg(row + u * 32) : uint4{0, 0, 0, 0};
     grid_wait();
-    launch_dependents();
     float sums[R] = {};
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -181,7 +180,6 @@ __device__ inline void multiply_tiles(const T* x, const T* router, float* logits
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) above[u] = load(upper, u), below[u] = load(lower, u);
     grid_wait();
-    launch_dependents();
     float sums[4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -213,6 +211,7 @@ route(const T* x, const T* router, const float* bias, float* logits, int* ids, f
       float scale) {
     __shared__ bool last;
     const int warp = threadIdx.x / 32, first = blockIdx.y * R;
+    launch_dependents();  // experts' weights may be asked for while this chooses
     if constexpr (MATMUL)
         multiply_tiles(x, router, logits, rows, first);
     else

@@ -1,8 +1,8 @@
-"""e4m3 that weights are quantised to while they are loaded: each output has a scale for every 128 inputs.
+"""e4m3 that weights are quantised to while they are loaded: each output has a scale for every 512 inputs.
 
-Not for blocks of 128 x 128 as checkpoints have it: which outputs share a block would depend on how tensor parallelism
-cuts them. Nor for a whole row, which it cuts, too. Scales take a quarter of a bit, and GPUs keep one for each 32 inputs
-anyway.
+Hopper's tensor cores add up to so many before sums are scaled (e4m3_wgmma.cu). Not for blocks of 128 x 128 as
+checkpoints have it: which outputs share a block would depend on how tensor parallelism cuts them. Nor for a whole row,
+which it cuts, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import e4m3_cpu, floats
 from .e4m3_cuda import GROUP
 
-UNITS = 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
+UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
 MOST = 448.0  # the largest number
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
 

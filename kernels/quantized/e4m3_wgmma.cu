@@ -1,6 +1,7 @@
 // y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits: for
-// sm_90a alone. W lies in pieces (e4m3_wide.cuh), and each 128 inputs of an output share a scale; x lies as e4m3_rows.cu
-// leaves it, with a scale for each row: it is left to the end, so that a sum of 128 inputs takes one operation.
+// sm_90a alone. W lies in pieces (e4m3_wide.cuh), of which ALIKE along the inputs of an output have the same scale; x lies
+// as e4m3_rows.cu leaves it, with a scale for each row: it is left to the end, so that a sum of ALIKE pieces takes one
+// operation.
 //
 // A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each a
 // part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles side
@@ -11,10 +12,10 @@
 // One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits before
 // the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand in registers,
 // tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv
-// 2412.19437, 3.3.2), so that those of each 128 inputs are scaled and added up in f32: with SETS of two, while the next
-// matmul takes place. With GATED, W is a gate
-// matrix over an up matrix, whose halves of pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs]
-// is added. Rows of x past `height` are whatever lies there.
+// 2412.19437, 3.3.2), so that those of each RUN of chunks are scaled and added up in f32: with SETS of two, while the next
+// run is multiplied; else while other warpgroups' are. With GATED, W is a gate matrix over an up matrix, whose halves of
+// pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are
+// whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -30,7 +31,9 @@ constexpr int CLUSTER = SPLIT * SHARE * OVER;
 constexpr int PARTS = ROWS / N;  // matmuls of N rows
 // Sets of a matmul's sums: two where a thread's registers hold them beside those of the whole tile.
 constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192) ? 2 : 1;
-constexpr int AT_ONCE = 8;  // matmuls of a round, of which one is added up while the next takes place
+// Chunks that tensor cores add up, at most. Half of the stages await a run that is multiplied for each part of the rows.
+constexpr int LONGEST = PARTS > 1 ? 2 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
+constexpr int AT_ONCE = SETS == 1 ? PARTS : RUN == 1 ? 8 : 4;  // parts of runs in a round of the loop
 constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
@@ -39,6 +42,7 @@ static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
 static_assert(HALVES <= 32 && ROWS % N == 0 && AT_ONCE % PARTS == 0);
+static_assert(ALIKE % RUN == 0 && CHUNKS % RUN == 0);
 #include "wgmma_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -60,8 +64,9 @@ struct Tiles {
 struct Place {
     int stage = 0, round = 0;
 
-    __device__ inline void advance() {
-        if (++stage == STAGES) stage = 0, round ^= 1;
+    __device__ inline void advance(int chunks = 1) {
+        stage += chunks % STAGES, round ^= chunks / STAGES & 1;
+        if (stage >= STAGES) stage -= STAGES, round ^= 1;
     }
 };
 
@@ -130,10 +135,10 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 }
 
 // A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part. There is no
-// branch: mbarrier_arrive_at_if() says why.
-__device__ inline void release(Barrier* empty) {
+// branch: mbarrier_arrive_at_if() says why. loaded: whether lanes have read scales there, which TMA does not wait for.
+__device__ inline void release(Barrier* empty, bool loaded) {
     const int lane = threadIdx.x % 32, first = SPLIT > 1 ? cluster_rank() : 0;
-    fence_async_proxy();
+    if (loaded) fence_async_proxy();
     __syncwarp();
     if constexpr (CLUSTER > 1)
         mbarrier_arrive_at_if(lane < SHARE * OVER, empty, first + lane % (SHARE * OVER));
@@ -141,79 +146,81 @@ __device__ inline void release(Barrier* empty) {
         mbarrier_arrive_if(lane == 0, empty);
 }
 
-// A warpgroup's way through the chunks of its 64 outputs.
+// A warpgroup's way through the chunks of its 64 outputs, RUN of them at a time.
 struct Chunks {
     unsigned ring;
+    int group;  // the warpgroup, which ptxas knows to be the same of all lanes
     Barrier *full, *empty;
-    Place next, oldest;  // the chunk to be multiplied, and the first one that has not been given back
+    Place next = {};  // the run to be multiplied
 
-    // Has tensor cores begin with `part` of the next chunk's rows. scales: of outputs lane / 4 of the warp's 16 and 8 below.
-    __device__ inline void begin(int part, float (&made)[N / 2], float (&scales)[2]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const unsigned x = ring + next.stage * STAGE, weights = x + X_BYTES;
-        if (part == 0) mbarrier_wait(full + next.stage, next.round);
-        fence_registers(made);
+    // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its first.
+    template <int SUMS> __device__ inline void begin(int part, int c, float (&made)[SUMS], float (&scales)[2]) {
+        Place at = next;
+        at.advance(c);
+        const unsigned x = ring + at.stage * STAGE, weights = x + X_BYTES;
+        if (part == 0) mbarrier_wait(full + at.stage, at.round);
+        if (c == 0) fence_registers(made);
         wgmma_fence();
 #pragma unroll
         for (int p = 0; p < SPAN / 32; p++)
-            wgmma_e4m3(made, plain_descriptor(weights + warp / 4 * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
-                       smem_descriptor(x + part * N * SPAN + p * 32, 16), p > 0);
+            wgmma_e4m3(made, plain_descriptor(weights + group * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
+                       smem_descriptor(x + part * N * SPAN + p * 32, 16), c + p > 0);
         wgmma_commit();
-        const unsigned of_w = weights + warp * PIECE + 1024 + lane / 4 * 4;
-        if (part == 0)
-            scales[0] = __uint_as_float(load_shared4(of_w)), scales[1] = __uint_as_float(load_shared4(of_w + HALF_PIECE));
-        if (part == PARTS - 1) next.advance();
+        if (part + c == 0) load_scales(scales);
     }
-    // Adds up what `part` of the oldest chunk has made, once at most LEFT of those begun later are under way.
+    // The run's: of outputs lane / 4 of the warp's 16 and 8 below. Its first chunk is there.
+    __device__ inline void load_scales(float (&scales)[2]) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const unsigned from = ring + next.stage * STAGE + X_BYTES + warp * PIECE + 1024 + lane / 4 * 4;
+        scales[0] = __uint_as_float(load_shared4(from)), scales[1] = __uint_as_float(load_shared4(from + HALF_PIECE));
+    }
+    // Gives back the run's chunk c, once at most LEFT of the chunks begun later are under way; -1: the one before the run.
+    template <int LEFT> __device__ inline void end(int part, int c) {
+        wgmma_wait<LEFT>();
+        Place at = next;
+        at.advance(c < 0 ? STAGES - 1 : c);
+        if (part == PARTS - 1) release(empty + at.stage, c == 0 || RUN == 1);
+    }
+    // The same of the last chunk of the run before, and adds up what `part` of that has made.
     template <int LEFT>
     __device__ inline void end(int part, float (&made)[N / 2], const float (&scales)[2], float (&sum)[ROWS / 2]) {
-        wgmma_wait<LEFT>();
+        end<LEFT>(part, -1);
         fence_registers(made);
-        if (part == PARTS - 1) {
-            release(empty + oldest.stage);
-            oldest.advance();
-        }
 #pragma unroll
         for (int r = 0; r < N / 2; r++) sum[part * (N / 2) + r] += made[r] * scales[r / 2 % 2];
         fence_registers(sum);  // before the next matmul takes the place of what this reads
     }
 };
 
-// COUNT matmuls, of which one is added up while the next takes place. ptxas would have them wait for each other if one were
-// under way from one round of a loop to the next, so that none is at the end.
-template <int COUNT> __device__ inline void overlap(Chunks& chunks, float (&sum)[ROWS / 2]) {
-    float made[2][N / 2], scales[2][2];
-    chunks.begin(0, made[0], scales[0]);
+// Sums of COUNT runs, each of one part of the rows: with two sets, one is added up while the next takes place. ptxas would
+// have them wait for each other if one were under way from one round of a loop to the next, so that none is at the end.
+template <int COUNT> __device__ inline void add_runs(Chunks& chunks, float (&sum)[ROWS / 2]) {
+    float made[SETS][N / 2], scales[SETS][2];
 #pragma unroll
-    for (int i = 1; i < COUNT; i++) {
-        const int last = i - 1;
-        chunks.begin(i % PARTS, made[i % 2], scales[i / PARTS % 2]);
-        chunks.end<1>(last % PARTS, made[last % 2], scales[last / PARTS % 2], sum);
+    for (int i = 0; i < COUNT; i++) {
+        const int part = i % PARTS, last = (i + PARTS - 1) % PARTS, set = i % SETS, before = (i + 1) % SETS;
+        float (&of_run)[2] = scales[i / PARTS % SETS];
+        chunks.begin(part, 0, made[set], of_run);
+        if (SETS == 2 && i) chunks.end<1>(last, made[before], scales[(i - 1) / PARTS % SETS], sum);
+#pragma unroll
+        for (int c = 1; c < RUN; c++) {
+            chunks.begin(part, c, made[set], of_run);
+            chunks.end<1>(part, c - 1);
+        }
+        if (part == PARTS - 1) chunks.next.advance(RUN);
+        if (SETS == 1 || i == COUNT - 1) chunks.end<0>(part, made[set], of_run, sum);
     }
-    chunks.end<0>((COUNT - 1) % PARTS, made[(COUNT - 1) % 2], scales[(COUNT - 1) / PARTS % 2], sum);
 }
 
 // The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
 // each eight.
 __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
+    constexpr int COUNT = CHUNKS / RUN * PARTS;
 #pragma unroll
     for (int r = 0; r < ROWS / 2; r++) sum[r] = 0;
-    if constexpr (SETS == 2) {
-        constexpr int COUNT = CHUNKS * PARTS;
 #pragma unroll 1
-        for (int i = 0; i < COUNT / AT_ONCE; i++) overlap<AT_ONCE>(chunks, sum);
-        if constexpr (COUNT % AT_ONCE) overlap<COUNT % AT_ONCE>(chunks, sum);
-    } else {
-        float made[N / 2], scales[2];
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; c++) {
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                chunks.begin(part, made, scales);
-                chunks.end<0>(part, made, scales, sum);
-            }
-        }
-    }
+    for (int i = 0; i < COUNT / AT_ONCE; i++) add_runs<AT_ONCE>(chunks, sum);
+    if constexpr (COUNT % AT_ONCE) add_runs<COUNT % AT_ONCE>(chunks, sum);
 }
 
 // Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.
@@ -281,7 +288,6 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x, width = GATED ? outputs / 2 : outputs;
-    const Tiles tiles(rows, width, height);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
@@ -296,11 +302,12 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     if (thread >= THREADS) {
         if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected())
-            produce(&of_x, weight, ring, full, empty, tiles, (width + 15) / 16);
+            produce(&of_x, weight, ring, full, empty, Tiles(rows, width, height), (width + 15) / 16);
     } else {
         if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
         grid_wait();
-        Chunks chunks{ring, full, empty};
+        const Tiles tiles(rows, width, height);
+        Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty};
 #pragma unroll 1
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles[i];

@@ -1,8 +1,9 @@
 """Linears of FP8 weights for many rows on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
 
-Weights have a scale for each 128 inputs, x has one for each row: as e4m3 has exponents of its own, one for each 128
-inputs, which checkpoints with `activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep
-more only of what is less than a 28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
+Weights have a scale for each 128 inputs or more, and tensor cores add up to 512 that share one before sums are scaled.
+x has one for each row: as e4m3 has exponents of its own, one for each 128 inputs, which checkpoints with
+`activation_scheme: dynamic` mean (DeepSeek-V3, arXiv 2412.19437, 3.3), would keep more only of what is less than a
+28672nd of a row's largest. Fewer rows are bound by memory: x stays as it is there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from . import e4m3_wide
 from .pieces_cuda import SHARED, STRIP, Packed
 from .wgmma_cuts import blocks_at_once
 
-UNIT = 128  # inputs of a scale, and of a chunk
+UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
 MOST_THREADS = 512  # of a block of e4m3_rows.cu
@@ -37,6 +38,8 @@ CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and o
     ((128, 256, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
+# For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
+LONG_CUTS = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
 # Tiles without times, which are not chosen.
 UNMEASURED: tuple[tuple[int, ...], ...] = ()
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
@@ -61,6 +64,10 @@ class Cut(NamedTuple):
     def cluster(self) -> int:
         return self.split * self.share * self.over
 
+    def run(self, alike: int) -> int:
+        """Chunks that tensor cores add up, as in e4m3_wgmma.cu."""
+        return min(alike, 2 if self.rows > self.n else 4)
+
     def height(self, rows: int) -> int:
         """Rows of a tile, about as many in each: multiples of 4, and of 8 for shares of x."""
         unit = 16 if self.share > 1 else 4
@@ -77,7 +84,7 @@ class Cut(NamedTuple):
 
 def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
     """Whether these are the weights, the rows and the GPU for it."""
-    if not isinstance(packed, Packed) or packed.layout != e4m3_wide.LAYOUT:
+    if not isinstance(packed, Packed) or packed.layout.header != e4m3_wide.LAYOUT.header:
         return False
     return found.hopper and rows >= LEAST_ROWS
 
@@ -97,7 +104,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
     fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-    cut = choose(len(x), packed.outputs, packed.inputs, bool(fused), device_caps(x.device))
+    cut = choose(len(x), packed.outputs, packed.inputs, packed.layout.alike, bool(fused), device_caps(x.device))
     y = gemm(x, packed, cut, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
@@ -109,38 +116,44 @@ def variants(
     for n in rows:
         assert isinstance(packed, Packed)
         fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-        cut = choose(n, packed.outputs, packed.inputs, bool(fused), found)
+        cut = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
         yield jit.variant("e4m3_rows", dtype, **_rows_sizes(packed.inputs))
-        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias))
+        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias, packed.layout.alike))
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, gated: bool, found: DeviceCaps) -> Cut:
-    """The fastest cut for these sizes, by a model of waves of blocks."""
-    return min(cuts(rows, inputs, gated), key=lambda cut: time(cut, rows, outputs, inputs, found.num_sms))
+def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found: DeviceCaps) -> Cut:
+    """The fastest cut for these sizes, by a model of waves of blocks. alike: as Layout has it."""
+    costs = LONG_COSTS if alike > 1 else COSTS
+
+    def of(cut: Cut) -> float:
+        return time(cut, rows, outputs, inputs, alike, found.num_sms, costs)
+
+    return min(cuts(rows, inputs, alike, gated), key=of)
 
 
-def cuts(rows: int, inputs: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
+def cuts(rows: int, inputs: int, alike: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for tile, clusters in CUTS:
+    for tile, clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
         outputs, height, matmul = tile
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
-        if tile in UNMEASURED and not unmeasured:
+        if alike == 1 and tile in UNMEASURED and not unmeasured:
             continue
         for cluster in clusters:
             cut = Cut(outputs, height, *cluster, matmul)
             even = outputs // (1 + gated) % (4 * cut.split) == 0
-            if even and inputs % (UNIT * cut.split) == 0 and cut.over <= -(-rows // height):
+            if even and inputs % (UNIT * cut.run(alike) * cut.split) == 0 and cut.over <= -(-rows // height):
                 yield cut
 
 
 class Costs(NamedTuple):
-    """What `time` reckons with, of an H200: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
+    """What `time` reckons with: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
     finds them in times of every cut."""
 
     multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
-    alone: float  # of a chunk, for a warpgroup by itself
+    added: float  # and by how much more, if sums of each chunk are added up
+    alone: float  # of chunks that tensor cores add up, for a warpgroup by itself
     row: float  # and of each row
     ingest: float  # bytes of a multiprocessor's shared memory
     second_level: float  # of all of them
@@ -152,8 +165,10 @@ class Costs(NamedTuple):
     launch: float
 
 
+# Of an H200.
 COSTS = Costs(
     multiplied=1.654,
+    added=0,
     alone=128.3,
     row=1.13,
     ingest=65.09,
@@ -165,14 +180,30 @@ COSTS = Costs(
     exchanged=7.363,
     launch=1879,
 )
+# Of pieces with the same scales, of an H100.
+LONG_COSTS = Costs(
+    multiplied=1.35,
+    added=0.4144,
+    alone=346.6,
+    row=0.9892,
+    ingest=65.09,
+    second_level=7000,
+    memory=2334,
+    together=8,
+    tile=364.7,
+    exchange=1620,
+    exchanged=10.1,
+    launch=1800,
+)
 
 
-def time(cut: Cut, rows: int, outputs: int, inputs: int, num_sms: int, costs: Costs = COSTS) -> float:
+def time(cut: Cut, rows: int, outputs: int, inputs: int, alike: int, num_sms: int, costs: Costs) -> float:
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
     at_once, height = blocks_at_once(cut.cluster, num_sms), cut.height(rows)
     weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
     multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
-    alone = costs.alone * cut.rows / cut.n + costs.row * cut.rows
+    multiplied *= 1 + costs.added / cut.run(alike)
+    alone = (costs.alone * cut.rows / cut.n + costs.row * cut.rows) / cut.run(alike)
 
     def wave(count: int) -> float:
         parts = (
@@ -196,7 +227,8 @@ def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | Non
     codes, scales = encode_rows(x)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     _, shared = stages(cut)
-    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **sizes(inputs, cut, gate, bias is not None))
+    variant = sizes(inputs, cut, gate, bias is not None, packed.layout.alike)
+    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **variant)
     of_x = jit.tensor_map(
         codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
     )  # in elements of two bytes
@@ -243,10 +275,11 @@ def stages(cut: Cut) -> tuple[int, int]:
     return count, 1024 + max(count * stage, sums)
 
 
-def sizes(inputs: int, cut: Cut, gate: str, bias: bool) -> dict[str, jit.Size]:
+def sizes(inputs: int, cut: Cut, gate: str, bias: bool, alike: int) -> dict[str, jit.Size]:
     """What e4m3_wgmma.cu is compiled for."""
     return dict(
         I=inputs,
+        ALIKE=alike,
         STAGES=stages(cut)[0],
         ROWS=cut.rows,
         N=cut.n,

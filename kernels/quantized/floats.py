@@ -77,7 +77,8 @@ def _pack(plain: Floats, form: ModuleType) -> Packed:
         return e4m3_cpu.pack(plain.codes, plain.scales)
     if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    return form.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // form.GROUP, 1))
+    scales = plain.scales if form is e4m3_wide else plain.scales.repeat_interleave(plain.unit // form.GROUP, 1)
+    return form.pack(plain.codes, scales)
 
 
 def in_pieces(inputs: int, unit: int) -> bool:
@@ -105,7 +106,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
         part = packed.part(first, last)
         if dtype != torch.float32:
             return pieces_cuda.dequantize(part, dtype)
-        form = e4m3_wide if part.layout == e4m3_wide.LAYOUT else e4m3_cuda
+        form = e4m3_wide if part.layout.header == e4m3_wide.LAYOUT.header else e4m3_cuda
         packed, first, last = Floats(*form.unpack(part)), 0, last - first
     if packed.codes.is_cuda and packed.codes.dim() == 2:
         from . import floats_triton

@@ -45,6 +45,7 @@ class Layout(NamedTuple):
     sizes: tuple[tuple[str, int], ...] = ()  # constants of the header
     gemv_rows: int = GEMV_ROWS  # more are faster by quantized_gemm.cu
     chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
+    alike: int = 1  # pieces along the inputs that have the same scales
 
 
 class Packed(NamedTuple):

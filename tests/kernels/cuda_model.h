@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -54,6 +55,7 @@ struct Fiber {
     Dim thread;
     bool done;
     std::function<bool()> ready;  // what it waits for
+    std::shared_ptr<int> copying;  // its copies under way that no barrier counts
     std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
 static ucontext_t scheduler;
@@ -127,7 +129,7 @@ static void run_block() {
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
-        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.ready = [] { return true; };
+        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.copying = std::make_shared<int>(0), fiber.ready = [] { return true; };
         makecontext(&fiber.context, entry, 0);
     }
     const int all = count / 32;
@@ -259,11 +261,17 @@ static void __syncwarp() {
     unsigned none = 0;
     model::together(&none, 1);
 }
-static float __shfl_xor_sync(unsigned, float x, int bits) {
-    const unsigned mine = float_as_uint(x);
-    return __uint_as_float(model::together(&mine, 1)[model::lane() ^ bits][0]);
+template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four bytes
+    unsigned mine;
+    memcpy(&mine, &x, 4);
+    memcpy(&x, model::together(&mine, 1)[lane], 4);
+    return x;
 }
-template <class E> static E __ldcg(const E* from) { return *from; }
+template <class E> static E __shfl_xor_sync(unsigned, E x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
+template <class E> static E __ldcg(const E* x) { return *x; }
+static int atomicAdd(int* x, int y) { return (*x += y) - y; }
+static void __threadfence() {}
+static void wait_for_count(const int* count, int least) { model::wait_until([=] { return *count >= least; }); }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;
@@ -293,6 +301,11 @@ static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);
     const int lane = model::lane();
     for (int i = 0; i < 4; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
+}
+static void ldmatrix(unsigned (&y)[2], unsigned from) {
+    auto slots = model::together(&from, 1);
+    const int lane = model::lane();
+    for (int i = 0; i < 2; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
 }
 template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const unsigned mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -383,17 +396,5 @@ static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barr
     model::copy(to, box.height * 128, land, barrier);
 }
 
-// What clusters of one block need.
-static int cluster_rank() { return 0; }
-static void cluster_sync() { model::fail("the model has no clusters"); }
-static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }
-static void tma_load_multicast(unsigned, const TensorMap*, int, int, Barrier*, int = 3) { model::fail("the model has no clusters"); }
-static void bulk_load_multicast(unsigned, const void*, int, Barrier*, int) {
-    model::fail("the model has no clusters");
-}
-static float4 load_from_block(unsigned, int) {
-    model::fail("the model has no clusters");
-    return {};
-}
-
+#include "cuda_model_copies.h"
 #include "cuda_model_wgmma.h"

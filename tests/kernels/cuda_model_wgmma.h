@@ -71,12 +71,6 @@ template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, uns
 }
 
 // What a warp's lanes hand to each other.
-static float __shfl_sync(unsigned, float x, int from) {
-    unsigned mine;
-    memcpy(&mine, &x, 4);
-    memcpy(&x, model::together(&mine, 1)[from], 4);
-    return x;
-}
 static unsigned transpose_8x8(unsigned x) {
     auto slots = model::together(&x, 1);
     const int lane = model::lane(), half = lane / 4 % 2;

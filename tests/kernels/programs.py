@@ -3,7 +3,7 @@
 import torch
 from phalanx.kernels.attention import attention_tma
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, host_exchange, moe, quantized_cuda, quantized_pipeline, router
+from phalanx.kernels.moe import expert_gemm, expert_mlp, host_exchange, moe, quantized_cuda, quantized_pipeline, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
@@ -16,6 +16,7 @@ from phalanx.kernels.quantized import (
     super_blocks,
     super_blocks_cuda,
 )
+from phalanx.kernels.quantized.e4m3_wgmma import Cut
 from phalanx.kernels.quantized.stack import Stack
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
@@ -47,6 +48,10 @@ def quantized_gemm(rows, inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
 
 def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
     return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*cut), gate, bias, layout)
+
+
+def e4m3_program(dtype, *sizes):
+    return "e4m3_wgmma", dict(T=dtype, **e4m3_wgmma.sizes(*sizes))
 
 
 def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT):
@@ -144,14 +149,21 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1), "silu", True))),
-    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(14336, e4m3_wgmma.Cut(192, 64, 4), "", False))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(64, 64, 2), "silu", False))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(256, 64, 1), "", False))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(192, 128, 1, 2), "", False))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 256, 1, 1, 2), "silu", True))),
-    ("e4m3_wgmma", dict(T=torch.bfloat16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 128, 1, 2, 2), "silu", True))),
-    ("e4m3_wgmma", dict(T=torch.float16, **e4m3_wgmma.sizes(4096, e4m3_wgmma.Cut(128, 192, 1, 1, 2, 96), "", True))),
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1), "silu", True, 1),
+    e4m3_program(torch.float16, 14336, Cut(192, 64, 4), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, Cut(64, 64, 2), "silu", False, 1),
+    e4m3_program(torch.bfloat16, 4096, Cut(256, 64, 1), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, Cut(192, 128, 1, 2), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 256, 1, 1, 2), "silu", True, 1),
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1, 2, 2), "silu", True, 1),
+    e4m3_program(torch.float16, 4096, Cut(128, 192, 1, 1, 2, 96), "", True, 1),
+    # Tensor cores add up 256 or 512 inputs: with one set of sums or two, in clusters, by parts of the rows.
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1), "silu", True, 4),
+    e4m3_program(torch.float16, 14336, Cut(192, 64, 4), "", False, 4),
+    e4m3_program(torch.bfloat16, 4096, Cut(192, 128, 1, 1, 2), "", False, 4),
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 256, 1, 2), "silu", True, 4),
+    e4m3_program(torch.bfloat16, 4096, Cut(128, 192, 1, 2, 1, 192), "silu", False, 4),
+    e4m3_program(torch.float16, 1792, Cut(128, 192, 1, 2, 1, 192), "", True, 2),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
@@ -208,6 +220,9 @@ PROGRAMS = [
     ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
+    ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 4))),
+    ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1))),
+    ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import dequantized, expert_gemm, moe
+from phalanx.kernels.moe import dequantized, expert_gemm, expert_mlp, moe
 
 from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares
@@ -108,6 +108,26 @@ def test_every_tiling_is_warmed_up():
 def test_items_of_few_pairs(experts, hidden, inner, most, outputs):
     w2 = torch.empty(experts, hidden, inner, device="meta", dtype=torch.bfloat16)
     assert (expert_gemm.most_pairs(w2), expert_gemm.item_outputs(w2, 132)) == (most, outputs)
+
+
+@pytest.mark.parametrize(
+    "rows, experts, hidden, inner, top, tiles",
+    [
+        (16, 64, 2048, 1408, 6, 1),  # DeepSeek-V2-Lite
+        (64, 64, 2048, 1408, 6, 2),
+        (64, 128, 2048, 768, 8, 1),  # Qwen3-30B-A3B
+        (16, 8, 4096, 14336, 2, 1),  # Mixtral-8x7B
+        (256, 64, 2048, 1408, 6, 4),
+        (16, 20, 128, 192, 3, 1),
+    ],
+)
+def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
+    """A router's blocks, of 9 KB and 1 KB for the system, fit beside it, which has as much."""
+    assert expert_mlp.choose_tiles(rows * top, experts) == tiles
+    held, shared = expert_mlp.stages(hidden, inner, tiles)
+    assert held >= 4 and shared + (1 << 10) + (10 << 10) <= 228 << 10
+    warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.tiling_rows(experts, top) if n * top <= 24 * experts}
+    assert warm == {1, 2, 4}
 
 
 @pytest.mark.parametrize("elements, parts", [(1, 7), (600, 4), (10**6, 1)])

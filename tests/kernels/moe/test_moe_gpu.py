@@ -4,8 +4,9 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import expert_gemm, moe, router
+from phalanx.kernels.moe import expert_gemm, expert_mlp, moe, router
 from phalanx.kernels.moe.router import RouterParams
+from phalanx.kernels.norm import norm
 
 from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
@@ -85,6 +86,70 @@ def test_pipelined_with_many_items():
     want = moe.fused_experts_reference(given)
     for _ in range(20):  # a race would not show each time
         near(summed(moe.pipelined(given), given), want, 4e-2)
+
+
+@needs_tma
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tokens", [1, 9, 30, 75, 200])
+def test_in_one_launch(tiles, spread, tokens):
+    """Also more items than blocks, experts of several items, and a first item that is not what the block guesses."""
+    for dtype, bound in KINDS[1:]:
+        given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
+        assert expert_mlp.supports(given.x, given.w13, given.w2)
+        near(summed(moe.in_one_launch(given, tiles), given), moe.fused_experts_reference(given), bound)
+        assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+
+
+@needs_tma
+@pytest.mark.parametrize("hidden, inner", [(128, 320), (2944, 192), (256, 64)])
+def test_in_one_launch_with_chunks_of_64(hidden, inner):
+    given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
+    assert expert_mlp.supports(given.x, given.w13, given.w2)
+    near(summed(moe.in_one_launch(given), given), moe.fused_experts_reference(given), 4e-2)
+
+
+@needs_tma
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_layers_in_one_launch(tiles):
+    """One behind the other, as graphs and one by one, each with other experts: routers, sorting and experts' first
+    weights overlap, and what is as before must be the same."""
+    layers = [make(QWEN._replace(tokens=40), torch.bfloat16, "cuda") for _ in range(3)]
+    routers = [torch.randn(QWEN.experts, QWEN.hidden, device="cuda").bfloat16() / 32 for _ in layers]
+    weights = [(one.w13.nan_to_num(0.01), one.w2.nan_to_num(0.01)) for one in layers]
+    norm_weight, params = torch.ones(QWEN.hidden, device="cuda").bfloat16(), RouterParams(QWEN.k)
+    start, found = layers[0].x, []
+
+    def step(pause):
+        residual, terms = start.clone(), start[:, None].clone()
+        for gate, (w13, w2) in zip(routers, weights, strict=True):
+            x, residual = norm.sum_add_rms_norm(terms, residual, norm_weight, 1e-5)
+            pause()
+            ids, by = router.route(x, gate, None, params)
+            pause()
+            given = moe.Inputs(x, ids, by, w13, w2)
+            terms = moe.in_one_launch(given, tiles).view(*ids.shape, -1)
+            pause()
+        found.append(residual.add(terms.float().sum(1)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(stream.synchronize)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        step(lambda: None)
+        graph.capture_end()
+        want, got = found
+        assert want.isfinite().all()
+        for _ in range(20):  # a race would not show each time
+            got.fill_(float("nan"))
+            graph.replay()
+            stream.synchronize()
+            assert torch.equal(got, want)
+            step(lambda: None)
+            assert torch.equal(found.pop(), want)
 
 
 @pytest.mark.parametrize("rows", [16, 128])

@@ -8,7 +8,8 @@ from phalanx.kernels.quantized import e4m3, e4m3_cpu, floats, panels
 from ..conftest import DTYPES
 from .floats_cases import SIZES, make
 
-OF_CODES = [(48, 256, 128), (3, 192, 64), (1, 96, 32)]  # outputs, inputs, inputs of a scale
+# Outputs, inputs, inputs of a scale.
+OF_CODES = [(48, 256, 256), (17, 1024, 512), (5, 1536, 512), (20, 384, 128), (3, 192, 64), (1, 96, 32)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,8 +16,8 @@ E4M3 = torch.float8_e4m3fn
 HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 
-def packed_of(outputs, inputs):
-    plain = floats_cases.make(outputs, inputs, 128)
+def packed_of(outputs, inputs, unit=128):
+    plain = floats_cases.make(outputs, inputs, unit)
     return plain, e4m3_wide.pack(*plain)
 
 
@@ -47,6 +47,14 @@ def test_pieces_give_back_what_they_were_made_of():
     plain, packed = packed_of(37, 384)
     assert packed.pieces.shape == (3, 3, 2112)
     assert all(torch.equal(*pair) for pair in zip(e4m3_wide.unpack(packed), plain, strict=True))
+    for unit, alike in ((512, 4), (256, 2), (768, 2), (1536, 4), (128, 1), (1024, 4), (3072, 4)):
+        plain, packed = packed_of(18, 3072, unit)
+        assert packed.layout.alike == alike and packed.pieces.shape == (2, 24, 2112)
+        codes, scales = e4m3_wide.unpack(packed)
+        kept = plain.scales.repeat_interleave(unit // (128 * alike), 1)
+        assert torch.equal(codes, plain.codes) and torch.equal(scales, kept)
+        assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
+        assert torch.equal(floats.dequantize(packed, first=16), floats.dequantize(plain, first=16))
     with pytest.raises(ValueError, match="one scale for each 128"):
         e4m3_wide.pack(*floats_cases.make(16, 192, 64))
 
@@ -70,18 +78,32 @@ def test_what_it_is_for():
 
 def test_cuts():
     for rows in (65, 100, 128, 129, 256, 8191):
-        for cut in e4m3_wgmma.cuts(rows, 4096, True):
+        for cut in e4m3_wgmma.cuts(rows, 4096, 4, True):
             height = cut.height(rows)
             assert height % (16 if cut.share > 1 else 4) == 0 and height <= cut.rows
             assert cut.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
-    assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, False)} == {1}
-    assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, False) if cut.rows == 128} == {1}
-    assert all(cut.rows % cut.n == 0 for cut in e4m3_wgmma.cuts(8191, 4096, True, unmeasured=True))
-    assert {(cut.outputs, cut.rows, cut.n) for rows in (64, 8191) for cut in e4m3_wgmma.cuts(rows, 4096, False)} == {
-        tile for tile, _ in e4m3_wgmma.CUTS if tile not in e4m3_wgmma.UNMEASURED
-    }
+    assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, 1, False)} == {1}
+    assert {cut.split for cut in e4m3_wgmma.cuts(100, 1536, 4, False)} == {1}
+    assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, 1, False) if cut.rows == 128} == {1}
+    assert all(cut.rows % cut.n == 0 for cut in e4m3_wgmma.cuts(8191, 4096, 1, True, unmeasured=True))
+    found = [
+        {(cut.outputs, cut.rows, cut.n) for rows in (64, 8191) for cut in e4m3_wgmma.cuts(rows, 4096, alike, False)}
+        for alike in (1, 4)
+    ]
+    assert found[0] == {tile for tile, _ in e4m3_wgmma.CUTS if tile not in e4m3_wgmma.UNMEASURED}
+    assert found[1] == {tile for tile, _ in e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS}
+    assert [Cut(128, 256, 1).run(alike) for alike in (1, 2, 4)] == [1, 2, 2]
+    assert [Cut(128, 192, 1, matmul=192).run(alike) for alike in (2, 4)] == [2, 4]
     assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
     assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+
+
+def test_choice_by_measured_times():
+    """Of an H100 (h100-fp8-ways-2026-11-25.jsonl)."""
+    for outputs, inputs, gated in ((28672, 4096, True), (4096, 14336, False)):
+        assert e4m3_wgmma.choose(8192, outputs, inputs, 4, gated, HOPPER) == Cut(128, 192, 1, 2, matmul=192)
+    assert e4m3_wgmma.choose(2048, 6144, 4096, 4, False, HOPPER) == Cut(192, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(256, 4096, 14336, 4, False, HOPPER) == Cut(128, 128, 2, matmul=128)
 
 
 def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
@@ -118,24 +140,30 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(e4m3_wgmma, "encode_rows", encode)
     monkeypatch.setattr(e4m3_wgmma, "device_caps", lambda device: HOPPER._replace(num_sms=2))
-    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 3)
+    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
 
 
 @pytest.mark.parametrize(
-    "rows, outputs, inputs, gate, cut, dtype",
+    "rows, outputs, inputs, unit, gate, cut, dtype",
     [
-        (70, 70, 1152, "", Cut(64, 64, 1), torch.bfloat16),
-        (33, 160, 256, "silu", Cut(128, 64, 1), torch.float16),
-        (131, 146, 384, "", Cut(128, 128, 1), torch.float16),
-        pytest.param(300, 96, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
-        pytest.param(260, 64, 384, "", Cut(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
+        (70, 70, 1152, 128, "", Cut(64, 64, 1), torch.bfloat16),
+        (33, 160, 256, 128, "silu", Cut(128, 64, 1), torch.float16),
+        (131, 146, 384, 128, "", Cut(128, 128, 1), torch.float16),
+        (70, 160, 1024, 512, "silu", Cut(128, 64, 1), torch.bfloat16),
+        (37, 70, 2048, 1024, "", Cut(64, 64, 1), torch.float16),
+        (140, 66, 768, 256, "", Cut(64, 128, 1, matmul=64), torch.bfloat16),
+        pytest.param(300, 96, 128, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(260, 64, 384, 128, "", Cut(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
+        (200, 276, 1024, 512, "", Cut(128, 192, 1, matmul=192), torch.float16),
+        pytest.param(300, 160, 1024, 1024, "silu", Cut(128, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(130, 400, 1024, 512, "", Cut(192, 128, 1), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
-def test_gemm(rows, outputs, inputs, gate, cut, dtype, launched):
+def test_gemm(rows, outputs, inputs, unit, gate, cut, dtype, launched):
     """Blocks have several tiles, the last ones are not whole, and the ring goes round."""
-    plain, packed = packed_of(outputs, inputs)
+    plain, packed = packed_of(outputs, inputs, unit)
     draw = torch.Generator().manual_seed(rows)
     x, bias = (torch.randn(*sizes, generator=draw).to(dtype) for sizes in ((rows, inputs), (outputs,)))
     by = x.float().abs().amax(1, keepdim=True) / 448

@@ -12,7 +12,7 @@ from . import floats_cases
 
 require_gpu()
 E4M3 = torch.float8_e4m3fn
-# Of the norm of the error: outputs in 16 bits, and what tensor cores drop of sums of 128.
+# Of the norm of the error: outputs in 16 bits, and what tensor cores drop of sums of 128 to 512.
 BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 
 
@@ -56,16 +56,29 @@ def test_rows(rows, inputs, dtype):
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile, clusters", e4m3_wgmma.CUTS)
+@pytest.mark.parametrize("tile, clusters", e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS)
 @pytest.mark.parametrize(
-    "outputs, inputs, gate, dtype", [(1344, 2048, "silu", torch.bfloat16), (5003, 1024, "", torch.float16)]
+    "outputs, inputs, unit, gate, dtype",
+    [
+        (1344, 2048, 128, "silu", torch.bfloat16),
+        (5003, 1024, 128, "", torch.float16),
+        (1344, 4096, 1024, "silu", torch.bfloat16),
+        (5003, 2048, 2048, "", torch.float16),
+        (1344, 3584, 512, "silu", torch.bfloat16),
+        (1344, 1792, 256, "", torch.float16),
+    ],
 )
-def test_every_cut(outputs, inputs, gate, dtype, tile, clusters):
-    packed, weight = make(outputs, inputs)
+def test_every_cut(outputs, inputs, unit, gate, dtype, tile, clusters):
+    if unit == 128 and (tile, clusters) in e4m3_wgmma.LONG_CUTS:
+        pytest.skip("of pieces with the same scales alone")
+    packed, weight = make(outputs, inputs, unit)
+    alike = packed.layout.alike
     bias = torch.randn(outputs, device="cuda").to(dtype)
-    cuts = [cut for cut in e4m3_wgmma.cuts(257, inputs, bool(gate), True) if (cut.outputs, cut.rows, cut.n) == tile]
-    assert len(cuts) >= len(clusters) - 1
-    sizes = [e4m3_wgmma.sizes(inputs, cut, gate, True) for cut in cuts]
+    every = e4m3_wgmma.cuts(257, inputs, alike, bool(gate), True)
+    cuts = [cut for cut in every if (cut.outputs, cut.rows, cut.n) == tile]
+    wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
+    assert len(cuts) >= len(wanted) - 1
+    sizes = [e4m3_wgmma.sizes(inputs, cut, gate, True, alike) for cut in cuts]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], torch.device("cuda"))
     for rows in (5, 65, 129, 256, 600, 2500):
         x = rows_of(rows, inputs, dtype)
@@ -80,7 +93,8 @@ def test_every_cut(outputs, inputs, gate, dtype, tile, clusters):
 
 @needs_hopper
 @pytest.mark.parametrize(
-    "outputs, inputs, unit, gate", [(6144, 4096, 128, ""), (28672, 4096, 2048, "silu"), (4096, 14336, 128, "")]
+    "outputs, inputs, unit, gate",
+    [(6144, 4096, 128, ""), (28672, 4096, 2048, "silu"), (4096, 14336, 128, ""), (4096, 14336, 1024, "")],
 )
 def test_linears_of_a_model(outputs, inputs, unit, gate):
     packed, weight = make(outputs, inputs, unit)

@@ -11,7 +11,7 @@ from ...reference import Reference
 from ..harness import distance, reference_logits, run_steps, tokens
 from ..test_architectures import write
 
-# Two ranks get 128 inputs each of what is cut.
+# Two ranks get 128 and 256 inputs each of what is cut.
 SIZES = dict(
     model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, vocab_size=509, max_position_embeddings=512,
@@ -27,9 +27,11 @@ def path(tmp_path_factory):
 def test_logits(path, tp):
     truth, ids = Reference(path), tokens(60, vocab=509)
     plain = reference_logits(truth.model, ids)
-    for module in truth.model.modules():
+    for name, module in truth.model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            coded = floats.pack(*e4m3.encode_reference(module.weight.detach(), 128))
+            cut = tp if name.endswith(("o_proj", "down_proj")) else 1
+            unit = e4m3.unit_of(module.in_features // cut)
+            coded = floats.pack(*e4m3.encode_reference(module.weight.detach(), unit))
             module.weight = torch.nn.Parameter(floats.dequantize(coded))
     steps = [[(0, 40)], *[[(0, 1)]] * 20]  # many rows at once, and one
     (logits,) = run_steps(path, [ids], steps, tp=tp, isq="fp8", max_model_len=512)

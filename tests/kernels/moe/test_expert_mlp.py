@@ -1,0 +1,103 @@
+"""The kernel for all of a layer's experts, thread by thread on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.moe import expert_mlp, moe
+from phalanx.kernels.moe.moe import Held
+
+from .. import cuda_model
+from .cases import Sizes, make, near, share_of
+
+# Of one tile and several, of every expert and few, where a block's first item is what it guesses and where it is not,
+# and with fewer chunks of an item than a block holds.
+CASES = [
+    (Sizes(9, 2, 4, 128, 64), 1, None),
+    (Sizes(40, 2, 3, 256, 128), 2, None),
+    (Sizes(6, 2, 9, 128, 128, "few"), 2, None),
+    (Sizes(50, 2, 3, 128, 128), 4, None),
+    (Sizes(12, 3, 9, 128, 64), 1, Held(3, 3, 9)),
+    (Sizes(2, 1, 5, 1024, 64, "one"), 2, None),
+]
+COUNTED = 1000  # more than a layer's items
+
+
+class Launcher:
+    """In place of jit's: kernels run in the model, of so many multiprocessors. New tensors hold NaN."""
+
+    def __init__(self, monkeypatch, models):
+        self.models, self.blocks, self.seed = models, 1, 0
+        self.counts, self.made = torch.zeros(COUNTED, dtype=torch.int32), []
+        monkeypatch.setattr(jit, "kernel", self.kernel)
+        monkeypatch.setattr(
+            jit, "tensor_map", lambda at, rows, columns, high, _: cuda_model.Box(at, rows, columns, high)
+        )
+        monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
+        monkeypatch.setattr(expert_mlp, "device_caps", lambda _: SimpleNamespace(num_sms=self.blocks))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        real = torch.Tensor.new_empty
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: self.keep(real(x, *a, **k)))
+
+    def keep(self, x):
+        self.made.append(x.fill_(float("nan")))
+        return x
+
+    def kernel(self, source, name, dtype, shared=0, **sizes):
+        library = self.models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0):
+            assert shared <= 227 << 10
+            self.seed += 1
+            cuda_model.launch(library, grid, threads, args, args[0], seed=self.seed)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    "sizes, tiles, held", [*CASES[:4], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[4:])]
+)
+def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
+    torch.manual_seed(0)
+    given = make(sizes, torch.bfloat16)
+    if held:
+        given = share_of(given, held)
+    x, ids, weights, w13, w2, act, *_ = given
+    groups = moe.group(ids, len(w13), 8 * tiles, held)
+    want = moe.fused_experts_reference(given)
+    launcher = Launcher(monkeypatch, cuda_models)
+    args = x, ids, weights, w13, w2, groups, act, tiles
+    y = expert_mlp.expert_mlp(*args)
+    if held:  # a CPU has no kernel that leaves pairs out
+        here = ((ids >= held.first) & (ids < held.first + held.size)).flatten()
+        assert torch.equal(y.isnan().any(1), ~here)
+        y = torch.where(here[:, None], y, 0)
+    near(y.view(*ids.shape, -1).float().sum(1).to(x.dtype), want, 4e-2)
+    assert not launcher.counts.any()
+
+
+@pytest.mark.parametrize("one_expert", [False, True])
+@pytest.mark.parametrize("blocks", [4, pytest.param(7, marks=pytest.mark.long)])
+def test_several_blocks(blocks, one_expert, monkeypatch, cuda_models):
+    """The model runs them one after the other, so that none may wait: rows of h are there from the start.
+
+    With one expert, number 1, of four items the last is of w2: block 3 guesses that it is the first one of expert 1.
+    """
+    torch.manual_seed(1)
+    given = make(Sizes(6, 1, 5, 128, 192) if one_expert else Sizes(20, 2, 5, 128, 192), torch.bfloat16)
+    if one_expert:
+        given = given._replace(ids=torch.ones_like(given.ids))
+    x, ids, weights, w13, w2, act, *_ = given
+    groups = moe.group(ids, len(w13), 8)
+    launcher = Launcher(monkeypatch, cuda_models)
+    args = x, ids, weights, w13, w2, groups, act, 1
+    want = expert_mlp.expert_mlp(*args)
+    h = launcher.made[0].clone()
+    assert h.isfinite().all()
+    launcher.blocks, launcher.counts[: len(groups.tile_expert)] = blocks, COUNTED
+    monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(h) if x.shape == h.shape else x.fill_(float("nan")))
+    assert torch.equal(expert_mlp.expert_mlp(*args), want)
+    used = int((groups.tile_expert >= 0).sum())
+    assert (launcher.counts[:used] == COUNTED + 3 + 1).all(), "items of a tile: 192 / 64 of the first GEMM, 128 / 128"
+    assert not launcher.counts[len(groups.tile_expert) :].any()
