@@ -31,6 +31,7 @@ from phalanx.kernels.quantized import (
     e4m3_wgmma,
     e4m3_wide,
     floats,
+    grouped_gemv,
     int4_cuda,
     pieces_cuda,
     q4_k,
@@ -120,9 +121,11 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
             fits = pieces_cuda.gemv_shared(rows, packed.inputs, way.strips) <= pieces_cuda.GEMV_SHARED
             if fits and (not gate or way.strips == 2):
                 found["gemv{}a{}b{}".format(*way)] = partial(_gemv, way)
+    for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
+        found["grouped{}r{}".format(*one)] = partial(_grouped, one)
     if rows <= pieces_cuda.MOST_ROWS:
         for cut in pieces_cuda.tile_configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
-            found["m{}k{}".format(*cut)] = partial(_gemm, cut)
+            found["m{}k{}t{:d}".format(*cut)] = partial(_gemm, cut)
     for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
     for both in _wgmma_parts(rows, packed.outputs, packed.inputs, packed.layout, gate):
@@ -133,6 +136,10 @@ def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
 
 def _gemv(way: pieces_cuda.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
     return pieces_cuda.gemv(x, packed, way, gate)
+
+
+def _grouped(way: pieces_cuda.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.grouped(x, packed, way, gate)
 
 
 def _gemm(cut: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -184,6 +191,9 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
                 for way in gemvs(layout):
                     sizes = pieces_cuda._gemv_sizes(n, inputs, way, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
+            for one in grouped_gemv.configs(n, inputs, layout, bool(gate)):
+                sizes = pieces_cuda._grouped_sizes(n, inputs, one, gate, False, layout)
+                wanted.append(jit.variant("grouped_gemv", BF16, **sizes))
             if n <= pieces_cuda.MOST_ROWS:
                 for cut in pieces_cuda.tile_configs(n, outputs, inputs, layout, bool(gate)):
                     sizes = pieces_cuda._gemm_sizes(n, inputs, cut, gate, False, layout)

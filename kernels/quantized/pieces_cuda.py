@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import ACTIVATIONS, gated_activation
 from ..device import DeviceCaps, device_caps
-from . import wgmma_cuts
+from . import grouped_gemv, wgmma_cuts
+from .grouped_gemv import GroupedConfig
 from .wgmma_cuts import SHARED, STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
@@ -28,6 +29,8 @@ MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
 WARPS = 12  # of a block that multiply, at most, where there are several to a strip
+TURN_WARPS = 16  # of a block that multiply, at most, where they take turns
+TURN_INPUTS = 256  # of a chunk, where warps take turns
 LEAST_STAGES = 4
 RUN = 4  # pieces that a warp of dequantize.cu takes
 
@@ -74,9 +77,10 @@ class TileConfig(NamedTuple):
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
+    in_turn: bool = False  # whether warps take chunks in turn, and others sum x up; otherwise warps share out chunks
 
 
-Way = GemvConfig | TileConfig | WgmmaConfig | WgmmaParts
+Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
@@ -97,6 +101,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     assert way is not None, "supports() was not asked"
     if isinstance(way, GemvConfig):
         y = gemv(x, packed, way, fused, bias)
+    elif isinstance(way, GroupedConfig):
+        y = grouped(x, packed, way, fused, bias)
     elif isinstance(way, WgmmaConfig):
         y = wgmma(x, packed, way, fused, bias)
     elif isinstance(way, WgmmaParts):
@@ -126,6 +132,9 @@ def variants(
         way, fused = _plan(n, packed, gate, found)
         if isinstance(way, GemvConfig):
             yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias, packed.layout))
+        elif isinstance(way, GroupedConfig):
+            sizes = _grouped_sizes(n, packed.inputs, way, fused, bias, packed.layout)
+            yield jit.variant("grouped_gemv", dtype, **sizes)
         elif isinstance(way, WgmmaConfig | WgmmaParts):
             for cut in (way,) if isinstance(way, WgmmaConfig) else (way.first, way.rest):
                 sizes = _wgmma_sizes(packed.inputs, cut, fused, bias, packed.layout)
@@ -151,6 +160,8 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
+    if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
+        return by_groups
     strips = -(-outputs // STRIP)
     way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
     if layout.bytes > LARGE:  # a lane's registers hold half as many
@@ -162,23 +173,26 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
 
 
-def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, int]:
-    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then long
-    chunks up to 256 first."""
+def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, bool, int]:
+    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then
+    turns first, and long chunks up to 256."""
     tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
     slower = 1.3 if cut.inputs < layout.chunk else 1
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, -min(cut.inputs, 256)
+    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, not cut.in_turn, -min(cut.inputs, 256)
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
     """All that `gemm` takes for these sizes."""
+    turns = (False, True) if takes_turns(layout.sizes) and _row_tiles(rows) <= 2 else (False,)
     for height in HEIGHTS:
         if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
             continue
         for length in LENGTHS:
-            cut = TileConfig(height, length)
-            if inputs % length == length % layout.inputs == 0 and stages(cut, rows, layout)[0] >= LEAST_STAGES:
-                yield cut
+            for in_turn in turns if length == TURN_INPUTS else (False,):
+                cut = TileConfig(height, length, in_turn)
+                whole = inputs % (length * _turns(cut)) == length % layout.inputs == 0
+                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(cut)):
+                    yield cut
 
 
 def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -194,6 +208,19 @@ def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tenso
     return y
 
 
+def grouped(x: Tensor, packed: Packed, way: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to grouped_gemv.MOST_ROWS rows; a gate takes two strips."""
+    rows, inputs = x.shape
+    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
+    _, shared = grouped_gemv.stages(way, rows, inputs, packed.layout)
+    sizes = _grouped_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **sizes)
+    blocks = min(len(packed.pieces) // way.strips, grouped_gemv.BLOCKS * device_caps(x.device).num_sms)
+    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
+    kernel((blocks, 1, 1), grouped_gemv.WARPS * 32, *args, shared=shared)
+    return y
+
+
 def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to MOST_ROWS rows, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, packed.outputs
@@ -204,7 +231,8 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
     blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    kernel((blocks, 1, 1), _threads(cut, rows, packed.layout) + 32, *args, shared=shared)
+    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summers(cut))
+    kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
 
 
@@ -247,11 +275,14 @@ def gemv_shared(rows: int, inputs: int, strips: int) -> int:
 
 def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
-    padded, groups = 8 * _row_tiles(rows), _groups(cut, rows, layout)
-    sums = groups * cut.outputs * (padded + 1) * 4
+    padded, turns = 8 * _row_tiles(rows), _turns(cut)
+    sums = _groups(cut, rows, layout) * turns * cut.outputs * (padded + 1) * 4
     stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
+    if cut.in_turn:  # sums of x over 32 inputs, in two forms
+        stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
-    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES)
+    # A turn has stages of its own.
+    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
@@ -274,6 +305,14 @@ def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, 
     )
 
 
+def _grouped_sizes(
+    rows: int, inputs: int, way: GroupedConfig, gate: str, bias: bool, layout: Layout
+) -> dict[str, jit.Size]:  # fmt: skip
+    act = ACTIVATIONS.index(gate) if gate else 0
+    return {**_format(layout), **grouped_gemv.sizes(way, rows, inputs, layout),
+            "GATED": int(bool(gate)), "ACT": act, "BIAS": int(bias)}  # fmt: skip
+
+
 def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
     tiles = _row_tiles(rows)
     return dict(
@@ -285,6 +324,9 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         TILES=tiles,
         MT=_strips_of_a_warp(cut.outputs, tiles),
         GROUPS=_groups(cut, rows, layout),
+        TURNS=_turns(cut),
+        SUMMERS=_summers(cut),
+        MULTIPLY="gemm_summed" if cut.in_turn else "gemm_plain",
         GATED=int(bool(gate)),
         ACT=ACTIVATIONS.index(gate) if gate else 0,
         BIAS=int(bias),
@@ -312,9 +354,26 @@ def _format(layout: Layout) -> dict[str, jit.Size]:
     return {"FORMAT": layout.header, **dict(layout.sizes)}
 
 
+def takes_turns(sizes: Iterable[tuple[str, int]]) -> bool:
+    """Whether quantized_gemm.cu's warps may take turns: by super-blocks of 256 inputs with minima of 32 each."""
+    return {("FACTORED", TURN_INPUTS), ("GROUP", 32), ("MINIMA", 1)} <= set(sizes)
+
+
+def _turns(cut: TileConfig) -> int:
+    """Warps that take chunks of a strip in turn."""
+    most = TURN_WARPS // (cut.outputs // STRIP)
+    return next(count for count in (8, 4, 2, 1) if count <= most) if cut.in_turn else 1
+
+
+def _summers(cut: TileConfig) -> int:
+    """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
+    return min(_turns(cut), 4 if cut.outputs <= 32 else 2 if cut.outputs <= 64 else 1) if cut.in_turn else 0
+
+
 def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:
     """That multiply."""
-    return cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows)) * _groups(cut, rows, layout) * 32
+    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
+    return warps * _groups(cut, rows, layout) * _turns(cut) * 32
 
 
 def _row_tiles(rows: int) -> int:
@@ -327,7 +386,9 @@ def _strips_of_a_warp(height: int, tiles: int) -> int:
 
 
 def _groups(cut: TileConfig, rows: int, layout: Layout) -> int:
-    """Warps that share a strip: as many as make WARPS, each with a piece of a chunk at least."""
+    """Warps that share a chunk of a strip: as many as make WARPS, each with a piece at least."""
+    if cut.in_turn:
+        return 1
     warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
     most = min(WARPS // warps, cut.inputs // layout.inputs)
     return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

@@ -4,22 +4,27 @@
 // One warp of a block has bulk copies bring chunks of KC inputs of M outputs, and TMA the same inputs of x, to shared
 // memory, STAGES of them ahead and on into the next tile of outputs; as much of W as fits before the kernel's
 // predecessor has ended. Of the others each widens the codes of MT strips of 16 outputs in registers and multiplies them
-// by tensor cores; GROUPS of warps take turns along a chunk. A piece's sums are scaled as they are added up, so that
-// products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs]
-// is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are whatever lies there.
+// by tensor cores; GROUPS of warps share out a chunk, or TURNS of warps take chunks in turn. A piece's sums are scaled as
+// they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up.
+// With BIAS, bias [outputs] is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are
+// whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
 #include FORMAT
-#include "piece_mma.cuh"
 
 constexpr int ROWS = 8 * TILES;  // of x
-constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, THREADS = SUBTILES * GROUPS * 32;  // that multiply
+constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, OF_STRIP = GROUPS * TURNS;  // OF_STRIP: warps
+constexpr int THREADS = SUBTILES * OF_STRIP * 32;                                  // that multiply
 constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
 constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
-constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
+#include MULTIPLY
+constexpr int STAGE = (X_BYTES + W_BYTES + TABLES + 1023) / 1024 * 1024;
+constexpr int BLOCK = THREADS + 32 + 32 * SUMMERS;  // threads: also of a warp that copies, and perhaps some that sum up
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int WIDE = ROWS + 1;
+// A warp waits for each round of its stages: a barrier tells even rounds from odd ones only.
+static_assert(CHUNKS % TURNS == 0 && STAGES % TURNS == 0 && (!SUMMED || STAGES % SUMMERS == 0));
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
@@ -59,35 +64,10 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     }
 }
 
-// A chunk's pieces k, k + GROUPS, ... of MT strips.
-__device__ inline void multiply(unsigned x_from, unsigned w_from, int group, float (&sum)[MT][TILES][4]) {
-    const int lane = threadIdx.x % 32;
-    // A lane's row of x, and where its first piece of 16 bytes stands there.
-    const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < OF_CHUNK; i += GROUPS) {
-#pragma unroll
-        for (int p = 0; p < SPAN / 32; p++) {
-            const int k = i + group, part_of_x = k * (SPAN / 32) + p;  // 32 inputs
-            unsigned b[TILES][4];
-#pragma unroll
-            for (int j = 0; j < TILES; j++)
-                ldmatrix(b[j], x_row + (part_of_x / 2 * ROWS + j * 8) * 128 + (part_of_x % 2 * 64 ^ x_piece));
-            float whole[TILES][PARTS][4] = {};
-            if (MINIMA) sum_up_rows(b, whole);
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane, p);
-                multiply_piece(piece, 2 * p, b, whole, sum[m]);
-            }
-        }
-    }
-}
-
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
     float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) y += sums[(k * M + out) * WIDE + row];
+    for (int k = 0; k < OF_STRIP; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
 }
 
@@ -103,12 +83,12 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int first, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
                int outputs) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], summed[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -117,30 +97,51 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
+            mbarrier_init(empty + s, SUBTILES * GROUPS);
+            mbarrier_init(summed + s, 1);
         }
         fence_mbarrier_init();
     }
     __syncthreads();
+    if (SUMMED && thread >= THREADS + 32) {
+        grid_wait();
+#pragma unroll 1
+        for (int n = warp - THREADS / 32 - 1; n < mine * CHUNKS; n += SUMMERS) {
+            const int at = n % STAGES * STAGE;
+            mbarrier_wait(full + n % STAGES, n / STAGES);
+            sum_up(ring + at, (unsigned char*)memory + (ring - smem_address(memory)) + at + X_BYTES + W_BYTES);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(summed + n % STAGES);
+        }
+        return;
+    }
     if (thread >= THREADS) {
         if (elected()) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, strips, rows);
         return;
     }
     grid_wait();
-    const int sub = warp % SUBTILES, group = warp / SUBTILES;
-    for (int t = 0, n = 0; t < mine; t++) {
+    const int sub = warp % SUBTILES, turn = warp / SUBTILES / GROUPS;
+    int stage = turn, round = 0;
+    Barrier* before = empty;  // of the warp's last chunk
+    for (int t = 0; t < mine; t++) {
         float sum[MT][TILES][4] = {};
 #pragma unroll 1
-        for (const int start = n, end = n + CHUNKS; n < end; n++) {
-            const unsigned stage = ring + n % STAGES * STAGE;
-            mbarrier_wait(full + n % STAGES, n / STAGES);
-            // What was loaded of the chunk before has been multiplied, so that it has been read.
-            if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
-            multiply(stage, stage + X_BYTES + sub * MT * OF_CHUNK * PIECE, group, sum);
+        for (int c = turn; c < CHUNKS; c += TURNS) {
+            const unsigned from = ring + stage * STAGE;
+            mbarrier_wait(full + stage, round);
+            if (SUMMED) mbarrier_wait(summed + stage, round);
+            // What was loaded of the warp's chunk before has been multiplied, so that it has been read.
+            if (TURNS == 1 && c > 0 && lane == 0) mbarrier_arrive(before);
+            before = empty + stage;
+            stage += TURNS;
+            if (stage >= STAGES) stage -= STAGES, round ^= 1;
+            const unsigned w_from = from + X_BYTES + sub * MT * OF_CHUNK * PIECE;
+            multiply(from, w_from, from + X_BYTES + W_BYTES, warp / SUBTILES % GROUPS, sum);
+            if (TURNS > 1) release_stage(before);  // the warp's next chunk may be half of the ring away
         }
-        release_stage(empty + (n - 1) % STAGES);
+        if (TURNS == 1) release_stage(before);
         if (t) consumer_sync();  // the values of the tile before have been stored
-        float* here = sums + (group * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
+        float* here = sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll

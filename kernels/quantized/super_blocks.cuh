@@ -88,39 +88,74 @@ template <int KIND> __device__ inline float2 of_two_levels(const Piece& piece, i
 __device__ inline float2 scales(const Piece& piece, int step) { return of_two_levels<0>(piece, step); }
 __device__ inline float2 minima(const Piece& piece, int step) { return of_two_levels<MINIMA>(piece, step); }
 
-// Codes less ZERO, exactly, of inputs 16 step to 16 step + 15, as the first operand of an mma.
-template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    constexpr unsigned LESS = ZERO | ZERO << 16;
+// What `raised_codes` have too much.
+template <class E> constexpr float RAISED = 0;
+template <> constexpr float RAISED<bf16> = ZERO == 128 ? 0 : 128 + ZERO;
+template <> constexpr float RAISED<f16> = ZERO == 128 ? 0 : 1024 + ZERO;
+
+// Codes that are more by RAISED, exactly, of inputs 16 step to 16 step + 15, as the first operand of an mma: to subtract
+// it from sums, by the sum of x, takes less than to subtract it from codes.
+template <class E> __device__ inline void raised_codes(const unsigned (&words)[WORDS], int step, unsigned (&a)[4]) {
     if constexpr (BITS == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            a[i] = add_pairs<E>(and_xor(piece.words[step] >> 4 * i, 0x000f000f, whole_pair(E())),
-                                (whole_pair(E()) | 0x80008000) + LESS);
+        for (int i = 0; i < 4; i++) a[i] = and_xor(words[step] >> 4 * i, 0x000f000f, whole_pair(E()));
     } else {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const unsigned word = piece.words[2 * step + h];
-            if constexpr (ZERO == 128)
+            const unsigned word = words[2 * step + h];
+            if constexpr (ZERO == 128) {
                 centred_bytes<E>(word, a[h], a[2 + h]);
-            else
-                small_bytes<E>(word, ZERO, a[h], a[2 + h]);
+            } else {
+                a[h] = and_xor(word, 0x007f007f, whole_pair(E()));
+                a[2 + h] = and_xor(word >> 8, 0x007f007f, whole_pair(E()));
+            }
         }
     }
+}
+
+// Codes less ZERO, exactly, of the same.
+template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+    constexpr unsigned LESS = ZERO | ZERO << 16;
+    raised_codes<E>(piece.words, step, a);
+    if constexpr (ZERO != 128) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = add_pairs<E>(a[i], (whole_pair(E()) | 0x80008000) + LESS);
+    }
+}
+
+// Of a pair of groups: a lane's part of the tables.
+struct Pair {
+    unsigned factors[KINDS * SUPERS], numbers[KINDS];
+};
+
+// From shared memory. pair: of the piece.
+__device__ inline Pair shared_pair(unsigned from, int lane, int pair) {
+    Pair y;
+#pragma unroll
+    for (int i = 0; i < KINDS * SUPERS; i++) y.factors[i] = load_shared4(from + FACTORS_AT + i * 32 + lane / 4 * 4);
+#pragma unroll
+    for (int i = 0; i < KINDS; i++)
+        y.numbers[i] = load_shared4(from + NUMBERS_AT + (pair * KINDS + i) * 32 + lane / 4 * 4);
+    return y;
+}
+
+// Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of the pair's group.
+template <int KIND> __device__ inline float2 of_pair(const Pair& pair, int group) {
+    const float2 factors = unpack<f16>(pair.factors[KIND * SUPERS + group % SUPERS]);
+    const int number = group * KINDS + KIND;
+    const unsigned word = pair.numbers[number / 2];
+    return {byte_times(word, number % 2 * 2, factors.x), byte_times(word, number % 2 * 2 + 1, factors.y)};
 }
 
 // Codes as they are widened the fastest, and what they have too much. Sums of 16 take off an offset at the cost of more
 // than they spare.
 template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    if constexpr (!RAW) return codes<E>(piece, step, a);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        a[i] = BITS == 4 ? and_xor(piece.words[step] >> 4 * i, 0x000f000f, whole_pair(E()))
-                         : and_xor(piece.words[2 * step + i % 2] >> i / 2 * 8, 0x007f007f, whole_pair(E()));
+    if constexpr (RAW)
+        raised_codes<E>(piece.words, step, a);
+    else
+        codes<E>(piece, step, a);
 }
-template <class E> __device__ inline float2 offsets(const Piece&, int) {
-    const float offset = unpack<E>(whole_pair(E())).x + ZERO;
-    return {offset, offset};
-}
+template <class E> __device__ inline float2 offsets(const Piece&, int) { return {RAISED<E>, RAISED<E>}; }
 
 // Weights of the same, rounded once.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pieces_cuda import STRIP, Layout, Packed
+from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed, takes_turns
 from .super_blocks_form import Form
 
 INPUTS = 64  # of a piece
@@ -21,7 +21,9 @@ def layout(form: Form) -> Layout:
     each, groups, kinds = INPUTS // min(form.super, INPUTS), INPUTS // form.group, 1 + form.minima
     size = 128 * form.bits + (32 * each + 16 * groups) * kinds
     of_scales = ("SUPER", INPUTS // each), ("FACTORED", form.super), ("GROUP", form.group), ("MINIMA", int(form.minima))
-    return Layout(HEADER, INPUTS, size, WIDENING, (("BITS", form.bits), ("ZERO", form.zero), *of_scales))
+    sizes = ("BITS", form.bits), ("ZERO", form.zero), *of_scales
+    # Where warps of quantized_gemm.cu take turns, it is faster than a GEMV of several rows.
+    return Layout(HEADER, INPUTS, size, WIDENING, sizes, 1 if takes_turns(sizes) else GEMV_ROWS)
 
 
 def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: Form) -> Tensor:

@@ -262,16 +262,16 @@ static void __syncwarp() {
     model::together(&none, 1);
 }
 template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four bytes
-    memcpy(&x, model::together((unsigned*)&x, 1)[lane], 4);
+    unsigned mine;
+    memcpy(&mine, &x, 4);
+    memcpy(&x, model::together(&mine, 1)[lane], 4);
     return x;
 }
-static int __shfl_xor_sync(unsigned, int x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
+template <class E> static E __shfl_xor_sync(unsigned, E x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
 template <class E> static E __ldcg(const E* x) { return *x; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
 static void __threadfence() {}
-static void wait_for_count(const int* count, int least) {
-    model::wait_until([=] { return *count >= least; });
-}
+static void wait_for_count(const int* count, int least) { model::wait_until([=] { return *count >= least; }); }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;

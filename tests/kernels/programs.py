@@ -60,6 +60,10 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
     return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
+def by_groups(rows, inputs, way, gate, bias, layout):
+    return pieces_cuda._grouped_sizes(rows, inputs, pieces_cuda.GroupedConfig(*way), gate, bias, layout)
+
+
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
     cut = quantized_pipeline.choose(inputs, layout)
@@ -169,7 +173,12 @@ PROGRAMS = [
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, Q4_K))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (2, 4), "silu", False, Q4_K))),
+    ("grouped_gemv", dict(T=torch.float16, **by_groups(1, 14336, (1, 2), "", True, Q6_K))),
+    ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(3, 4096, (1, 4), "", True, Q4_1))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256, True), "silu", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 14336, (32, 512), "", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 256, True), "", True, Q4_K))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (112, 64), "silu", False, Q6_K))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (128, 128, 64, 4), "", False, Q6_K))),

@@ -8,6 +8,7 @@ from phalanx.kernels.quantized import (
     e4m3_cuda,
     e4m3_wide,
     floats,
+    grouped_gemv,
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
@@ -15,6 +16,7 @@ from phalanx.kernels.quantized import (
     super_blocks_cuda,
     wgmma_cuts,
 )
+from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig, WgmmaParts
 
 from .. import cuda_model
@@ -26,6 +28,7 @@ SUPER_BLOCKS = {
     "q6_k": super_blocks.Form(256, 16, 8, 32, 210, False),
     "q4_1": super_blocks.Form(32, 32, 4, 0, 20),
 }
+Q4_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q4_k"])
 Q6_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q6_k"])
 H200 = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -144,6 +147,46 @@ def test_gated_gemv(rows, outputs, inputs, form, launched):
     near(pieces_cuda.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
 
 
+GROUPED = [
+    (1, 40, 4096, 4, "q4_k"),
+    (1, 40, 1280, 2, "q6_k"),
+    (2, 49, 1280, 2, "q4_k"),
+    (3, 33, 512, 4, "q4_k"),
+    pytest.param(1, 33, 1024, 4, "q4_1", marks=pytest.mark.long),
+    pytest.param(2, 33, 1280, 4, "q6_k", marks=pytest.mark.long),
+    pytest.param(4, 33, 1280, 2, "q4_1", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows, outputs, inputs, run, form", GROUPED)
+def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
+    """Blocks have several tiles, the last one is not whole, and the rings go round."""
+    monkeypatch.setattr(grouped_gemv, "MOST_STAGES", 2)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
+    want = x.double() @ weight.T
+    near(pieces_cuda.grouped(x, packed, GroupedConfig(1, run)), want)
+    near(pieces_cuda.grouped(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
+    assert launched == ["grouped_gemv"] * 2
+
+
+@pytest.mark.parametrize("rows, form", [(1, "q4_k"), (3, "q4_k"), (2, "q6_k")])
+def test_gated_grouped(rows, form, launched):
+    (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
+    want = x.double() @ weight.T + bias.double()
+    near(pieces_cuda.grouped(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
+
+
+def test_rows_of_many_inputs_are_not_grouped():
+    """Of which few stages fit beside x; one row is, of any number."""
+    for rows, inputs in ((1, 4096), (1, 14336), (4, 4096)):
+        assert isinstance(pieces_cuda.choose(rows, 4096, inputs, Q4_K_LAYOUT, False, H200), GroupedConfig)
+    for rows in (2, 3, 4):
+        found = pieces_cuda.choose(rows, 4096, 14336, Q4_K_LAYOUT, False, H200)
+        assert found == TileConfig(32, 256, True)
+
+
 TILES = [
     (3, 112, 256, TileConfig(32, 64), "q8_0"),
     (8, 200, 1024, TileConfig(48, 128), "q8_0"),
@@ -154,6 +197,7 @@ TILES = [
     (8, 200, 1024, TileConfig(48, 128), "e4m3"),
     (8, 80, 1024, TileConfig(48, 256), "e4m3_wide"),
     (8, 80, 512, TileConfig(48, 128), "q4_k"),
+    pytest.param(8, 80, 512, TileConfig(48, 128), "q4_1", marks=pytest.mark.long),
     pytest.param(17, 100, 512, TileConfig(64, 64), "q6_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
     pytest.param(13, 96, 1024, TileConfig(64, 256), "q8_0", marks=pytest.mark.long),
@@ -170,6 +214,33 @@ def test_gemm(rows, outputs, inputs, cut, form, launched):
         want = x.double() @ weight.T + bias.double()
         for _ in range(2):
             near(pieces_cuda.gemm(x, packed, cut, bias=bias), want)
+
+
+IN_TURN = [
+    (13, 168, 2048, 48, ""),
+    (5, 136, 4096, 32, ""),
+    (16, 448, 512, 224, "silu"),
+    pytest.param(8, 224, 512, 224, "silu", marks=pytest.mark.long),
+    pytest.param(11, 264, 2048, 112, "", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("rows, outputs, inputs, height, gated", IN_TURN)
+def test_gemm_in_turn(rows, outputs, inputs, height, gated, launched, monkeypatch):
+    """Each turn has stages of its own; rings go round, and the last tile is not whole."""
+    monkeypatch.setattr(wgmma_cuts, "MOST_STAGES", 8)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
+        (packed, weight), (x, bias) = make(outputs, inputs, "q4_k"), inputs_of(rows, outputs, inputs, dtype)
+        want = x.double() @ weight.T + bias.double()
+        got = pieces_cuda.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
+        near(got, gate(want, dtype) if gated else want)
+
+
+def test_turns_are_taken_of_few_rows():
+    """Of few outputs in tiles of 16 rows, too few stages fit: warps share out chunks."""
+    for rows, outputs, in_turn in ((8, 4096, True), (16, 4096, False), (16, 6144, True), (17, 6144, False)):
+        assert pieces_cuda.choose(rows, outputs, 4096, Q4_K_LAYOUT, False, H200).in_turn is in_turn
 
 
 @pytest.mark.parametrize(

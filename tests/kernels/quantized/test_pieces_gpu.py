@@ -10,6 +10,7 @@ from phalanx.kernels.quantized import (
     e4m3_cuda,
     e4m3_wide,
     floats,
+    grouped_gemv,
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
@@ -148,9 +149,38 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
 
 
 @needs_tma
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs, form", [(6176, 4096, "q4_k"), (1344, 14336, "q4_k"), (4096, 3328, "q6_k")])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
+    packed, weight = make(outputs, inputs, form)
+    x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
+    want = x.double() @ weight.T + bias.double()
+    for gated in ("", "silu"):
+        for way in grouped_gemv.configs(rows, inputs, packed.layout, bool(gated)):
+            found = [pieces_cuda.grouped(x, packed, way, gated, bias) for _ in range(4)]
+            check(found, gate(want, dtype) if gated else want, way, EXACT_GATED if gated else PLAIN)
+
+
+@needs_tma
+@pytest.mark.parametrize("form", ["q4_k", "q6_k"])
+def test_rows_far_from_zero(form):
+    """Codes are more by 128 as they are multiplied: what that adds is large where x sums up to much."""
+    packed, weight = make(1344, 4096, form)
+    for rows in (1, 2, 4, 7, 16):
+        x = rows_of(rows, 4096, torch.bfloat16)
+        x += 4
+        x[:, 100] = 1000
+        want = x.double() @ weight.T
+        check([pieces_cuda.linear(x, packed) for _ in range(2)], want, rows, PLAIN)
+
+
+@needs_tma
 @pytest.mark.parametrize(
     "outputs, inputs, gated, dtype, form",
     [
+        (1344, 2048, "silu", DTYPES[0], "q4_k"),
+        (5000, 1024, "", DTYPES[1], "q4_k"),
         (1344, 2048, "silu", DTYPES[0], "q8_0"),
         (5000, 1024, "", DTYPES[1], "q8_0"),
         (1344, 2048, "silu", DTYPES[0], "int4 128 zeros"),

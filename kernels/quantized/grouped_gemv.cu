@@ -1,0 +1,205 @@
+// y [R, outputs] = x [R, I] W^T for up to four rows, at the speed at which W, in pieces with a scale for each GROUP of
+// inputs, is read: from sm_90 on.
+//
+// Of the tensor cores' eight columns each has a group of inputs of one row, and zeros elsewhere. So one sum per output and
+// column runs on over a unit of 8 / ROWS groups, and a lane scales four sums of a unit, each by its own scale: nothing is
+// scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x, which is known
+// beforehand, takes that away again and is multiplied by the minimum.
+//
+// Blocks stay and take strips of 16 outputs in turn. Of a strip's runs of RUN pieces each warp takes every
+// WARPS-th: bulk copies bring them to the warp's own stages, on into the next tile, the first ones before the kernel's
+// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has a strip of each, and y =
+// act(gate) * up. With BIAS, bias [outputs] is added.
+#include "tma.cuh"
+#include "mma.cuh"
+#include "pairs.cuh"
+#include FORMAT
+
+constexpr int THREADS = WARPS * 32;
+constexpr int ROWS = R < 3 ? R : 4, GROUPS = 8 / ROWS, UNIT = GROUPS * GROUP;  // groups at once, and their inputs
+constexpr int PIECES = I / SPAN, RUNS = PIECES / RUN, UNITS = RUN * SPAN / UNIT;  // of a strip; of a run
+constexpr int STAGE = STRIPS * RUN * PIECE;
+constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x
+constexpr int ALL_GROUPS = I / GROUP, SUMS = STRIPS * WARPS * 16 * 4;  // of a row; of a tile
+constexpr int PAIRS = GROUPS / 2;  // of a unit: lanes side by side have one each, of one row
+static_assert(PIECES % RUN == 0 && RUN * SPAN % UNIT == 0 && STRIPS == 1 + GATED && PIECE % 16 == 0);
+
+#if __CUDA_ARCH__ >= 900
+// A unit of each strip, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of x,
+// which it has instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
+__device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros, int mine, float2 wholes,
+                                float (&sum)[STRIPS][2]) {
+    const int lane = threadIdx.x % 32, pair = lane % PAIRS;
+    unsigned words[STRIPS][UNIT / SPAN][WORDS];
+    Pair tables[STRIPS];
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++) {
+        const unsigned from = w_from + o * RUN * PIECE;
+#pragma unroll
+        for (int k = 0; k < UNIT / SPAN; k++)
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; i++) {
+                const uint4 x = load_shared16(from + k * PIECE + i * 512 + lane * 16);
+                unsigned* const to = words[o][k] + 4 * i;
+                to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+            }
+        constexpr int OF_PIECE = SPAN / GROUP / 2;  // pairs
+        tables[o] = shared_pair(from + pair / OF_PIECE * PIECE, lane, pair % OF_PIECE);
+    }
+    float part[STRIPS][2][4];  // of even and odd steps, so that fewer wait for each other
+    const float less[2] = {-RAISED<T> * wholes.x, -RAISED<T> * wholes.y};
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) part[o][0][i] = less[i % 2], part[o][1][i] = 0;
+#pragma unroll
+    for (int p = 0; p < UNIT / 32; p++) {
+        unsigned b[4];
+        ldmatrix(b, p == mine ? x_from : zeros);
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++) {
+                unsigned a[4];
+                raised_codes<T>(words[o][p / 2], p % 2 * 2 + s, a);
+                mma<T>(part[o][s], a, b[2 * s], b[2 * s + 1]);
+            }
+    }
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            const float2 by = of_pair<0>(tables[o], g);
+            sum[o][0] += by.x * (part[o][0][g] + part[o][1][g]);
+            sum[o][1] += by.y * (part[o][0][2 + g] + part[o][1][2 + g]);
+            if constexpr (MINIMA) {
+                const float2 minimum = of_pair<MINIMA>(tables[o], g);
+                sum[o][0] -= minimum.x * (g ? wholes.y : wholes.x);
+                sum[o][1] -= minimum.y * (g ? wholes.y : wholes.x);
+            }
+        }
+}
+
+// x to shared memory, and its sums over groups: lanes side by side have eights of one.
+__device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) {
+    constexpr int EIGHTS = R * I / 8, OF_GROUP = GROUP / 8, AT_ONCE = 4;
+#pragma unroll 1
+    for (int first = 0; first < EIGHTS; first += AT_ONCE * THREADS) {
+        uint4 eights[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = first + k * THREADS + threadIdx.x;
+            eights[k] = i < EIGHTS ? ((const uint4*)x)[i] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = first + k * THREADS + threadIdx.x;
+            const uint4 eight = eights[k];
+            const float2 a = unpack<T>(eight.x), b = unpack<T>(eight.y), c = unpack<T>(eight.z), d = unpack<T>(eight.w);
+            float sum = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+#pragma unroll
+            for (int l = 1; l < OF_GROUP; l *= 2) sum += __shfl_xor_sync(~0u, sum, l);
+            if (i >= EIGHTS) continue;
+            *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = eight;
+            if (i % OF_GROUP == 0) wholes[i / OF_GROUP] = sum;
+        }
+    }
+    __syncthreads();
+}
+
+// A tile's values by 16 lanes from all warps' sums: four lanes had parts of an output's, ROWS rows of them.
+__device__ inline void store(const float* sums, const T* bias, T* y, int tile, int width) {
+    const int out = threadIdx.x % 32, column = tile * 16 + out;
+    auto total = [&](int strip, float (&rows)[ROWS]) {
+        float four[4] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float4 more = *(const float4*)(sums + ((strip * WARPS + w) * 16 + out) * 4);
+            four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            rows[r] = BIAS ? to_float(bias[strip * width + column]) : 0;
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) rows[r] += four[r * PAIRS + i];
+        }
+    };
+    if (out >= 16 || column >= width) return;
+    float values[ROWS], ups[ROWS];
+    total(0, values);
+    if (GATED) total(1, ups);
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        y[(long long)r * width + column] = from_float<T>(GATED ? gated<T, ACT>(values[r], ups[r]) : values[r]);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int outputs) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier barriers[WARPS * STAGES];
+    unsigned char* const xs = (unsigned char*)(memory + 1);  // behind zeros
+    float* const wholes = (float*)(xs + R * PITCH);
+    float* const sums = wholes + (R * ALL_GROUPS + 3) / 4 * 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const unsigned ring = smem_address(sums + 2 * SUMS) + warp * STAGES * STAGE;
+    Barrier* const full = barriers + warp * STAGES;
+    const int width = GATED ? outputs / 2 : outputs, tiles = (width + 15) / 16;
+    if (lane < STAGES) mbarrier_init(full + lane, 1);
+    fence_mbarrier_init();
+    __syncwarp();
+    int tile_asked = blockIdx.x, run_asked = warp;
+    auto ask = [&](int stage) {  // for the warp's next run
+        if (tile_asked >= tiles || run_asked >= RUNS) return;
+        if (elected()) {
+            mbarrier_expect(full + stage, STAGE);
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++)
+                bulk_load(ring + stage * STAGE + o * RUN * PIECE,
+                          weight + ((long long)(tile_asked + o * tiles) * PIECES + run_asked * RUN) * PIECE, RUN * PIECE,
+                          full + stage);
+        }
+        run_asked += WARPS;
+        if (run_asked >= RUNS) run_asked = warp, tile_asked += gridDim.x;
+    };
+#pragma unroll 1
+    for (int s = 0; s < STAGES; s++) ask(s);
+    grid_wait();
+    launch_dependents();
+    if (threadIdx.x == 0) memory[0] = make_uint4(0, 0, 0, 0);
+    fetch_rows(x, xs, wholes);
+    // As a row of a tile of x the lane has eight inputs of a group; as a pair of columns it has two groups.
+    const int row_of_x = min(lane % 8 / GROUPS, R - 1), group = lane % 8 % GROUPS, eight = lane / 8;
+    const int mine = eight * 8 % 32 / GROUP == group % (32 / GROUP) ? group * GROUP / 32 : -1;
+    const unsigned zeros = smem_address(memory);
+    const unsigned x_from = smem_address(xs) + row_of_x * PITCH + mine * 64 + eight * 16;
+    const float* const wholes_from = wholes + min(lane % 4 / PAIRS, R - 1) * ALL_GROUPS + lane % PAIRS * 2;
+    int stage = 0, round = 0, buffer = 0, turn = 0;
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        float sum[STRIPS][2] = {};
+#pragma unroll 1
+        for (int run = warp; run < RUNS; run += WARPS) {
+            mbarrier_wait(full + stage, round);
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                const int unit = run * UNITS + u;
+                multiply(ring + stage * STAGE + u * (UNIT / SPAN) * PIECE, x_from + unit * UNIT * 2, zeros, mine,
+                         *(const float2*)(wholes_from + unit * GROUPS), sum);
+            }
+            fence_async_proxy();
+            __syncwarp();
+            ask(stage);
+            if (++stage == STAGES) stage = 0, round++;
+        }
+        float* const here = sums + buffer * SUMS + (warp * 16 + lane / 4) * 4 + lane % 4;
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++) here[o * WARPS * 64] = sum[o][0], here[o * WARPS * 64 + 32] = sum[o][1];
+        __syncthreads();
+        if (warp == turn) store(sums + buffer * SUMS, bias, y, tile, width);
+        buffer ^= 1;
+        if (++turn == WARPS) turn = 0;
+    }
+#endif
+}
