@@ -11,14 +11,16 @@ weight of i ** -S, in an order of its own. 0.8 is about the skew of real models.
 what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured. Each number in
 --offload is a job.
 
-Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means):
+Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
+sequences a thread of its own does it:
     wait    until the layer's tokens and choices have come from the GPU: its work before them, and the way
     choose  which experts the CPU computes, and which are copied
+    cpu     until the CPU has computed its experts
+    rest    of the step, for a layer: until the step's first layer begins; the step is a median, the others are means
+Of more, in the thread that launches as well:
     launch  of copies and of the GPU's work on copied experts
-    cpu     until the CPU has computed its experts, which begins before graphs
     other   of the host's part, such as the experts that change places
     graphs  launches of captured pieces
-    rest    of the step: building and ending it
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
-from phalanx.kernels.cpp import ops
+from phalanx.kernels.moe import host_service
+from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
@@ -70,15 +73,11 @@ class Budget:
         self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
         for name, owner, attribute in (
             ("begin", HostExperts, "_from_host"),
-            ("begin", HostExperts, "_decide"),
-            ("end", HostExperts, "_give"),
             ("wait", HostView, "wait"),
-            ("wait", HostView, "arrived"),
             ("choose", HostExperts, "_choose"),
             ("launch", HostExperts, "_on_device"),
             ("launch", Streamer, "_launch"),
-            ("cpu", HostExperts, "_begin"),
-            ("cpu", ops.Begun, "end"),
+            ("cpu", HostExperts, "_by_cpu"),
             ("graphs", torch.cuda.CUDAGraph, "replay"),
         ):
             self._wrap(name, owner, attribute)
@@ -90,6 +89,14 @@ class Budget:
             count(layer, *numbers)
 
         HostExperts._count = counted  # type: ignore[assignment, method-assign]
+        self.served: list[list[int]] = []  # by captured steps of few tokens: a service's totals as each was posted
+        post = Service.post
+
+        def posted(service: Service, one: host_service.Step) -> None:
+            self.served.append(service.totals.tolist())
+            post(service, one)
+
+        Service.post = posted  # type: ignore[assignment, method-assign]
 
     def _wrap(self, name: str, owner: Any, attribute: str) -> None:
         call: Callable[..., Any] = getattr(owner, attribute)
@@ -103,6 +110,16 @@ class Budget:
             return made
 
         setattr(owner, attribute, timed)
+
+    def of_service(self, steps: int, layers: int, seconds: float) -> dict[str, float]:
+        """Of the last steps, of few tokens: as `means`."""
+        first, last = self.served[-steps - 1], self.served[-1]
+        each = [(b - a) / (steps * layers) for a, b in zip(first, last, strict=True)]
+        times = len(host_service.TIMES)
+        found = {name: 1e-3 * one for name, one in zip(host_service.TIMES, each[:times], strict=True)}
+        found["rest"] = 1e6 * seconds - sum(found.values())
+        found |= dict(zip((*SERVED, "loaded"), each[times:], strict=True))
+        return {name: round(one, 2) for name, one in found.items()}
 
     def means(self, count: int, seconds: float) -> dict[str, float]:
         """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
@@ -119,10 +136,13 @@ class OffloadBench(step.Bench):
     layers = 0
 
     def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
+        served = len(budget.served) if budget is not None else 0
         line = super().decode(batch, prompt, steps)
-        if budget is not None and len(budget.rows) > 1:
-            layers = self.layers
-            line["budget"] = budget.means(steps * layers, 1e-3 * line["ms_per_step"] / layers)
+        seconds, layers = 1e-3 * line["ms_per_step"] / max(1, self.layers), self.layers
+        if budget is not None and len(budget.served) > served + steps:
+            line["budget"] = budget.of_service(steps, layers, seconds)
+        elif budget is not None and len(budget.rows) > 1:
+            line["budget"] = budget.means(steps * layers, seconds)
         return line
 
 

@@ -1,8 +1,8 @@
 """CUDA graphs in pieces: where something on the host stands between two kernels, a capture ends and another begins.
 
 `on_host` says that a function has to run there. While `Pieces` captures, it is kept, to be called at each replay
-between the pieces; else it is called at once. `after_launch` says that it has to run once what was launched, and all
-that a piece still launches, is on its way to the GPU, which may wait for it there.
+between the pieces; else it is called at once. `Pieces.later` keeps one that is called once its whole piece is on its
+way to the GPU, which may wait for it there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ def on_host(function: Host, tokens: int) -> None:
         function(tokens)
 
 
-def after_launch(function: Host, tokens: int) -> None:
-    """Call function(tokens) on the host once all kernels before are launched; kernels after may be, too, up to the next
-    function on the host."""
-    if _capturing.pieces is not None:
-        _capturing.pieces.later(function)
-    else:
-        function(tokens)
+def capturing() -> Pieces | None:
+    """What this thread captures."""
+    return _capturing.pieces
 
 
 class Pieces:
@@ -70,6 +66,7 @@ class Pieces:
         self._begin()
 
     def later(self, function: Host) -> None:
+        """Call function(tokens) at each replay once the piece that is captured now is launched."""
         self._hosts.append(function)
 
     def replay(self, tokens: int) -> None:

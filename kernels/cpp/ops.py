@@ -135,26 +135,12 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
     _run()(_pool(threads), calls, count)
 
 
-class Begun:
-    """A list that other threads compute while the caller does something else: fewer than torch's by the caller and,
-    where there are some, one more. A core stays free so for what else the process does, as these look for work. With
-    one core the caller computes it at once."""
-
-    def __init__(self, calls: ctypes.Array[_Call], count: int, alone: int = 0):
-        """alone: how many of the first ones the caller computes at once, as they are short."""
-        begin, self._end = _apart_calls()
-        self._pool = _pool(_others(), True)
-        self._calls = calls
-        self._runs = bool(begin(self._pool, calls, count, alone))
-
-    def end(self) -> None:
-        """Wait for it, once, in the thread that has begun it."""
-        if self._runs:
-            self._end(self._pool)
-            self._runs = False
-
-    def __del__(self) -> None:  # a step that fails in between must not leave the others at work on its memory
-        self.end()
+def shared_pool() -> tuple[int, int, int]:
+    """The addresses of pool_run, of pool_wake, and of a pool for one thread that computes beside this process's main
+    one; 0: it computes alone."""
+    pool = libraries()["pool"]
+    run, wake = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in (pool.pool_run, pool.pool_wake))
+    return run, wake, _pool(others()) or 0
 
 
 def stay_awake(seconds: float = LOOK) -> list[float]:
@@ -164,24 +150,15 @@ def stay_awake(seconds: float = LOOK) -> list[float]:
         return []
     look = libraries()["pool"].pool_look
     look.argtypes, look.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    pools = _pool(torch.get_num_threads()), _pool(_others(), True)
+    pools = _pool(torch.get_num_threads()), _pool(others())
     return [look(pool, int(seconds * 1e9)) / 1e9 for pool in pools if pool is not None]
 
 
-def _others() -> int:
-    """Threads of lists that are computed apart."""
+def others() -> int:
+    """Threads that compute beside this process's main one: a core stays free for what else it does, as these look for
+    work, and where there are some, one more."""
     threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
     return threads - (2 if threads > 4 else 1)
-
-
-@functools.cache
-def _apart_calls() -> tuple[Callable[..., int], Callable[..., None]]:
-    library = libraries()["pool"]
-    begin, end = library.pool_begin, library.pool_end
-    begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    begin.restype = ctypes.c_int
-    end.argtypes, end.restype = [ctypes.c_void_p], None
-    return begin, end
 
 
 @functools.cache
@@ -192,10 +169,10 @@ def _run() -> Callable[..., None]:
 
 
 @functools.cache
-def _pool(threads: int, apart: bool = False) -> int | None:
+def _pool(threads: int) -> int | None:
     """None: the caller computes alone."""
-    if threads <= (0 if apart else 1):
+    if threads <= 1:
         return None
     make = libraries()["pool"].pool_make
-    make.argtypes, make.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_void_p
-    return make(threads, int(apart))
+    make.argtypes, make.restype = [ctypes.c_int], ctypes.c_void_p
+    return make(threads)

@@ -1,6 +1,6 @@
 // Runs a list of operations on a few threads: each thread goes through the whole list and does its part of every
 // operation; a barrier of all of them stands between two operations. The caller is thread 0, so that one thread needs
-// nobody; in a pool apart it is none of them, and does something else meanwhile.
+// nobody.
 //
 // Who waits as long as wait.h says sleeps until it is woken (futex): idle threads cost nothing, and a machine with fewer
 // cores than threads still gets on.
@@ -27,26 +27,31 @@ struct alignas(64) Gate {
     void open() {
         // Sequentially consistent, as is wait(): either this sees the sleeper, or the sleeper sees the new value.
         __atomic_add_fetch(&value, 1, __ATOMIC_SEQ_CST);
+        wake();
+    }
+
+    // Who sleeps looks again as long as before.
+    void wake() {
         if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
     void wait(uint32_t from, int64_t look = LOOK_NS) {
-        for (Patience patience(look); !patience.over();)
-            if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
-        __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
-        while (__atomic_load_n(&value, __ATOMIC_SEQ_CST) == from)
+        for (;;) {
+            for (Patience patience(look); !patience.over();)
+                if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
+            __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
             syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, from, nullptr, nullptr, 0);
-        __atomic_sub_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
+            __atomic_sub_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
+        }
     }
 };
 
 struct Pool {
-    Gate start, done, ended;  // a list begins; all threads have done their part of an operation; of a list, in pools apart
+    Gate start, done;  // a list begins; all threads have done their part of an operation
     alignas(64) uint32_t arrived;
     pthread_mutex_t busy;
-    int threads, apart;
-    uint32_t before;  // `ended` as the list began
+    int threads;
     const Call* calls;
     int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
 
@@ -79,7 +84,6 @@ static void* serve(void* given) {
     for (uint32_t seen = 0;; seen++) {
         pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
         pool->work(worker.part);
-        if (pool->apart && worker.part == 0) pool->ended.open();
     }
     return nullptr;
 }
@@ -89,14 +93,14 @@ static void run_alone(const Call* calls, int64_t count) {
 }
 
 // A pool that lasts as long as the process. null: the threads cannot be had.
-EXPORT void* pool_make(int threads, int apart) {
+EXPORT void* pool_make(int threads) {
     void* room;
     if (posix_memalign(&room, 64, sizeof(Pool))) return nullptr;
     Pool* pool = (Pool*)memset(room, 0, sizeof(Pool));
     pthread_mutex_init(&pool->busy, nullptr);
-    pool->threads = threads, pool->apart = apart;
+    pool->threads = threads;
     pool->look = LOOK_NS;
-    for (int part = !apart; part < threads; part++) {
+    for (int part = 1; part < threads; part++) {
         Worker* worker = (Worker*)malloc(sizeof(Worker));
         *worker = {pool, part};
         pthread_t thread;
@@ -112,6 +116,11 @@ EXPORT int64_t pool_look(void* pool, int64_t nanoseconds) {
     return __atomic_exchange_n(&((Pool*)pool)->look, nanoseconds, __ATOMIC_RELAXED);
 }
 
+// A list comes soon: threads that sleep look for it from now on.
+EXPORT void pool_wake(void* pool) {
+    if (pool) ((Pool*)pool)->start.wake();
+}
+
 // With a pool that another thread of this process uses, or with none, the caller computes alone.
 EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
     Pool* pool = (Pool*)given;
@@ -120,28 +129,5 @@ EXPORT void pool_run(void* given, const Call* calls, int64_t count) {
     pool->count = count;
     pool->start.open();
     pool->work(0);
-    pthread_mutex_unlock(&pool->busy);
-}
-
-// Of a pool apart: begin a list, whose first `alone` operations are the caller's. 0: all of it is done. Else pool_end of the
-// same thread waits for it.
-EXPORT int pool_begin(void* given, const Call* calls, int64_t count, int64_t alone) {
-    Pool* pool = (Pool*)given;
-    run_alone(calls, alone);
-    calls += alone, count -= alone;
-    if (!pool || count == 0 || pthread_mutex_trylock(&pool->busy)) {
-        run_alone(calls, count);
-        return 0;
-    }
-    pool->calls = calls;
-    pool->count = count;
-    pool->before = __atomic_load_n(&pool->ended.value, __ATOMIC_ACQUIRE);
-    pool->start.open();
-    return 1;
-}
-
-EXPORT void pool_end(void* given) {
-    Pool* pool = (Pool*)given;
-    pool->ended.wait(pool->before, pool->look);
     pthread_mutex_unlock(&pool->busy);
 }

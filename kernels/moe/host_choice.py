@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,11 @@ from ..cpp import ops
 
 DECAY = 0.995  # of an expert's score from one step to the next: what was chosen 138 steps ago counts half
 CHEAPEST, ON_CPU, COPIED = 0, 1, 2  # ways: by the costs; all that are not resident on the CPU; all of them copied
+# By how much an expert's score must be above that of the resident one that it replaces: NOISE standard deviations of
+# the difference, where both are chosen by chance, and LEAST. With less, chance alone exchanges experts in every layer,
+# and each exchange is a copy.
+NOISE = 1.5
+LEAST = 0.5
 
 
 TIMED_ROWS = 1, 4, 16, 64  # of an expert, whose seconds on the CPU are measured; as in host_experts.cpp
@@ -22,11 +28,27 @@ class Costs(NamedTuple):
 
     cpu: tuple[float, ...]  # on the CPU, of TIMED_ROWS tokens
     copy: float  # to the device
+    cpu_beside: float = 1.0  # how many times as long the CPU takes while copies run, as both read the same memory
+    copy_beside: float = 1.0  # and copies while the CPU computes
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """On the CPU, of so many tokens: in between what was timed, and beyond the last in proportion."""
         most = TIMED_ROWS[-1]
         return np.where(rows > most, self.cpu[-1] * (rows / most), np.interp(rows, TIMED_ROWS, self.cpu))
+
+    def both(self, cpu: np.ndarray, copies: np.ndarray) -> np.ndarray:
+        """What both take that begin together: who is left has all of the memory."""
+        cpu, copies = cpu * self.cpu_beside, copies * self.copy_beside
+        shorter = np.minimum(cpu, copies)
+        return shorter + (cpu - shorter) / self.cpu_beside + (copies - shorter) / self.copy_beside
+
+
+class Residency(NamedTuple):
+    """Which experts are on the device as well, as `choose` reads and changes it."""
+
+    slot_of: np.ndarray  # [experts] int64; -1: not resident
+    scores: np.ndarray  # [experts] f64
+    expert_in: np.ndarray  # [slots] int64; of a slot that is not to be used, an expert that is not resident
 
 
 class Choice:
@@ -37,49 +59,87 @@ class Choice:
         self.first, self.costs, self.way = first, costs, way
         self.counts = np.zeros(experts, np.int64)  # pairs of a token and each expert
         self.cpu = np.full(experts, -1)  # an expert's own number where the CPU computes it; else -1
-        self.found = np.zeros(4, np.int64)  # how many are resident, on the CPU, copied; pairs of those on the CPU
-        self._copied = np.zeros(experts, np.int64)
+        # How many are resident, on the CPU, copied; pairs of those on the CPU; how many of the copied become resident.
+        self.found = np.zeros(5, np.int64)
+        self._copied, self._adopted = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
         self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
         self._key: tuple[object, ...] = ()  # of the call that is kept: decode steps make the same again and again
-        self._results = [torch.from_numpy(one) for one in (self.counts, self.cpu, self._copied, self.found)]
+        results = self.counts, self.cpu, self._copied, self._adopted, self.found
+        self._results = [torch.from_numpy(one) for one in results]
 
     @property
     def copied(self) -> np.ndarray:
         """The experts that are copied to the device."""
         return self._copied[: self.found[2]]
 
-    def choose(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray, limit: int = 1 << 30) -> None:
-        """ids int32 [T, k], contiguous. slot_of [E] int64: -1 of those that are not resident. scores [E] f64: those of
-        the experts that are chosen grow, and all decay. limit: copies at most, where costs decide."""
+    @property
+    def adopted(self) -> np.ndarray:
+        """The slots that these have from the next step on; -1: none."""
+        return self._adopted[: self.found[2]]
+
+    @property
+    def results(self) -> list[Tensor]:
+        """counts, cpu, copied, adopted and found, as C++ fills them."""
+        return self._results
+
+    def choose(self, ids: Tensor, of: Residency, limit: int = 1 << 30, adopts: bool = False) -> None:
+        """ids int32 [T, k], contiguous. Scores of the experts that are chosen grow, and all decay. limit: copies at
+        most, where costs decide. adopts: copied experts take slots of others that are chosen less often."""
         if not ops.available():
-            return self._choose_reference(ids, slot_of, scores, limit)
-        key = ids.data_ptr(), ids.numel(), limit, slot_of.ctypes.data, scores.ctypes.data, self.costs
+            return self._choose_reference(ids, of, limit, adopts)
+        key = ids.data_ptr(), ids.numel(), limit, adopts, *(one.ctypes.data for one in of), self.costs
         if key != self._key:
-            of = torch.from_numpy(slot_of), torch.from_numpy(scores)
-            sizes = ids.numel(), len(self.counts), self.first, self.way, limit
-            one = ops.op("host_experts", "choose_experts")
-            costs = map(float, (*self.costs.cpu, self.costs.copy, DECAY))
-            call = one.address, ops.pack((ids, *of, *self._results, *sizes, *costs))
-            self._key, self._call = key, ops.call_array([call])
+            self._key, self._call = key, ops.call_array([self.call(ids, of, limit, adopts)])
         ops.run_calls(self._call, 1, 1)
         return None
 
-    def _choose_reference(self, ids: Tensor, slot_of: np.ndarray, scores: np.ndarray, limit: int) -> None:
+    def call(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> tuple[int, bytes]:
+        """The operation as ops.call_array takes it. The tensors have to stay."""
+        sizes = ids.numel(), len(self.counts), len(of.expert_in), self.first, self.way, limit, int(adopts)
+        costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
+        tensors = ids, *map(torch.from_numpy, of), *self._results
+        return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
+
+    def _choose_reference(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> None:
         local = ids.numpy().reshape(-1) - self.first
         experts = len(self.counts)
         self.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
-        scores *= DECAY
-        scores += self.counts > 0
-        chosen = np.flatnonzero((self.counts > 0) & (slot_of < 0))
+        of.scores[:] = of.scores * DECAY + (self.counts > 0)
+        chosen = np.flatnonzero((self.counts > 0) & (of.slot_of < 0))
         most = len(chosen) if self.way == COPIED else 0
         if self.way == CHEAPEST:
-            chosen = chosen[np.argsort(-self.counts[chosen], kind="stable")]
+            chosen, fewest = chosen[np.argsort(-self.counts[chosen], kind="stable")], 0
+            if adopts and len(chosen) and limit > 0:
+                wanted = chosen[of.scores[chosen].argmax()]
+                if self._slot_for(wanted, of) >= 0:
+                    chosen, fewest = np.concatenate(([wanted], chosen[chosen != wanted])), 1
             cpu = self.costs.of_rows(self.counts[chosen])
             left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
-            both = np.maximum(left, np.arange(len(chosen) + 1) * self.costs.copy)
-            most = int(np.argmin(both[: limit + 1]))
+            both = self.costs.both(left, np.arange(len(chosen) + 1) * self.costs.copy)
+            most = fewest + int(np.argmin(both[fewest : limit + 1]))
         self._copied[: len(chosen)] = chosen
         self.cpu[:] = -1
         self.cpu[chosen[most:]] = chosen[most:]
-        resident = int((self.counts > 0).sum()) - len(chosen)
-        self.found[:] = resident, len(chosen) - most, most, self.counts[chosen[most:]].sum()
+        for i, expert in enumerate(chosen[:most].tolist()):
+            slot = self._adopted[i] = self._slot_for(expert, of) if adopts else -1
+            if slot >= 0:
+                of.slot_of[of.expert_in[slot]] = -1
+                of.expert_in[slot], of.slot_of[expert] = expert, slot
+        resident, made = int((self.counts > 0).sum()) - len(chosen), int((self._adopted[:most] >= 0).sum())
+        self.found[:] = resident, len(chosen) - most, most, self.counts[chosen[most:]].sum(), made
+
+    def _slot_for(self, expert: int, of: Residency) -> int:
+        """The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of
+        `expert`; else -1."""
+        held = of.expert_in
+        spared = (of.slot_of[held] != np.arange(len(held))) | (self.counts[held] > 0)
+        scores = np.where(spared, np.inf, of.scores[held])
+        if not len(held) or scores.min() == np.inf:
+            return -1
+        slot = int(scores.argmin())
+        return slot if above(of.scores[expert], scores[slot]) else -1
+
+
+def above(score: float, other: float) -> bool:
+    """Whether an expert is chosen so much more often that it should take the other's place."""
+    return score - other > NOISE * math.sqrt(score + other) + LEAST

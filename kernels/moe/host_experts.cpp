@@ -12,20 +12,24 @@
 
 // Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
 // copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
-// longer of the two as short as can be. Scores of the chosen grow, and all decay.
+// longer of the two as short as can be. Scores of the chosen grow, and all decay. Where `adopts`, copied experts become
+// resident whose scores are far above the lowest one; the first such one is copied in any case.
 constexpr int TIMED = 4;                           // an expert's rows that are timed, as in host_choice.py
 constexpr double TIMED_ROWS[TIMED] = {1, 4, 16, 64};
 
 struct Choose {
     const int32_t* ids;  // [pairs]
-    const int64_t* slot_of;  // [experts]; -1: not resident
+    int64_t* slot_of;  // [experts]; -1: not resident
     double* scores;  // [experts]
+    int64_t* expert_in;  // [slots]; one whose expert is not resident is not to be used
     int64_t* counts;  // [experts] pairs of each
     int64_t* cpu;  // [experts] its number where the CPU computes it; else -1
     int64_t* copied;  // [experts], of which the first ones are copied
-    int64_t* found;  // how many are resident, computed by the CPU, and copied; and the pairs of those of the CPU
-    int64_t pairs, experts, first, way, limit;  // first: the router's number of expert 0; limit: copies of way 0
-    double cpu_seconds[TIMED], copy, decay;  // of an expert: on the CPU, of TIMED_ROWS, and of its copy
+    int64_t* adopted;  // [experts] the slots of those; -1: none
+    int64_t* found;  // how many are resident, computed by the CPU, and copied; pairs of those of the CPU; how many are adopted
+    int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of way 0
+    double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
+    double noise, least;  // as in residents.py
 };
 
 // What the CPU takes for an expert of so many rows: in between what was timed, and beyond the last in proportion.
@@ -34,6 +38,52 @@ double seconds_of(const double* timed, double rows) {
     while (i < TIMED - 1 && rows > TIMED_ROWS[i + 1]) i++;
     if (i == TIMED - 1) return timed[i] * (rows / TIMED_ROWS[i]);
     return timed[i] + (timed[i + 1] - timed[i]) * ((rows - TIMED_ROWS[i]) / (TIMED_ROWS[i + 1] - TIMED_ROWS[i]));
+}
+
+// What both take that begin together, alone `cpu` and `copies` seconds: beside each other they are slower, and who is left
+// has all of the memory.
+double both(const Choose& a, double cpu, double copies) {
+    const double slow_cpu = cpu * a.cpu_beside, slow_copies = copies * a.copy_beside;
+    return slow_cpu < slow_copies ? slow_cpu + (slow_copies - slow_cpu) / a.copy_beside
+                                  : slow_copies + (slow_cpu - slow_copies) / a.cpu_beside;
+}
+
+// The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of expert e; else -1.
+int64_t slot_for(const Choose& a, int64_t e) {
+    int64_t lowest = -1;
+    for (int64_t s = 0; s < a.slots; s++) {
+        const int64_t held = a.expert_in[s];
+        if (a.slot_of[held] != s || a.counts[held]) continue;
+        if (lowest < 0 || a.scores[held] < a.scores[a.expert_in[lowest]]) lowest = s;
+    }
+    if (lowest < 0) return -1;
+    const double mine = a.scores[e], other = a.scores[a.expert_in[lowest]];
+    return mine - other > a.noise * sqrt(mine + other) + a.least ? lowest : -1;
+}
+
+// The first of the missing ones becomes the one with the highest score, if it is to become resident. Whether it is.
+bool put_wanted_first(const Choose& a, int64_t missing) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < missing; i++)
+        if (a.scores[a.copied[i]] > a.scores[a.copied[best]]) best = i;
+    const int64_t e = a.copied[best];
+    if (slot_for(a, e) < 0) return false;
+    for (int64_t i = best; i > 0; i--) a.copied[i] = a.copied[i - 1];
+    a.copied[0] = e;
+    return true;
+}
+
+int64_t adopt(const Choose& a, int64_t copies) {
+    int64_t adopted = 0;
+    for (int64_t i = 0; i < copies; i++) {
+        const int64_t e = a.copied[i], slot = a.adopts ? slot_for(a, e) : -1;
+        a.adopted[i] = slot;
+        if (slot < 0) continue;
+        a.slot_of[a.expert_in[slot]] = -1;
+        a.expert_in[slot] = e, a.slot_of[e] = slot;
+        adopted++;
+    }
+    return adopted;
 }
 
 void choose(const Choose& a, int part, int) {
@@ -55,13 +105,12 @@ void choose(const Choose& a, int part, int) {
     }
     int64_t most = a.way == 2 ? missing : 0;
     if (a.way == 0) {
-        double left = 0, best = missing <= a.limit ? missing * a.copy : INFINITY;  // left: of the CPU, of n copies
-        most = missing;
-        for (int64_t n = missing - 1; n >= 0; n--) {
-            double longer = n * a.copy;
-            left += seconds_of(a.cpu_seconds, a.counts[a.copied[n]]);
-            longer = left > longer ? left : longer;
+        const int64_t fewest = a.adopts && missing && a.limit > 0 && put_wanted_first(a, missing);
+        double left = 0, best = INFINITY;  // left: of the CPU, of n copies
+        for (int64_t n = missing; n >= fewest; n--) {
+            const double longer = both(a, left, n * a.copy);
             if (longer <= best && n <= a.limit) best = longer, most = n;
+            if (n > 0) left += seconds_of(a.cpu_seconds, a.counts[a.copied[n - 1]]);
         }
     }
     for (int64_t i = most; i < missing; i++) {
@@ -70,6 +119,7 @@ void choose(const Choose& a, int part, int) {
         pairs += a.counts[e];
     }
     a.found[0] = used - missing, a.found[1] = missing - most, a.found[2] = most, a.found[3] = pairs;
+    a.found[4] = adopt(a, most);
 }
 
 // Give the pairs whose experts have weights in this round's stack places, from the round before's last one on.

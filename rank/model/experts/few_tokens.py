@@ -1,9 +1,10 @@
-"""Steps of few tokens beside a GPU: one launch a layer, without a wait of the host for it, or of the GPU for the host.
+"""Steps of few tokens beside a GPU: neither side waits for Python or for launches between two layers.
 
-The host looks for a layer's tokens and choices in pinned memory, decides, and launches all up to the next layer's.
-While the CPU computes its experts, the GPU brings others over itself, computes them, and waits for the CPU's sums. All
-that is launched is captured; what is not known then, as which experts are copied, lies in memory
-(kernels/moe/host_exchange.py).
+The host's part of a layer is to look for its tokens and choices in pinned memory, to choose, and to compute some of its
+experts on the CPU (kernels/moe/host_service.py). Meanwhile the GPU brings others over itself, computes them, and waits
+for the CPU's sums. All that is launched is captured, as one graph for a whole step; what is not known then, as which
+experts are copied, lies in memory (kernels/moe/host_exchange.py). Copied experts that are chosen more often than
+resident ones take their places there, so the resident set follows what is chosen without copies of its own.
 """
 
 from __future__ import annotations
@@ -12,52 +13,100 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ....kernels.moe import host_exchange
-from ....kernels.moe.host_choice import Choice
-from ....kernels.moe.host_exchange import Exchange, Part
+from ....kernels.graph_pieces import capturing
+from ....kernels.moe import host_exchange, host_service
+from ....kernels.moe.host_choice import Choice, Residency
+from ....kernels.moe.host_exchange import Exchange, Part, Slots
 from ....kernels.moe.host_experts import Experts
-from .host_buffers import KEPT, HostStack, HostView
+from ....kernels.moe.host_service import Layer
+from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
+from .host_steps import Steps
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
 
+Work = Callable[[HostView, int], Kept]
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
 
 
 class FewTokens:
     """One layer's part of such steps."""
 
-    def __init__(self, layer: HostStack, streamer: Streamer, first: int, copies: bool):
-        """first: the router's number of expert 0. copies: whether experts are copied at all."""
-        self.streamer, self.layer, self.first = streamer, layer, first
+    def __init__(
+        self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool
+    ):
+        """work: of the CPU, for so many tokens. copies: whether experts are copied at all."""
+        self.streamer, self.layer, self.choice, self.residency = streamer, layer, choice, residency
+        self._work = work
         self.stack: Experts | None = None  # room for what is copied
         self.capacity = 0
+        self._slots: Slots | None = None
+        self._layers: dict[tuple[int, int], Layer] = {}
         if not copies or not streamer.makes_over(layer):
             return
         stage = streamer.lend(layer)
         parts = [Part(*both) for both in zip(layer.tensors, stage.raw.tensors, strict=True)]
         if host_exchange.takes(parts):
             self._parts = host_exchange.table(parts, streamer.device)
+            self._ready = stage.ready.tensors
             self.stack = stage.ready.stack
             self.capacity = self.stack.size
+
+    def adopts_into(self, slots: Buffer, table: Tensor, expert_in: Tensor) -> None:
+        """Copied experts may become resident there."""
+        if self.stack is None or not len(expert_in):
+            return
+        parts = [Part(*both) for both in zip(self._ready, slots.tensors, strict=True)]
+        if host_exchange.adopts(parts):
+            self._slots = Slots(host_exchange.table(parts, self.streamer.device), table, expert_in)
 
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
         return min(self.capacity, pairs)
 
-    def ask(self, exchange: Exchange, choice: Choice) -> None:
-        """Have the experts that are to be copied brought by what is launched next."""
-        if self.stack is not None:
-            exchange.ask(choice.copied)
-            self.streamer.lent()
+    def layer_of(self, view: HostView, tokens: int) -> Layer:
+        """The host's part for so many real tokens, which is kept."""
+        key = id(view), tokens
+        if key not in self._layers:
+            ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
+            call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
+            of = self.choice, call, kept.packed, made, self.stack is not None, view, kept, self.residency
+            self._layers[key] = host_service.layer(*of)
+        return self._layers[key]
 
-    def copied(self, exchange: Exchange, x: Tensor, ids: Tensor, weights: Tensor, compute: Compute) -> Tensor | None:
-        """What experts make that were asked for: launches alone. None: none ever are."""
+    def run(
+        self, steps: Steps, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
+        compute: Compute,
+    ) -> Tensor:  # fmt: skip
+        """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights."""
+        pieces = capturing()
+        if pieces is not None:
+            made = self._launch(steps.exchange, view, resident, parts, compute)
+            steps.add(pieces, self, view)
+            return made
+        mine = self.layer_of(view, len(parts[0]))
+        steps.service.choose(mine)  # before anything is launched that waits: what it loads may wait for the GPU
+        try:
+            steps.service.compute(mine)
+            made = self._launch(steps.exchange, view, resident, parts, compute)
+        except BaseException:
+            steps.service.give_up()
+            raise
+        steps.count()
+        return made
+
+    def _launch(
+        self, exchange: Exchange, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
+        compute: Compute,
+    ) -> Tensor:  # fmt: skip
+        x, ids, weights = parts
         if self.stack is None:
-            return None
-        numbers, count, of = host_exchange.fetch(self._parts, ids, self.capacity, self.first, exchange)
-        self.streamer.make_over(self.layer, self.limit(ids.numel()), count)
-        return compute(x, numbers, weights, self.stack, of)
+            return host_exchange.collect(resident, None, view.made, x, exchange)
+        self.streamer.lent()
+        fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)
+        self.streamer.make_over(self.layer, self.limit(ids.numel()), fetched.found)
+        copied = compute(x, fetched.numbers, weights, self.stack, fetched.of)
+        return host_exchange.collect(resident, copied, view.made, x, exchange, fetched, self._slots, self.choice.first)
 
 
 def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, view: HostView, exchange: Exchange) -> Tensor:

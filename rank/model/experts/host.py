@@ -4,8 +4,9 @@ A step knows which experts its tokens have chosen. Those in the layer's resident
 Of the others, the CPU computes some where they lie while copies of the rest come to the device (host_choice.py).
 With very many tokens nearly every expert is chosen: then nobody waits to learn which, and all others are copied.
 
-Captured decode steps are in pieces around the host's part (kernels/graph_pieces.py): a piece ends with copies of the
-layer's tokens and choices to the host; the next one computes the resident experts meanwhile.
+Captured steps of few tokens are whole (few_tokens.py). Others are in pieces around the host's part
+(kernels/graph_pieces.py): a piece ends with copies of the layer's tokens and choices to the host; the next one computes
+the resident experts meanwhile.
 """
 
 from __future__ import annotations
@@ -19,16 +20,14 @@ import torch
 from torch import Tensor
 
 from ....kernels import jit
-from ....kernels.cpp import ops
-from ....kernels.graph_pieces import after_launch, on_host
-from ....kernels.moe import host_exchange
+from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
-from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from . import few_tokens
 from .few_tokens import FEW, FewTokens
-from .host_buffers import KEPT, Buffer, HostStack, HostView, SharedBuffers
+from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
+from .host_steps import Counters
 from .residents import Residents
 from .streamer import Streamer
 
@@ -39,16 +38,6 @@ TURN = 4  # steps between two looks at a layer's resident set
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
 NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED, RESIDENT: COPIED}
-
-
-@dataclass
-class Counters:
-    """Experts that a layer's step has used, by how they were served, and experts that became resident."""
-
-    resident: int = 0
-    cpu: int = 0
-    streamed: int = 0
-    loaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,9 +70,7 @@ class HostExperts:
         self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._fewer: FewTokens | None = None
-        self._begun: ops.Begun | None = None  # what the CPU computes of a step of few tokens
         self._operations: bool | None = None
-        self._coming: tuple[int, int, torch.cuda.Event] | None = None  # an expert, its slot, and when it is there
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
                 mine[some[0] : some[-1] + 1] = theirs[: len(some)]
@@ -100,9 +87,9 @@ class HostExperts:
             view = pending.view = self.shared.buffers.view(x, ids)
             pending.few = self._few(x, ids, weights)
             if pending.few is not None:
-                exchange = self.shared.buffers.exchange
-                assert exchange is not None
-                numbers = few_tokens.send(x, ids, weights, self._slot, view, exchange)
+                steps = self.shared.buffers.steps
+                assert steps is not None
+                numbers = few_tokens.send(x, ids, weights, self._slot, view, steps.exchange)
                 if self.set.slots:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -119,6 +106,7 @@ class HostExperts:
         if not self.on_gpu:
             return self._on_cpu(*pending.parts).to(x.dtype)
         if view is None:
+            self._drain()
             missing = np.flatnonzero(self.set.slot_of < 0)
             self._count(self.set.slots, 0, len(missing))
             made = pending.made
@@ -147,11 +135,13 @@ class HostExperts:
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
         """Who computes such a step, where it can be."""
         buffers = self.shared.buffers
-        if buffers is None or buffers.exchange is None or len(x) > FEW or self.shared.way == RESIDENT:
+        if buffers is None or buffers.steps is None or len(x) > FEW or self.shared.way == RESIDENT:
             return None
         if self._fewer is None:
-            copies = self.shared.way != CPU
-            self._fewer = FewTokens(self.layer, self.shared.streamer, self.held.first, copies)
+            copies, streamer = self.shared.way != CPU, self.shared.streamer
+            self._fewer = FewTokens(self.layer, streamer, self._choice, self.set.arrays, self._kept, copies)
+            if self.shared.way == AUTO:
+                self._fewer.adopts_into(self.slots, self._slot, self._in_slot)
         if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
             return None
         rows = x.shape[1] * x.element_size() % 16 == 0 and x.shape[1] % 4 == 0
@@ -159,33 +149,14 @@ class HostExperts:
         return self._fewer if plain else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
-        few, exchange = pending.few, self.shared.buffers.exchange if self.shared.buffers else None
-        assert few is not None and exchange is not None
-        on_host(functools.partial(self._decide, few, view, exchange), len(pending))
-        copied = few.copied(exchange, *pending.parts, self._on_numbers)
-        y = host_exchange.collect(pending.made, copied, view.made, pending.x, exchange)
-        after_launch(functools.partial(self._give, view, exchange), len(pending))
-        return y
+        steps = self.shared.buffers.steps if self.shared.buffers else None
+        assert pending.few is not None and steps is not None
+        return pending.few.run(steps, view, pending.made, pending.parts, self._on_numbers)
 
-    def _decide(self, few: FewTokens, view: HostView, exchange: Exchange, tokens: int) -> None:
-        view.arrived(exchange)
-        ids = view.ids[:tokens]
-        choice = self._choose(ids, few.limit(ids.numel()))
-        few.ask(exchange, choice)
-        self._begun = self._begin(view, tokens) if choice.found[1] else None
-
-    def _give(self, view: HostView, exchange: Exchange, tokens: int) -> None:
-        """The CPU's part, which the GPU waits for: nothing here may wait for the GPU."""
-        try:
-            if self._begun is not None:
-                self._begun.end()
-            else:
-                view.made[:tokens].zero_()
-            exchange.give()
-        except BaseException:
-            exchange.give_up()
-            raise
-        self._move()
+    def _drain(self) -> None:
+        """Before what is resident is read or changed here: steps of few tokens change it, too."""
+        if self.shared.buffers is not None and self.shared.buffers.steps is not None:
+            self.shared.buffers.steps.drain()
 
     def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
         """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
@@ -212,6 +183,7 @@ class HostExperts:
         """The host's part of a step on a GPU: fill view.out for `tokens` real tokens.
 
         What is copied is launched first, so that copies and the CPU work at the same time."""
+        self._drain()
         view.wait(fresh=not self.set.slots)
         choice, out = self._choose(view.ids[:tokens]), view.out[:tokens]
         if choice.found[2] or not choice.found[1]:
@@ -231,8 +203,7 @@ class HostExperts:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
         if tokens <= KEPT and self._computes(view.x.dtype):
-            pairs = functools.partial(self._pairs, view, tokens)
-            view.work.run(self.layer, self._choice.on_cpu, pairs, self.host_biases, made)
+            self._kept(view, tokens).run(torch.get_num_threads())
             return made
         fresh = self._pairs(view, tokens)
         fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))
@@ -242,10 +213,10 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-    def _begin(self, view: HostView, tokens: int) -> ops.Begun:
-        """The same of few tokens, which other threads compute while this one launches."""
+    def _kept(self, view: HostView, tokens: int) -> Kept:
+        """What the CPU computes of so few tokens."""
         pairs = functools.partial(self._pairs, view, tokens)
-        return view.work.begin(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
+        return view.work.of(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
 
     def _computes(self, dtype: torch.dtype) -> bool:
         """Whether there are operations for x of the model's dtype."""
@@ -272,9 +243,9 @@ class HostExperts:
 
     # -- decisions
 
-    def _choose(self, ids: Tensor, limit: int = 1 << 30) -> Choice:
-        """How the experts that these tokens have chosen are served. limit: copies at most, where costs decide."""
-        self._choice.choose(ids, self.set.slot_of, self.set.scores, limit)
+    def _choose(self, ids: Tensor) -> Choice:
+        """How the experts that these tokens have chosen are served."""
+        self._choice.choose(ids, self.set.arrays)
         self._count(*self._choice.found[:3].tolist())
         return self._choice
 
@@ -297,24 +268,16 @@ class HostExperts:
             self._enter(expert, slot)
 
     def _move(self) -> None:
-        """Now and then let an expert that is chosen more often take the place of a resident one, in the background."""
-        if self._coming is not None:
-            expert, slot, there = self._coming
-            if not there.query():
-                return
-            self._enter(expert, slot)
-            self._coming = None
+        """Now and then let an expert that is chosen more often take the place of a resident one. Nothing waits for the
+        copy but what is launched from now on."""
         self._steps += 1
         wanted = self.set.exchange() if self.shared.way == AUTO and self._steps % TURN == 0 else None
         if wanted is None:
             return
         expert, slot = wanted
-        self._set_slot(self.set.leave(slot), self.set.slots)  # what is launched from now on does not read the slot
-        done = self.shared.streamer.replace(self.slots, slot, self.layer, expert)
-        if done is None:
-            self._enter(expert, slot)
-        else:
-            self._coming = expert, slot, done
+        self._set_slot(self.set.leave(slot), self.set.slots)
+        self.shared.streamer.replace(self.slots, slot, self.layer, expert)
+        self._enter(expert, slot)
 
     def _enter(self, expert: int, slot: int) -> None:
         self.set.enter(expert, slot)

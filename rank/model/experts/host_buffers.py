@@ -12,21 +12,22 @@ from torch import Tensor
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
-from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_experts import Experts, HostPairs
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
+from .host_steps import Counters, Steps
 
 KEPT = 16  # tokens of steps whose operations are kept
-ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
-PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
 
 
 class Kept(NamedTuple):
-    """Operations as C++ takes them."""
+    """Operations as C++ takes them, and runs again."""
 
     packed: ctypes.Array[Any]
     calls: ops.Calls  # whose tensors they read
+
+    def run(self, threads: int) -> None:
+        ops.run_calls(self.packed, len(self.calls), threads)
 
 
 class HostWork:
@@ -36,19 +37,8 @@ class HostWork:
         self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def begin(
-        self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor
-    ) -> ops.Begun:
+    def of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
         """`HostPairs.all_calls` of one layer, always the same for as many tokens. pairs: makes them."""
-        kept = self._of(layer, at, pairs, biases, out)
-        return ops.Begun(kept.packed, len(kept.calls), PLACED if len(out) <= ALONE else 0)
-
-    def run(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> None:
-        """The same where the caller has nothing else to do: all threads compute."""
-        kept = self._of(layer, at, pairs, biases, out)
-        ops.run_calls(kept.packed, len(kept.calls), torch.get_num_threads())
-
-    def _of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
         key = id(layer), len(out)
         if key not in self._kept:
             of = layer.form, len(out)
@@ -87,18 +77,15 @@ class HostView:
             self._sent.record()
         self._sent.synchronize()
 
-    def arrived(self, exchange: Exchange) -> None:
-        """Until what kernels send is here."""
-        exchange.wait()
-
 
 class SharedBuffers:
     """Of one rank with a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
         self._views: dict[int, HostView] = {}
         self._rows = 0
-        self.exchange: Exchange | None = None  # where the device can
+        self.steps: Steps | None = None  # where the device can
 
     def view(self, x: Tensor, ids: Tensor) -> HostView:
         """For as many tokens as these."""
@@ -122,8 +109,8 @@ class SharedBuffers:
         # Rows of captured steps that are padding are never filled: zeros do no harm.
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         self._whole = host, there, made, out, HostWork()
-        if self.exchange is None and host_exchange.supports(x.device):
-            self.exchange = Exchange(x.device)
+        if self.steps is None and host_exchange.supports(x.device):
+            self.steps = Steps(x.device, self.counters)
 
 
 class HostStack:

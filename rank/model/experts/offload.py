@@ -23,13 +23,15 @@ from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from ..weights.slicing import ShardedModule
 from .fused import FusedExperts, StackedLinear
-from .host import AUTO, Counters, HostExperts, Shared
+from .host import AUTO, HostExperts, Shared
 from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
+from .host_steps import Counters
 from .node_copy import NodeCopy
 from .streamer import BUFFER, BUFFERS, Streamer
 
 CHOSEN = 8  # experts of a token that is timed
 ROUNDS = 5
+TOGETHER = 10e-3  # seconds for which copies run beside the CPU
 BETWEEN = 3e-4  # seconds that a GPU takes at most between one layer's experts and the next one's, with few tokens
 SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
 
@@ -151,7 +153,7 @@ class Offload:
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
-        shared = Shared(self.room.way, self.counters, SharedBuffers() if cuda else None, streamer)
+        shared = Shared(self.room.way, self.counters, SharedBuffers(self.counters) if cuda else None, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = Held(experts.start, experts.width, experts.size)
@@ -171,7 +173,8 @@ class Offload:
             f"{1e-9 * size / costs.cpu[0]:.1f} GB/s and computes {2e-9 * weights * TIMED_ROWS[-1] / costs.cpu[-1]:.0f} "
             f"GFLOP/s (an expert of {', '.join(map(str, TIMED_ROWS))} tokens: "
             f"{', '.join(f'{1e6 * one:.0f}' for one in costs.cpu)} us), copies "
-            f"run at {1e-9 * size / costs.copy:.1f} GB/s"
+            f"run at {1e-9 * size / costs.copy:.1f} GB/s; beside each other they take {costs.cpu_beside:.2f} and "
+            f"{costs.copy_beside:.2f} times as long"
         )
 
     def _form(self, held: Matrices) -> Matrices:
@@ -211,7 +214,30 @@ def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) 
 
     copied = _shortest(copy)
     turns = itertools.count()
-    return Costs(tuple(_shortest(_on_cpu(stack, act, dtype, rows, turns)) for rows in TIMED_ROWS), copied)
+    cpu = tuple(_shortest(_on_cpu(stack, act, dtype, rows, turns)) for rows in TIMED_ROWS)
+    beside = (1.0, 1.0)
+    if streamer.device.type == "cuda":
+        beside = _beside(stack, streamer, _on_cpu(stack, act, dtype, 1, turns), cpu[0], copied)
+    return Costs(cpu, copied, *beside)
+
+
+def _beside(
+    stack: HostStack, streamer: Streamer, on_cpu: Callable[[], float], cpu: float, copied: float
+) -> tuple[float, float]:
+    """How many times as long as alone the CPU and copies take beside each other. on_cpu: says seconds of an expert."""
+    experts, one = stack.stack.size, min(streamer.at_once(stack), stack.stack.size)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for turn in range(max(2, int(TOGETHER / (copied * one)))):
+        for _ in streamer.copies(stack, (np.arange(one) + turn * one) % experts):
+            pass
+    last.record()
+    times = [on_cpu()]
+    while not last.query():
+        times.append(on_cpu())
+    last.synchronize()
+    mean = sum(times) / len(times)
+    return max(1.0, mean / cpu), max(1.0, first.elapsed_time(last) * 1e-3 / (copied * one * (turn + 1)))
 
 
 def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: Iterator[int]) -> Callable[[], float]:
@@ -222,16 +248,15 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
     ids, at = torch.zeros(rows, few, dtype=torch.int32), torch.full((experts,), -1)
     fresh = functools.partial(HostPairs, x, ids, torch.ones(ids.shape), act)
     work, kept = HostWork(), computes(x, stack.stack)
+    threads = max(1, ops.others()) if rows < KEPT else torch.get_num_threads()
 
     def run() -> float:
         chosen = (torch.arange(few) + next(turns) * few) % experts
         ids[:], at[:] = chosen.int(), -1
         at[chosen] = chosen
         started = time.perf_counter()
-        if kept and rows < KEPT:
-            work.begin(stack, at, fresh, UNBIASED, out).end()
-        elif kept:
-            work.run(stack, at, fresh, UNBIASED, out)
+        if kept:
+            work.of(stack, at, fresh, UNBIASED, out).run(threads)
         else:
             pairs = fresh()
             pairs.add(stack.stack, at, ids.numel())

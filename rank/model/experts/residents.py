@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-# By how much an expert's score must be above that of the resident one that it replaces: NOISE standard deviations of
-# the difference, where both are chosen by chance, and LEAST. With less, chance alone exchanges experts in every layer,
-# and each exchange is a copy. Drawn by a Zipf law of exponent 0.8, half of 128 resident, 8 chosen: 78 % are resident
-# after 400 steps (79 % at best), and a layer exchanges one in some 100 steps (2026-11-25).
-NOISE = 1.5
-LEAST = 0.5
+from ....kernels.moe.host_choice import Residency, above
 
 
 class Residents:
@@ -24,6 +17,11 @@ class Residents:
         self.slot_of[:slots] = np.arange(slots)
         self.scores = np.zeros(experts)  # host_choice.py has them grow and decay
 
+    @property
+    def arrays(self) -> Residency:
+        """The same memory, for `Choice`."""
+        return Residency(self.slot_of, self.scores, self.expert_in)
+
     def exchange(self) -> tuple[int, int] | None:
         """The expert that should become resident, and the slot of the one that it should replace."""
         if not 0 < self.slots < len(self.scores):
@@ -31,8 +29,7 @@ class Residents:
         outside = np.where(self.slot_of < 0, self.scores, -1.0)
         expert, held = int(outside.argmax()), self.scores[self.expert_in]
         slot = int(held.argmin())
-        above = outside[expert] - held[slot]
-        return (expert, slot) if above > NOISE * math.sqrt(outside[expert] + held[slot]) + LEAST else None
+        return (expert, slot) if above(outside[expert], held[slot]) else None
 
     def least(self, spared: np.ndarray) -> int:
         """The slot of the expert with the lowest score that is not spared; -1: all are. spared: [experts] bool."""

@@ -107,19 +107,17 @@ class Streamer:
             assert moves is not None, "`makes_over` was not asked"
             moved_nibbles.move(moves, part.tensors[0][:most], to.tensors[0][:most], count)
 
-    def replace(self, slots: Buffer, slot: int, layer: HostStack, expert: int) -> torch.cuda.Event | None:
-        """Copy an expert into a slot that nothing launched later reads. When it is there; None: it is."""
+    def replace(self, slots: Buffer, slot: int, layer: HostStack, expert: int) -> None:
+        """Copy an expert into a slot, after what was launched and before what will be."""
         to = [[x[slot : slot + 1] for x in some] for some in _tensors(slots)]
         if self._streams is None:
-            self._replace(to, layer, expert)
-            return None
-        stream = self._streams.copying
-        stream.wait_stream(torch.cuda.current_stream())
-        done = torch.cuda.Event()
+            return self._replace(to, layer, expert)
+        stream, step = self._streams.copying, torch.cuda.current_stream()
+        stream.wait_stream(step)
         with torch.cuda.stream(stream):
             self._replace(to, layer, expert)
-            done.record()
-        return done
+        step.wait_stream(stream)
+        return None
 
     def _stage(self, layer: HostStack, turn: int) -> Stage:
         if layer.form not in self._stages:

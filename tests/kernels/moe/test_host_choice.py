@@ -4,38 +4,84 @@ import numpy as np
 import pytest
 import torch
 from phalanx.kernels.moe import host_choice
-from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
+from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 
 
-def made(compiled, monkeypatch, ids, slot_of, scores, costs, way, first=0, limit=1 << 30):
+def made(compiled, monkeypatch, ids, of, costs, way, first=0, limit=1 << 30, adopts=False):
     with monkeypatch.context() as patch:
         if not compiled:
             patch.setattr(host_choice.ops, "available", lambda: False)
-        choice = Choice(len(slot_of), first, costs, way)
-        choice.choose(ids, slot_of, scores, limit)
+        choice = Choice(len(of.slot_of), first, costs, way)
+        choice.choose(ids, of, limit, adopts)
     return choice
 
 
+def residency(draw, experts):
+    """Some in slots, of which one is not to be used."""
+    held = draw.permutation(experts)[: int(draw.integers(0, experts))]
+    slot_of = np.full(experts, -1)
+    slot_of[held[1:]] = np.arange(1, len(held))
+    return Residency(slot_of, 20 * draw.random(experts), held)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
 @pytest.mark.parametrize("way", [CHEAPEST, ON_CPU, COPIED])
-def test_both_agree(monkeypatch, way):
-    draw = np.random.default_rng(0)
-    for turn in range(30):
+def test_both_agree(monkeypatch, way, adopts):
+    draw, moved = np.random.default_rng(0), 0
+    for turn in range(60):
         experts, tokens = int(draw.integers(1, 40)), int(draw.integers(1, 30))
         ids = torch.from_numpy(draw.integers(0, 50, (tokens, 4)).astype(np.int32))
-        slot_of = np.where(draw.random(experts) < 0.4, 1, -1)
-        costs, scores = Costs(tuple(np.sort(draw.random(4))), draw.random()), draw.random(experts)
+        before = residency(draw, experts)
+        costs = Costs(tuple(np.sort(draw.random(4))), draw.random(), 1 + draw.random(), 1 + draw.random())
         both = []
         limit = int(draw.integers(0, 9))
         for compiled in (True, False):
-            mine = scores.copy()
-            one = made(compiled, monkeypatch, ids, slot_of, mine, costs, way, turn % 5, limit)
-            both.append((one.counts, one.cpu, one.copied, one.found, mine))
+            of = Residency(*(one.copy() for one in before))
+            one = made(compiled, monkeypatch, ids, of, costs, way, turn % 5, limit, adopts)
+            both.append((one.counts, one.cpu, one.copied, one.adopted, one.found, *of))
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
-        counts, cpu, copied, found, _ = both[0]
-        assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (slot_of < 0)))
+        counts, cpu, copied, adopted, found, slot_of, _, expert_in = both[0]
+        assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (before.slot_of < 0)))
         assert way != CHEAPEST or len(copied) <= limit
         assert found[3] == counts[cpu >= 0].sum() and found[:3].sum() == (counts > 0).sum()
+        for expert, slot in zip(copied, adopted, strict=True):
+            assert slot == slot_of[expert] and (slot < 0 or (expert_in[slot] == expert and slot))
+        assert found[4] == (adopted >= 0).sum() == (slot_of != before.slot_of).sum() / 2
+        moved += found[4]
+    assert (moved > 0) == (adopts and way != ON_CPU)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_expert_that_is_chosen_often_is_copied_once(monkeypatch, compiled):
+    """Even where the CPU would be faster, and it takes the slot of the one that is chosen least."""
+    costs = Costs((1.0, 1.0, 1.0, 1.0), copy=9.0)
+    of = Residency(np.array([0, 1, -1, -1]), np.array([3.0, 1.0, 9.0, 2.0]), np.array([0, 1]))
+    ids = torch.tensor([[3, 2]], dtype=torch.int32)
+    first = made(compiled, monkeypatch, ids, of, costs, CHEAPEST, adopts=True)
+    assert first.copied.tolist() == [2] and first.adopted.tolist() == [1] and first.found.tolist() == [0, 1, 1, 1, 1]
+    assert of.slot_of.tolist() == [0, -1, 1, -1] and of.expert_in.tolist() == [0, 2]
+    second = made(compiled, monkeypatch, ids, of, costs, CHEAPEST, adopts=True)
+    assert second.found.tolist() == [1, 1, 0, 1, 0]
+    of = Residency(np.array([0, 1, -1, -1]), np.array([3.0, 1.0, 9.0, 2.0]), np.array([0, 1]))
+    assert made(compiled, monkeypatch, ids, of, costs, CHEAPEST, limit=0, adopts=True).found[4] == 0
+
+
+@pytest.mark.skipif(not host_choice.ops.available(), reason="no C++ operations")
+@pytest.mark.parametrize("exponent, early, late, most", [(0.0, 0.45, 0.45, 80), (0.8, 0.72, 0.75, 80)])
+def test_the_resident_set_follows_popularity_and_not_chance(exponent, early, late, most):
+    """Half of 128 experts, 8 of which each step draws by a Zipf law: how many of steps 100 to 200 and 400 to 800 are
+    resident, and how many become so in 800 steps, one at a time being computed faster by the CPU."""
+    draw, found, ids = np.random.default_rng(0), [], torch.zeros(1, 8, dtype=torch.int32)
+    order, likely = draw.permutation(128), -exponent * np.log(np.arange(1, 129))
+    of = Residency(np.where(np.arange(128) < 64, np.arange(128), -1), np.zeros(128), np.arange(64))
+    choice = Choice(128, 0, Costs((45.0, 56.0, 125.0, 485.0), 65.0, 1.3, 1.1), CHEAPEST)
+    for _ in range(800):
+        ids[0] = torch.from_numpy(order[np.argsort(likely + draw.gumbel(size=128))[-8:]])
+        choice.choose(ids, of, 8, adopts=True)
+        found.append(choice.found.copy())
+    resident, adopted = np.array(found)[:, 0] / 8, np.array(found)[:, 4]
+    assert resident[100:200].mean() > early and resident[400:].mean() > late and 0 < adopted.sum() < most
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -43,9 +89,18 @@ def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
     costs = Costs((10.0, 10.0, 16.0, 64.0), copy=30.0)  # the CPU takes 10 up to 4 tokens, then more
     ids = torch.tensor([[4], [6], [6], [7], *[[5]] * 200], dtype=torch.int32)
 
+    def none():
+        return Residency(np.full(8, -1), np.zeros(8), np.zeros(0, np.int64))
+
     def copied(costs, ids):
-        return made(compiled, monkeypatch, ids, np.full(8, -1), np.zeros(8), costs, CHEAPEST).copied.tolist()
+        return made(compiled, monkeypatch, ids, none(), costs, CHEAPEST).copied.tolist()
 
     assert copied(costs, ids) == [5]
     assert copied(costs, ids[:1]) == [] == copied(costs, ids[:0])
     assert sorted(copied(costs._replace(copy=0.0), ids)) == [4, 5, 6, 7]
+
+
+def test_the_memory_is_shared():
+    """Where both are at work, each is slower; who is left has all of it."""
+    costs = Costs((1.0,) * 4, copy=1.0, cpu_beside=2.0, copy_beside=4.0)
+    assert costs.both(np.array([0.0, 3.0, 3.0]), np.array([5.0, 0.0, 2.0])).tolist() == [5.0, 3.0, 6 + 2 / 4]

@@ -1,15 +1,13 @@
 """Steps of few tokens beside a GPU, whose kernels are played on the CPU: what they and the host tell each other."""
 
-import threading
-import time
-
-import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.moe import host_exchange
+from phalanx.kernels.moe import host_exchange, host_service
+from phalanx.kernels.moe.host_exchange import Fetched
+from phalanx.rank.model.experts.few_tokens import FewTokens
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host_buffers import SharedBuffers
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
@@ -21,10 +19,10 @@ pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 
 
 class Played:
-    """What host_exchange.cu does. `collect` has nothing to add up before the CPU's part is given: it is done then."""
+    """What host_exchange.cu does. `collect` has nothing to add up before the CPU's part is there: it is done then."""
 
     def __init__(self, patch):
-        self.waiting, self.fetched = [], 0
+        self.waiting, self.fetched, self.adopted = [], 0, 0
         patch.setattr(host_memory, "pin_memory", lambda memory: None)
         patch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
         patch.setattr(torch.cuda, "Event", object)
@@ -33,8 +31,8 @@ class Played:
         patch.setattr(host_exchange, "table", lambda parts, device: parts)
         for name in ("send", "fetch", "collect"):
             patch.setattr(host_exchange, name, getattr(self, name))
-        give = host_exchange.Exchange.give
-        patch.setattr(host_exchange.Exchange, "give", lambda exchange: (give(exchange), self.done(exchange)))
+        run = FewTokens.run
+        patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
         self.sent = 0
 
     def send(self, x, ids, weights, slots, host, exchange):
@@ -45,26 +43,44 @@ class Played:
         return slots[ids.long()]
 
     def fetch(self, parts, ids, most, first, exchange):
-        count = int(exchange.list[0])
-        experts = exchange.list[1 : 1 + count].tolist()
+        word = int(exchange.list[0])
+        count = word & 511
+        assert word >> 9 == self.sent
+        entries = exchange.list[1 : 1 + count].tolist()
+        experts, slots = [one & 0xFFFF for one in entries], [(one >> 16) - 1 for one in entries]
         numbers = torch.full_like(ids, most)
         for place, expert in enumerate(experts):
             numbers[ids == expert + first] = place
             for part in parts:
                 part.here[place] = part.there[expert]
         self.fetched += count
-        return numbers, torch.tensor([count]), torch.tensor(experts + [0] * (most - count))
+        more = [0] * (most - count)
+        return Fetched(numbers, torch.tensor([count]), torch.tensor(experts + more), torch.tensor(slots + more))
 
-    def collect(self, resident, copied, made, like, exchange):
+    def collect(self, resident, copied, made, like, exchange, fetched=None, slots=None, first=0):
         y = torch.empty_like(like)
         self.waiting.append((y, resident, copied, made))
+        if fetched is None or slots is None:
+            return y
+        for i in range(int(fetched.found)):
+            expert, slot = int(fetched.of[i]), int(fetched.slots[i])
+            if slot < 0:
+                continue
+            for part in slots.parts:
+                part.here[slot] = part.there[i]
+            slots.table[first + slots.expert_in[slot]] = len(slots.expert_in)
+            slots.table[first + expert] = slot
+            slots.expert_in[slot] = expert
+            self.adopted += 1
         return y
 
-    def done(self, exchange):
-        assert int(exchange.made[0]) == self.sent
-        for y, resident, copied, made in self.waiting:
-            y.copy_(sum(x.float() for x in (resident, copied, made) if x is not None))
+    def done(self, service, y):
+        service.drain()
+        assert int(service._made[0]) == self.sent
+        for sums, resident, copied, made in self.waiting:
+            sums.copy_(sum(x.float() for x in (resident, copied, made) if x is not None))
         self.waiting.clear()
+        return y
 
 
 def experts(path, room, **options):
@@ -79,7 +95,8 @@ def beside_gpu(patch, layer, made, way):
     """Have the layer's experts served as beside a GPU, whose part is Played."""
     host, played = layer.host, Played(patch)
     patch.setattr(jit, "plain", lambda *tensors: True)
-    host.on_gpu, host.shared = True, host.shared.__class__(way, made.counters, SharedBuffers(), host.shared.streamer)
+    host.on_gpu, buffers = True, SharedBuffers(made.counters)
+    host.shared = host.shared.__class__(way, made.counters, buffers, host.shared.streamer)
     return played
 
 
@@ -103,7 +120,7 @@ def test_both_sides_agree(path, monkeypatch, offload, way):
         weights = torch.rand(count, layer.top_k, generator=draw)
         torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
     counters = made.counters
-    assert played.sent == 18 and played.fetched == counters.streamed
+    assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
     assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
     assert (counters.resident > 0) == (offload == 3)
 
@@ -114,44 +131,15 @@ def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     layer, made = experts(path, ExpertRoom(100, way="cpu"))
     beside_gpu(monkeypatch, layer, made, "cpu")
 
-    class Failing:
-        def __init__(self, *_):
-            pass
+    def fail(*_):
+        raise MemoryError("no room")
 
-        def end(self):
-            raise MemoryError("no room")
-
-    monkeypatch.setattr(ops, "Begun", Failing)
+    monkeypatch.setattr(host_service.Service, "compute", fail)
     total = layer.down_proj.experts.size
     ids = torch.arange(layer.top_k, dtype=torch.int32)[None] % total
+    x = torch.ones(1, layer.down_proj.outputs[0].size)
     with pytest.raises(MemoryError):
-        layer(torch.ones(1, layer.down_proj.outputs[0].size), ids, torch.ones(ids.shape)).local()
-    exchange = layer.host.shared.buffers.exchange
-    assert int(exchange.made[1]) == 1
+        layer(x, ids, torch.ones(ids.shape)).local()
+    assert int(layer.host.shared.buffers.steps.exchange.made[1]) == 1
     with pytest.raises(RuntimeError, match="has failed before"):
-        exchange.wait()
-
-
-def test_flags_between_threads(monkeypatch):
-    monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
-    monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
-    monkeypatch.setattr(host_exchange, "PAUSE", 20)
-    exchange = host_exchange.Exchange(torch.device("cpu"))
-
-    def device():
-        for turn in range(1, 200):
-            exchange.sent[0] = turn
-            while int(exchange.made[0]) != turn:
-                time.sleep(0)
-            assert exchange.list[: 1 + turn % 3].tolist() == [turn % 3, 7, 8][: 1 + turn % 3]
-
-    other = threading.Thread(target=device)
-    other.start()
-    for turn in range(1, 200):
-        exchange.wait()
-        exchange.ask(np.array([7, 8][: turn % 3]))
-        exchange.give()
-    other.join(20)
-    assert not other.is_alive() and int(exchange.made[1]) == 0
-    exchange.give_up()
-    assert int(exchange.made[1]) == 1
+        layer(x, ids, torch.ones(ids.shape)).local()

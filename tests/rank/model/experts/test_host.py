@@ -86,7 +86,8 @@ def test_what_a_gpu_does(made, monkeypatch, room):
         plain, model = (load(made("gpt_oss"), mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
         wanted, layer = (next(x for x in one.modules() if isinstance(x, FusedExperts)) for one in (plain, model))
         layer.host.on_gpu = True
-        layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+        buffers = host_buffers.SharedBuffers(model.offload.counters)
+        layer.host.shared = dataclasses.replace(layer.host.shared, buffers=buffers)
         draw = torch.Generator().manual_seed(0)
         total, k, hidden = layer.down_proj.experts.size, layer.top_k, layer.down_proj.outputs[0].size
         for count in (1, 3, 5, 40, 1, 2, 2, 2, 2, 2, 2, 2, 40):

@@ -153,7 +153,8 @@ def test_what_a_gpu_does(made, monkeypatch, way):
         for wanted, layer in zip(*both, strict=True):
             assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed)
             layer.host.on_gpu = True
-            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=host_buffers.SharedBuffers())
+            buffers = host_buffers.SharedBuffers(layer.host.shared.counters)
+            layer.host.shared = dataclasses.replace(layer.host.shared, buffers=buffers)
             draw = torch.Generator().manual_seed(0)
             for count in (1, 3, 20, 1, 2, 2, 2, 2, 2):
                 x, weights = torch.randn(count, 256, generator=draw), torch.rand(count, 2, generator=draw)

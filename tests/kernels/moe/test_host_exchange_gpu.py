@@ -1,0 +1,137 @@
+"""What a step on a GPU and the host tell each other, beside torch: tokens, lists, experts, slots and sums."""
+
+import time
+
+import pytest
+import torch
+from phalanx.kernels import host_memory, jit
+from phalanx.kernels.moe import host_exchange
+from phalanx.kernels.moe.host_exchange import Exchange, Part, Slots
+
+from ...devices import require_gpu
+from ..gpu import poison  # noqa: F401
+
+require_gpu()
+
+EXPERTS, ROUTER, FIRST, K, HIDDEN, MOST, SLOTS = 24, 64, 8, 4, 256, 16, 6
+WIDTHS = 48, 4096 * 3 + 16  # bytes of an expert
+
+
+def pinned(*shape, dtype=torch.uint8):
+    return host_memory.zeros(shape, dtype, pin=True)
+
+
+def room(tokens, dtype):
+    """For x, ids and weights on the host."""
+    kinds = (HIDDEN, dtype), (K, torch.int32), (K, torch.float32)
+    return [pinned(tokens, width, dtype=one) for width, one in kinds]
+
+
+class Pair:
+    """Both sides of one layer, and what torch makes of the same."""
+
+    def __init__(self, dtype):
+        self.dtype, self.exchange, self.count = dtype, Exchange(torch.device("cuda")), 0
+        self.there = [pinned(EXPERTS, width) for width in WIDTHS]
+        for one in self.there:
+            one.random_(256)
+        self.here = [torch.zeros(MOST, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
+        self.slots = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
+        expert_in = torch.arange(SLOTS)
+        table = torch.full((ROUTER,), SLOTS, dtype=torch.int32)
+        table[FIRST : FIRST + SLOTS] = torch.arange(SLOTS, dtype=torch.int32)
+        self.want_table, self.want_in, self.want_slots = table, expert_in, [x.cpu() for x in self.slots]
+        cuda = torch.device("cuda")
+        self.parts = host_exchange.table([Part(*both) for both in zip(self.there, self.here, strict=True)], cuda)
+        adopting = [Part(*both) for both in zip(self.here, self.slots, strict=True)]
+        assert host_exchange.adopts(adopting) and host_exchange.supports(cuda)
+        self.of_slots = Slots(host_exchange.table(adopting, cuda), table.to(cuda), expert_in.to(cuda))
+
+    def tell(self, experts, slots):
+        flags = self.exchange.list
+        for i, (expert, slot) in enumerate(zip(experts, slots, strict=True)):
+            flags[1 + i] = expert | slot + 1 << 16
+        flags[0] = self.count << 9 | len(experts)
+
+    def adopt(self, experts, slots):
+        for expert, slot in zip(experts, slots, strict=True):
+            if slot < 0:
+                continue
+            self.want_table[FIRST + int(self.want_in[slot])] = SLOTS
+            self.want_table[FIRST + expert], self.want_in[slot] = slot, expert
+            for mine, theirs in zip(self.want_slots, self.there, strict=True):
+                mine[slot] = theirs[expert]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_sides(dtype, late):
+    """late: what the GPU waits for comes when it waits already, once all kernels are loaded: that waits for the GPU."""
+    both, draw = Pair(dtype), torch.Generator().manual_seed(0)
+    exchange = both.exchange
+    for turn in range(12):
+        tokens, found = (1, 3, 16)[turn % 3], (0, 1, 5, MOST)[turn % 4]
+        both.count += 1
+        x = torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype)
+        ids = torch.stack([torch.randperm(ROUTER, generator=draw)[:K] for _ in range(tokens)]).int().cuda()
+        weights = torch.rand(tokens, K, generator=draw).cuda()
+        host = room(tokens, dtype)
+        before = both.want_table.clone()
+        numbers = host_exchange.send(x, ids, weights, both.of_slots.table, host, exchange)
+        assert torch.equal(numbers.cpu(), before[ids.cpu().long()])
+        assert int(exchange.sent[0]) == both.count
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(host, (x, ids, weights), strict=True))
+
+        experts = torch.randperm(EXPERTS, generator=draw)[:found].tolist()
+        held = set(both.want_in.tolist())
+        free = iter(torch.randperm(SLOTS, generator=draw).tolist())
+        slots = [next(free, -1) if i % 2 and one not in held else -1 for i, one in enumerate(experts)]
+        later = late and turn > 0
+        if not later:
+            both.tell(experts, slots)
+        made = pinned(tokens, HIDDEN, dtype=torch.float32)
+        made.normal_(generator=draw)
+        # Before `fetch`, which waits for the list: copies to the GPU and pinning wait for what is launched.
+        parts = [torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2)]
+        fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, exchange)
+        if not later:
+            exchange.made[0] = both.count
+        y = host_exchange.collect(*parts, made, x, exchange, fetched, both.of_slots, FIRST)
+        if later:
+            time.sleep(0.01)
+            both.tell(experts, slots)
+            time.sleep(0.01)
+            exchange.made[0] = both.count
+        torch.cuda.synchronize()
+
+        want = torch.full((tokens, K), MOST, dtype=torch.int32)
+        for place, expert in enumerate(experts):
+            want[ids.cpu() == FIRST + expert] = place
+        assert torch.equal(fetched.numbers.cpu(), want) and fetched.found.tolist() == [found]
+        assert fetched.of.tolist() == experts + [0] * (MOST - found)
+        assert fetched.slots.tolist() == slots + [-1] * (MOST - found)
+        for mine, theirs in zip(both.here, both.there, strict=True):
+            assert torch.equal(mine[:found].cpu(), theirs[experts])
+        total = parts[0].float() + parts[1].float() + made.cuda()
+        torch.testing.assert_close(y, total.to(dtype), atol=2e-2, rtol=2e-2)
+        both.adopt(experts, slots)
+        assert torch.equal(both.of_slots.table.cpu(), both.want_table)
+        assert torch.equal(both.of_slots.expert_in.cpu(), both.want_in)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(both.slots, both.want_slots, strict=True))
+
+
+def test_who_is_given_up_waits_no_more():
+    both = Pair(torch.bfloat16)
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ids, weights = torch.zeros(1, K, dtype=torch.int32, device="cuda"), torch.zeros(1, K, device="cuda")
+    host, made = room(1, x.dtype), pinned(1, HIDDEN, dtype=torch.float32)
+    jit.kernel(
+        "host_exchange", "host_collect", x.dtype, **host_exchange.sizes(False, True)
+    )  # loading waits for the GPU
+    both.count += 1
+    host_exchange.send(x, ids, weights, both.of_slots.table, host, both.exchange)
+    fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, both.exchange)
+    host_exchange.collect(None, x, made, x, both.exchange, fetched, both.of_slots, FIRST)
+    both.exchange.service.give_up()
+    torch.cuda.synchronize()
+    assert fetched.found.tolist() == [0] and both.of_slots.expert_in.tolist() == list(range(SLOTS))

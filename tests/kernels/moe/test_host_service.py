@@ -1,0 +1,152 @@
+"""The host's part of steps of few tokens, with a thread in the place of the GPU: what both tell each other."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.moe import host_service
+from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
+from phalanx.kernels.moe.host_experts import Experts, HostPairs
+from phalanx.kernels.moe.host_service import Service
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
+
+EXPERTS, TOKENS, K, HIDDEN, INNER = 12, 3, 2, 32, 16
+COSTS = Costs((2.0, 2.0, 3.0, 5.0), copy=1.5)
+
+
+class Layer:
+    """A layer's experts, and what lies in pinned memory where there is a GPU."""
+
+    def __init__(self, way, slots, draw):
+        self.choice = Choice(EXPERTS, 0, COSTS, way)
+        slot_of = np.full(EXPERTS, -1)
+        slot_of[:slots] = np.arange(slots)
+        self.of = Residency(slot_of, np.zeros(EXPERTS), np.arange(slots))
+        self.w13 = 0.2 * torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw)
+        self.w2 = 0.2 * torch.randn(EXPERTS, HIDDEN, INNER, generator=draw)
+
+    def part(self, x, ids, weights, made):
+        calls = HostPairs(x, ids, weights, "silu").all_calls(Experts(self.w13, self.w2), self.choice.on_cpu, made)
+        packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
+        call = self.choice.call(ids, self.of, 4, adopts=self.choice.way == CHEAPEST)
+        return host_service.layer(self.choice, call, packed, made, True, calls, x, ids, weights, self.of)
+
+    def of_expert(self, e, x):
+        gate, up = (x @ self.w13[e].T).chunk(2)
+        return (torch.nn.functional.silu(gate) * up) @ self.w2[e].T
+
+
+class Device:
+    """A GPU that knows its experts of before and sums up what it and the CPU have made."""
+
+    def __init__(self, layers, steps, draw):
+        self.layers, self.wrong = layers, []
+        self.flags = [torch.zeros(n, dtype=torch.int32) for n in (32, 32, 64)]
+        self.service = Service(*self.flags)
+        self.x = torch.zeros(TOKENS, HIDDEN)
+        self.ids, self.weights = torch.zeros(TOKENS, K, dtype=torch.int32), torch.zeros(TOKENS, K)
+        self.made = torch.zeros(TOKENS, HIDDEN)
+        self.tables = [layer.of.slot_of.copy() for layer in layers]
+        self.steps, self.draw, self.adopted, self.copied = steps, draw, 0, 0
+
+    def parts(self):
+        return [layer.part(self.x, self.ids, self.weights, self.made) for layer in self.layers]
+
+    def run(self):
+        count = 0
+        for _ in range(self.steps):
+            for layer, table in zip(self.layers, self.tables, strict=True):
+                count += 1
+                self._layer(layer, table, count)
+
+    def _layer(self, layer, table, count):
+        sent, made, told = self.flags
+        self.x.copy_(torch.randn(self.x.shape, generator=self.draw))
+        likely = torch.arange(EXPERTS, 0, -1).double() ** 2
+        self.ids.copy_(torch.stack([likely.multinomial(K, generator=self.draw) for _ in range(TOKENS)]))
+        self.weights.copy_(torch.rand(self.weights.shape, generator=self.draw))
+        resident = table.copy()
+        sent[0] = count
+        while int(told[0]) >> 9 != count:
+            time.sleep(0)
+        entries = told[1 : 1 + (int(told[0]) & 511)].tolist()
+        copied = {one & 0xFFFF for one in entries}
+        for one in entries:
+            if one >> 16:
+                table[table == (one >> 16) - 1] = -1
+                table[one & 0xFFFF] = (one >> 16) - 1
+                self.adopted += 1
+        self.copied += len(copied)
+        while int(made[0]) != count:
+            time.sleep(0)
+        want, got = torch.zeros(self.x.shape), self.made.clone()
+        for t in range(TOKENS):
+            for e, weight in zip(self.ids[t].tolist(), self.weights[t], strict=True):
+                part = weight * layer.of_expert(e, self.x[t])
+                want[t] += part
+                got[t] += part if resident[e] >= 0 or e in copied else 0
+        self.wrong.append(float((got - want).abs().max()))
+
+
+@pytest.mark.parametrize("posted", [True, False])
+@pytest.mark.parametrize("way, slots", [(CHEAPEST, 0), (CHEAPEST, 5), (ON_CPU, 5), (COPIED, 5)])
+def test_both_sides(way, slots, posted):
+    draw, steps = torch.Generator().manual_seed(0), 30
+    device = Device([Layer(way, slots, draw) for _ in range(3)], steps, draw)
+    service, parts = device.service, device.parts()
+    gpu = threading.Thread(target=device.run, daemon=True)
+    gpu.start()
+    if posted:
+        whole = host_service.step(parts)
+        for _ in range(steps):
+            service.post(whole)
+        while gpu.is_alive() and len(device.wrong) < steps * len(parts):
+            time.sleep(0.01)
+        service.drain()
+    else:
+        for _ in range(steps):
+            for part in parts:
+                service.choose(part)
+                service.compute(part)
+    gpu.join(20)
+    assert len(device.wrong) == steps * len(parts) and max(device.wrong) < 1e-4
+    resident, cpu, copied, adopted = service.totals[3:].tolist()
+    assert (copied, adopted) == (device.copied, device.adopted) and (cpu > 0) == (way != COPIED)
+    assert (resident > 0) == (slots > 0) and (adopted > 0) == (way == CHEAPEST and slots > 0)
+    assert (copied > 0) == (way != ON_CPU)
+    for layer, table in zip(device.layers, device.tables, strict=True):
+        assert layer.of.slot_of.tolist() == table.tolist(), "both sides know the same residents"
+    assert not posted or min(service.totals[:3]) > 0
+
+
+def test_who_gives_up_is_waited_for_no_more(monkeypatch):
+    monkeypatch.setattr(host_service, "PAUSE", 0.01)
+    draw = torch.Generator().manual_seed(0)
+    device = Device([Layer(ON_CPU, 0, draw)], 1, draw)
+    (part,) = device.parts()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Done", (), {"query": lambda self: True})())
+    device.service.post(host_service.step([part]))
+    with pytest.raises(RuntimeError, match="sent nothing"):
+        device.service.drain()
+    device.service.give_up()
+    device.service.drain()
+    assert int(device.flags[1][1]) == 1
+    with pytest.raises(RuntimeError, match="has failed before"):
+        device.service.choose(part)
+
+
+def test_a_thread_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(host_service, "LIMIT", 0.02)
+    draw = torch.Generator().manual_seed(0)
+    device = Device([Layer(ON_CPU, 0, draw) for _ in range(3)], 1, draw)
+    whole = host_service.step(device.parts())
+    device.service.post(whole)
+    device.service.post(whole)
+    device.service.drain()
+    assert int(device.flags[1][1]) == 3, "kernels wait no more"
+    with pytest.raises(RuntimeError, match="the CPU has waited .* for a GPU's part"):
+        device.service.post(whole)
