@@ -211,9 +211,9 @@ def test_threads_that_are_woken_before_a_list_compute_the_same(monkeypatch):
     x = torch.randn(64, 64)
     want = linear(x, x)
     for pause in (0, 1e-4, 1e-3, 1e-2):
-        time.sleep(pause)  # they look, or sleep
+        time.sleep(pause)  # 1 ms and more: long enough for them to fall asleep
         ops.libraries()["pool"].pool_wake(ctypes.c_void_p(ops._pool(3)))
-        time.sleep(pause)
+        time.sleep(pause)  # as long as before: they look, or sleep again by then
         assert torch.equal(linear(x, x), want)
 
 

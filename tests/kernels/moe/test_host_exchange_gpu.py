@@ -98,9 +98,9 @@ def test_both_sides(dtype, late):
             exchange.made[0] = both.count
         y = host_exchange.collect(*parts, made, x, exchange, fetched, both.of_slots, FIRST)
         if later:
-            time.sleep(0.01)
+            time.sleep(0.01)  # long enough for the kernel to look for the list
             both.tell(experts, slots)
-            time.sleep(0.01)
+            time.sleep(0.01)  # long enough for the other one to look for the sums
             exchange.made[0] = both.count
         torch.cuda.synchronize()
 
