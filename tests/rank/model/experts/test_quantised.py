@@ -92,9 +92,10 @@ CASES = [
     ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)),
     ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
 ]  # fmt: skip
+# FP8 shares a scale among as many inputs as divide those of a rank: other ranks, other weights.
 LONG = [
     ("super-blocks", dict(tp=2, pp=2)), ("halves", dict(tp=2, ep=2)), ("gptq", dict()), ("gptq of 8 bits", dict(tp=2)),
-    ("w8a16", dict(tp=3)), ("q6k", dict()), ("q8_0", dict(tp=3)), ("q4_0", dict(tp=2, ep=2)), ("fp8", dict(tp=2)),
+    ("w8a16", dict(tp=3)), ("q6k", dict()), ("q8_0", dict(tp=3)), ("q4_0", dict(tp=2, ep=2)), ("fp8", dict()),
 ]  # fmt: skip
 
 
