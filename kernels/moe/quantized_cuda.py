@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS
 from ..device import DeviceCaps
 from ..quantized import pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
@@ -89,21 +88,8 @@ def shared(cut: Cut, inputs: int, gated: bool) -> int:
 
 def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
     """What quantized_experts.cu is compiled for. act: of the gate; "": there is none."""
-    layout: Layout = stack.packed.layout
-    return dict(
-        FORMAT=layout.header,
-        **dict(layout.sizes),
-        I=stack.shape[2],
-        OUTPUTS=stack.shape[1],
-        TILES=cut.tiles,
-        SUBS=WARPS // cut.groups,
-        GROUPS=cut.groups,
-        KC=cut.inputs,
-        AHEAD=cut.ahead,
-        TOP=top,
-        GATED=int(bool(act)),
-        ACT=ACTIVATIONS.index(act) if act else 0,
-        BIAS=int(bias),
+    return quantized_pipeline.sizes_of_gemm(stack, act, top, bias) | dict(
+        TILES=cut.tiles, SUBS=WARPS // cut.groups, GROUPS=cut.groups, KC=cut.inputs, AHEAD=cut.ahead
     )
 
 

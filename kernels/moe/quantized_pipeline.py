@@ -69,16 +69,19 @@ def _bytes_of_x(inputs: int) -> int:
 
 def sizes(stack: Stack, cut: PipelineConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
     """What quantized_pipeline.cu is compiled for. act: of the gate; "": there is none."""
+    return sizes_of_gemm(stack, act, top, bias) | dict(
+        WARPS=cut.warps, RUN=cut.run, STAGES=cut.stages, BUFFERS=cut.buffers
+    )
+
+
+def sizes_of_gemm(stack: Stack, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
+    """What every kernel of quantised experts is compiled for, however it is cut."""
     layout: Layout = stack.packed.layout
     return dict(
         FORMAT=layout.header,
         **dict(layout.sizes),
         I=stack.shape[2],
         OUTPUTS=stack.shape[1],
-        WARPS=cut.warps,
-        RUN=cut.run,
-        STAGES=cut.stages,
-        BUFFERS=cut.buffers,
         TOP=top,
         GATED=int(bool(act)),
         ACT=ACTIVATIONS.index(act) if act else 0,
