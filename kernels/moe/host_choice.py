@@ -65,7 +65,7 @@ class Choice:
         self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
         self._key: tuple[object, ...] = ()  # of the call that is kept: decode steps make the same again and again
         results = self.counts, self.cpu, self._copied, self._adopted, self.found
-        self._results = [torch.from_numpy(one) for one in results]
+        self.results = [torch.from_numpy(one) for one in results]  # the same memory, as C++ fills it
 
     @property
     def copied(self) -> np.ndarray:
@@ -76,11 +76,6 @@ class Choice:
     def adopted(self) -> np.ndarray:
         """The slots that these have from the next step on; -1: none."""
         return self._adopted[: self.found[2]]
-
-    @property
-    def results(self) -> list[Tensor]:
-        """counts, cpu, copied, adopted and found, as C++ fills them."""
-        return self._results
 
     def choose(self, ids: Tensor, of: Residency, limit: int = 1 << 30, adopts: bool = False) -> None:
         """ids int32 [T, k], contiguous. Scores of the experts that are chosen grow, and all decay. limit: copies at
@@ -97,7 +92,7 @@ class Choice:
         """The operation as ops.call_array takes it. The tensors have to stay."""
         sizes = ids.numel(), len(self.counts), len(of.expert_in), self.first, self.way, limit, int(adopts)
         costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
-        tensors = ids, *map(torch.from_numpy, of), *self._results
+        tensors = ids, *map(torch.from_numpy, of), *self.results
         return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
 
     def _choose_reference(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> None:
