@@ -126,6 +126,10 @@ MODELS = {
         shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
         max_window_layers=2,
     ),
+    "qwen2_moe without biases": dict(
+        model_type="qwen2_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, qkv_bias=False,
+    ),
     "qwen3_moe": dict(
         model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
         norm_topk_prob=True, decoder_sparse_step=2,

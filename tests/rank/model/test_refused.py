@@ -39,6 +39,17 @@ REFUSED = [
     ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', expected float"),
     ("qwen2", {"layer_types": ["full_attention", 3]}, "layer_types is ['full_attention', 3], expected list[str]"),
     ("qwen2_moe", {"mlp_only_layers": [0, "1"]}, "mlp_only_layers is [0, '1'], expected list[int]"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
+    ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for this model type"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported for this model type; supported: True"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
+    ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64 is not supported"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list with 0 is not supported for this model type"),
+    ("olmo2", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0; clipping is not supported"),
+    ("olmo3", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0; clipping is not supported"),
+    ("stablelm", {"rope_pct": 0.5}, "rope_pct is 0.5, but partial_rotary_factor, which counts, is 0.25"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 MISSING = [
