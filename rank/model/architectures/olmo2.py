@@ -16,6 +16,7 @@ from ..layers.norm import PostNorm
 from ..layers.residual import Normed, Partial, ResidualStream, Unnormed
 from . import llama
 
+
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     clip_qkv: float | None = None
