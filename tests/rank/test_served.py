@@ -115,13 +115,18 @@ class Expected:
         return [place for place, gap in enumerate(behind) if gap > 0]
 
 
+def write_checkpoint(directory, options):
+    """A checkpoint of random weights of an entry of SERVED."""
+    test_chatglm.make(directory) if options is CHATGLM else write(directory, **options)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """name -> its checkpoint, with weights that make the text vary."""
 
     def make(name):
-        path, options = tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), SERVED[name]
-        test_chatglm.make(path) if options is CHATGLM else write(path, **options)
+        path = write_checkpoint(tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), SERVED[name])
         weights = load_file(path / "model.safetensors")
         for key, x in weights.items():
             if x.dim() > 1 and "lm_head" not in key:
