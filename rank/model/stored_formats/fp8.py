@@ -61,7 +61,7 @@ class Scheme:
         return math.gcd(self.inputs, inputs.start, inputs.width) or 1
 
     def in_pieces(self, layer: StackedLinear) -> bool:
-        """Whether GPUs have experts in pieces: gate, up and down alike. What are outputs of one are the other's inputs."""
+        """Whether GPUs have experts in pieces: gate, up and down alike. One's outputs are the other's inputs."""
         return all(floats.in_pieces(shard.width, self.unit(shard)) for shard in (layer.inputs, *layer.outputs))
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
