@@ -22,6 +22,14 @@ def test_bars_are_medians_and_ratios():
     assert "vLLM 0.25.1" in groups[0].title and "llama.cpp" in groups[-1].title
 
 
+def test_the_newest_run_on_cpus_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(charts, "RESULTS", tmp_path)
+    assert charts.on_cpus() == {charts.CPU_OF_NUMBA: charts.CPU_TITLE + " (older code)"}
+    for day in ("2026-11-26", "2026-11-27"):
+        (tmp_path / f"cpu-llama-cpp-f32-{day}.jsonl").touch()
+    assert charts.on_cpus() == {"cpu-llama-cpp-f32-2026-11-27.jsonl": charts.CPU_TITLE}
+
+
 def test_the_limit_is_memory_for_few_and_arithmetic_for_prompts():
     shape = LLAMAS["llama3-8b"]
     weights = 7.5e9 * charts.SIZE  # all but the embedding
