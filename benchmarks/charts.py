@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from phalanx.benchmarks import compare
 from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS
-from phalanx.benchmarks.step import SHAPES
+from phalanx.benchmarks.shapes import LLAMAS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CHARTS = RESULTS.parents[1] / "docs/charts"
@@ -63,7 +63,7 @@ def beside_peers() -> list[Group]:
     """A bar is the peer's time divided by ours, of decode steps and of the mixed load."""
     groups = []
     for name, title in (H200 | on_cpus()).items():
-        lines = [line for line in read(name) if line["config"] in SHAPES]
+        lines = [line for line in read(name) if line["config"] in LLAMAS]
         peer = next(line for line in lines if line["engine"] != "phalanx")
         engine = peer["engine"].replace("vllm", "vLLM")
         if engine == "llama.cpp":
@@ -86,7 +86,7 @@ def beside_the_limit() -> list[Group]:
         for (config, gpus, what, batch, prompt), ours, _ in _medians(lines):
             if what in ("decode", "prefill"):
                 seconds = ours / 1000 if what == "decode" else ours
-                least = limit(SHAPES[config], what, batch, prompt) / gpus
+                least = limit(LLAMAS[config], what, batch, prompt) / gpus
                 words = f"{least / seconds:.0%}: {_three(1000 * least)} of {_three(1000 * seconds)} ms"
                 label = f"decode {batch}" if what == "decode" else f"prefill {batch} x {prompt}"
                 bars.append(Bar(label, least / seconds, words))

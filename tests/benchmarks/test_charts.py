@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 from phalanx.benchmarks import charts
-from phalanx.benchmarks.step import SHAPES
+from phalanx.benchmarks.shapes import LLAMAS
 
 
 @pytest.mark.parametrize("name", ["peers.svg", "limit.svg"])
@@ -31,7 +31,7 @@ def test_the_newest_run_on_cpus_is_drawn(tmp_path, monkeypatch):
 
 
 def test_the_limit_is_memory_for_few_and_arithmetic_for_prompts():
-    shape = SHAPES["llama3-8b"]
+    shape = LLAMAS["llama3-8b"]
     weights = 7.5e9 * charts.SIZE  # all but the embedding
     assert charts.limit(shape, "decode", 1, 128) == pytest.approx(weights / charts.BANDWIDTH, rel=0.01)
     multiply = 2 * 6.98e9 * 1024 * 16 / charts.FLOPS
