@@ -1,5 +1,7 @@
 """Bytes and tokens of well-known models, against arithmetic done by hand; GB are 10^9 bytes."""
 
+import dataclasses
+
 import msgspec
 import pytest
 from phalanx.errors import MODEL, FatalError
@@ -150,9 +152,15 @@ def test_qwen3_30b_a3b(shape):
     held = weights(model, Layout(1, dp=4, ep=4))
     assert held["attention"] == 2 * 48 * 18_874_368
     assert held["experts"] == 2 * 48 * 603_979_776 // 4 + router
-    # offloaded: the router stays
-    (stage,) = memory.stages(model, Layout(1, offload=True), ASKED.context)
+    # offloaded: the router stays, and there is room for four buffers of 96 MiB
+    (stage,) = memory.stages(model, Layout(1, offload=128), ASKED.context)
     assert (stage.weights["experts"], stage.host) == (router, 2 * 48 * 603_979_776)
+    assert (stage.resident, stage.slots) == (0, 4 * 96 * 2**20)
+    # 96 of 128 are resident, 24 of the 32 of a rank where four share them out; all are on the host
+    for layout in (Layout(1, offload=32), Layout(4, ep=4, offload=8), Layout(4, ep=2, offload=16)):
+        (stage,) = memory.stages(model, layout, ASKED.context)
+        assert stage.host == 2 * 48 * 603_979_776 // layout.tp
+        assert stage.resident == stage.host * 3 / 4 == stage.weights["experts"] - router
     # KV: 48 x 2 x 4 x 128 x 2 bytes; at tp 8 one head on each rank
     assert memory.stages(model, Layout(1), ASKED.context)[0].kv_token == 98_304
     assert memory.stages(model, Layout(8), ASKED.context)[0].kv_token == 24_576
@@ -263,13 +271,13 @@ def cluster(device=GPU141, nodes=1, per_node=8, **more):
 
 def test_layouts(shape):
     dense = plan.layouts(shape("Llama-3.1-70B"), cluster(nodes=2))
-    assert all(one.ranks == 16 and one.tp <= 8 and one.ep == 1 and not one.offload for one in dense)
+    assert all(one.ranks == 16 and one.tp <= 8 and one.ep == 1 for one in dense)
     assert {(one.tp, one.pp, one.dp) for one in dense} >= {(8, 2, 1), (8, 1, 2), (4, 4, 1), (1, 16, 1), (1, 1, 16)}
     assert len(dense) == 5 + 4 + 3 + 2  # tp 1, 2, 4, 8
     assert plan.layouts(shape("Llama-3.1-70B"), cluster(nodes=2), tp=16) == [Layout(16, 1, 1)]  # asked for: over nodes
     assert plan.layouts(shape("Llama-3.1-70B"), cluster(nodes=2), tp=3) == []
     mixture = plan.layouts(shape("Qwen3-30B-A3B"), cluster())
-    assert {Layout(8), Layout(8, ep=8), Layout(1, 1, 8, ep=8), Layout(8, offload=True)} <= set(mixture)
+    assert {Layout(8), Layout(8, ep=8), Layout(1, 1, 8, ep=8)} <= set(mixture)
     assert Layout(1, 8, 1, ep=1) in mixture and Layout(1, 8, 1, ep=8) not in mixture
     two = plan.layouts(shape("Qwen3-30B-A3B"), cluster(), ep=2)
     assert {one.ep for one in two} == {2} and not [one for one in two if one.tp == 1 and one.dp != 2]
@@ -287,7 +295,34 @@ def test_experts_of_several_copies_are_not_shared_out_yet(shape):
 
 
 def figures(model, where, asked=ASKED):
-    return [plan.estimate(model, one, where, asked) for one in plan.layouts(model, where)]
+    return plan.estimates(model, plan.layouts(model, where), where, asked)
+
+
+def test_as_few_experts_in_host_memory_as_fit(shape):
+    model, where = shape("DeepSeek-V3"), cluster(GPU80)
+    asked = Workload(8192, 4, 4096)
+    for layout in (Layout(8), Layout(8, ep=8), Layout(8, ep=2)):
+        plain, other = plan.estimates(model, [layout], where, asked)
+        assert plain.verdict.startswith("the weights do not fit") and other.runs and other.verdict == ""
+        count = other.layout.offload
+        assert 0 < count < 256 // layout.ep and other.layout.ep == layout.ep
+        fewer = plan.estimate(model, dataclasses.replace(layout, offload=count - 1), where, asked)
+        assert fewer.verdict and other.speed.decode_ms > fewer.speed.decode_ms
+        assert plan.estimates(model, [layout], where, asked, 100)[0].layout.offload == min(100, 256 // layout.ep)
+    # Each node's memory holds its own ranks' experts: half of them on two nodes.
+    one, two = (cluster(GPU80, nodes, host_memory=600e9) for nodes in (1, 2))
+    assert not plan.estimate(model, Layout(8, ep=8, offload=32), one, asked).runs
+    assert plan.estimate(model, Layout(8, 2, ep=8, offload=32), two, asked).runs
+    # Where not all that is asked for can fit, the cache and steps have as much of a GPU as serving leaves them.
+    small = cluster(DEVICES["RTX4090"], per_node=1)
+    found = plan.estimates(shape("Qwen3-30B-A3B"), [Layout(1)], small, ASKED)[1]
+    assert found.runs and "of 64 sequences at once" in found.verdict
+    room, (stage,) = found.room, found.room.stages
+    spare = room.free - 0.15 * (small.device.memory - room.runtime)
+    assert 0 <= spare < stage.resident / (128 - found.layout.offload)
+    assert len(plan.estimates(model, [Layout(8)], cluster(), asked)) == 1, "it fits"
+    on_cpu = plan.Cluster(1, 1, devices.cpu(devices.TYPICAL, 1, 8e9, ""), 50e9)
+    assert len(plan.estimates(shape("Qwen3-30B-A3B"), [Layout(1)], on_cpu, ASKED)) == 1, "CPUs have one memory"
 
 
 def test_verdicts(shape):
@@ -305,9 +340,9 @@ def test_verdicts(shape):
     # 131,072 x 163,840 / 0.95 = 22.6 GB wanted of 12.1
     assert held.verdict == "not one sequence of 131072 tokens fits: 10.5 GB too little on a rank"
     # DeepSeek's experts are 674.3 GB in fp8; a host of 256 GB lacks the rest
-    experts = plan.estimate(shape("DeepSeek-V3"), Layout(8, offload=True), cluster(GPU80, host_memory=256e9), ASKED)
+    experts = plan.estimate(shape("DeepSeek-V3"), Layout(8, offload=256), cluster(GPU80, host_memory=256e9), ASKED)
     assert experts.verdict == "the experts do not fit: 418.3 GB too little on a host"
-    copies = plan.estimate(shape("DeepSeek-V3"), Layout(1, 1, 8, offload=True), cluster(GPU80), ASKED)
+    copies = plan.estimate(shape("DeepSeek-V3"), Layout(1, 1, 8, offload=256), cluster(GPU80), ASKED)
     lacks = plan._host_lacks(copies.room, copies.layout, cluster(GPU80, host_memory=256e9))
     assert 410e9 < lacks < 430e9, "once for all"
     assert not experts.runs
