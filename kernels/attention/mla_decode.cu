@@ -22,6 +22,7 @@ constexpr int SCORES_ROW = TILE + 8, WEIGHTS_ROW = TILE * 2 + 16;  // floats; by
 constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4, WEIGHTS_BYTES = ROWS * WEIGHTS_ROW;
 constexpr int PART = ROWS * LATENT + ROWS;  // floats of a part: means, as threads have them, and logarithms of sums
 constexpr int AT_ONCE = 4;                  // parts that one block adds up
+constexpr int EARLY = 4;  // tiles that are asked for early, those behind the ring to the second-level cache; 8 at most
 
 static_assert(HELD * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
               "mla_decode.py reckons with another layout of shared memory");
@@ -69,6 +70,11 @@ struct Rows {
         if (tile % 8 || !tile) return;
         slots = ahead, ahead = find(tile + 8);
     }
+    // Tiles from this one on, of the first EARLY.
+    __device__ void prefetch(int tile) const {
+        const int mine = threadIdx.x % 32 / 4;
+        if (mine >= tile && mine < EARLY && slots >= 0) prefetch_bulk(cache + (long long)slots * ROW, ROW);
+    }
     // The rows of `some`'s bits.
     __device__ void copy(int tile, int some) const {
         const int lane = threadIdx.x % 32, row = first() % PANEL, from = tile % 8 * 4;
@@ -101,7 +107,7 @@ template <int AHEAD> __device__ inline void wait_for_tile(bool first) {
 }
 
 // The ring's first tiles, but for the step's own token, a group for each tile but the last of the part: what may be read
-// before the kernel's predecessor has ended. Then, after it, the rest of them.
+// before the kernel's predecessor has ended; what has no room there is brought near. Then, after it, the rest of them.
 __device__ inline void copy_early(Rows& rows, int tiles, int most, int newest) {
 #pragma unroll 1
     for (int t = 0; t <= most && t < tiles; t++) {
@@ -109,6 +115,7 @@ __device__ inline void copy_early(Rows& rows, int tiles, int most, int newest) {
         rows.copy(t, r >= 0 && r < 4 ? 15 & ~(1 << r) : 15);
         if (t < tiles - 1) commit_copies();
     }
+    rows.prefetch(most + 1);
 }
 __device__ inline void copy_newest(const Rows& rows, int tiles, int most, int newest) {
     const int t = newest / TILE, r = newest % TILE - Rows::first();

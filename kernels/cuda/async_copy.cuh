@@ -13,4 +13,11 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int GROUPS> __device__ inline void wait_for_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
+
+// So many bytes are brought to the second-level cache, from sm_90 on: a multiple of 16, from a multiple of it on.
+__device__ inline void prefetch_bulk(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 #endif

@@ -14,6 +14,9 @@ static void copy_async16(unsigned to, const void* from, bool there) {
         --*left;
     });
 }
+static void prefetch_bulk(const void* from, int bytes) {
+    if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk prefetch is not of whole 16 bytes");
+}
 static void arrive_when_copied(Barrier* barrier) {
     auto left = model::now->copying;
     struct Arrival {
