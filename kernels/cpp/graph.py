@@ -123,6 +123,11 @@ def capture(function: Callable[[], Any], memory: Memory) -> tuple[Any, Graph | N
 class _Watch(TorchDispatchMode):
     """Sees every operation of torch's."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler at the first operation that is seen: 2 s in the middle of an answer."""
+        return False
+
     def __init__(self, memory: Memory):
         super().__init__()
         self.memory = memory

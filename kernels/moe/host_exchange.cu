@@ -117,6 +117,9 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
             }
         }
     }
+    // What multiplies by these weights may ask for some before it waits (expert_mlp.cu): all blocks have ended then, but
+    // only who waits is told that their memory is written.
+    if (told) __threadfence();
 }
 
 // Copied experts that become resident, and what says where they are: for the next step's `send`, and nothing before that

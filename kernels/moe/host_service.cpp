@@ -122,8 +122,7 @@ struct Service {
 static void* work(void* given) {
     Service& a = *(Service*)given;
     const int64_t& computed = a.shared->totals[4];
-    for (int64_t before = 0, had = 0;; had = computed - before) {  // had: experts that the step before computed here
-        before = computed;
+    for (int64_t had = 0;;) {  // had: experts that the step before computed here
         for (Patience patience; __atomic_load_n(&a.posted, __ATOMIC_ACQUIRE) == a.done && !patience.over();) {}
         pthread_mutex_lock(&a.mutex);
         while (a.posted == a.done) pthread_cond_wait(&a.changed, &a.mutex);
@@ -131,7 +130,9 @@ static void* work(void* given) {
         pthread_mutex_unlock(&a.mutex);
         if (!step.layers) break;
         if (had && !step.chosen) a.shared->wake(a.shared->pool);  // while the first layer's tokens are on their way
+        const int64_t before = computed;
         serve(*a.shared, step);
+        had = computed - before;  // not after what follows: who ends this thread waits for that, and frees the totals
         pthread_mutex_lock(&a.mutex);
         __atomic_store_n(&a.done, a.done + 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&a.changed);

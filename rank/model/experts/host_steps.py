@@ -1,4 +1,4 @@
-"""The host's parts of captured steps beside a GPU, posted a step at a time, and what all steps of a rank have used."""
+"""The host's parts of captured steps beside a GPU, posted a graph at a time, and what all steps of a rank have used."""
 
 from __future__ import annotations
 
@@ -34,14 +34,19 @@ class Steps:
         self.exchange, self.counters = Exchange(device), counters
         self.service = self.exchange.service
         self._told = [0] * len(host_service.SERVED)
-        self._captured: tuple[Pieces, Captured] | None = None  # the latest
+        self._captured: tuple[Pieces, int, Captured] | None = None  # the latest: of which piece
 
     def add(self, pieces: Pieces, few: FewTokens, view: HostView) -> None:
-        """This layer is the next one of what is captured."""
-        if self._captured is None or self._captured[0] is not pieces:
-            self._captured = pieces, Captured(self)
-            pieces.later(self._captured[1].post)
-        self._captured[1].layers.append((few, view))
+        """This layer is the next one of what is captured.
+
+        Layers are posted by pieces, as the host's part between two of them may `drain`: a layer that is served
+        otherwise stands there, and what is not launched yet would never be done.
+        """
+        latest = self._captured
+        if latest is None or latest[0] is not pieces or latest[1] != len(pieces):
+            latest = self._captured = pieces, len(pieces), Captured(self)
+            pieces.later(latest[2].post)
+        latest[2].layers.append((few, view))
 
     def drain(self) -> None:
         """Until all that was posted is done: then nobody else changes which experts are resident."""
@@ -57,7 +62,7 @@ class Steps:
 
 
 class Captured:
-    """A captured step's layers, and what the host does for so many real tokens."""
+    """A captured piece's layers, and what the host does for so many real tokens."""
 
     def __init__(self, steps: Steps):
         self.steps = steps
@@ -65,7 +70,7 @@ class Captured:
         self._made: dict[int, Step] = {}
 
     def post(self, tokens: int) -> None:
-        """Its graph is launched."""
+        """The piece is launched."""
         service = self.steps.service
         try:
             if tokens not in self._made:

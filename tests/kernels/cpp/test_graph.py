@@ -1,6 +1,8 @@
 """Operations recorded and replayed: the same results on other inputs in the same memory; what makes no graph."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -90,6 +92,22 @@ def not_captured(function):
     result, made, reason = graph.capture(function, graph.Memory())
     assert made is None and reason
     return result, reason
+
+
+def test_recording_imports_nothing():
+    """As torch's compiler, by which a second token came 2 s late."""
+    program = """if True:
+        import sys
+        import torch
+        from phalanx.kernels.cpp import graph, ops
+        from phalanx.kernels.gemm.linear import linear
+        x = torch.randn(3, 32)
+        linear(x, x)
+        before = set(sys.modules)
+        assert graph.capture(lambda: linear(x, x), graph.Memory())[1] is not None
+        print(*sorted(set(sys.modules) - before))"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
 def test_what_torch_computes_makes_no_graph():

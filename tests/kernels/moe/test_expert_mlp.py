@@ -77,6 +77,20 @@ def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     assert not launcher.counts.any()
 
 
+@pytest.mark.parametrize("tiles", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+def test_borders_of_tiles(tiles, monkeypatch, cuda_models):
+    """Experts of no pair, of one, and of as many as fill a tile of 8 rows, and one more."""
+    torch.manual_seed(2)
+    given = make(Sizes(50, 1, 5, 128, 64), torch.bfloat16)
+    ids = torch.tensor([1, *[2] * 24, *[4] * 25], dtype=torch.int32)[torch.randperm(50)]
+    given = given._replace(ids=ids.view(50, 1))
+    x, ids, weights, w13, w2, act, *_ = given
+    launcher = Launcher(monkeypatch, cuda_models)
+    y = expert_mlp.expert_mlp(x, ids, weights, w13, w2, moe.group(ids, len(w13), 8 * tiles), act, tiles)
+    near(y, moe.fused_experts_reference(given), 4e-2)
+    assert not launcher.counts.any()
+
+
 @pytest.mark.parametrize("one_expert", [False, True])
 @pytest.mark.parametrize("blocks", [4, pytest.param(7, marks=pytest.mark.long)])
 def test_several_blocks(blocks, one_expert, monkeypatch, cuda_models):

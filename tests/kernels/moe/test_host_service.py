@@ -1,5 +1,7 @@
 """The host's part of steps of few tokens, with a thread in the place of the GPU: what both tell each other."""
 
+import gc
+import os
 import threading
 import time
 
@@ -150,3 +152,23 @@ def test_a_thread_does_not_wait_for_ever(monkeypatch):
     assert int(device.flags[1][1]) == 3, "kernels wait no more"
     with pytest.raises(RuntimeError, match="the CPU has waited .* for a GPU's part"):
         device.service.post(whole)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_thread_ends_with_its_service(in_flight):
+    """As where a model is unloaded; also while it waits for a step that does not come."""
+    draw = torch.Generator().manual_seed(0)
+    device = Device([Layer(ON_CPU, 0, draw)], 1, draw)
+    before = len(os.listdir("/proc/self/task"))
+    device.service.post(host_service.step(device.parts()))
+    assert len(os.listdir("/proc/self/task")) == before + 1
+    if not in_flight:
+        device.run()
+        device.service.drain()
+        assert max(device.wrong) < 1e-4
+    del device
+    gc.collect()
+    end = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= before

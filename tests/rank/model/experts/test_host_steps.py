@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels import host_memory
+from phalanx.kernels import graph_pieces, host_memory
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_service
 from phalanx.rank.model.experts.host_steps import Counters, Steps
@@ -31,6 +31,9 @@ class Pieces:
     def __init__(self):
         self.functions = []
 
+    def __len__(self):
+        return 0
+
     def later(self, function):
         self.functions.append(function)
 
@@ -57,6 +60,37 @@ def test_a_step_is_posted_whole(steps):
     assert [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"a-1b-1", b"a-2b-2"]
     assert steps.posted[0] is steps.posted[2] and steps.posted[0].size == 2
     assert layers[0].lends == 3, "the first buffer is in use"
+
+
+class Graph:
+    """In place of torch's: nothing is launched."""
+
+    def capture_begin(self, pool, capture_error_mode):
+        pass
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        pass
+
+
+def test_pieces_are_posted_one_by_one(steps, monkeypatch):
+    """The host's part of a layer that is served otherwise drains, and the layers behind it are not launched then."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    pieces, layers, seen = graph_pieces.Pieces(None), [Few(name) for name in "abc"], []
+
+    def step():
+        for few in layers:
+            steps.add(graph_pieces.capturing(), few, "-")
+            if few is layers[1]:
+                graph_pieces.on_host(lambda tokens: seen.append([bytes(one.packed) for one in steps.posted]), 2)
+        return torch.empty(0)
+
+    pieces.capture(step)
+    pieces.replay(2)
+    assert seen == [[b"a-2b-2"]] and [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"c-2"]
+    assert [few.lends for few in layers] == [1, 0, 1], "the first buffer is in use again"
 
 
 def test_who_cannot_post_gives_up(steps):
