@@ -17,9 +17,9 @@ from .backend import AttentionParams, Part
 LOG2_E = 1.4426950408889634
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-# Sequences of a step for which this kernel is chosen, instead of Triton's. A graph's kernel is the same for contexts of
-# all lengths, so these do not count. Chosen by arithmetic, not timed: docs/kernels.md says what takes how long.
-SEQUENCES = range(1, 1 << 16)
+# Sequences of a step for which this kernel is chosen, instead of Triton's: none before it has run on a GPU. A graph's
+# kernel is the same for contexts of all lengths, so these do not count. docs/kernels.md says what should take how long.
+SEQUENCES = range(0)
 
 THREADS = 256
 ROWS = 16  # heads of a block
@@ -27,7 +27,7 @@ TILE = 32  # tokens that are multiplied at once
 PANEL = 16  # tokens that are copied at once
 AT_ONCE = 4  # parts of a sequence that one block adds up
 MOST_PARTS = 64
-FILL = 1  # blocks of a multiprocessor that short sequences are cut for; so chosen as SEQUENCES
+FILL = 1  # blocks of a multiprocessor that short sequences are cut for; chosen by arithmetic
 SPLIT = 256  # tokens: about what is worth a block of its own, where all multiprocessors have one
 MOST_PANELS = 8
 # Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.

@@ -137,7 +137,12 @@ def part_of_step(step: Step, **changed) -> Part:
     return Part(**dict(q=step.q, keys=keys, values=keys[..., :LATENT]) | rest | changed)
 
 
-def test_as_a_backend(launcher):
+@pytest.fixture
+def chosen(monkeypatch):
+    monkeypatch.setattr(mla_decode, "SEQUENCES", range(1, 1 << 16))
+
+
+def test_as_a_backend(launcher, chosen):
     """Prompts behind decoding sequences are left alone."""
     step = Step([40, 3, 9], heads=3)
     part, want = part_of_step(step, stop=2), step.want()
@@ -148,7 +153,7 @@ def test_as_a_backend(launcher):
     assert step.out[2].isnan().all()
 
 
-def test_what_it_takes(monkeypatch):
+def test_what_it_takes(monkeypatch, chosen):
     step = Step([3, 4], heads=2)
     assert mla_decode.supports(part_of_step(step)) and mla_decode.supports(part_of_step(step, stop=1))
     keys, q = step.cache[:, :, None], step.q

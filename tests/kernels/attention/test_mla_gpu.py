@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention, mla, mla_decode
+from phalanx.kernels.attention import attention, mla, mla_decode, mla_triton
 from phalanx.kernels.attention.backend import AttentionParams
 
 from ...devices import require_gpu
@@ -64,11 +64,18 @@ def test_cuda_decode(dtype, bound, heads, size, most, fill):
     assert not jit.counters(out.device, torch.cuda.current_stream().cuda_stream).any()
 
 
-def test_cuda_decode_is_chosen():
+@pytest.fixture(params=["triton", "cuda"])
+def decoded_by(request, monkeypatch):
+    monkeypatch.setattr(mla_decode, "SEQUENCES", range(1, 1 << 16) if request.param == "cuda" else range(0))
+    return request.param
+
+
+def test_what_is_chosen(decoded_by):
     step = Step([40, 3], torch.bfloat16)
     step.q, step.cache, step.out = (x.cuda() for x in (step.q, step.cache, step.out))
     part = part_of_step(step)
-    assert next(one for one in attention.backends("cuda") if one.supports(part)) is mla_decode
+    found = next(one for one in attention.backends("cuda") if one.supports(part))
+    assert found is {"cuda": mla_decode, "triton": mla_triton}[decoded_by]
 
 
 class Layers:
@@ -108,7 +115,7 @@ class Layers:
             found.copy_(made)
 
 
-def test_steps_that_begin_early():
+def test_steps_that_begin_early(decoded_by):
     """As graphs, where kernels begin before what is before them has ended, and one by one with a pause after each."""
     step, stream = Layers(), torch.cuda.Stream()
 
@@ -141,7 +148,7 @@ def test_steps_that_begin_early():
 @pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK])
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("expanded", [False, True])
-def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch):
+def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch, decoded_by):
     """Decoding sequences alone, beside prompts and chunks, and a chunk alone."""
     monkeypatch.setattr(mla, "expands", lambda *_: expanded)
     for query_lens, kv_lens in (([1, 1, 1], [9, 2, 700]), ([1, 1, 7, 200, 130], [300, 2, 7, 200, 333]), ([6], [1000])):
