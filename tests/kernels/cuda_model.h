@@ -16,6 +16,7 @@
 #include <vector>
 
 #define __device__
+#define __forceinline__ inline
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
