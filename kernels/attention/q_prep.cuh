@@ -2,7 +2,7 @@
 // come first, as keys' codes do (fp8_operand.cuh).
 
 struct Heads {  // of a sequence, as one warp prepares them for the others
-    T turned[ROWS * WIDE], v[DIM];
+    T rotated[ROWS * WIDE], v[DIM];
     float scores[16];  // of the newest token
 };
 
@@ -71,34 +71,34 @@ __device__ __forceinline__ void write_to_cache(const Step& step, long long slot,
     *(HeadPart*)(step.values + in_cache) = v_low, *(HeadPart*)(step.values + in_cache + HALF) = v_high;
 }
 
-// Heads are normed and turned where TURN; with `newest` its key and value go to the cache.
+// Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
     const int lane = threadIdx.x % 32, at = lane * PAIRS;
     typedef HeadPart Part;
     Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
     const long long slot = newest ? step.slots[b] : -1;
 #pragma unroll
-    for (int g = 0; g < GROUP + TURN; g++) {
+    for (int g = 0; g < GROUP + ROTATE; g++) {
         const T* x = step.q + (long long)b * step.q_row + (head * GROUP + g) * DIM;
         if (g == GROUP) x = step.k + (long long)b * step.k_row + head * DIM;
         low[g] = *(const Part*)(x + at), high[g] = *(const Part*)(x + HALF + at);
     }
-    if (TURN) {
+    if (ROTATE) {
         const T* x = step.v + (long long)b * step.v_row + head * DIM + at;
         v_low = *(const Part*)x, v_high = *(const Part*)(x + HALF);
         norm_and_rotate(step, b, low, high);
     }
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
-        T* const turned = to.turned + g * WIDE;
+        T* const rotated = to.rotated + g * WIDE;
         if constexpr (FP8) {
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
                 const int d = at + i, place = d / 16 * 16 + d % 2 * 8 + d % 16 / 2;
-                turned[place] = low[g].x[i], turned[HALF + place] = high[g].x[i];
+                rotated[place] = low[g].x[i], rotated[HALF + place] = high[g].x[i];
             }
         } else {
-            *(Part*)(turned + at) = low[g], *(Part*)(turned + HALF + at) = high[g];
+            *(Part*)(rotated + at) = low[g], *(Part*)(rotated + HALF + at) = high[g];
         }
     }
     if (!newest) return;

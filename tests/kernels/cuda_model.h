@@ -6,7 +6,6 @@
 // that may be read is told, the rest is an error.
 
 #include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -48,7 +47,7 @@ struct Warp {
     int arrived, generation;
     unsigned slots[2][32][8];
 };
-struct Meeting {
+struct Barrier {
     int arrived, generation;
 };
 struct Fiber {
@@ -62,7 +61,7 @@ struct Fiber {
 static ucontext_t scheduler;
 static Fiber fibers[MOST];
 static Warp warps[MOST / 32];
-static Meeting meetings[16];
+static Barrier barriers[16];
 static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
@@ -96,10 +95,10 @@ static unsigned (*together(const unsigned* mine, int n))[8] {
     return slots;
 }
 static void meet(int number, int count) {
-    Meeting& meeting = meetings[number];
-    const int generation = meeting.generation;
-    if (++meeting.arrived == count) meeting.arrived = 0, meeting.generation++;
-    wait_until([&meeting, generation] { return meeting.generation != generation; });
+    Barrier\& barrier = barriers[number];
+    const int generation = barrier.generation;
+    if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
+    wait_until([&barrier, generation] { return barrier.generation != generation; });
 }
 static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
@@ -123,7 +122,7 @@ static void run_block() {
     copies.clear();
     memset(smem, 0xff, SMEM);
     memset(warps, 0, sizeof warps);
-    memset(meetings, 0, sizeof meetings);
+    memset(barriers, 0, sizeof barriers);
     for (int i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
