@@ -81,7 +81,7 @@ def ropes(table: Table, rows: int) -> None:
 
 def lookups(table: Table, rows: int) -> None:
     """What a step begins and ends with."""
-    weight, table = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
+    weight, cos_sin_table = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
     ids, positions = torch.randint(128256, (rows,), device="cuda"), torch.randint(8192, (rows,), device="cuda")
     xs = [randn(rows, 128256) for _ in range(copies(rows * 128256 * 2))]
     table.add(
@@ -91,8 +91,8 @@ def lookups(table: Table, rows: int) -> None:
     )  # fmt: skip
     table.add(
         f"cos_sin {rows}x128", rows * 128 * 12,
-        {"ours": [partial(rope.cos_sin, table, positions)],
-         "reference": [partial(rope.cos_sin_reference, table, positions)]},
+        {"ours": [partial(rope.cos_sin, cos_sin_table, positions)],
+         "reference": [partial(rope.cos_sin_reference, cos_sin_table, positions)]},
     )  # fmt: skip
     table.add(
         f"argmax {rows}x128256", rows * 128256 * 2,

@@ -59,9 +59,8 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     chosen = choose_dtype(question["dtype"], config, device)
     format_of, kept = choose_format(config, question["isq"]), question["kv_cache_dtype"]
     asked = question["tp"] or 1
-    models: dict[int, Model | None] = {
-        asked: build(config, GroupRank(0, asked), GroupRank(0, 1), format_of)
-    }  # it may refuse
+    # It may refuse.
+    models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), format_of)}
     for tp in tensor_degrees(config.num_heads, config.num_kv_heads):
         models[tp] = models.get(tp) or cut(config, tp, format_of)
     ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}

@@ -47,7 +47,7 @@ struct Warp {
     int arrived, generation;
     unsigned slots[2][32][8];
 };
-struct Barrier {
+struct NamedBarrier {
     int arrived, generation;
 };
 struct Fiber {
@@ -61,7 +61,7 @@ struct Fiber {
 static ucontext_t scheduler;
 static Fiber fibers[MOST];
 static Warp warps[MOST / 32];
-static Barrier barriers[16];
+static NamedBarrier named_barriers[16];
 static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
@@ -95,7 +95,7 @@ static unsigned (*together(const unsigned* mine, int n))[8] {
     return slots;
 }
 static void meet(int number, int count) {
-    Barrier\& barrier = barriers[number];
+    NamedBarrier& barrier = named_barriers[number];
     const int generation = barrier.generation;
     if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
     wait_until([&barrier, generation] { return barrier.generation != generation; });
@@ -122,7 +122,7 @@ static void run_block() {
     copies.clear();
     memset(smem, 0xff, SMEM);
     memset(warps, 0, sizeof warps);
-    memset(barriers, 0, sizeof barriers);
+    memset(named_barriers, 0, sizeof named_barriers);
     for (int i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
