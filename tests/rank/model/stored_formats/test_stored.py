@@ -124,6 +124,16 @@ def test_logits(made, expected, name, tp, pp):
     assert distance(logits, expected(plain, ids)) < TOLERANCE
 
 
+def test_linears_without_a_kernel_are_told(made, caplog):
+    caplog.set_level("WARNING")
+    loaded(made("gptq of 8 bits")[0], 1)
+    assert not caplog.messages
+    loaded(made("gptq of 8 bits, asymmetric")[0], 2)
+    (said,) = caplog.messages
+    assert said.startswith("8 linears are dequantised in every step, which is slow")
+    assert "phalanx convert --to gptq --bits 8" in said
+
+
 DAMAGED = {
     "model.layers.1.mlp.up_proj.scales": (None, "has no tensor model.layers.1.mlp.up_proj.scales"),
     "model.layers.0.self_attn.o_proj.qweight": (None, "has no tensor model.layers.0.self_attn.o_proj.qweight"),
