@@ -1,9 +1,12 @@
 """`phalanx convert`: what it writes is served as what it was rounded to, and what it refuses."""
 
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
+import termios
 
 import msgspec
 import pytest
@@ -116,6 +119,26 @@ def test_fp8(checkpoint, tmp_path):
     assert torch.equal(stored["model.norm.weight"], plain["model.norm.weight"])
     (logits,) = run_steps(tmp_path / "made", [[5, 6, 7]], tp=2)
     assert logits.isfinite().all()
+
+
+def test_a_terminal_sees_a_bar(checkpoint, tmp_path):
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))  # of no columns, no bar is drawn
+    words = str(checkpoint), str(tmp_path / "made"), "--to", "fp8"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx.launcher.cli", "convert", *words], stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    seen = b""
+    try:
+        while part := os.read(master, 1 << 16):
+            seen += part
+    except OSError:  # Linux says so that the other end is closed
+        pass
+    finally:
+        os.close(master)
+    assert process.wait(60) == 0, seen
+    assert b"encoding:   0%|" in seen and b"encoding: 100%|" in seen and b"tensor/s" in seen
 
 
 def test_a_gguf_file_has_all_that_is_needed(checkpoint, tmp_path):
