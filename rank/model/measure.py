@@ -190,7 +190,8 @@ def weights(
 
 def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     copies = one.experts.width
-    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype, device) // copies}
+    host, slot = one.host_bytes(dtype, device) // copies, one.slot_bytes(dtype, device)
+    return {"expert": True, "copies": copies, "host": host, "slot": slot}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:
