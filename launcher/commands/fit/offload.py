@@ -15,9 +15,9 @@ LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copie
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
 # Seconds of a layer until GPU and host know what the other has, and of the kernels around that: of few tokens what
-# steps of one sequence took on an H100 beside their experts (2026-11-25, b525504); of more, where Python launches each
-# layer, what such a step took on an H200 the same day.
-FIXED = {True: 50e-6, False: 165e-6}
+# steps of one sequence took on an H100 beside their experts (2026-11-25, b525504). Of more Python launches each layer:
+# 265 us of a step with half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
+FIXED = {True: 50e-6, False: 157e-6}
 
 
 def fixed(tokens: int) -> float:
