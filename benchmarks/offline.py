@@ -8,7 +8,7 @@
 (g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
-(t) the same of all of (c), with prompt steps apart
+(t) the same of all of (c), with steps of prompts apart
 
 Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.

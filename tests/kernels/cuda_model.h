@@ -19,6 +19,7 @@
 #include <vector>
 
 #define __device__
+#define __forceinline__ inline
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -52,7 +53,7 @@ struct Warp {
     int arrived, generation;
     unsigned slots[2][32][8];
 };
-struct Meeting {
+struct NamedBarrier {
     int arrived, generation;
 };
 struct Write {  // what the kernel before writes, which has not ended until a block waits for it
@@ -71,7 +72,7 @@ struct Fiber {
 static ucontext_t scheduler;
 static Fiber fibers[MOST];
 static Warp warps[MOST / 32];
-static Meeting meetings[16];
+static NamedBarrier named_barriers[16];
 static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
@@ -107,10 +108,10 @@ static unsigned (*together(const unsigned* mine, int n))[8] {
     return slots;
 }
 static void meet(int number, int count) {
-    Meeting& meeting = meetings[number];
-    const int generation = meeting.generation;
-    if (++meeting.arrived == count) meeting.arrived = 0, meeting.generation++;
-    wait_until([&meeting, generation] { return meeting.generation != generation; });
+    NamedBarrier& barrier = named_barriers[number];
+    const int generation = barrier.generation;
+    if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
+    wait_until([&barrier, generation] { return barrier.generation != generation; });
 }
 static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
@@ -136,7 +137,7 @@ static void run_block() {
     for (const Write& one : writes) memcpy(one.to, one.before.data(), one.before.size());
     memset(smem, 0xff, SMEM);
     memset(warps, 0, sizeof warps);
-    memset(meetings, 0, sizeof meetings);
+    memset(named_barriers, 0, sizeof named_barriers);
     for (int i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
