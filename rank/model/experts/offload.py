@@ -163,6 +163,10 @@ class Offload:
             layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared)
         return self._told(stacks[0], costs[stacks[0].form])
 
+    def longest_step(self, tokens: int) -> float:
+        """Seconds that this rank's experts take of a step of so many tokens, by what was measured."""
+        return sum(one.host.seconds(tokens * one.top_k) for one in self.layers if one.host is not None)
+
     def _told(self, stack: HostStack, costs: Costs) -> str:
         size = sum(x[0].nbytes for x in stack.tensors)
         weights = sum(math.prod(one.shape[1:]) for one in stack.stack)
