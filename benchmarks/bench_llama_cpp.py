@@ -22,7 +22,7 @@ from typing import Any
 import gguf
 import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
-from phalanx.benchmarks.offline import CONFIGS
+from phalanx.benchmarks.shapes import CONFIGS
 
 CONTEXT = 2048
 MOST = 512  # tokens of one call

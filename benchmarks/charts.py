@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from phalanx.benchmarks import compare
 from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS
-from phalanx.benchmarks.step import SHAPES
+from phalanx.benchmarks.shapes import LLAMAS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CHARTS = RESULTS.parents[1] / "docs/charts"
@@ -29,7 +29,9 @@ H200 = {
     "h200-x2-llama3-8b-2026-11-22.jsonl": "Llama-3.1-8B, bf16, two H200",
     "h200-x4-llama3-70b-2026-11-22.jsonl": "Llama-3.1-70B, bf16, four H200",
 }
-CPU = {"cpu-llama-cpp-halves.jsonl": "Llama of 99M, f32, two CPU cores"}
+# Of CPUs the newest run; without one, that of 2026-11-22, of kernels in Numba, which C++ has taken the place of.
+CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"
+CPU_OF_NUMBA = "cpu-llama-cpp-halves.jsonl"
 SIZE = 2  # bytes of an element of bf16
 CONTEXT = 128 + (32 + 256) // 2  # tokens of a sequence in the steps between the 32nd and the 256th new token
 WIDTH, LEFT, SPAN, ROW = 800, 150, 380, 22  # pixels; SPAN is of the axis
@@ -51,11 +53,17 @@ def read(name: str) -> list[compare.Line]:
     return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
 
 
+def on_cpus() -> dict[str, str]:
+    """The file of CPUs, and what it is about."""
+    newest = max((path.name for path in RESULTS.glob(CPU)), default=None)
+    return {newest: CPU_TITLE} if newest else {CPU_OF_NUMBA: CPU_TITLE + " (older code)"}
+
+
 def beside_peers() -> list[Group]:
     """A bar is the peer's time divided by ours, of decode steps and of the mixed load."""
     groups = []
-    for name, title in (H200 | CPU).items():
-        lines = [line for line in read(name) if line["config"] in SHAPES]
+    for name, title in (H200 | on_cpus()).items():
+        lines = [line for line in read(name) if line["config"] in LLAMAS]
         peer = next(line for line in lines if line["engine"] != "phalanx")
         engine = peer["engine"].replace("vllm", "vLLM")
         if engine == "llama.cpp":
@@ -78,7 +86,7 @@ def beside_the_limit() -> list[Group]:
         for (config, gpus, what, batch, prompt), ours, _ in _medians(lines):
             if what in ("decode", "prefill"):
                 seconds = ours / 1000 if what == "decode" else ours
-                least = limit(SHAPES[config], what, batch, prompt) / gpus
+                least = limit(LLAMAS[config], what, batch, prompt) / gpus
                 words = f"{least / seconds:.0%}: {_three(1000 * least)} of {_three(1000 * seconds)} ms"
                 label = f"decode {batch}" if what == "decode" else f"prefill {batch} x {prompt}"
                 bars.append(Bar(label, least / seconds, words))
@@ -153,12 +161,15 @@ def _text(
 
 def charts() -> dict[str, str]:
     """SVG by file name."""
+    peers = beside_peers()
+    top = max(1.6, *(1.05 * bar.value for group in peers for bar in group.bars))
+    halves = (n / 2 for n in range(int(2 * top) + 1))
     return {
         "peers.svg": draw(
             "How many times as fast as its peers",
-            beside_peers(),
-            1.6,
-            {0.0: "0", 0.5: "0.5", 1.0: "as fast as the peer", 1.5: "1.5"},
+            peers,
+            top,
+            {at: "as fast as the peer" if at == 1 else f"{at:g}" for at in halves},
             "The peer's time divided by Phalanx's: decode steps by batch, and 512 requests of mixed lengths",
         ),
         "limit.svg": draw(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from phalanx.benchmarks import offline, step
+from phalanx.benchmarks import shapes, step
 from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
@@ -179,7 +179,7 @@ def table(without: list[dict[str, Any]], beside: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama3-8b", choices=sorted(offline.CONFIGS), help="a shape with heads")
+    parser.add_argument("--config", default="llama3-8b", choices=sorted(shapes.CONFIGS), help="a shape with heads")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", choices=sorted(WIDTH), help="bf16, on CPUs f32")
     parser.add_argument("--sequences", type=int, default=64, help="(a): how many at once")
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4, help="(b): conversations that wait for an answer together")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
-    config = offline.CONFIGS[asked.config]
+    config = shapes.CONFIGS[asked.config]
     dtype = asked.dtype or ("f32" if asked.device == "cpu" else "bf16")
     size = token_bytes(config, dtype)
     total = asked.sequences * (asked.prompt + asked.new)

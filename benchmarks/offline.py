@@ -8,7 +8,7 @@
 (g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
-(t) the same of all of (c), with prompt steps apart
+(t) the same of all of (c), with steps of prompts apart
 
 Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.
@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 from phalanx.benchmarks import budget, constrained
 from phalanx.benchmarks import step as bench
-from phalanx.launcher import builtin_model
+from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
 from phalanx.launcher.job import mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import protocol
@@ -41,46 +41,6 @@ from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.scheduler.replica import Replica
 
 ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
-CONFIGS: dict[str, dict[str, Any]] = bench.SHAPES | {
-    "tiny": bench.LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
-                               num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
-    "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-                             num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
-    "qwen3-30b-a3b": QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], hidden_size=2048,
-                                  intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
-                                  num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=48,
-                                  num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
-                                  max_position_embeddings=40960),
-    "deepseek-v2-lite": dict(model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], hidden_size=2048,
-                             intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
-                             n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, num_hidden_layers=27,
-                             num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None,
-                             qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, vocab_size=102400,
-                             max_position_embeddings=163840, rope_theta=10000.0, rms_norm_eps=1e-6,
-                             rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=4096,
-                                               mscale=0.707, mscale_all_dim=0.707, beta_fast=32, beta_slow=1)),
-    "mixtral-8x7b": dict(model_type="mixtral", architectures=["MixtralForCausalLM"], hidden_size=4096,
-                         intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=32,
-                         num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, rope_theta=1000000.0,
-                         max_position_embeddings=32768, rms_norm_eps=1e-5),
-    "qwen2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
-                       intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-                       vocab_size=152064, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6),
-    "gemma2-9b": dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], hidden_size=3584,
-                      intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8,
-                      head_dim=256, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0,
-                      rms_norm_eps=1e-6, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
-                      final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
-    "built-in": json.loads((builtin_model.DIRECTORY / "config.json").read_text()),
-}  # fmt: skip
-
-
-# --quantized: checkpoints of these settings, with random codes
-QUANTISED: dict[str, dict[str, Any]] = {
-    "gptq": dict(quant_method="gptq", bits=4, group_size=128, sym=True, desc_act=False),
-    "awq": dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True),
-}
 
 
 class Ask(msgspec.Struct):
@@ -263,13 +223,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="of the KV cache")
-    parser.add_argument("--quantized", choices=QUANTISED, help="a checkpoint that is quantised so")
+    parser.add_argument("--quantized", choices=QUANTIZED, help="a checkpoint that is quantised so")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         config = CONFIGS.get(asked.config) or json.loads(Path(asked.config).read_text())
         if asked.quantized:
-            config |= {"quantization_config": QUANTISED[asked.quantized]}
+            config |= {"quantization_config": QUANTIZED[asked.quantized]}
         Path(made, "config.json").write_text(json.dumps(config))
         options = Options(
             model=made, ranks=asked.tp, tp=asked.tp, ep=asked.ep, dtype=asked.dtype, isq=asked.isq, device=asked.device,

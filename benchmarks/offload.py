@@ -3,13 +3,14 @@
     python benchmarks/offload.py --offload 0,64,128
     python benchmarks/offload.py --offload 64,128 --isq q4km
     python benchmarks/offload.py --offload 64 --zipf 0.8 --placement cpu
+    python benchmarks/offload.py qwen3-235b-a22b --isq q4km --offload 0     # what does not fit goes to the host
     python benchmarks/offload.py DIR --offload 8 --device cpu     # the shape of DIR's config.json
 
-Weights are random, of Qwen3-30B-A3B unless a directory is given. A router with random weights chooses experts nearly
-evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular of them with a
-weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident experts follows
-what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured. Each number in
---offload is a job.
+Weights are random, of Qwen3-30B-A3B unless another shape or a directory is named. A router with random weights chooses
+experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
+of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
+experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
+Each number in --offload is a job.
 
 Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
 sequences a thread of its own does it:
@@ -38,6 +39,7 @@ from typing import Any
 
 import torch
 from phalanx.benchmarks import step
+from phalanx.benchmarks.shapes import CONFIGS
 from phalanx.kernels.moe import host_service
 from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
@@ -54,13 +56,6 @@ DRAWS = 1 << 13  # choices of a layer, which are used in turn
 IN_HOST = "wait", "choose", "launch", "cpu"
 PARTS = *IN_HOST, "graphs"
 SERVED = "resident", "on_cpu", "copied"  # experts
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 budget: Budget | None = None  # of this process, where it is a rank
@@ -187,7 +182,7 @@ def route_by_zipf(exponent: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="", help="a directory with a config.json")
+    parser.add_argument("model", nargs="?", default="qwen3-30b-a3b", help="a shape, or a directory with a config.json")
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
@@ -206,10 +201,11 @@ def main() -> None:
     batches = [int(b) for b in asked.batches.split(",")]
     ask = step.Ask(batches, asked.prompt, asked.steps, asked.prefill, asked.warm)
     with tempfile.TemporaryDirectory() as made:
-        Path(made, "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        if asked.model in CONFIGS:
+            Path(made, "config.json").write_text(json.dumps(CONFIGS[asked.model]))
         for offload in map(int, asked.offload.split(",")):
             options = Options(
-                model=asked.model or made,
+                model=made if asked.model in CONFIGS else asked.model,
                 ranks=asked.np,
                 device=asked.device,
                 load_format="dummy",

@@ -67,11 +67,11 @@ def gates(table: Table, rows: int) -> None:
 
 
 def ropes(table: Table, rows: int) -> None:
-    turn = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
+    cos_sin = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
     cache = randn(2, 640, 16, 8, 128)
     slots = torch.randperm(640 * 16, device="cuda")[:rows]
     ys = [randn(rows, 48, 128).split([32, 8, 8], 1) for _ in range(copies(rows * 48 * 256))]
-    rest = turn, None, (cache[0], cache[1]), slots
+    rest = cos_sin, None, (cache[0], cache[1]), slots
     table.add(
         f"rope_write {rows}x48x128", 2 * rows * 48 * 256,
         {"ours": [partial(rope.rope_and_store_kv, y[0], y[1], y[2], *rest) for y in ys],
@@ -81,7 +81,7 @@ def ropes(table: Table, rows: int) -> None:
 
 def lookups(table: Table, rows: int) -> None:
     """What a step begins and ends with."""
-    weight, turns = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
+    weight, cos_sin_table = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
     ids, positions = torch.randint(128256, (rows,), device="cuda"), torch.randint(8192, (rows,), device="cuda")
     xs = [randn(rows, 128256) for _ in range(copies(rows * 128256 * 2))]
     table.add(
@@ -91,8 +91,8 @@ def lookups(table: Table, rows: int) -> None:
     )  # fmt: skip
     table.add(
         f"cos_sin {rows}x128", rows * 128 * 12,
-        {"ours": [partial(rope.cos_sin, turns, positions)],
-         "reference": [partial(rope.cos_sin_reference, turns, positions)]},
+        {"ours": [partial(rope.cos_sin, cos_sin_table, positions)],
+         "reference": [partial(rope.cos_sin_reference, cos_sin_table, positions)]},
     )  # fmt: skip
     table.add(
         f"argmax {rows}x128256", rows * 128256 * 2,
@@ -177,7 +177,7 @@ class Layers:
         self.kv_heads, self.shapes, self.rows = (qkv - self.heads) // 256, SHAPES[shapes][:4], rows
         self.weights = [[randn(*shape) / 64 for shape in self.shapes] for _ in range(8)]
         self.norm = torch.ones(self.hidden, device="cuda", dtype=BF16)
-        self.turn = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
+        self.cos_sin = rope.CosSin(*torch.rand(2, rows, 1, 128, device="cuda"))
         self.batch, blocks = make_rows([1] * rows, [256] * rows)
         self.batch.slots = self.batch.block_tables[:, 15].long() * 16 + 15
         self.cache = randn(2, blocks, 16, self.kv_heads, 128)
@@ -189,7 +189,7 @@ class Layers:
             y = self.behind_norm(linears["qkv"], x, qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
-            x = store_and_attend(q, k, v, self.turn, None, cache, self.batch, SCORES)
+            x = store_and_attend(q, k, v, self.cos_sin, None, cache, self.batch, SCORES)
             x = linears["o"](x, o)
             x = linears["down"](self.behind_norm(linears["gate_up"], x, gate_up), down)
 
@@ -238,7 +238,7 @@ def attentions(table: Table) -> None:
 
 
 def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
-    """Of tokens that are not turned yet. Each call is behind an operation of torch's, whose time is in it: one that is
+    """Of tokens that are not rotated yet. Each call is behind an operation of torch's, whose time is in it: one that is
     behind another of its kind would fetch its keys while that one still computes, which in a model it cannot."""
     from phalanx.kernels.attention import attention_triton
 
@@ -248,23 +248,23 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     rows.slots = rows.block_tables.gather(1, newest[:, None] // 16)[:, 0].long() * 16 + newest % 16
     caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
-    turn = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
+    cos_sin = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
     splits = attention_triton.choose_kv_splits(batch * 8, 8192, 132)  # as in a graph, which does not know the lengths
 
     def unfused(c: Tensor) -> None:
-        # As a step with prompts does it; q is turned further each time, which changes nothing here.
-        turned = rope.rope_and_store_kv(q, k, v, turn, None, (c[0], c[1]), rows.slots)
-        paged_attention(turned, c[0], c[1], rows, SCORES)
+        # As a step with prompts does it; q is rotated further each time, which changes nothing here.
+        rotated = rope.rope_and_store_kv(q, k, v, cos_sin, None, (c[0], c[1]), rows.slots)
+        paged_attention(rotated, c[0], c[1], rows, SCORES)
 
     def by_triton(c: Tensor) -> None:
-        new = CurrentKV(k, v, turn, None, rows.slots)
+        new = CurrentKV(k, v, cos_sin, None, rows.slots)
         attention_triton.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
 
-    rest = turn, None
+    rest = cos_sin, None
     versions: dict[str, list[Call]] = {
         "ours": [partial(store_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches],
-        "ours, turned before": [partial(unfused, c) for c in caches],
+        "ours, rotated before": [partial(unfused, c) for c in caches],
         "ours by triton": [partial(by_triton, c) for c in caches],
     }
     if batch * 8 <= attention_tma.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
@@ -298,18 +298,18 @@ def fp8_attention(table: Table, batch: int, length: int) -> None:
         scales = torch.stack((k_scales, v_scales), 2).permute(0, 3, 2, 1).contiguous()  # [blocks, heads, 2, size]
         narrow.append((keys, values, scales))
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
-    turn = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
+    cos_sin = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
     splits = attention_triton.choose_kv_splits(batch * 8, length, device_caps(q.device).num_sms)
 
     def by_triton(keys: Tensor, values: Tensor, scales: Tensor) -> None:
-        new = CurrentKV(k, v, turn, None, rows.slots)
+        new = CurrentKV(k, v, cos_sin, None, rows.slots)
         attention_triton.decode(q, keys, values, rows.block_tables, rows.lengths, out, *SCORES, splits, new, scales)
 
     versions: dict[str, list[Call]] = {
-        "fp8": [partial(store_and_attend, q, k, v, turn, None, c, rows, SCORES) for c in narrow],
+        "fp8": [partial(store_and_attend, q, k, v, cos_sin, None, c, rows, SCORES) for c in narrow],
         "fp8 by triton": [partial(by_triton, *c) for c in narrow],
-        "bf16": [partial(store_and_attend, q, k, v, turn, None, (c[0], c[1]), rows, SCORES) for c in plain],
+        "bf16": [partial(store_and_attend, q, k, v, cos_sin, None, (c[0], c[1]), rows, SCORES) for c in plain],
     }
     tick = torch.zeros(1, device="cuda")
     for key, calls in versions.items():

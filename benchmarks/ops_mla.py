@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import mla, mla_store_triton, mla_triton
+from phalanx.kernels.attention import mla, mla_decode, mla_store_triton, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
@@ -29,7 +29,7 @@ PROMPTS = (1, 1024, 0), (1, 8192, 0), (16, 1024, 0), (1, 2048, 30720), (1, 64, 3
 
 
 def decode(table: Table, heads: int, batch: int, length: int) -> None:
-    """The kernel alone, in a graph's splits; those before and after it; and all of them, which store the tokens."""
+    """Each kernel alone, in a graph's splits; those before and after it; and all of them, which store the tokens."""
     rows, blocks = make_rows([1] * batch, [length] * batch)
     bytes_ = batch * length * WIDTH * 2
     caches = [randn(blocks, 16, WIDTH) for _ in range(min(4, copies(bytes_)))]
@@ -37,19 +37,38 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     new, up = make_new(heads, batch), randn(heads, NOPE + VALUE, LATENT)
     last = rows.block_tables[:, (length - 1) // 16].long()
     rows.slots, rows.kv_lens = last * 16 + (length - 1) % 16, [LONGEST] * batch
-    programs = batch * -(-heads // mla_triton.GROUP)
-    splits = mla_triton.choose_kv_splits(programs, LONGEST, torch.cuda.get_device_properties(0).multi_processor_count)
-    rest = rows.block_tables, rows.lengths, out, PARAMS.scale, splits, None
+    programs, num_sms = batch * -(-heads // mla_triton.GROUP), torch.cuda.get_device_properties(0).multi_processor_count
+    rest = rows.block_tables, rows.lengths, out, PARAMS.scale
+    splits = mla_triton.choose_kv_splits(programs, LONGEST, num_sms)
+    parts = mla_decode.most_parts(programs, LONGEST, num_sms * mla_decode.together(q.device)[1])
     versions: dict[str, list[Call]] = {
-        f"kernel, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, tile) for c in caches]
+        f"Triton, tiles of {tile}": [
+            partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches
+        ]
         for tile in (32, 64)
     }
+    for fill in (0, 1, 2, 4):
+        name = f"CUDA, {fill} parts" if fill else "CUDA"
+        versions[name] = [partial(mla_decode.decode, q, c, *rest, parts, fill) for c in caches]
     versions["absorb"] = [
         partial(mla_store_triton.absorb_and_store_latents, *new, c, rows.slots, up, torch.empty_like(q)) for c in caches
     ]
     versions["values"] = [partial(mla_triton.values, out, up, NOPE)]
-    versions["ours"] = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]
+    whole = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]
+    versions["all by Triton"] = [partial(chosen, range(0), 1, one) for one in whole]
+    for fill in (1, 2):
+        versions[f"all by CUDA, FILL {fill}"] = [partial(chosen, range(1, batch + 1), fill, one) for one in whole]
     table.add(f"mla decode {batch} x {length}", bytes_ + up.numel() * 2, versions)
+
+
+def chosen(sequences: range, fill: int, call: Call) -> None:
+    """The call, with these for SEQUENCES and FILL of mla_decode.py."""
+    before = mla_decode.SEQUENCES, mla_decode.FILL
+    mla_decode.SEQUENCES, mla_decode.FILL = sequences, fill
+    try:
+        call()
+    finally:
+        mla_decode.SEQUENCES, mla_decode.FILL = before
 
 
 def prompt(table: Table, heads: int, batch: int, count: int, before: int) -> None:

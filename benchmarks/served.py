@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.benchmarks.offline import CONFIGS
+from phalanx.benchmarks.shapes import CONFIGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent

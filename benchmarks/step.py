@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from phalanx.benchmarks.shapes import LLAMAS
 from phalanx.launcher.job import binding, mpi_env, mpirun, rank_bootstrap
 from phalanx.rank import __main__ as program
 from phalanx.rank import protocol
@@ -39,15 +40,6 @@ from phalanx.rank.worker import model_runner as runner_module
 from phalanx.rank.worker.executor import LocalExecutor
 
 ASK = "PHALANX_BENCH_STEP"  # what to measure, as JSON, for the ranks
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-99m": LLAMA | dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-                              num_key_value_heads=4, vocab_size=32000, max_position_embeddings=4096),
-    "llama3-8b": LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
-    "llama3-70b": LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-                               num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
-}  # fmt: skip
 PARTS = ("schedule", "encode", "broadcast", "build", "launch")
 
 
@@ -211,7 +203,7 @@ def pairs(text: str) -> list[tuple[int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="", help="checkpoint directory; none: --shape or the built-in one")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument("--shape", choices=sorted(LLAMAS), help="random weights of this shape")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--tp", type=int, default=0)
     parser.add_argument("--pp", type=int, default=0)
@@ -229,7 +221,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         model = asked.model or str(Path(__file__).resolve().parent.parent / "launcher" / "builtin_model")
         if asked.shape:
-            Path(made, "config.json").write_text(json.dumps(SHAPES[asked.shape]))
+            Path(made, "config.json").write_text(json.dumps(LLAMAS[asked.shape]))
             model = made
         batches = [int(b) for b in asked.batches.split(",")]
         options = Options(

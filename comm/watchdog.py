@@ -5,7 +5,8 @@ So a thread in each rank sends its progress to rank 0. Rank 0 ends the job in fo
 
 * a rank's connection closes while the job runs: the rank has died;
 * a rank sends nothing for `timeout` seconds: it is stuck or cut off;
-* a step is not finished within `timeout`: the ranks that are furthest behind are named;
+* a step is not finished within `timeout`, or FORETOLD times what the longest is foretold to take where that is more:
+  the ranks that are furthest behind are named;
 * no rank makes progress for a long time before the first step: likewise (startup.py).
 
 Rank 0 then prints rank and host, tells the server through `on_failure`, and ends its process. MPI's process manager
@@ -33,6 +34,7 @@ from .rendezvous import gather_connections
 _STATE = struct.Struct("<cIQQ")  # kind, length of the text that follows, step entered, step finished
 _ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 prints the reason
 _STARTING = b"s"  # alive before the first step; has phase and progress in place of steps
+FORETOLD = 3.0  # times the longest step that is foretold: tokens may all choose the same experts, machines get busy
 _ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which hangs if the launcher does not answer
 
 Failure = Callable[[str, int], None]
@@ -61,6 +63,11 @@ class LocalWatchdog:
 
     def divide(self, groups: list[range]) -> None:
         """Time the steps of each of these groups (replicas) on its own."""
+
+    def expect(self, seconds: float) -> float:
+        """The longest step is foretold to take so long, 0: not foretold. Returns for how long a step may take, or 0
+        where nobody looks."""
+        return 0.0
 
     def begin(self, phase: str) -> None:
         """Begin a phase of loading in this thread. All ranks begin the same phases in the same order."""
@@ -121,7 +128,7 @@ class Watchdog(LocalWatchdog):
         self._stalls = [_StepStall(range(world.size), timeout)]
         self._start: startup.StartupProgress | None = startup.StartupProgress()
         self._standstill = startup.StallTimer(max(startup.PATIENCE, timeout))
-        self._timeout = timeout
+        self._timeout = timeout  # of a rank's silence
         self._period = min(0.5, timeout / 8)
         self._event = threading.Event()
         self._lock = threading.RLock()  # reentrant: a signal handler may send while the thread that it interrupts does
@@ -143,6 +150,12 @@ class Watchdog(LocalWatchdog):
 
     def divide(self, groups: list[range]) -> None:
         self._stalls = [_StepStall(ranks, self._timeout) for ranks in groups]
+
+    def expect(self, seconds: float) -> float:
+        patience = max(self._timeout, FORETOLD * seconds)
+        for stall in self._stalls:
+            stall.limit = patience
+        return patience
 
     def begin(self, phase: str) -> None:
         if self._start is None:  # another model is loaded
@@ -302,7 +315,7 @@ class Watchdog(LocalWatchdog):
             behind = [r for r in stall.ranks if steps[r][0] < newest]
             behind = behind or [r for r in stall.ranks if r and steps[r][1] < newest] or [0]
             self._give_up(
-                f"step {newest} was not finished in {self._timeout:g} s; behind: "
+                f"step {newest} was not finished in {stall.limit:.3g} s; behind: "
                 f"{', '.join(self._name(r) for r in behind)}. If the step is only slow, raise --timeout or lower "
                 "--max-num-batched-tokens and --max-num-seqs",
                 errors.RANK_STUCK,

@@ -89,13 +89,13 @@ class Rank:
         return code
 
     def _steps(self, engine: Engine, limits: Limits, lines: Lines) -> int:
-        """Lead or follow until a plan says stop. `_switch` is what it asks for besides."""
+        """Schedule or follow until a plan says stop. `_switch` is what it asks for besides."""
         grid = engine.place.mesh
         self._switch = None
         if self.world.rank:
-            plans, mail = lines[grid.replica]
+            plans, results = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
-            return self._stopped(follow(engine.runner, plans, Reporter(mail, self.watch) if reports else None))
+            return self._stopped(follow(engine.runner, plans, Reporter(results, self.watch) if reports else None))
         tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
         counts = limits.blocks, limits.block_size, limits.prefix_cache
         pools = [Blocks(*counts, tier, Snapshots(limits.snapshots)) for tier in tiers]
@@ -103,7 +103,7 @@ class Rank:
         executors += [RemoteExecutor(*line) for line in lines[1:]]
         most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
         schedulers = [Scheduler(pool, *most) for pool in pools]
-        return self.lead([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
+        return self.run_scheduler([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     def _stopped(self, plan: protocol.Plan) -> int:
         self._switch = protocol.decode_switch(plan.switch) if plan.switch else None
@@ -185,7 +185,7 @@ class Rank:
         self.link = ServerLink(self.job.server_socket)
         self.watch.on_failure = self.link.fail
 
-    def lead(self, replicas: list[Replica], model: Model) -> int:
+    def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         """Rank 0: serve the server process until it drains."""
         assert self.link is not None
         if threading.current_thread() is threading.main_thread():

@@ -1,28 +1,67 @@
 #!/bin/bash
-# What has to pass on a machine with 1, 2 or 4 GPUs, from small to large: tests/gpu.sh [kernels]
-# Each part has a time limit of its own and the next ones run whatever it says; parts that need more GPUs skip. Ten
-# minutes on 4 GPUs. PYTHON chooses the interpreter. Multicast over NVLink is left alone: containers often forbid it.
-# TEST_DEVICE=cuda: what would run on CPUs where GPUs are too few for it is left to `make test`.
+# What has to pass on a machine with 1, 2 or 4 GPUs, from small to large: tests/gpu.sh [PART...]
+# Each part takes 9 minutes at most, and the next ones run whatever it says; tests that need more GPUs are skipped. Where
+# a command may not last longer, run the parts one by one: tests/gpu.sh kernels-moe; `kernels` are all whose names begin
+# so; tests/gpu.sh list names them. PYTHON chooses the interpreter.
+# NVLink's multicast is off: containers often forbid it. TEST_DEVICE=cuda: what needs more GPUs than there are is
+# skipped, not run on CPUs as in `make test`.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-.venv/bin/python}
-export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
+export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1 TEST_DEVICE=cuda
 tests=("$python" -m pytest -q --tb=short)
-several=()  # processes on one GPU, where pytest-xdist is there
-"$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
+several=("${tests[@]}")  # processes on one GPU, where pytest-xdist is there
+"$python" -c 'import xdist' 2>/dev/null && several+=(-n 8)
+asked=("$@")
+names=()
+found=0
 failed=0
 
+# Whether part $1 is asked for.
+chosen() {
+    local one
+    [ ${#asked[@]} = 0 ] && return 0
+    for one in "${asked[@]}"; do
+        [[ $1 == "$one" || $1 == "$one"-* ]] && return 0
+    done
+    return 1
+}
+
+# part NAME SECONDS COMMAND...
 part() {
     local name=$1 limit=$2
     shift 2
+    names+=("$name")
+    chosen "$name" || return 0
+    found=1
     echo "== $name"
     timeout -k 5 "$limit" "$@" || { echo "== $name: code $?"; failed=1; }
 }
 
+rank=tests/rank
+worker=$rank/worker
 part topology 30 nvidia-smi topo -m
-part kernels 300 "${tests[@]}" "${several[@]}" tests/kernels
-[ "${1:-}" = kernels ] && exit $failed
-part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py tests/comm/test_custom_allreduce.py
-part shapes 300 "${tests[@]}" -rs tests/rank/test_gpus.py
-TEST_DEVICE=cuda part generation 300 "${tests[@]}" -m "not long" tests/rank/test_generation.py tests/rank/test_faults.py
+part kernels-small 540 "${several[@]}" tests/kernels/{activation,collective,embedding,norm,rope,sampling}/*_gpu.py \
+    tests/kernels/*_gpu.py
+part kernels-attention 540 "${several[@]}" tests/kernels/attention/*_gpu.py
+part kernels-recurrent 540 "${several[@]}" tests/kernels/recurrent/*_gpu.py
+part kernels-gemm 540 "${several[@]}" tests/kernels/gemm/*_gpu.py
+part kernels-moe 540 "${several[@]}" tests/kernels/moe/*_gpu.py
+part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
+part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
+    tests/comm/test_custom_allreduce.py
+part worker 120 "${tests[@]}" $worker/test_swap.py $worker/test_batch_builder.py $worker/test_decode_batch.py
+part models 300 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
+    $rank/model/stored_formats/*_gpu.py $rank/model/*_gpu.py
+part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py
+part generation 300 "${tests[@]}" -m "not long" $rank/test_generation.py
+part faults 300 "${tests[@]}" -m "not long" $rank/test_faults.py
+part offloading 540 "${tests[@]}" $rank/test_offloading.py $rank/test_layer_offload.py
+part swapping 300 "${tests[@]}" $rank/test_swapping.py
+part reloading 300 "${tests[@]}" $rank/test_reloading.py
+part served-1 540 "${tests[@]}" $rank/test_served.py -k tp1
+part served-2 540 "${tests[@]}" -m "not long" $rank/test_served.py
+part served-2-long 540 "${tests[@]}" $rank/test_served.py -k "tp2 and not pp2"
+[ "${1:-}" = list ] && { printf '%s\n' "${names[@]}"; exit 0; }
+[ $found = 1 ] || { echo "tests/gpu.sh: no part ${asked[*]}; the parts: ${names[*]}" >&2; exit 2; }
 exit $failed

@@ -55,6 +55,27 @@ def test_lines(page):
     assert not [line for line in text.splitlines() if len(line) > LINE and not line.startswith("|")]
 
 
+def occurs(block: str, sources: list[str]) -> bool:
+    """Whether the lines are a source's, however indented, one after the other. `…` stands for more: of a line, or of
+    several where it is alone; then what is before it and after it occurs in one source."""
+    parts = [part.strip().split("\n") for part in re.split(r"^\s*…$", block, flags=re.M) if part.strip()]
+    patterns = [[".*".join(re.escape(one.strip()) for one in line.split("…")) for line in part] for part in parts]
+    patterns = [re.compile("\n".join(rf"[ \t]*{line}" for line in part) + "$", re.M) for part in patterns]
+    return any(all(pattern.search(text) for pattern in patterns) for text in sources)
+
+
+def test_code_of_the_tree_is_quoted_as_it_stands():
+    """docs/extending.md says by examples how the tree is extended."""
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|cpp)\n(.*?)^```", text, flags=re.M | re.S)
+    kinds = {"python": "*.py", "cpp": "*.cpp"}
+    rooms = [ROOT / room for room in ROOMS.split("|")]
+    sources = {kind: [path.read_text() for room in rooms for path in room.rglob(kinds[kind])] for kind in kinds}
+    assert len(blocks) > 5
+    wrong = [one for kind, block in blocks for one in re.split(r"\n\n+(?=\S)", block) if not occurs(one, sources[kind])]
+    assert not wrong, "stands otherwise in the tree, or is gone"
+
+
 def cells(heading: str) -> list[str]:
     """The first cells of the rows of README's table that begins with this heading."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

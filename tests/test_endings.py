@@ -104,6 +104,7 @@ def test_ctrl_c_while_loading(checkpoint):
         assert not server.left()
 
 
+@pytest.mark.long
 def test_restarts(checkpoint):
     """The port stays open: 503 with Retry-After while the ranks come back, then answers again."""
     ask = ("/v1/completions", {"prompt": "a", "max_tokens": 2})

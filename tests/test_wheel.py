@@ -15,7 +15,7 @@ ROOT = Path(phalanx.__file__).resolve().parent
 CODE = ("launcher", "rank", "comm", "kernels")
 DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".cpp", ".h")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

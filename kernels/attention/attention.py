@@ -22,9 +22,9 @@ def backends(device_type: str) -> tuple[Backend, ...]:
     """Those of a kind of device: the first that supports a part computes it."""
     if device_type == "cpu":
         return cpu_decode, reference
-    from . import attention_triton, mla_triton
+    from . import attention_triton, mla_decode, mla_triton
 
-    return attention_tma, cudnn, mla_triton, attention_triton
+    return attention_tma, cudnn, mla_decode, mla_triton, attention_triton
 
 
 def store_and_attend(

@@ -159,7 +159,7 @@ def decode(
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
         TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
-        TURN=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
+        ROTATE=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
         CAPPED=int(cap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
     )  # fmt: skip
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)

@@ -39,12 +39,12 @@ def decode_kernel(
     sinks, scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
 
-    With TURN the step's newest token is still in q, k and v: heads are normed (NORM) and rotated here, the sequence's
+    With ROTATE the step's newest token is still in q, k and v: heads are normed (NORM) and rotated here, the sequence's
     last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
     before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
 
@@ -63,7 +63,7 @@ def decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    last = tl.maximum(length - TURN, 0)  # where the tokens end that are read from the cache
+    last = tl.maximum(length - ROTATE, 0)  # where the tokens end that are read from the cache
     count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
     each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
     count = tl.maximum(tl.cdiv(last - first, each), 1)
@@ -82,7 +82,7 @@ def decode_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
-    if TURN:
+    if ROTATE:
         newest = (split == count - 1) & (length > 0)
         from_k = k + b * k_row + head * DIM + half[None, :]
         ka = tl.load(from_k, mask=low & newest, other=0.0)

@@ -4,8 +4,8 @@
 // blocks, of which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence
 // that lies in several runs is added up by the block that comes to it last. One warp has TMA bring keys and
 // values to shared memory, STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next
-// sequence's heads; the others take 16 tokens of each tile for all query heads of the key head. With TURN the step's
-// newest token is still in q, k and v: heads are normed (NORM) and turned here, key and value are written to the cache
+// sequence's heads; the others take 16 tokens of each tile for all query heads of the key head. With ROTATE the step's
+// newest token is still in q, k and v: heads are normed (NORM) and rotated here, key and value are written to the cache
 // and taken from registers. Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after
 // Stream-K (Osama et al. 2023, arXiv 2301.03598).
 //
@@ -22,7 +22,7 @@ constexpr int RUN_BYTES = DIM * BYTES < 128 ? DIM * BYTES : 128, RUNS = DIM * BY
 constexpr int TILE_BYTES = TILE * DIM * BYTES, GROUP = HEADS / KV_HEADS;
 constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
-constexpr int PAIRS = HALF / 32;                          // of elements that are turned together, of a lane
+constexpr int PAIRS = HALF / 32;                          // of elements that are rotated together, of a lane
 
 struct Step {  // pointers and sizes that the warps share
     const T *q, *k, *v, *q_weight, *k_weight;
@@ -131,13 +131,13 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         prefetch_tensor_map(&few_k), prefetch_tensor_map(&few_v);
     }
     constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
-    for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].turned)[i % CLEARED] = make_uint4(0, 0, 0, 0);
+    for (int i = thread; i < 2 * CLEARED; i += ALL) ((uint4*)heads[i / CLEARED].rotated)[i % CLEARED] = make_uint4(0, 0, 0, 0);
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
     // q, k and v are made by a GEMM. Ours launch_dependents() late, and the library's begin when what is before them
-    // has ended: all else that is read was there before. Without TURN keys and values come from the kernel before.
-    if (!TURN) grid_wait();
+    // has ended: all else that is read was there before. Without ROTATE keys and values come from the kernel before.
+    if (!ROTATE) grid_wait();
     if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, kept, borders)) return;
     Way way(kept, borders);
     int t = 0, item = 0;
@@ -200,7 +200,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
 #pragma unroll
         for (int i = 0; i < DIM / 16; i++)
             ldmatrix(columns[i],
-                     smem_address(now.turned + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
+                     smem_address(now.rotated + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
         if (warp == 0 && way.newest(span)) softmax.take_newest(now);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(taken + item % 2);

@@ -199,10 +199,3 @@ __device__ inline int stored(const int* count) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(count) : "memory");
     return y;
 }
-
-// One more block, whose threads have met; how many had before.
-__device__ inline int add_one(int* count) {
-    int y;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(y) : "l"(count) : "memory");
-    return y;
-}

@@ -2,7 +2,7 @@
 // come first, as keys' codes do (fp8_operand.cuh).
 
 struct Heads {  // of a sequence, as one warp prepares them for the others
-    T turned[ROWS * WIDE], v[DIM];
+    T rotated[ROWS * WIDE], v[DIM];
     float scores[16];  // of the newest token
 };
 
@@ -24,57 +24,81 @@ __device__ inline int round_trip(HeadPart& low, HeadPart& high, Vec<e4m3, PAIRS>
     return exponent;
 }
 
-// Heads are normed and turned where TURN; with `newest` its key and value go to the cache.
+// A sequence's query heads and, as the last one, its key: normed where NORM, then rotated.
+__device__ __forceinline__ void norm_and_rotate(const Step& step, int b, HeadPart (&low)[GROUP + 1], HeadPart (&high)[GROUP + 1]) {
+    const int at = threadIdx.x % 32 * PAIRS;
+    float cos[PAIRS], sin[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+        cos[i] = step.cos[(long long)b * DIM + at + i], sin[i] = step.sin[(long long)b * DIM + HALF + at + i];
+#pragma unroll
+    for (int g = 0; g < GROUP + 1; g++) {
+        const T* weight = g < GROUP ? step.q_weight : step.k_weight;
+        float scale = 0;
+        if (NORM) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++)
+                scale += to_float(low[g].x[i]) * to_float(low[g].x[i]) + to_float(high[g].x[i]) * to_float(high[g].x[i]);
+            scale = rsqrtf(warp_sum(scale) / DIM + step.eps);
+        }
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            float x0 = to_float(low[g].x[i]), x1 = to_float(high[g].x[i]);
+            if (NORM) {
+                x0 = to_float(from_float<T>(x0 * scale * to_float(weight[at + i])));
+                x1 = to_float(from_float<T>(x1 * scale * to_float(weight[HALF + at + i])));
+            }
+            low[g].x[i] = from_float<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = from_float<T>(x1 * cos[i] + x0 * sin[i]);
+        }
+    }
+}
+
+// A token's key and value, as elements or, where FP8, as codes with scales of_k and of_v.
+__device__ __forceinline__ void write_to_cache(const Step& step, long long slot, int head, const HeadPart& k_low,
+                                               const HeadPart& k_high, const HeadPart& v_low, const HeadPart& v_high,
+                                               const Vec<e4m3, PAIRS> (&codes)[4], int of_k, int of_v) {
+    const long long in_cache = (slot * KV_HEADS + head) * DIM + threadIdx.x % 32 * PAIRS;
+    if (FP8) {
+        e4m3 *const keys = (e4m3*)step.keys + in_cache, *const values = (e4m3*)step.values + in_cache;
+        typedef Vec<e4m3, PAIRS> Codes;
+        *(Codes*)keys = codes[0], *(Codes*)(keys + HALF) = codes[1];
+        *(Codes*)values = codes[2], *(Codes*)(values + HALF) = codes[3];
+        unsigned char* const scales = step.scales + (slot / SIZE * KV_HEADS + head) * 2 * SIZE + slot % SIZE;
+        if (threadIdx.x % 32 == 0) scales[0] = of_k, scales[SIZE] = of_v;
+        return;
+    }
+    *(HeadPart*)(step.keys + in_cache) = k_low, *(HeadPart*)(step.keys + in_cache + HALF) = k_high;
+    *(HeadPart*)(step.values + in_cache) = v_low, *(HeadPart*)(step.values + in_cache + HALF) = v_high;
+}
+
+// Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
     const int lane = threadIdx.x % 32, at = lane * PAIRS;
     typedef HeadPart Part;
     Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
-    const long long slot = newest ? step.slots[b] : -1, in_cache = (slot * KV_HEADS + head) * DIM + at;
+    const long long slot = newest ? step.slots[b] : -1;
 #pragma unroll
-    for (int g = 0; g < GROUP + TURN; g++) {
+    for (int g = 0; g < GROUP + ROTATE; g++) {
         const T* x = step.q + (long long)b * step.q_row + (head * GROUP + g) * DIM;
         if (g == GROUP) x = step.k + (long long)b * step.k_row + head * DIM;
         low[g] = *(const Part*)(x + at), high[g] = *(const Part*)(x + HALF + at);
     }
-    if (TURN) {
+    if (ROTATE) {
         const T* x = step.v + (long long)b * step.v_row + head * DIM + at;
         v_low = *(const Part*)x, v_high = *(const Part*)(x + HALF);
-        float cos[PAIRS], sin[PAIRS];
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++)
-            cos[i] = step.cos[(long long)b * DIM + at + i], sin[i] = step.sin[(long long)b * DIM + HALF + at + i];
-#pragma unroll
-        for (int g = 0; g < GROUP + 1; g++) {
-            const T* weight = g < GROUP ? step.q_weight : step.k_weight;
-            float scale = 0;
-            if (NORM) {
-#pragma unroll
-                for (int i = 0; i < PAIRS; i++)
-                    scale += to_float(low[g].x[i]) * to_float(low[g].x[i]) + to_float(high[g].x[i]) * to_float(high[g].x[i]);
-                scale = rsqrtf(warp_sum(scale) / DIM + step.eps);
-            }
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                float x0 = to_float(low[g].x[i]), x1 = to_float(high[g].x[i]);
-                if (NORM) {
-                    x0 = to_float(from_float<T>(x0 * scale * to_float(weight[at + i])));
-                    x1 = to_float(from_float<T>(x1 * scale * to_float(weight[HALF + at + i])));
-                }
-                low[g].x[i] = from_float<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = from_float<T>(x1 * cos[i] + x0 * sin[i]);
-            }
-        }
+        norm_and_rotate(step, b, low, high);
     }
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
-        T* const turned = to.turned + g * WIDE;
+        T* const rotated = to.rotated + g * WIDE;
         if constexpr (FP8) {
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
                 const int d = at + i, place = d / 16 * 16 + d % 2 * 8 + d % 16 / 2;
-                turned[place] = low[g].x[i], turned[HALF + place] = high[g].x[i];
+                rotated[place] = low[g].x[i], rotated[HALF + place] = high[g].x[i];
             }
         } else {
-            *(Part*)(turned + at) = low[g], *(Part*)(turned + HALF + at) = high[g];
+            *(Part*)(rotated + at) = low[g], *(Part*)(rotated + HALF + at) = high[g];
         }
     }
     if (!newest) return;
@@ -95,15 +119,5 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
     }
     *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
     if (slot < 0) return;
-    if (FP8) {
-        e4m3 *const keys = (e4m3*)step.keys + in_cache, *const values = (e4m3*)step.values + in_cache;
-        typedef Vec<e4m3, PAIRS> Codes;
-        *(Codes*)keys = codes[0], *(Codes*)(keys + HALF) = codes[1];
-        *(Codes*)values = codes[2], *(Codes*)(values + HALF) = codes[3];
-        unsigned char* const scales = step.scales + (slot / SIZE * KV_HEADS + head) * 2 * SIZE + slot % SIZE;
-        if (lane == 0) scales[0] = of_k, scales[SIZE] = of_v;
-        return;
-    }
-    *(Part*)(step.keys + in_cache) = low[GROUP], *(Part*)(step.keys + in_cache + HALF) = high[GROUP];
-    *(Part*)(step.values + in_cache) = v_low, *(Part*)(step.values + in_cache + HALF) = v_high;
+    write_to_cache(step, slot, head, low[GROUP], high[GROUP], v_low, v_high, codes, of_k, of_v);
 }

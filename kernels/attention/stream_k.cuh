@@ -12,7 +12,7 @@ struct Span {  // of a sequence: the tokens that are read from the cache
     int length, first, last, start;  // `start`: of the first one's box
 
     __device__ Span(int length) : length(length) {
-        first = WINDOW ? max(length - WINDOW, 0) : 0, last = max(length - TURN, 0), start = first / BOX * BOX;
+        first = WINDOW ? max(length - WINDOW, 0) : 0, last = max(length - ROTATE, 0), start = first / BOX * BOX;
     }
     __device__ int boxes() const { return max((last - start + BOX - 1) / BOX, 1); }
     __device__ int tiles() const { return (boxes() + PER_TILE - 1) / PER_TILE; }
@@ -62,5 +62,5 @@ struct Way {  // of a block through its run, from borders[0] to borders[1]: toke
         enter(0);
         return true;
     }
-    __device__ bool newest(const Span& span) const { return TURN && stop == span.last && span.length > 0; }
+    __device__ bool newest(const Span& span) const { return ROTATE && stop == span.last && span.length > 0; }
 };

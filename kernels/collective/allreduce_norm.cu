@@ -126,6 +126,20 @@ received_add_norm(const T* received, T* x, T* residual, const T* weight, const T
     end_call(call);
 }
 
+// Adds up the shares that have come to LL buffer `mine`, and stores the sums in all buffers `to`.
+__device__ __forceinline__ void send_sums(Vector* const (&to)[SIZE], Vector* mine, int rank, int rows) {
+    const int first = rank * SHARE, width = ROW % SIZE ? max(min(SHARE, ROW - first), 0) : SHARE;
+    for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
+        const int row = blockIdx.x + i / width * gridDim.x, column = i % width;
+        Vector* inbox = mine + row * SIZE * SHARE + column;
+        const Vector sum = total(receive(inbox));
+#pragma unroll
+        for (int j = 0; j < SIZE; j++) ll_store(to[j] + RESULTS + row * ROW + first + column, sum);
+#pragma unroll
+        for (int r = 0; r < SIZE; r++) ll_clear(inbox + r * SHARE);
+    }
+}
+
 // Each rank sends every rank its share of each row, adds up the shares that it gets, and sends the sum to all. There is
 // no barrier between these: a thread waits for single vectors, so that sums travel while later shares still arrive.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -166,16 +180,7 @@ push_add_norm(T* x, T* residual, const T* weight, const Table* table, int rank, 
     strided<AHEAD>(threadIdx.x + THREADS, count, THREADS, shares, deliver);
 
     Vector* mine = to[SIZE - 1];
-    const int first = rank * SHARE, width = ROW % SIZE ? max(min(SHARE, ROW - first), 0) : SHARE;
-    for (int i = threadIdx.x; i < own_rows(rows) * width; i += THREADS) {
-        const int row = row_of(i / width), column = i % width;
-        Vector* inbox = mine + row * SIZE * SHARE + column;
-        const Vector sum = total(receive(inbox));
-#pragma unroll
-        for (int j = 0; j < SIZE; j++) ll_store(to[j] + RESULTS + row * ROW + first + column, sum);
-#pragma unroll
-        for (int r = 0; r < SIZE; r++) ll_clear(inbox + r * SHARE);
-    }
+    send_sums(to, mine, rank, rows);
     wait_for_signal(call, 2);
 
     Vector* sums = mine + RESULTS;

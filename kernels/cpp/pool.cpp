@@ -36,7 +36,7 @@ struct alignas(64) Gate {
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
     }
 
-    void wait(uint32_t from, int64_t look = LOOK_NS) {
+    void wait(uint32_t from, int64_t look) {
         for (;;) {
             for (Patience patience(look); !patience.over();)
                 if (__atomic_load_n(&value, __ATOMIC_ACQUIRE) != from) return;
@@ -53,7 +53,9 @@ struct Pool {
     pthread_mutex_t busy;
     int threads;
     const Call* calls;
-    int64_t count, look;  // look: nanoseconds that threads look for the next list before they sleep
+    int64_t count, look;  // look: nanoseconds that threads look for the next operation or list before they sleep
+
+    int64_t looked() const { return __atomic_load_n(&look, __ATOMIC_RELAXED); }
 
     void work(int part) {
         const Call* list = calls;  // once the last operation is done, the caller may bring another list
@@ -65,7 +67,7 @@ struct Pool {
                 __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);  // before the gate opens, so before anybody counts
                 done.open();
             } else {
-                done.wait(before);
+                done.wait(before, looked());
             }
         }
     }
@@ -82,7 +84,7 @@ static void* serve(void* given) {
     Pool* pool = worker.pool;
     // The first list may have begun before this thread has: it waits from the value that the pool was made with.
     for (uint32_t seen = 0;; seen++) {
-        pool->start.wait(seen, __atomic_load_n(&pool->look, __ATOMIC_RELAXED));
+        pool->start.wait(seen, pool->looked());
         pool->work(worker.part);
     }
     return nullptr;

@@ -97,6 +97,14 @@ __device__ inline void wait_for_count(const int* count, int least) {
     while (seen < least);
 }
 
+// One more block, whose threads have met; how many had before. What those wrote may be read, past the first-level cache,
+// by threads that meet this one afterwards.
+__device__ inline int add_one(int* count) {
+    int y;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(y) : "l"(count) : "memory");
+    return y;
+}
+
 __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);

@@ -1,6 +1,8 @@
 // TMA, the tensor memory accelerator of sm_90 and later: boxes of a matrix come to shared memory, and mbarriers there tell
 // that they have.
 
+#include "async_copy.cuh"
+
 struct alignas(64) TensorMap {  // CUtensorMap
     char opaque[128];
 };
@@ -135,15 +137,11 @@ __device__ inline void bulk_load_multicast(unsigned to, const void* from, int by
                  : "memory");
 }
 
-// 16 bytes past the first-level cache, or zeros: by this thread and without TMA, but no less asynchronous.
-__device__ inline void copy_async16(unsigned to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-// This thread's arrival at a barrier, once all that it has copied so far is there. The barrier counts it from the start.
+// This thread's arrival at a barrier, once all that it has copied without TMA is there. The barrier counts it from the
+// start.
 __device__ inline void arrive_when_copied(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // 16 bytes of shared memory.
 __device__ inline void zero_smem(unsigned at) {

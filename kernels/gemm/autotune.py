@@ -41,7 +41,7 @@ class TuneRequest(NamedTuple):
 
     weight: Tensor
     counts: Sequence[int]  # of rows
-    peers: SymmetricMemory | None = None  # over whose ranks they are spread
+    peers: SymmetricMemory | None = None  # whose ranks their sums are scattered to
 
 
 def tune(gemms: Iterable[TuneRequest]) -> str:
@@ -107,7 +107,7 @@ class Benchmark:
     def __init__(
         self, library: Library, sizes: GemmShape, weights: list[Tensor], most: int, peers: SymmetricMemory | None
     ):
-        """most: rows. peers: GEMMs are spread over their ranks, which torch has no way to do."""
+        """most: rows. peers: GEMMs scatter their sums to their ranks, which torch has no way to do."""
         weight, *_ = weights
         self._library, self._sizes, self._peers = library, sizes, peers
         self._turns = itertools.cycle(weights)

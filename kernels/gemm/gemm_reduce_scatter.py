@@ -20,7 +20,7 @@ from .cublaslt import ALIGNED, GemmShape, in_use, plain
 
 
 def sizes(weight: Tensor, peers: SymmetricMemory) -> GemmShape:
-    """Of GEMMs that are spread over these ranks."""
+    """Of GEMMs whose sums these ranks scatter."""
     outputs, inputs = weight.shape
     return GemmShape(weight.dtype, outputs, inputs, peers.size, peers.stride // weight.element_size())
 
@@ -32,7 +32,7 @@ def address(rows: int, weight: Tensor, peers: SymmetricMemory) -> int:
 
 
 def supports(rows: int, weight: Tensor, peers: SymmetricMemory) -> bool:
-    """Whether so many rows' GEMMs are spread: they fit, aligned, and are not summed faster otherwise.
+    """Whether so many rows' GEMMs scatter their sums: they fit, aligned, and are not summed faster otherwise.
 
     The borders were measured on four H200 alone.
     """
@@ -45,8 +45,8 @@ def measured(device: torch.device) -> list[tuple[int, int, int]]:
     """Outputs, inputs and rows of the GEMMs that go there. A rank that takes others than its group would get wrong
     sums, as all kernels of a group use the same barriers."""
     library = in_use.get(device)
-    spread = [(sizes, row) for sizes, row in library.choices.items() if sizes.parts > 1] if library else []
-    return sorted((s.outputs, s.inputs, rows) for s, row in spread for rows, choice in row.items() if choice)
+    scattered = [(sizes, row) for sizes, row in library.choices.items() if sizes.parts > 1] if library else []
+    return sorted((s.outputs, s.inputs, rows) for s, row in scattered for rows, choice in row.items() if choice)
 
 
 def gemm_reduce_scatter(x: Tensor, weight: Tensor, peers: SymmetricMemory) -> Tensor | None:

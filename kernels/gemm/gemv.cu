@@ -36,6 +36,22 @@ __device__ inline void reduce_add_norm(const T* x, const T* residual, const Weig
     }
 }
 
+// The warp's outputs from its lanes' sums and their biases.
+__device__ __forceinline__ void store(const float (&parts)[OUTS][R], const float (&offset)[OUTS], T* y, int first, int outputs) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        float total[OUTS];
+#pragma unroll
+        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]) + offset[o];
+        if (threadIdx.x % 32) continue;
+        if (GATED)
+            y[(long long)r * (outputs / 2) + first] = from_float<T>(gated<T, ACT>(total[0], total[OUTS - 1]));
+        else
+#pragma unroll
+            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = from_float<T>(total[o]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* residual, const T* norm_weight, float eps,
      T* sum) {
@@ -93,16 +109,5 @@ gemv(const T* x, const T* weight, const T* bias, T* y, int outputs, const T* res
             }
         }
     }
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        float total[OUTS];
-#pragma unroll
-        for (int o = 0; o < OUTS; o++) total[o] = warp_sum(parts[o][r]) + offset[o];
-        if (lane) continue;
-        if (GATED)
-            y[(long long)r * (outputs / 2) + first] = from_float<T>(gated<T, ACT>(total[0], total[OUTS - 1]));
-        else
-#pragma unroll
-            for (int o = 0; o < OUTS; o++) y[(long long)r * outputs + first + o] = from_float<T>(total[o]);
-    }
+    store(parts, offset, y, first, outputs);
 }

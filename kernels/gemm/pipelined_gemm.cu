@@ -150,6 +150,38 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
         }
     }
 }
+
+// The warp that has TMA bring `count` chunks. W does not change: it is asked for before the kernel's predecessor has ended.
+__device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
+                                        Barrier* empty, int count, int width, int rows) {
+    const int first_input = blockIdx.x % SPLIT * (I / SPLIT);
+    auto ask = [&](int n) {  // for W's part of the n-th chunk
+        int stage = n % STAGES, tile = blockIdx.x / SPLIT + n / CHUNKS * gridDim.x;
+        const int at = first_input + n % CHUNKS * KC;
+        mbarrier_expect(full + stage, (M + rows) * KC * 2);
+#pragma unroll
+        for (int b = 0; b < BOXES; b++) {
+            unsigned to = ring + stage * STAGE + b * M * 128;
+            tma_load(to, of_w, at + b * 64, tile * OUTS, full + stage);
+            if (GATED) tma_load(to + OUTS * 128, of_w, at + b * 64, width + tile * OUTS, full + stage);
+        }
+    };
+    auto ask_x = [&](int n) {
+        int stage = n % STAGES, at = first_input + n % CHUNKS * KC;
+#pragma unroll
+        for (int b = 0; b < BOXES; b++)
+            tma_load(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, of_x, at + b * 64, 0, full + stage);
+    };
+    for (int n = 0; n < STAGES && n < count; n++) ask(n);
+    grid_wait();
+    launch_dependents();
+    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+    for (int n = STAGES; n < count; n++) {
+        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
+        ask(n);
+        ask_x(n);
+    }
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
@@ -163,7 +195,6 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
     const int mine = SPLIT > 1 ? 1 : (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
-    const int first_input = blockIdx.x % SPLIT * (I / SPLIT);
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1);
@@ -173,32 +204,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
     }
     __syncthreads();
     if (warp == THREADS / 32 && elected()) {
-        auto ask = [&](int n) {  // for W's part of the n-th chunk
-            int stage = n % STAGES, tile = blockIdx.x / SPLIT + n / CHUNKS * gridDim.x;
-            const int at = first_input + n % CHUNKS * KC;
-            mbarrier_expect(full + stage, (M + rows) * KC * 2);
-#pragma unroll
-            for (int b = 0; b < BOXES; b++) {
-                unsigned to = ring + stage * STAGE + b * M * 128;
-                tma_load(to, &of_w, at + b * 64, tile * OUTS, full + stage);
-                if (GATED) tma_load(to + OUTS * 128, &of_w, at + b * 64, width + tile * OUTS, full + stage);
-            }
-        };
-        auto ask_x = [&](int n) {
-            int stage = n % STAGES, at = first_input + n % CHUNKS * KC;
-#pragma unroll
-            for (int b = 0; b < BOXES; b++)
-                tma_load(ring + stage * STAGE + (BOXES * M + b * ROWS) * 128, &of_x, at + b * 64, 0, full + stage);
-        };
-        for (int n = 0; n < STAGES && n < count; n++) ask(n);
-        grid_wait();
-        launch_dependents();
-        for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
-        for (int n = STAGES; n < count; n++) {
-            mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
-            ask(n);
-            ask_x(n);
-        }
+        produce(&of_x, &of_w, ring, full, empty, count, width, rows);
     } else if (thread < THREADS) {
         grid_wait();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

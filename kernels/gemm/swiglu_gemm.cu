@@ -25,6 +25,44 @@ struct Place {  // of a cluster's tile
     }
 };
 
+// One thread has TMA bring all chunks of the cluster's tiles.
+__device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
+                                        Barrier* empty, int rank, int tiles, int pairs) {
+    for (int tile = blockIdx.x / 2, n = 0; tile < tiles; tile += gridDim.x / 2) {
+        const Place place(tile, pairs);
+        for (int c = 0; c < CHUNKS; c++, n++) {
+            const int stage = n % STAGES;
+            const unsigned to = ring + stage * STAGE;
+            if (n >= STAGES) mbarrier_wait(empty + stage, n / STAGES - 1);
+            mbarrier_expect(full + stage, STAGE);
+            tma_load(to, of_x, c * KC, place.row + rank * ROWS, full + stage);
+            tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, of_w, c * KC, rank * OUTPUTS + place.out,
+                               full + stage);
+        }
+    }
+}
+
+// A lane's sums of rows `first` and 8 below, at `out` of y.
+__device__ __forceinline__ void store(const float (&sum)[OUTS], T* y, int first, int out, int rows) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = first + h * 8;
+        T* const to = y + (long long)row * OUTPUTS + out;
+#pragma unroll
+        for (int k = 0; k < OUTS / 32; k++) {
+            unsigned x[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int at = k * 16 + j * 4 + h * 2;
+                x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]),
+                               gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
+            }
+            exchange_quads(x);
+            if (row < rows) *(uint4*)(to + k * 32 + threadIdx.x % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
 #else
 #define PAIRED
 #endif
@@ -47,18 +85,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) {
-            for (int tile = blockIdx.x / 2, n = 0; tile < tiles; tile += gridDim.x / 2) {
-                const Place place(tile, pairs);
-                for (int c = 0; c < CHUNKS; c++, n++) {
-                    const int stage = n % STAGES;
-                    const unsigned to = ring + stage * STAGE;
-                    if (n >= STAGES) mbarrier_wait(empty + stage, n / STAGES - 1);
-                    mbarrier_expect(full + stage, STAGE);
-                    tma_load(to, &of_x, c * KC, place.row + rank * ROWS, full + stage);
-                    tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, &of_w, c * KC, rank * OUTPUTS + place.out,
-                                       full + stage);
-                }
-            }
+            produce(&of_x, &of_w, ring, full, empty, rank, tiles, pairs);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
@@ -85,23 +112,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
             wgmma_wait<0>();
             if (lane < 2) mbarrier_arrive_at(empty + (n - 1) % STAGES, lane);
             fence_registers(sum);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4 + h * 8;
-                T* const to = y + (long long)row * OUTPUTS + place.out;
-#pragma unroll
-                for (int k = 0; k < OUTS / 32; k++) {
-                    unsigned x[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int at = k * 16 + j * 4 + h * 2;
-                        x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]),
-                                       gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
-                    }
-                    exchange_quads(x);
-                    if (row < rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
-                }
-            }
+            store(sum, y, place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4, place.out, rows);
         }
     }
     __syncwarp();

@@ -11,8 +11,10 @@
 // 16 bytes change places in each row.
 //
 // Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are there.
-// Blocks may wait for each other so, as items of w13 are taken first and wait for nobody's. The counts in `done`, and behind
-// them `taken`, of items, are zero before the launch and after it.
+// Blocks may wait for each other so, as items of w13 are taken first and wait for nobody's. But each block's first item is
+// its own, so that all blocks must come to a multiprocessor while others wait: no kernel beside this one may hold a
+// multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, are zero before the
+// launch and after it.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is

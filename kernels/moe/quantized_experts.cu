@@ -34,6 +34,60 @@ __device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, 
     }
 }
 
+// What a warp takes of the c-th chunk of x; asks for the pieces AHEAD.
+__device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Pieces (&from)[STRIPS], Piece (&ring)[AHEAD][STRIPS],
+                                               float (&sum)[STRIPS][TILES][4]) {
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s += AHEAD) {
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++) from[o].advance(AHEAD * GROUPS);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            if (STEPS % AHEAD && s + u >= STEPS) break;  // of one chunk alone
+            multiply(ring[u], chunk + (s + u) * GROUPS * SPAN * 2, sum);
+            if (c * STEPS + s + u + AHEAD < STEPS * CHUNKS)
+#pragma unroll
+                for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].stream(u * GROUPS);
+        }
+    }
+}
+
+// A lane's sums to shared memory, from `here` on.
+__device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][TILES][4], float* here) {
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) here[(o * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[o][j][i];
+}
+
+// A tile's values from its warps' sums.
+__device__ __forceinline__ void store(const float* sums, const T* bias, const int* order, const float* weights, T* y,
+                                      int expert, int start, int rows) {
+    auto total = [&](int of, int o, int out, int row) {
+        float value = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) value += sums[(((g * SUBS + of) * STRIPS + o) * 16 + out) * WIDE + row];
+        return value;
+    };
+    for (int i = threadIdx.x; i < rows * SUBS * 16; i += THREADS) {
+        const int out = i % 16, of = i / 16 % SUBS, row = i / 16 / SUBS, column = (blockIdx.x * SUBS + of) * 16 + out;
+        if (column >= WIDTH) continue;
+        const int pair = order[start + row];
+        const T* const more = bias + (long long)expert * OUTPUTS + column;
+        float value = total(of, 0, out, row);
+        if (GATED) {
+            float up = total(of, STRIPS - 1, out, row);
+            if (BIAS) value += to_float(more[0]), up += to_float(more[WIDTH]);
+            y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[pair]);
+        } else {
+            if (BIAS) value += to_float(more[0]) * weights[pair];
+            y[(long long)pair * WIDTH + column] = from_float<T>(value);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantized_experts(const T* x, const unsigned char* weight, const T* bias, const int* order, const int* ends,
                   const int* tile_expert, const int* tile_start, const float* weights, T* y) {
@@ -86,50 +140,11 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         if (c + 1 < CHUNKS) load(c + 1);
-        const unsigned chunk = x_from + c % 2 * ROWS * PITCH;
-#pragma unroll 1
-        for (int s = 0; s < STEPS; s += AHEAD) {
-#pragma unroll
-            for (int o = 0; o < STRIPS; o++) from[o].advance(AHEAD * GROUPS);
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++) {
-                if (STEPS % AHEAD && s + u >= STEPS) break;  // of one chunk alone
-                multiply(ring[u], chunk + (s + u) * GROUPS * SPAN * 2, sum);
-                if (c * STEPS + s + u + AHEAD < STEPS * CHUNKS)
-#pragma unroll
-                    for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].stream(u * GROUPS);
-            }
-        }
+        multiply_chunk(c, x_from + c % 2 * ROWS * PITCH, from, ring, sum);
         if (c + 1 < CHUNKS) keep((c + 1) % 2);
         __syncthreads();
     }
-#pragma unroll
-    for (int o = 0; o < STRIPS; o++)
-#pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                sums[((warp * STRIPS + o) * 16 + lane / 4 + i / 2 * 8) * WIDE + j * 8 + lane % 4 * 2 + i % 2] = sum[o][j][i];
+    keep_sums(sum, sums + (warp * STRIPS * 16 + lane / 4) * WIDE + lane % 4 * 2);
     __syncthreads();
-    auto total = [&](int of, int o, int out, int row) {
-        float value = 0;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) value += sums[(((g * SUBS + of) * STRIPS + o) * 16 + out) * WIDE + row];
-        return value;
-    };
-    for (int i = threadIdx.x; i < rows * SUBS * 16; i += THREADS) {
-        const int out = i % 16, of = i / 16 % SUBS, row = i / 16 / SUBS, column = (blockIdx.x * SUBS + of) * 16 + out;
-        if (column >= WIDTH) continue;
-        const int pair = order[start + row];
-        const T* const more = bias + (long long)expert * OUTPUTS + column;
-        float value = total(of, 0, out, row);
-        if (GATED) {
-            float up = total(of, STRIPS - 1, out, row);
-            if (BIAS) value += to_float(more[0]), up += to_float(more[WIDTH]);
-            y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[pair]);
-        } else {
-            if (BIAS) value += to_float(more[0]) * weights[pair];
-            y[(long long)pair * WIDTH + column] = from_float<T>(value);
-        }
-    }
+    store(sums, bias, order, weights, y, expert, start, rows);
 }

@@ -141,6 +141,32 @@ __device__ inline void store(const float (&sum)[2][4], const Tile& tile, int uni
         }
     }
 }
+
+// All of a unit's runs, from slot and round of the warp's ring on.
+__device__ __forceinline__ void multiply_unit(Weights& ahead, unsigned ring, Barrier* mine, unsigned x_from, unsigned sums_at,
+                                              int& slot, int& round, float (&sum)[2][4]) {
+#pragma unroll 1
+    for (int s = 0; s < STEPS; s++) {
+        mbarrier_wait(mine + slot, round);
+        multiply_run(Piece(), ring + slot * STAGE, x_from, sums_at + s * RUN * SPAN, sum);
+        // All of the warp's loads have been read before a copy writes there again.
+        fence_async_proxy();
+        __syncwarp();
+        ahead.ask(slot);
+        x_from += RUN * SPAN * 2;
+        if (++slot == STAGES) slot = 0, round++;
+    }
+}
+
+__device__ __forceinline__ void init_barriers(Barrier* full, Barrier* x_full, Barrier* x_summed, Barrier* x_empty) {
+    for (int s = 0; s < WARPS * STAGES; s++) mbarrier_init(full + s, 1);
+    for (int b = 0; b < BUFFERS; b++) {
+        mbarrier_init(x_full + b, 1);
+        mbarrier_init(x_summed + b, 1);
+        mbarrier_init(x_empty + b, WARPS);
+    }
+    fence_mbarrier_init();
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
@@ -154,13 +180,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned rings = smem_address(memory), xs = rings + WARPS * STAGES * STAGE, sums = xs + BUFFERS * ROWS * PITCH;
     if (thread == 0) {
-        for (int s = 0; s < WARPS * STAGES; s++) mbarrier_init(full + s, 1);
-        for (int b = 0; b < BUFFERS; b++) {
-            mbarrier_init(x_full + b, 1);
-            mbarrier_init(x_summed + b, 1);
-            mbarrier_init(x_empty + b, WARPS);
-        }
-        fence_mbarrier_init();
+        init_barriers(full, x_full, x_summed, x_empty);
         used = 0;
     }
     __syncthreads();
@@ -198,19 +218,9 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         mbarrier_wait(x_full + buffer, (tile - first) / BUFFERS);
         if (HELD) mbarrier_wait(x_summed + buffer, (tile - first) / BUFFERS);
         // A lane's row of x, and there its eight of the first 32 inputs.
-        unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
+        const unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
         float sum[2][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
-#pragma unroll 1
-        for (int s = 0; s < STEPS; s++) {
-            mbarrier_wait(mine + slot, round);
-            multiply_run(Piece(), ring + slot * STAGE, x_from, sums + buffer * SUMS + s * RUN * SPAN, sum);
-            // All of the warp's loads have been read before a copy writes there again.
-            fence_async_proxy();
-            __syncwarp();
-            ahead.ask(slot);
-            x_from += RUN * SPAN * 2;
-            if (++slot == STAGES) slot = 0, round++;
-        }
+        multiply_unit(ahead, ring, mine, x_from, sums + buffer * SUMS, slot, round, sum);
         store(sum, held[buffer], unit, bias, y);
     }
     pass(last + 1);

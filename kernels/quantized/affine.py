@@ -61,6 +61,8 @@ FORMS = (pack, functools.partial(pack, stored_zeros=True), Affine)
 
 def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch.device) -> float:
     """What `pack` keeps of a weight with its share of its group's scale, as far as the sizes tell."""
+    if bits == 8 and not symmetric:  # zeros far from the middle, in practice: codes, scales and zeros as they are
+        return 8 + 8 * (torch.float32.itemsize + torch.int16.itemsize) / max(group, 1)
     if bits != 4 or inputs % int4_cuda.INPUTS or device.type == "cpu" and not ops.available():
         return q8_0.BITS
     if device.type != "cuda":

@@ -132,6 +132,26 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int tile, i
     for (int r = 0; r < R; r++)
         y[(long long)r * width + column] = from_float<T>(GATED ? gated<T, ACT>(values[r], ups[r]) : values[r]);
 }
+
+struct Ahead {  // the run that a warp asks for next
+    const unsigned char* weight;
+    Barrier* full;
+    unsigned ring;
+    int tiles, warp, tile, run;
+
+    __device__ __forceinline__ void ask(int stage) {
+        if (tile >= tiles || run >= RUNS) return;
+        if (elected()) {
+            mbarrier_expect(full + stage, STAGE);
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++)
+                bulk_load(ring + stage * STAGE + o * RUN * PIECE,
+                          weight + ((long long)(tile + o * tiles) * PIECES + run * RUN) * PIECE, RUN * PIECE, full + stage);
+        }
+        run += WARPS;
+        if (run >= RUNS) run = warp, tile += gridDim.x;
+    }
+};
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -149,22 +169,9 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     if (lane < STAGES) mbarrier_init(full + lane, 1);
     fence_mbarrier_init();
     __syncwarp();
-    int tile_asked = blockIdx.x, run_asked = warp;
-    auto ask = [&](int stage) {  // for the warp's next run
-        if (tile_asked >= tiles || run_asked >= RUNS) return;
-        if (elected()) {
-            mbarrier_expect(full + stage, STAGE);
-#pragma unroll
-            for (int o = 0; o < STRIPS; o++)
-                bulk_load(ring + stage * STAGE + o * RUN * PIECE,
-                          weight + ((long long)(tile_asked + o * tiles) * PIECES + run_asked * RUN) * PIECE, RUN * PIECE,
-                          full + stage);
-        }
-        run_asked += WARPS;
-        if (run_asked >= RUNS) run_asked = warp, tile_asked += gridDim.x;
-    };
+    Ahead ahead = {weight, full, ring, tiles, warp, (int)blockIdx.x, warp};
 #pragma unroll 1
-    for (int s = 0; s < STAGES; s++) ask(s);
+    for (int s = 0; s < STAGES; s++) ahead.ask(s);
     grid_wait();
     launch_dependents();
     if (threadIdx.x == 0) memory[0] = make_uint4(0, 0, 0, 0);
@@ -190,7 +197,7 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
             }
             fence_async_proxy();
             __syncwarp();
-            ask(stage);
+            ahead.ask(stage);
             if (++stage == STAGES) stage = 0, round++;
         }
         float* const here = sums + buffer * SUMS + (warp * 16 + lane / 4) * 4 + lane % 4;

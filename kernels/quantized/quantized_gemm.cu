@@ -64,11 +64,34 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     }
 }
 
+// What a warp that only sums does: the inputs' sums of its chunks.
+__device__ __forceinline__ void sum_up_chunks(uint4* memory, unsigned ring, Barrier* full, Barrier* summed, int count) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int n = warp - THREADS / 32 - 1; n < count; n += SUMMERS) {
+        const int at = n % STAGES * STAGE;
+        mbarrier_wait(full + n % STAGES, n / STAGES);
+        sum_up(ring + at, (unsigned char*)memory + (ring - smem_address(memory)) + at + X_BYTES + W_BYTES);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(summed + n % STAGES);
+    }
+}
+
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
     float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
     for (int k = 0; k < OF_STRIP; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
+}
+
+// A lane's sums to shared memory, from `here` on.
+__device__ __forceinline__ void keep(const float (&sum)[MT][TILES][4], float* here) {
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) here[(m * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[m][j][i];
 }
 
 // A tile's values, once all sums are there.
@@ -105,14 +128,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     __syncthreads();
     if (SUMMED && thread >= THREADS + 32) {
         grid_wait();
-#pragma unroll 1
-        for (int n = warp - THREADS / 32 - 1; n < mine * CHUNKS; n += SUMMERS) {
-            const int at = n % STAGES * STAGE;
-            mbarrier_wait(full + n % STAGES, n / STAGES);
-            sum_up(ring + at, (unsigned char*)memory + (ring - smem_address(memory)) + at + X_BYTES + W_BYTES);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(summed + n % STAGES);
-        }
+        sum_up_chunks(memory, ring, full, summed, mine * CHUNKS);
         return;
     }
     if (thread >= THREADS) {
@@ -141,13 +157,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
         }
         if (TURNS == 1) release_stage(before);
         if (t) consumer_sync();  // the values of the tile before have been stored
-        float* here = sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2;
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int j = 0; j < TILES; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) here[(m * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[m][j][i];
+        keep(sum, sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2);
         consumer_sync();
         store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
     }

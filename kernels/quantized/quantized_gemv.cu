@@ -30,6 +30,57 @@ __device__ inline void load_rows(unsigned from, unsigned (&b)[SPAN / 32][4]) {
     }
 }
 
+// whole: x itself, summed up over each group, which minima are multiplied by.
+__device__ __forceinline__ void multiply(const Piece& piece, const unsigned (&b)[SPAN / 32][4], const float (&whole)[GROUPS][4],
+                                         float (&sum)[4]) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        float part[4] = {};
+#pragma unroll
+        for (int s = g * STEPS_OF_GROUP; s < (g + 1) * STEPS_OF_GROUP; s++) {
+            unsigned a[4];
+            codes<T>(piece, s, a);
+            mma<T>(part, a, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
+        }
+        const float2 by = scales(piece, g * STEPS_OF_GROUP);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i % 2 < R) sum[i] += (i < 2 ? by.x : by.y) * part[i];
+        if constexpr (MINIMA) {
+            const float2 less = minima(piece, g * STEPS_OF_GROUP);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i % 2 < R) sum[i] -= (i < 2 ? less.x : less.y) * whole[g][i];
+        }
+    }
+}
+
+// A lane's sums to shared memory, from `here` on.
+__device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][4], float* here) {
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) here[o * 128 + i / 2 * 64 + i % 2] = sum[o][i];
+}
+
+// Values of the block's strips, the first of which is `first`, from its warps' sums.
+__device__ __forceinline__ void store(const float* sums, const T* bias, T* y, int first, int width) {
+    auto total = [&](int strip, int out, int row, int column) {
+        float value = BIAS ? to_float(bias[column]) : 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) value += sums[w * SUMS + strip * 128 + out * 8 + row];
+        return value;
+    };
+    for (int i = threadIdx.x; i < R * 16 * (GATED ? 1 : STRIPS); i += THREADS) {
+        const int out = i % 16, strip = i / 16 % (GATED ? 1 : STRIPS), row = i / 16 / (GATED ? 1 : STRIPS);
+        const int column = (first + strip) * 16 + out;
+        if (column >= width) continue;
+        float value = total(strip, out, row, column);
+        if (GATED) value = gated<T, ACT>(value, total(STRIPS - 1, out, row, width + column));
+        y[(long long)row * width + column] = from_float<T>(value);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int outputs) {
     extern __shared__ uint4 memory[];
@@ -78,49 +129,13 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
             }
 #pragma unroll
             for (int o = 0; o < STRIPS; o++) {
-#pragma unroll
-                for (int g = 0; g < GROUPS; g++) {
-                    float part[4] = {};
-#pragma unroll
-                    for (int s = g * STEPS_OF_GROUP; s < (g + 1) * STEPS_OF_GROUP; s++) {
-                        unsigned a[4];
-                        codes<T>(ring[u][o], s, a);
-                        mma<T>(part, a, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
-                    }
-                    const float2 by = scales(ring[u][o], g * STEPS_OF_GROUP);
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        if (i % 2 < R) sum[o][i] += (i < 2 ? by.x : by.y) * part[i];
-                    if constexpr (MINIMA) {
-                        const float2 less = minima(ring[u][o], g * STEPS_OF_GROUP);
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            if (i % 2 < R) sum[o][i] -= (i < 2 ? less.x : less.y) * whole[g][i];
-                    }
-                }
+                multiply(ring[u][o], b, whole, sum[o]);
                 if (there(s + u + AHEAD)) ring[u][o] = from[o].stream(u * WARPS);
             }
         }
         x_from += AHEAD * WARPS * SPAN * 2;
     }
-    float* const here = sums + warp * SUMS + lane / 4 * 8 + lane % 4 * 2;
-#pragma unroll
-    for (int o = 0; o < STRIPS; o++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) here[o * 128 + i / 2 * 64 + i % 2] = sum[o][i];
+    keep_sums(sum, sums + warp * SUMS + lane / 4 * 8 + lane % 4 * 2);
     __syncthreads();
-    auto total = [&](int strip, int out, int row, int column) {
-        float value = BIAS ? to_float(bias[column]) : 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) value += sums[w * SUMS + strip * 128 + out * 8 + row];
-        return value;
-    };
-    for (int i = threadIdx.x; i < R * 16 * (GATED ? 1 : STRIPS); i += THREADS) {
-        const int out = i % 16, strip = i / 16 % (GATED ? 1 : STRIPS), row = i / 16 / (GATED ? 1 : STRIPS);
-        const int column = (first + strip) * 16 + out;
-        if (column >= width) continue;
-        float value = total(strip, out, row, column);
-        if (GATED) value = gated<T, ACT>(value, total(STRIPS - 1, out, row, width + column));
-        y[(long long)row * width + column] = from_float<T>(value);
-    }
+    store(sums, bias, y, first, width);
 }

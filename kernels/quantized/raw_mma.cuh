@@ -39,6 +39,12 @@ __device__ inline void multiply_pieces(const Piece (&pieces)[STRIPS], unsigned x
     }
 }
 
+// A sum of 32 of x as two elements: so many times the first one, and the second. An f16 holds no more than 65504.
+__device__ constexpr float times_first(bf16) { return 1; }
+__device__ constexpr float times_first(f16) { return 32; }
+__device__ inline unsigned for_first(bf16, unsigned pair) { return pair; }
+__device__ inline unsigned for_first(f16, unsigned pair) { return multiply_pairs<f16>(pair, 0x50005000); }  // 32 twice
+
 // TOGETHER pieces of two strips, STRIP bytes apart, whose minima have one factor, and their scales another: those times
 // the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so that they
 // have twice the digits. sums_at: those of these pieces, 256 bytes that sum_up_inputs() makes.
@@ -55,8 +61,8 @@ __device__ inline void multiply_together(P, unsigned from, unsigned x_from, unsi
 #pragma unroll
     for (int o = 0; o < 2; o++) {
         const auto& of = o ? second : first;
-        const unsigned scales[4] = {of.scales[0], of.scales[1], of.scales[0], of.scales[1]};
-        const unsigned minima[4] = {of.minima[0], of.minima[1], of.minima[0], of.minima[1]};
+        const unsigned scales[4] = {for_first(T(), of.scales[0]), for_first(T(), of.scales[1]), of.scales[0], of.scales[1]};
+        const unsigned minima[4] = {for_first(T(), of.minima[0]), for_first(T(), of.minima[1]), of.minima[0], of.minima[1]};
         float scaled[4] = {}, less[4] = {};
         mma<T>(scaled, scales, b.x, b.y);
         mma<T>(less, minima, b.x, b.y);
@@ -90,8 +96,8 @@ template <int PITCH, int INPUTS> __device__ inline void sum_up_inputs(unsigned x
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             T* const at = to + n * 128 + (lane % 4 * 2 + r) * 16 + group / 2 * 4 + group % 2;
-            at[0] = from_float<T>(mine[r]);
-            at[2] = from_float<T>(mine[r] - to_float(at[0]));
+            at[0] = from_float<T>(mine[r] / times_first(T()));
+            at[2] = from_float<T>(mine[r] - times_first(T()) * to_float(at[0]));
         }
     }
 }

@@ -105,7 +105,7 @@ def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> Non
         raise FatalError("--multithread is for CPUs: with --device cuda every rank is a process", USAGE)
     here = ranks if place is None else place.local_size
     if place is not None and options.devices == (0,) and mpi_env.gpus() == 1:
-        return  # each rank may see one GPU, which is its own: member.device_index
+        return  # each rank may see one GPU, which is its own: rank_bootstrap.device_index
     if options.devices and options.device != "cpu" and len(options.devices) < here:
         listed = ",".join(str(one) for one in options.devices)
         raise FatalError(f"--d {listed} lists {len(options.devices)} devices for {here} ranks on this node", USAGE)

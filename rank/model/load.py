@@ -15,6 +15,8 @@ from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
 from ...errors import USAGE, FatalError, HostMemoryError, first_line, lacks_memory
+from ...kernels.quantized import affine
+from ...kernels.quantized.stack import Stack
 from .. import filesystems
 from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
@@ -106,6 +108,8 @@ def load(
             raise
         raise load_memory.too_large(need, f"memory ran out ({first_line(error).rstrip('.')})") from error
     _finish(model, DTYPES[chosen])
+    if speaks:
+        _tell_without_kernel(model)
     return model.eval()
 
 
@@ -302,6 +306,20 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
         log.info(
             "dequantised while they are loaded, as groups cut by --tp and types without kernels are: %s",
             ", ".join(kinds),
+        )
+
+
+def _tell_without_kernel(model: Model) -> None:
+    """Log how many linears and stacks of experts no kernel for quantised weights takes."""
+    held = [getattr(one, "packed", None) for one in model.modules()]
+    kept = [one.packed if isinstance(one, Stack) else one for one in held]
+    found = [one for one in kept if isinstance(one, affine.Affine) and one.codes.numel()]
+    if found:
+        log.warning(
+            "%d linears are dequantised in every step, which is slow, as no kernel takes 8-bit codes whose zeros lie "
+            "far from the middle, or scales that f16 does not hold: quantise the model symmetrically, as phalanx "
+            "convert --to gptq --bits 8 does",
+            len(found),
         )
 
 

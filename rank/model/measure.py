@@ -43,7 +43,7 @@ from .weights.slicing import ShardedModule
 POSITIONS = 1  # of the rotary tables, which are computed
 
 
-class Seat(NamedTuple):
+class GroupRank(NamedTuple):
     """A rank's place in a group: all that building a model asks of a communicator."""
 
     rank: int
@@ -59,11 +59,12 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     chosen = choose_dtype(question["dtype"], config, device)
     format_of, kept = choose_format(config, question["isq"]), question["kv_cache_dtype"]
     asked = question["tp"] or 1
-    models: dict[int, Model | None] = {asked: build(config, Seat(0, asked), Seat(0, 1), format_of)}  # it may refuse
+    # It may refuse.
+    models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), format_of)}
     for tp in tensor_degrees(config.num_heads, config.num_kv_heads):
         models[tp] = models.get(tp) or cut(config, tp, format_of)
     ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
-    plain = build(config, Seat(0, 1), Seat(0, 1))
+    plain = build(config, GroupRank(0, 1), GroupRank(0, 1))
     return {
         "model_type": config.model_type,
         "hidden": config.hidden_size,
@@ -102,15 +103,15 @@ def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
 def cut(config: Config, tp: int, format_of: ChooseFormat) -> Model | None:
     """The model of a rank of a tensor group of tp; None where that does not leave the format's groups whole."""
     try:
-        return build(config, Seat(0, tp), Seat(0, 1), format_of)
+        return build(config, GroupRank(0, tp), GroupRank(0, 1), format_of)
     except FatalError:
         return None
 
 
-def build(config: Config, tensor: Seat, pipe: Seat, format_of: ChooseFormat = dense) -> Model:
+def build(config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense) -> Model:
     """A rank's Model as `load` builds it, without memory."""
     module = architectures.find(config.model_type)
-    alone = cast(HostComm, Seat(0, 1))
+    alone = cast(HostComm, GroupRank(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
     args, names = module.Args.from_config(config), names_of(config, module.Model)
     return module.Model(args, mesh, POSITIONS, names, format_of)
@@ -127,7 +128,7 @@ def rank_of(
 ) -> dict[str, Any]:
     """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place. whole: that
     rank's model without stages."""
-    tensor, count = Seat(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
+    tensor, count = GroupRank(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
     kinds: list[dict[str, Any]] = []
     layers = []
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
@@ -144,7 +145,7 @@ def rank_of(
     ends = {"whole": whole}
     if count > 1:  # each layer a stage of its own, so that little is built
         places = {"first": 0, "last": count - 1} | ({"middle": 1} if count > 2 else {})
-        ends |= {place: build(config, tensor, Seat(at, count), format_of) for place, at in places.items()}
+        ends |= {place: build(config, tensor, GroupRank(at, count), format_of) for place, at in places.items()}
     return {
         "kinds": kinds,
         "layers": layers,
@@ -190,7 +191,8 @@ def weights(
 
 def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     copies = one.experts.width
-    return {"expert": True, "copies": copies, "host": one.host_bytes(dtype, device) // copies}
+    host, slot = one.host_bytes(dtype, device) // copies, one.slot_bytes(dtype, device)
+    return {"expert": True, "copies": copies, "host": host, "slot": slot}
 
 
 def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -> bool:

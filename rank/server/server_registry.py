@@ -3,7 +3,7 @@
 That directory is usually in the home that login and compute nodes share. The file holds the API key, so it is for this
 user only. The server process writes it and removes it at its end; `over` recognises what a killed one left. In /tmp,
 where everybody may write, somebody else may have made the directory first, with a file that leads `phalanx chat`, and
-what is said there, to a server of theirs: `foreign` tells.
+what is said there, to a server of theirs: `insecure_reason` tells.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def namespace() -> int:
         return 0
 
 
-def foreign(place: Path) -> str:
+def insecure_reason(place: Path) -> str:
     """Why others may have put files there, or "". Only what is below a directory for everybody is looked at."""
     for one in _below_shared(place):
         try:
@@ -90,7 +90,7 @@ def make_directory(place: Path) -> None:
         if not one.is_dir():
             with contextlib.suppress(FileExistsError):
                 one.mkdir(mode=0o700)
-    if why := foreign(place):
+    if why := insecure_reason(place):
         raise PermissionError(errno.EPERM, why)
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -135,7 +135,7 @@ def _warn(text: str) -> None:
 def running(place: Path, host: str) -> dict[str, RegisteredServer]:
     """The jobs of this user by the names of their files, the oldest first. Files of jobs that are over are removed."""
     found: dict[str, RegisteredServer] = {}
-    if why := foreign(place):
+    if why := insecure_reason(place):
         _warn(f"the files of running servers in {place} are passed over: {why}")
         return {}
     try:

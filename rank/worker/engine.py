@@ -108,6 +108,7 @@ class Engine:
         block_size = options.block_size or BLOCK_SIZE
         watch.begin("measuring a step")
         budget, max_num_seqs = self._token_budget()
+        self._expect(budget)
         sampler = Sampler(max_num_seqs, self.model.vocab_size, device)
         peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
         watch.begin("making room for the KV cache")
@@ -231,6 +232,21 @@ class Engine:
         if budget < options.max_num_seqs:
             self._say(f"at most {budget} sequences run at once on each copy, so that a step of these weights is short")
         return budget, min(budget, options.max_num_seqs)
+
+    def _expect(self, budget: int) -> None:
+        """Have the watchdog wait for steps whose experts in host memory take long. Collective over the world."""
+        world, watch, offload = self.place.world, self.place.watch, self.model.offload
+        if offload is None:  # on all ranks or none
+            watch.expect(0.0)
+            return
+        mine = torch.tensor([offload.longest_step(budget)], dtype=torch.float64)
+        longest = float(world.all_gather(mine).max()) * self.place.mesh.stages  # one after the other
+        patience = watch.expect(longest)
+        if patience > self.options.timeout:
+            self._say(
+                f"a step of {budget} tokens may take {longest:.1f} s for experts in host memory: it is given up after "
+                f"{patience:.1f} s, as --timeout {self.options.timeout:g} is less"
+            )
 
     def _warm_up(self, sampler: Sampler, budget: int, max_num_seqs: int, block_size: int) -> int:
         """On GPUs: compile what steps will need, and find what the largest takes beside weights and cache, in bytes."""

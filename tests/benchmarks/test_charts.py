@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 from phalanx.benchmarks import charts
-from phalanx.benchmarks.step import SHAPES
+from phalanx.benchmarks.shapes import LLAMAS
 
 
 @pytest.mark.parametrize("name", ["peers.svg", "limit.svg"])
@@ -22,8 +22,16 @@ def test_bars_are_medians_and_ratios():
     assert "vLLM 0.25.1" in groups[0].title and "llama.cpp" in groups[-1].title
 
 
+def test_the_newest_run_on_cpus_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(charts, "RESULTS", tmp_path)
+    assert charts.on_cpus() == {charts.CPU_OF_NUMBA: charts.CPU_TITLE + " (older code)"}
+    for day in ("2026-11-26", "2026-11-27"):
+        (tmp_path / f"cpu-llama-cpp-f32-{day}.jsonl").touch()
+    assert charts.on_cpus() == {"cpu-llama-cpp-f32-2026-11-27.jsonl": charts.CPU_TITLE}
+
+
 def test_the_limit_is_memory_for_few_and_arithmetic_for_prompts():
-    shape = SHAPES["llama3-8b"]
+    shape = LLAMAS["llama3-8b"]
     weights = 7.5e9 * charts.SIZE  # all but the embedding
     assert charts.limit(shape, "decode", 1, 128) == pytest.approx(weights / charts.BANDWIDTH, rel=0.01)
     multiply = 2 * 6.98e9 * 1024 * 16 / charts.FLOPS

@@ -13,6 +13,7 @@ from .. import word_server
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.long
 def test_a_small_crowd(capsys, tmp_path):
     """The times are the machine's, which may be busy; all else has to hold."""
     asked = {"streams": 8, "rude": 6, "seconds": 2, "tokens": 5, "step-ms": 20, "json": tmp_path / "out.json"}

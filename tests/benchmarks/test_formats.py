@@ -10,6 +10,7 @@ def lines(*names, count=2):
     return [line for name in names for line in formats.measure(name, count, "cpu", "f32")]
 
 
+@pytest.mark.long
 def test_ways_and_the_table(tmp_path, monkeypatch, capsys):
     found = lines("plain", "q8_0")
     assert [one["how"] for one in found] == ["plain", "isq", "convert", "gguf-py"]

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from phalanx.benchmarks import host_tier, offline
+from phalanx.benchmarks import host_tier, shapes
 from phalanx.rank import protocol
 
 FLAGS = "--config tiny --device cpu --sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96"
@@ -48,4 +48,4 @@ def test_the_cached_share_is_of_prompts(monkeypatch):
 
 @pytest.mark.parametrize("name, dtype, want", [("llama3-8b", "bf16", 131072), ("tiny", "f32", 8192)])
 def test_bytes_of_a_token(name, dtype, want):
-    assert host_tier.token_bytes(offline.CONFIGS[name], dtype) == want
+    assert host_tier.token_bytes(shapes.CONFIGS[name], dtype) == want

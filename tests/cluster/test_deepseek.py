@@ -1,11 +1,13 @@
 """DeepSeek-V3 in AWQ on two hosts with experts in host memory, as candle-vLLM's pages have it, answers a chat."""
 
+import json
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from ..checkpoints import write_tokenizer
-from ..rank.model.stored_formats.packers import awq, quantise
+from ..checkpoints import CORPUS, write_tokenizer
 from ..rank.model.test_architectures import DEEPSEEK, DEEPSEEK_YARN, write
 from ..server import Server
 from .hosts import HostsServer
@@ -29,9 +31,14 @@ def checkpoint(tmp_path_factory):
     place = tmp_path_factory.mktemp("deepseek")
     write(place / "plain", **SIZES)
     write_tokenizer(place / "plain")
-    settings = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
-    quantise(place / "plain", place / "made", awq(GROUP), settings, ("mlp.gate.",))
-    return place / "made" / "quantised"
+    text = place / "text.txt"
+    text.write_text(CORPUS * 4, encoding="utf-8")
+    words = [place / "plain", place / "awq", "--to", "awq", "--group", GROUP, "--calibration", text]
+    words += ["--samples", 8, "--seqlen", 48, "--device", "cpu"]
+    subprocess.run([sys.executable, "-m", "phalanx.launcher.cli", "convert", *map(str, words)], check=True, timeout=100)
+    settings = json.loads((place / "awq" / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["group_size"]) == ("awq", GROUP)
+    return place / "awq"
 
 
 def answer(server: Server) -> str:

@@ -114,3 +114,17 @@ def test_a_pause_of_the_watch_itself_is_no_standstill():
     stall.forgive(100)
     assert not stall.stuck(100, steps) and not stall.stuck(109, steps)
     assert stall.stuck(111, steps)
+
+
+def test_a_step_that_is_foretold_to_take_long_has_longer():
+    """A silent rank has not; and what was foretold of a model is forgotten with it."""
+    watch = Watchdog.__new__(Watchdog)
+    watch._timeout = 10
+    watch.divide([range(2), range(2, 4)])
+    steps = {rank: (3, 2) for rank in range(4)}
+    for foretold, patience in ((5, 15), (2, 10), (0, 10)):
+        assert watch.expect(foretold) == patience and watch._timeout == 10
+        for stall in watch._stalls:
+            stall.stuck(0, {0: (1, 1), 2: (1, 1)})
+            assert not stall.stuck(1, steps) and not stall.stuck(patience + 0.5, steps)
+            assert stall.stuck(patience + 1.5, steps)

@@ -1,21 +1,25 @@
 // A GPU's block on a CPU, for tests: each thread is a fiber, and what kernels/cuda/*.cuh do by assembly is written out.
 //
-// It stands in place of common.cuh, tma.cuh, mma.cuh, wgmma.cuh and pairs.cuh. Warps run in random order. A copy poisons
-// its target and lands some time later: what is read or written too early shows. Asynchronous GEMMs of tiles take place
-// when they are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory
-// that may be read is told, the rest is an error.
+// It stands in place of common.cuh, tma.cuh, async_copy.cuh, mma.cuh, wgmma.cuh and pairs.cuh. Warps run in random order.
+// A copy poisons its target and lands some time later: what is read or written too early shows. So does what the kernel
+// before writes, if it is told: it is there once a block waits for that. Asynchronous GEMMs of tiles take place when they
+// are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory that may be
+// read is told, the rest is an error.
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
 #define __device__
+#define __forceinline__ inline
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -34,12 +38,14 @@ struct alignas(16) float4 {
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct Dim {
     int x, y, z;
 };
 static int min(int a, int b) { return a < b ? a : b; }
+static int max(int a, int b) { return a > b ? a : b; }
 
 namespace model {
 constexpr int MOST = 1024, STACK = 64 << 10, SMEM = 228 << 10;
@@ -47,21 +53,26 @@ struct Warp {
     int arrived, generation;
     unsigned slots[2][32][8];
 };
-struct Meeting {
+struct NamedBarrier {
     int arrived, generation;
+};
+struct Write {  // what the kernel before writes, which has not ended until a block waits for it
+    char* to;
+    std::vector<char> before, after;
 };
 struct Fiber {
     ucontext_t context;
     Dim thread;
     bool done;
     std::function<bool()> ready;  // what it waits for
-    std::shared_ptr<int> copying;  // its copies under way that no barrier counts
+    std::shared_ptr<int> copying;  // its copies under way that no barrier counts, of the group that may still grow
+    std::vector<std::shared_ptr<int>> groups;  // those of older groups
     std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
 static ucontext_t scheduler;
 static Fiber fibers[MOST];
 static Warp warps[MOST / 32];
-static Meeting meetings[16];
+static NamedBarrier named_barriers[16];
 static Fiber* now;
 static Dim block, grid, threads;
 static std::vector<std::function<void()>> copies;  // under way
@@ -70,6 +81,8 @@ static const char *readable_from, *readable_to, *x_from, *x_to;
 static std::function<void()> body;
 alignas(1024) static unsigned char smem[SMEM];
 static const char* failed;  // why, if so
+static std::vector<Write> writes;
+static bool waited;  // this block has
 
 // Of a thread: it ends there, and so does the launch.
 static void fail(const char* what) {
@@ -95,10 +108,10 @@ static unsigned (*together(const unsigned* mine, int n))[8] {
     return slots;
 }
 static void meet(int number, int count) {
-    Meeting& meeting = meetings[number];
-    const int generation = meeting.generation;
-    if (++meeting.arrived == count) meeting.arrived = 0, meeting.generation++;
-    wait_until([&meeting, generation] { return meeting.generation != generation; });
+    NamedBarrier& barrier = named_barriers[number];
+    const int generation = barrier.generation;
+    if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
+    wait_until([&barrier, generation] { return barrier.generation != generation; });
 }
 static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
@@ -120,16 +133,18 @@ static void run_block() {
     alignas(64) static char stacks[MOST * STACK];  // of each library: takes memory where threads have run alone
     const int count = threads.x;
     copies.clear();
+    waited = false;
+    for (const Write& one : writes) memcpy(one.to, one.before.data(), one.before.size());
     memset(smem, 0xff, SMEM);
     memset(warps, 0, sizeof warps);
-    memset(meetings, 0, sizeof meetings);
+    memset(named_barriers, 0, sizeof named_barriers);
     for (int i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
-        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.copying = std::make_shared<int>(0), fiber.ready = [] { return true; };
+        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.copying = std::make_shared<int>(0), fiber.groups.clear(), fiber.ready = [] { return true; };
         makecontext(&fiber.context, entry, 0);
     }
     const int all = count / 32;
@@ -216,6 +231,7 @@ template <> f16 from_float<f16>(float x) {
     const int fraction = (int)nearbyintf(ldexpf(size, 11 - exponent));  // 1024 to 2048, or less of a subnormal one
     return {(uint16_t)(sign | ((exponent + 13) * 1024 + fraction))};
 }
+static float exp2_approx(float x) { return exp2f(x); }
 enum { SILU, GELU, GELU_TANH, RELU2 };
 template <class E, int ACT> static float gated(float gate, float up) {
     static_assert(ACT == SILU, "the model has no other activation");
@@ -227,7 +243,11 @@ template <class E, int N> struct alignas(sizeof(E) * N) Vec {
     E x[N];
 };
 template <class E> static float2 unpack(unsigned x) { return {to_float(half_of<E>(x, 0)), to_float(half_of<E>(x, 1))}; }
-static void grid_wait() {}
+static void grid_wait() {
+    if (model::waited) return;
+    model::waited = true;
+    for (const auto& one : model::writes) memcpy(one.to, one.after.data(), one.after.size());
+}
 static void launch_dependents() {}
 static uint4 stream16(const void* from) {
     uint4 y;
@@ -270,6 +290,7 @@ template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four b
 template <class E> static E __shfl_xor_sync(unsigned, E x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
 template <class E> static E __ldcg(const E* x) { return *x; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
+static int add_one(int* x) { return atomicAdd(x, 1); }
 static void __threadfence() {}
 static void wait_for_count(const int* count, int least) { model::wait_until([=] { return *count >= least; }); }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -279,53 +300,7 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return y;
 }
 
-// pairs.cuh and mma.cuh
-
-static unsigned and_xor(unsigned x, unsigned mask, unsigned with) { return x & mask ^ with; }
-template <class E> static unsigned pack(float a, float b) {
-    return from_float<E>(a).bits | (unsigned)from_float<E>(b).bits << 16;
-}
-template <class E> static unsigned add_pairs(unsigned a, unsigned b) {
-    const float2 x = unpack<E>(a), y = unpack<E>(b);
-    return pack<E>(x.x + y.x, x.y + y.y);
-}
-template <class E> static unsigned multiply_pairs(unsigned a, unsigned b) {
-    const float2 x = unpack<E>(a), y = unpack<E>(b);
-    return pack<E>(x.x * y.x, x.y * y.y);
-}
-template <class E> static unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
-    const float2 x = unpack<E>(a), y = unpack<E>(b), z = unpack<E>(c);
-    return pack<E>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
-}
-static void ldmatrix(unsigned (&y)[4], unsigned from) {
-    auto slots = model::together(&from, 1);
-    const int lane = model::lane();
-    for (int i = 0; i < 4; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
-}
-static void ldmatrix(unsigned (&y)[2], unsigned from) {
-    auto slots = model::together(&from, 1);
-    const int lane = model::lane();
-    for (int i = 0; i < 2; i++) memcpy(y + i, model::at(slots[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
-}
-template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    const unsigned mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    auto slots = model::together(mine, 6);
-    const int lane = model::lane();
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        double sum = c[i];
-        for (int k = 0; k < 16; k++) {
-            const unsigned x = slots[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], y = slots[column * 4 + k % 8 / 2][4 + k / 8];
-            sum += (double)to_float(half_of<E>(x, k % 2)) * to_float(half_of<E>(y, k % 2));
-        }
-        c[i] = (float)sum;
-    }
-}
-static void exchange_quads(unsigned (&x)[4]) {
-    auto slots = model::together(x, 4);
-    const int lane = model::lane();
-    for (int i = 0; i < 4; i++) x[i] = slots[lane / 4 * 4 + i][lane % 4];
-}
+#include "cuda_model_mma.h"
 
 // tma.cuh
 

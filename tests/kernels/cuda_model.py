@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,28 @@ from ..kept import kept, version
 
 HEADER = Path(__file__).with_suffix(".h")
 COMMAND = ("-O1", "-std=c++17", "-fPIC", "-w")
-REPLACED = ("common.cuh", "tma.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
+REPLACED = ("common.cuh", "tma.cuh", "async_copy.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """
+extern "C" void write(char* to, const char* before, const char* after, int bytes) {{
+    model::writes.push_back({{to, {{before, before + bytes}}, {{after, after + bytes}}}});
+}}
 extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args,
-                              const char* x_from, const char* x_to) {{
+                              const char* x_from, const char* x_to, int any_order) {{
     model::readable_from = from, model::readable_to = to, model::draw.seed(seed);
     model::x_from = x_from, model::x_to = x_to;
     model::grid = {{gx, gy, 1}}, model::threads = {{threads, 1, 1}};
     model::failed = nullptr;
-    for (int b = 0; b < gx * gy && !model::failed; b++) {{
+    std::vector<int> blocks(gx * gy);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (any_order) std::shuffle(blocks.begin(), blocks.end(), model::draw);
+    for (int b : blocks) {{
         model::block = {{b % gx, b / gx, 0}};
         model::body = [=] {{ {call}; }};
         model::run_block();
+        if (model::failed) break;
     }}
+    model::waited = false, grid_wait(), model::writes.clear();
     return model::failed;
 }}
 """
@@ -107,21 +116,29 @@ def model_text(source: str, sizes: dict) -> str:
 
 def launch(
     library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0,
-    x: torch.Tensor | None = None,
+    x: torch.Tensor | None = None, writes: Sequence[tuple[torch.Tensor, torch.Tensor]] = (), any_order: bool = False,
 ) -> None:  # fmt: skip
     """weights: what may be streamed, and copied in bulk; x: what may be copied in bulk, too. What a thread does that a
-    GPU would not bear is an error."""
+    GPU would not bear is an error.
+
+    writes: contiguous tensors that the kernel before writes, each with what it holds before that. any_order: of blocks.
+    """
     values = [_c_value(one) for one in args]
     pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(one) for one in values])
     begin, end = weights.data_ptr(), weights.data_ptr() + weights.nbytes
     of_x = [None, None] if x is None else [x.data_ptr(), x.data_ptr() + x.nbytes]
+    for after, before in writes:
+        to, there = (ctypes.c_void_p(one.data_ptr()) for one in (after, before))
+        library.write(to, there, to, after.nbytes)
     library.launch.restype = ctypes.c_char_p
     ends = [ctypes.c_void_p(one) for one in (begin, end, *of_x)]
-    failed = library.launch(*ends[:2], grid[0], grid[1], threads, seed, pointers, *ends[2:])
+    failed = library.launch(*ends[:2], grid[0], grid[1], threads, seed, pointers, *ends[2:], any_order)
     assert not failed, failed.decode()
 
 
-def _c_value(x: Box | torch.Tensor | int) -> Box | ctypes.c_void_p | ctypes.c_int:
+def _c_value(x: Box | torch.Tensor | float) -> Box | ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
     if isinstance(x, Box):
         return x
+    if isinstance(x, float):
+        return ctypes.c_float(x)
     return ctypes.c_void_p(x.data_ptr()) if isinstance(x, torch.Tensor) else ctypes.c_int(x)

@@ -1,16 +1,21 @@
-// Of tma.cuh: copies that threads make on their own, and what clusters of one block need. Included by cuda_model.h.
+// Of tma.cuh and async_copy.cuh: copies that threads make on their own, and what clusters of one block need. Included by cuda_model.h.
 
 static void copy_async16(unsigned to, const void* from, bool there) {
     memset(model::at(to, 16), 0xff, 16);
     auto left = model::now->copying;
     ++*left;
+    const bool read = there && model::draw() % 2;  // now, or when it lands: memory may change in between
+    const uint4 early = read ? *(const uint4*)from : uint4{};
     model::copies.push_back([=] {
-        if (there)
+        if (there && !read)
             memcpy(model::smem + to, from, 16);
         else
-            memset(model::smem + to, 0, 16);
+            memcpy(model::smem + to, &early, 16);
         --*left;
     });
+}
+static void prefetch_bulk(const void* from, int bytes) {
+    if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk prefetch is not of whole 16 bytes");
 }
 static void arrive_when_copied(Barrier* barrier) {
     auto left = model::now->copying;
@@ -26,9 +31,20 @@ static void arrive_when_copied(Barrier* barrier) {
     };
     model::copies.push_back(Arrival{left, barrier});
 }
+static void commit_copies() {
+    model::now->groups.push_back(model::now->copying);
+    model::now->copying = std::make_shared<int>(0);
+}
+template <int GROUPS> static void wait_for_groups() {
+    auto& groups = model::now->groups;
+    for (; groups.size() > GROUPS; groups.erase(groups.begin())) {
+        auto left = groups[0];
+        model::wait_until([=] { return !*left; });
+    }
+}
 static void wait_for_copies() {
-    auto left = model::now->copying;
-    model::wait_until([=] { return !*left; });
+    commit_copies();
+    wait_for_groups<0>();
 }
 
 // What clusters of one block need.

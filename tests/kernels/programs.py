@@ -1,7 +1,7 @@
 """What the kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
 
 import torch
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, expert_mlp, host_exchange, moe, quantized_cuda, quantized_pipeline, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
@@ -190,6 +190,7 @@ PROGRAMS = [
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(2, 768, 2048, "", False, E4M3))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, Q4_K))),
+    ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", False, Q4_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "gelu", True, Q6_K))),
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", True, INT4_ZEROS))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
@@ -198,16 +199,19 @@ PROGRAMS = [
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),
     ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6, HELD=4)),
     ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=80, STAGES=2, HELD=2)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), TURN=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), TURN=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **GEMMA_FP8, **room(GEMMA_FP8), TURN=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), TURN=0, NORM=0)),
-    ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), TURN=1, NORM=1)),
-    ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), TURN=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GEMMA_FP8, **room(GEMMA_FP8), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), ROTATE=0, NORM=0)),
     ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6, HELD=4)),
-    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), TURN=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), TURN=1, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), ROTATE=1, NORM=0)),
+    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 5, 2))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, 8, 1))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),
     ("decode_inputs", dict(T=torch.int64)),
     ("route", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("route", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),

@@ -192,7 +192,7 @@ def test_only_f32_is_packed():
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 def test_threads_may_stay_awake(monkeypatch):
-    """For lists with little between them; what they compute is the same."""
+    """For lists and operations with little between them; what they compute is the same."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.randn(64, 64)
     want = linear(x, x)

@@ -213,6 +213,7 @@ def trained():
     return {maker.__name__: [maker(d) for _ in range(3000)] for maker in sorted(makers, key=lambda one: one.__name__)}
 
 
+@pytest.mark.long
 def test_no_question_of_the_evaluation_is_trained_on(trained):
     seen = {normal(one.messages[-1]["content"]) for made in trained.values() for one in made if not one.tools}
     for skill, _, _ in heldout.SKILLS:
@@ -221,6 +222,7 @@ def test_no_question_of_the_evaluation_is_trained_on(trained):
                 assert normal(one.messages[-1]["content"]) not in seen
 
 
+@pytest.mark.long
 def test_tools_and_arguments_of_the_evaluation_are_new(trained):
     def names(made):
         functions = [tool["function"] for one in made for tool in one.tools]
@@ -268,6 +270,7 @@ def test_wordings_about_phalanx_are_new():
     assert len(facts.sections()) >= 60
 
 
+@pytest.mark.long
 def test_sums_of_the_evaluation_are_new(trained):
     def pairs(made):
         return {tuple(sorted(re.findall(r"\d+", one.answer)[:2])) for one in made}

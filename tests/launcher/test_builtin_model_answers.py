@@ -87,6 +87,7 @@ def at_once(work, things, server, **more):
         return list(pool.map(ask, things))
 
 
+@pytest.mark.long
 def test_the_evaluation_in_small(server):
     """Each skill a little; the card has the figures of the whole."""
     items = [item for skill, _, _ in heldout.SKILLS for item in heldout.items(skill, 2)]

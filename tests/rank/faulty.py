@@ -1,8 +1,9 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, cgroup or swap. limit: the rank's
-address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in CGROUPS.
-swap: it is killed in its STEPth copy to host blocks. PATIENCE: of the watch, with the start.
+PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, cgroup, swap or experts. limit: the
+rank's address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in
+CGROUPS. swap: it is killed in its STEPth copy to host blocks. experts: those in host memory take 2 s a layer, on all
+ranks, are measured so, and this rank hangs at STEP. PATIENCE: of the watch, with the start.
 """
 
 import os
@@ -17,6 +18,8 @@ import torch
 from phalanx.comm import startup
 from phalanx.kernels import host_memory
 from phalanx.rank import __main__ as main
+from phalanx.rank.model.experts import offload
+from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.weights.striped import Reader
 from phalanx.rank.worker import engine, kv_cache
 from phalanx.rank.worker.model_runner import ModelRunner
@@ -83,6 +86,15 @@ def store(self, blocks, places, real=Swap.store):
     real(self, blocks, places)
 
 
+def measure(stack, *rest, real=offload.measure):
+    return real(stack, *rest)._replace(cpu=(2 / stack.stack.size,) * 4)
+
+
+def finish(self, pending, real=HostExperts.finish):
+    time.sleep(2)  # slow memory
+    return real(self, pending)
+
+
 mine = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == rank
 stores: list[int] = []
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
@@ -103,5 +115,7 @@ elif place == "swap":
 elif place == "start":
     ModelRunner._prepare = prepare
 else:
+    if place == "experts":
+        offload.measure, HostExperts.finish = measure, finish
     ModelRunner._execute = execute
 os._exit(main.main())

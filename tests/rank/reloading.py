@@ -42,7 +42,7 @@ class ReloadingRank(main.Rank):
             print(json.dumps(line), file=sys.stderr, flush=True)
         return code
 
-    def lead(self, replicas, model):
+    def run_scheduler(self, replicas, model):
         (replica,) = replicas
         tokens = []
         request = protocol.SamplingParams(max_tokens=20, temperature=0.0)

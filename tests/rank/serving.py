@@ -30,7 +30,7 @@ from reloading import ReloadingRank
 
 
 class ServingRank(ReloadingRank):
-    def lead(self, replicas, model):
+    def run_scheduler(self, replicas, model):
         (replica,) = replicas
         asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text()))
         scheduler = replica.scheduler

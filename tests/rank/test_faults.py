@@ -171,7 +171,9 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
     [
         pytest.param("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
         pytest.param("load:0:1", 0, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
-        ("stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}),
+        pytest.param(
+            "stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}, marks=pytest.mark.long
+        ),
         ("start:1:1000", 1, "preparing steps", {}),
     ],
 )
@@ -222,6 +224,7 @@ def test_what_fits_in_the_cache_and_what_does_not(checkpoint):
         assert len(outputs["fine"].tokens) == 40
 
 
+@pytest.mark.long
 def test_what_all_ranks_refuse_is_said_once(checkpoint):
     """A length that does not fit, with the numbers."""
     with pytest.raises(AssertionError, match="the KV cache holds 1360 tokens, --max-model-len asks for 2000") as caught:
@@ -239,6 +242,7 @@ def alone(**job) -> subprocess.CompletedProcess:
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_a_lonely_rank_says_that_its_mpirun_is_not_its_mpi():
     """As under srun without PMI, or another MPI's mpirun; one of the ranks says it."""
     done = alone(announced_size=2, rank=0)

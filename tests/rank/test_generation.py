@@ -118,7 +118,8 @@ def test_mpi(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
         check(engine, kind, prompts, expected, logits, drawn)
 
 
-@pytest.mark.parametrize("threads", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("threads", [True, False])
 def test_replicas(checkpoint, prompts, expected, logits, drawn, threads):
     """Two copies of two ranks: each gets a half of the requests, and log-probabilities find their way as well."""
     with Engine(checkpoint("llama"), 4, threads=threads, dp=2, pp=2) as engine:
@@ -198,6 +199,7 @@ def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
         assert engine.drain() == 0
 
 
+@pytest.mark.long
 def test_64_requests_at_once_get_what_each_has_alone(checkpoint, expected):
     r = random.Random(7)
     requests = {}

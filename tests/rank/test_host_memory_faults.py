@@ -108,3 +108,32 @@ def test_a_truncated_file_of_experts(experts, tmp_path):
     assert said.endswith(
         f"{file} is damaged or truncated: its header tells of {whole} bytes, the file has {whole - 100}"
     )
+
+
+@pytest.fixture
+def slow(experts, monkeypatch):
+    """A job whose steps take 4 s, where --timeout is 3; its rank 1 hangs at a step."""
+
+    def start(step: int) -> Engine:
+        monkeypatch.setenv("FAULT", f"experts:1:{step}")
+        options = dict(tp=2, device="cpu", timeout=3, max_num_batched_tokens=32, num_experts_offload_per_rank=100)
+        return Engine(experts, 2, program=FAULTY, **options)
+
+    return start
+
+
+@pytest.mark.long
+def test_slow_experts_are_no_hang(slow):
+    with slow(1000) as engine:
+        assert re.search(r"may take 4\.0 s for experts in host memory: it is given up after 12\.0 s", engine.log())
+        assert len(engine.generate({"one": ([5, 6], greedy(2))})["one"].tokens) == 2
+        assert engine.drain() == 0
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_beside_slow_experts_is_named(slow):
+    with slow(1) as engine:
+        engine.send(protocol.Request("one", protocol.pack_u32([5, 6]), greedy(4)))
+        assert engine.wait(30) == errors.RANK_STUCK
+        assert f"step 1 was not finished in 12 s; behind: rank 1 on {HOST}." in engine.log()
+        assert gone(engine.ready.pids)

@@ -40,6 +40,11 @@ def expected(checkpoint):
     return functools.cache(lambda: answers(checkpoint)[0])
 
 
+@pytest.fixture(scope="module")
+def wide_experts(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("memory"), **MODELS["qwen3_moe"] | dict(moe_intermediate_size=280))
+
+
 @pytest.mark.parametrize(
     "way, offload",
     [
@@ -60,6 +65,18 @@ def test_each_way(checkpoint, expected, way, offload):
     else:
         assert served[way] > 0
         assert way == "resident" or sum(served.values()) == served[way]
+
+
+@pytest.mark.long
+def test_as_many_resident_as_memory_is_given(wide_experts):
+    """--expert-memory in place of a number: 1 MB has room for 3 of 10 experts of two layers."""
+    want, _, _ = answers(wide_experts)
+    got, log, stats = answers(wide_experts, expert_memory=1)
+    assert got == want
+    one = 2 * 3 * 48 * 280 * 4  # bytes: layers, matrices
+    assert (1 << 20) // one == 3
+    assert "experts: 10 a layer in host memory, 0.00 GB a rank; 3 of them resident" in log
+    assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
 
 
 @pytest.mark.long

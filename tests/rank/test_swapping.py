@@ -59,6 +59,21 @@ def test_tokens_are_the_same_and_blocks_come_back(checkpoint, expected, tp, pp):
         assert engine.drain() == 0
 
 
+@pytest.mark.long
+def test_a_cache_in_fp8(checkpoint):
+    """Eight sequences of six blocks, in a pool of 32: tokens as with room for all in FP8."""
+    sent = {str(i): (prompt(i), greedy(COUNT)) for i in range(8)}
+    tokens = []
+    for room in (dict(), dict(mem=1, kvcache_mem_cpu=8)):
+        with Engine(checkpoint, kv_cache_dtype="fp8", **room, **OPTIONS) as engine:
+            outputs = engine.generate(sent)
+            tokens.append({name: one.tokens for name, one in outputs.items()})
+            stats = engine.rest()
+            assert bool(stats.preemptions) == bool(stats.swapped_in) == bool(room)
+            assert engine.drain() == 0
+    assert tokens[0] == tokens[1]
+
+
 def test_more_host_memory_than_there_is(checkpoint):
     with pytest.raises(AssertionError, match="--kvcache-mem-cpu asks for .* MB of each rank, but .* ask for less"):
         Engine(checkpoint, kvcache_mem_cpu=1 << 40, **OPTIONS)

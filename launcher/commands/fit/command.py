@@ -94,6 +94,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     ep: Annotated[
         int, flag("--ep", group=_GROUP, metavar="N", low=0, help="only this expert degree; 1: each expert is split")
     ] = 0
+    offload: Annotated[
+        int, flag("--offload", "--num-experts-offload-per-rank", group=_GROUP, metavar="N", low=0,
+                  help="experts of a layer on each rank in host memory alone; 0: as few as fit"),
+    ] = 0  # fmt: skip
     json: Annotated[bool, flag("--json", group=_GROUP, off=("--no-json",), help="print JSON")] = False
 
 
@@ -116,11 +120,11 @@ def main(argv: Sequence[str]) -> int:
     asked = _asked(options, shape)
     checkpoint = headers.compare(shape, headers.by_class(found.path))
     possible = plan.layouts(shape, cluster, options.tp, options.pp, options.dp, options.ep)
-    figures = [plan.estimate(shape, one, cluster, asked) for one in possible]
+    figures = plan.estimates(shape, possible, cluster, asked, options.offload)
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
     best = plan.best(figures)
-    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, shape.usual_dtype, shape.experts)
+    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, shape.usual_dtype)
     smallest = plan.fewest(shape, cluster, asked)
     answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
     print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))
@@ -185,6 +189,9 @@ def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) ->
         return f"--ep {options.ep}: {shape.name} has no experts"
     if options.ep > shape.experts:
         return f"--ep {options.ep} is more than the {shape.experts} experts of {shape.name}"
+    if options.offload and (shape.experts == 1 or cluster.device.cpu):
+        reason = f"{shape.name} has no experts" if shape.experts == 1 else "CPUs have all experts in host memory"
+        return f"--offload {options.offload}: {reason}"
     given = {"tp": options.tp, "pp": options.pp, "dp": options.dp, "ep": options.ep}
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (

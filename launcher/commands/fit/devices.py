@@ -26,7 +26,8 @@ WIRE = 0.56  # of its link's bandwidth that an all-reduce reaches
 class Host(msgspec.Struct, frozen=True):
     """One rank's part of its host, for experts that lie in its memory."""
 
-    bandwidth: float  # bytes of its memory that the rank's cores read a second
+    bandwidth: float  # bytes of its memory that the rank's cores and copies to its GPU read a second together
+    cpu: float  # that its cores read alone
     flops: float  # that they reach with experts
     source: str
 
@@ -122,10 +123,11 @@ def typical(cores: int) -> CpuSpeed:
     return msgspec.structs.replace(TYPICAL, cores=cores, gflops=TYPICAL.gflops * cores / TYPICAL.cores, gbps=gbps)
 
 
-# Of experts in host memory, one rank with an H200 and 16 cores with AMX (2026-11-25): the CPU reads them at 72 to
-# 86 GB/s where each has one token, and computes 1.0 to 1.2 TFLOP/s where each has 64.
+# Experts in host memory, one rank with an H100 or H200 and 16 cores with AMX of a shared host (2026-11-25): an expert
+# of one token and 3.17 MB took the CPU 52 us alone; layers of 16 sequences read, by the CPU and copies together, 77 to
+# 118 GB/s on three machines; the CPU computes 1.0 to 1.2 TFLOP/s where each expert has 64 tokens.
 CORES = 16
-RANK_HOST = 80e9
+RANK_HOST, RANK_CPU = 95e9, 61e9
 CORE_FLOPS = 1.1e12 / CORES
 EXPERTS = CORE_FLOPS / (TYPICAL.gflops * 1e9 / TYPICAL.cores)  # of a core's f32 GEMMs, where these are typical
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured
@@ -135,9 +137,11 @@ def host(speed: CpuSpeed | None, ranks: int) -> Host:
     """What one of `ranks` that share a host evenly has of it. speed: what `doctor` measured; None: nothing."""
     if speed is None:
         source = f"assumed: {CORES} cores with AMX for each rank; `phalanx doctor` measures a host's"
-        return Host(min(RANK_HOST, HOST / ranks), CORES * CORE_FLOPS, source)
+        together = min(RANK_HOST, HOST / ranks)
+        return Host(together, min(RANK_CPU, together), CORES * CORE_FLOPS, source)
     source = f"{speed.cores} cores for {ranks} rank{'s' * (ranks > 1)}, {measured(speed)}"
-    return Host(speed.gbps * 1e9 / ranks, speed.gflops * 1e9 * EXPERTS / ranks, source)
+    memory = speed.gbps * 1e9 / ranks  # that copies share
+    return Host(memory, memory, speed.gflops * 1e9 * EXPERTS / ranks, source)
 
 
 def measured(speed: CpuSpeed) -> str:

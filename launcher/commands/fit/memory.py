@@ -13,6 +13,7 @@ BLOCK = 16  # tokens; rank/worker/engine.py
 # rank/worker/kv_cache.py
 FRACTION = {True: 0.4, False: 0.95}
 SNAPSHOTS, SNAPSHOT_SHARE = 2, 0.25  # of recurrent states, for each sequence, in what they leave; ibid.
+BUFFERS = 4 * (96 << 20)  # bytes on the device for experts that are copied; rank/model/experts/streamer.py
 UNLIMITED = 1 << 40  # blocks of a stage without keys and values
 PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB for 256 x 128256 on H200
 
@@ -25,7 +26,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     ep: int = 1
-    offload: bool = False  # the experts are in the host's memory
+    offload: int = 0  # experts of a layer on each rank that are in host memory alone; 0: none lies there
 
     @property
     def ranks(self) -> int:
@@ -56,8 +57,9 @@ class Stage:
     rope: int  # bytes of the table of cosines and sines
     kv_token: int  # bytes of one token's keys and values
     state: int = 0  # bytes of what is kept of one sequence as a whole
-    slots: int = 0  # bytes on the device that layers in the host's memory are copied to
+    slots: int = 0  # bytes on the device that experts and layers in the host's memory are copied to
     parked: int = 0  # of `host`, bytes of layers, which each rank has for itself
+    resident: int = 0  # of `weights`, bytes of experts that are in the host's memory as well
 
     def blocks(self, room: float, rows: int, longest: int) -> int:
         """How many fit into `room` bytes beside the states of so many sequences and snapshots of them, which may not
@@ -84,7 +86,8 @@ class MemoryFit:
     kv_room: int  # tokens that fit, in one replica
     kv_tokens: int  # that a run takes: no more than its sequences can use
     kv_bytes: int  # of these and of states, on the rank with the most layers
-    spare: float  # bytes left for activations on the fullest rank
+    free: float  # bytes beside the weights, for cache and steps, on the fullest rank
+    spare: float  # of these, left for activations
     activations: float  # bytes that the largest step needs beside weights and cache
     problem: str = ""  # why it cannot run
     short: float = 0.0  # bytes that a rank lacks
@@ -122,20 +125,23 @@ def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) ->
     bytes of layers that may be in host memory."""
     made = []
     for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
-        weights, host = dict.fromkeys(KINDS, 0.0), 0.0
+        weights, host, resident = dict.fromkeys(KINDS, 0.0), 0.0, 0.0
         for part in one.weights:
             if part.expert and layout.offload:
                 host += part.host * part.copies
+                resident += part.slot * max(0, part.copies - layout.offload)
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
         moved = parked(one, offload)
         for part in moved.weights:
             weights[part.kind] -= part.bytes * part.copies
+        weights["experts"] += resident
         whole = {kind: round(size) for kind, size in weights.items()}
         kv = sum(layer.kv for layer in one.layers)
         state = sum(layer.state for layer in one.layers)
         rope = context * shape.ranks[layout.tp].rope
-        made.append(Stage(len(one.layers), whole, round(host) + moved.bytes, rope, kv, state, moved.slots, moved.bytes))
+        slots, held = moved.slots + (BUFFERS if host else 0), round(host) + moved.bytes
+        made.append(Stage(len(one.layers), whole, held, rope, kv, state, slots, moved.bytes, round(resident)))
     return tuple(made)
 
 
@@ -170,4 +176,5 @@ def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Devic
         need = [(wanted * stage.kv_token + rows * stage.state) / fraction for stage in parts]
         short = max(asks - left for asks, left in zip(need, free, strict=True))
         problem = f"not one sequence of {asked.context} tokens fits"
-    return MemoryFit(parts, runtime, fits * BLOCK, count * BLOCK, max(used), spare, needs, problem, short)
+    beside = min(free) + kept
+    return MemoryFit(parts, runtime, fits * BLOCK, count * BLOCK, max(used), beside, spare, needs, problem, short)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .devices import GIB, Device
 from .memory import Layout, MemoryFit, Workload, memory_fit
-from .shape import ModelShape
+from .shape import ModelShape, split
 from .speed import Speed, predict
 
 BUDGET = {True: 512, False: 8192}  # tokens of a step, by whether it is a CPU; rank/worker/engine.py
+SPARED = 0.15  # of a GPU, for cache and steps beside resident experts; rank/model/experts/offload.py
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,69 @@ def _placements(experts: int, tp: int, pp: int, dp: int, ep: int) -> list[Layout
     degrees = {1} | ({tp, tp * dp} if experts > 1 else set())
     if ep:
         degrees = {ep} if ep in degrees or (experts > 1 and tp % ep == 0) else set()
-    found = [Layout(tp, pp, dp, ep=degree) for degree in sorted(degrees) if degree <= experts]
-    return found + ([Layout(tp, pp, dp, offload=True)] if experts > 1 and ep <= 1 else [])
+    return [Layout(tp, pp, dp, ep=degree) for degree in sorted(degrees) if degree <= experts]
+
+
+def estimates(
+    shape: ModelShape, possible: list[Layout], cluster: Cluster, asked: Workload, offload: int = 0
+) -> list[LayoutEstimate]:
+    """Of each layout; after one that does not fit, the same with as few experts in host memory alone as it takes.
+
+    offload: so many instead, in all layouts."""
+    found = []
+    for one in possible:
+        movable = shape.experts > 1 and one.ep <= one.tp and not cluster.device.cpu
+        plain = None if offload else estimate(shape, one, cluster, asked)
+        if plain is not None:
+            found.append(plain)
+        if movable and (plain is None or plain.room.problem):
+            most = split(shape.experts, one.ep)
+            count = min(offload, most) or fewest_in_host(shape, one, cluster, asked)
+            found.append(estimate(shape, dataclasses.replace(one, offload=count), cluster, asked))
+    return found
+
+
+def fewest_in_host(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> int:
+    """Experts of a layer that each rank has in host memory alone: the fewest with which everything asked for fits, else
+    with which one sequence fits and as much is left of the GPU as serving leaves; all where neither is possible."""
+    most, device = split(shape.experts, layout.ep), cluster.device
+
+    def held(count: int) -> MemoryFit:
+        one = dataclasses.replace(layout, offload=count)
+        return memory_fit(shape, one, asked, device, _budget(one, cluster, asked))
+
+    def everything(count: int) -> bool:
+        room = held(count)
+        return not room.problem and _together(room, layout, asked) >= asked.concurrency
+
+    def spared(count: int) -> bool:
+        room = held(count)
+        return not room.problem and room.free >= SPARED * (device.memory - room.runtime)
+
+    counts = range(1, most + 1)
+    return next((count for fits in (everything, spared) if (count := _first(counts, fits))), most)
+
+
+def _first(counts: range, fits: Callable[[int], bool]) -> int:
+    """The first that fits, as all after it do; 0: none."""
+    at = bisect.bisect_left(counts, True, key=fits)
+    return counts[at] if at < len(counts) else 0
+
+
+def _budget(layout: Layout, cluster: Cluster, asked: Workload) -> int:
+    """Tokens of a step."""
+    rows = split(asked.concurrency, layout.dp)
+    return max(BUDGET[cluster.device.cpu], asked.concurrency) + (rows if layout.offload else 0)
+
+
+def _together(held: MemoryFit, layout: Layout, asked: Workload) -> int:
+    return held.kv_room // max(1, asked.context) * layout.dp
 
 
 def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> LayoutEstimate:
-    budget = max(BUDGET[cluster.device.cpu], asked.concurrency)
+    budget = _budget(layout, cluster, asked)
     held = memory_fit(shape, layout, asked, cluster.device, budget)
-    together = held.kv_room // max(1, asked.context) * layout.dp
+    together = _together(held, layout, asked)
     running = min(asked.concurrency, max(1, held.kv_room * layout.dp // asked.length))
     speed = predict(shape, layout, cluster.device, asked, running, budget, cluster.per_node, cluster.network)
     lacks = _host_lacks(held, layout, cluster)
@@ -132,17 +191,14 @@ def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 102
         if ranks % per_node:
             continue
         smaller = Cluster(ranks // per_node, per_node, cluster.device, cluster.network)
-        for layout in layouts(shape, smaller):
-            single = layout.dp == 1 and not layout.offload
-            if single and not memory_fit(shape, layout, asked, cluster.device, BUDGET[cluster.device.cpu]).problem:
+        for layout in (one for one in layouts(shape, smaller) if one.dp == 1):
+            if not memory_fit(shape, layout, asked, cluster.device, BUDGET[cluster.device.cpu]).problem:
                 return layout
     return None
 
 
-def command(
-    model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str, experts: int = 1
-) -> list[str]:
-    """The lines that start it; `usual` is the dtype that serve chooses by itself. experts: of a layer."""
+def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str) -> list[str]:
+    """The lines that start it; `usual` is the dtype that serve chooses by itself."""
     layout = one.layout
     words = ["--w", model]
     if cluster.device.cpu:
@@ -152,7 +208,7 @@ def command(
     words += ["--tp", str(layout.tp), "--pp", str(layout.pp)]
     words += ["--dp", str(layout.dp)] if layout.dp > 1 else []
     words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
-    words += ["--num-experts-offload-per-rank", str(experts)] if layout.offload else []
+    words += ["--num-experts-offload-per-rank", str(layout.offload)] if layout.offload else []
     words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
     if asked.dtype != usual:
         words += ["--dtype", asked.dtype]

@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 
 from .devices import GIB
+from .offload import FEW, FIXED, PCIE
 from .plan import Answer, LayoutEstimate
-from .shape import KINDS
-from .speed import EXCHANGE, PCIE
+from .shape import KINDS, split
 
 
 def gb(number: float) -> str:
     """Bytes as GB (10^9) with about three digits."""
+    if not number:
+        return "0"
     digits = 4 if number < 1e8 else 2 if number < 1e10 else 1
     return f"{number / 1e9:.{digits}f}"
 
@@ -52,8 +54,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
             ]  # fmt: skip
         words = " ".join(f"{text!s:>{width}}" for text, (_, width) in zip(left, COLUMNS, strict=False))
         if layout.offload:
-            host = max(stage.host for stage in held.stages)
-            words += f"  experts in the host's memory ({gb(host)} GB a rank)"
+            words += f"  {layout.offload} experts a layer in host memory alone"
         remarks = "; ".join(remark for remark in (one.verdict, one.unserved) if remark)
         lines.append(f"{'>' if one is chosen else ' '} {words}  {remarks}".rstrip())
     return lines
@@ -72,17 +73,34 @@ def breakdown(one: LayoutEstimate) -> list[str]:
     ]
 
 
+def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
+    """Where a rank's experts are, and what is assumed of the speed."""
+    layout, host = one.layout, answer.cluster.device.host
+    held = split(answer.shape.experts, layout.ep)
+    stage = max(one.room.stages, key=lambda stage: stage.host - stage.parked)
+    few, many = (round(FIXED[one] * 1e6) for one in (True, False))
+    running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
+    lines = [
+        f"Experts on a rank: {layout.offload} of a layer's {held} in host memory alone "
+        f"(--num-experts-offload-per-rank {layout.offload}), {held - layout.offload} resident; "
+        f"{gb(stage.resident)} GB resident, {gb(stage.host - stage.parked)} GB on the host, where all of them lie; "
+        f"{one.speed.tokens_per_s:.0f} tokens/s for {running}"
+    ]
+    if host is not None:
+        lines.append(
+            f"Of host memory a rank's CPU and copies read {gb(host.bandwidth)} GB/s together, the CPU alone "
+            f"{gb(host.cpu)}, and it computes {host.flops / 1e12:.2f} TFLOP/s ({host.source}); assumed as well: even "
+            f"routing, {PCIE / 1e9:.0f} GB/s of PCIe, and {few} us a layer between GPU and host, {many} of more than "
+            f"{FEW} sequences"
+        )
+    return lines
+
+
 def text(answer: Answer) -> list[str]:
     best = answer.best
-    shown = [one for one in answer.figures if not one.layout.offload or one is best or best is None]
+    offloading = best is None or best.layout.offload
+    shown = [one for one in answer.figures if offloading or not one.layout.offload]
     lines = [*heading(answer), "", *table(shown, best), ""]
-    device = answer.cluster.device
-    if device.host is not None and any(one.layout.offload for one in shown):
-        lines.append(
-            f"Experts in the host's memory: a rank reads {gb(device.host.bandwidth)} GB/s of them and computes "
-            f"{device.host.flops / 1e12:.2f} TFLOP/s ({device.host.source}); "
-            f"of PCIe {PCIE / 1e9:.0f} GB/s, and {EXCHANGE * 1e6:.0f} us a layer between GPU and host, are assumed"
-        )
     if answer.smallest is not None:
         one = answer.smallest
         ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
@@ -90,6 +108,7 @@ def text(answer: Answer) -> list[str]:
     if best is None:
         return [*lines, "Nothing fits."]
     lines += breakdown(best)
+    lines += offloaded(answer, best) if best.layout.offload else []
     if faster := next((one for one in answer.figures if _beats(one, best)), None):
         one = faster.layout
         lines.append(f"tp {one.tp}, pp {one.pp}, dp {one.dp}, ep {one.ep} would be faster, but {faster.unserved}")
@@ -133,7 +152,7 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
         "fits": one.runs, "verdict": one.verdict or "everything asked for fits", "short": round(held.short),
         "served": not one.unserved, "why_not_served": one.unserved,
         "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),
-        "slot_bytes": stage.slots,
+        "resident_bytes": max(s.resident for s in held.stages), "slot_bytes": stage.slots,
         "rope_bytes": stage.rope, "runtime_bytes": round(held.runtime), "activation_bytes": round(held.activations),
         "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_room * layout.dp,
         "sequences": one.together,

@@ -42,6 +42,7 @@ class Weights(msgspec.Struct, frozen=True):
     expert: bool = False
     copies: int = 1  # experts of the layer
     host: float = 0.0  # bytes of one expert's elements in the host's memory
+    slot: float = 0.0  # and on the device, where it lies in host memory as well
 
     @property
     def kind(self) -> str:
@@ -149,5 +150,5 @@ def _with_shared_out(cut: Layer, other: Layer, ep: int, parts: int) -> Layer:
 
 def _share_of(experts: Weights, ep: int, parts: int) -> Weights:
     elements, copies = split(experts.elements, parts), split(experts.copies, ep)
-    size, host = experts.bytes / parts, experts.host / parts
-    return msgspec.structs.replace(experts, elements=elements, bytes=size, host=host, copies=copies)
+    size, host, slot = experts.bytes / parts, experts.host / parts, experts.slot / parts
+    return msgspec.structs.replace(experts, elements=elements, bytes=size, host=host, slot=slot, copies=copies)

@@ -11,18 +11,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from . import offload
 from .devices import Device, host
 from .memory import Layout, Workload, parked
+from .offload import PCIE
 from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
 CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
 SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
+CODES = 0.6  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
+PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/dequantized.py
+# Of the memory bandwidth that making them plain reaches, from a prompt of 4096 tokens of Qwen3-30B-A3B in Q4_K_M on an
+# H100, 127 ms, less what the same takes in bf16
+MADE_PLAIN = 0.4
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
-PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
-COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
-EXCHANGE = 30e-6  # seconds of a layer that the GPU and the host take to tell each other; estimated
 HOP = 20e-6  # seconds of a message between nodes
 
 
@@ -88,6 +92,8 @@ class StepModel:
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
         copies = parked(stage, self.offload).bytes / PCIE
+        if self._streams(tokens):
+            total = max(total, offload.missing(stage, self.layout.offload) / min(PCIE, self.host.bandwidth))
         # They run while the layers before compute, but for those beside experts in host memory.
         total = total + copies if self.layout.offload else max(total, copies)
         if self.layout.pp > 1:
@@ -105,25 +111,38 @@ class StepModel:
             total += 2 * self.links.scatter + moved / self.layout.tp / self.links.expert
         if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
-            total += EXCHANGE if self.layout.offload else 0.0
+            if self.layout.offload and not self._streams(tokens):
+                total += offload.fixed(tokens)
         return total
+
+    def _streams(self, tokens: int) -> bool:
+        return bool(self.layout.offload) and offload.streamed(tokens, self.shape.chosen, self.shape.experts)
 
     def _gemm(self, one: Weights, tokens: int) -> float:
         if not one.expert:
-            return self._roof(one.bytes, 2.0 * one.elements * tokens) + self.device.ramp
+            codes = CODES if one.bytes < one.elements and not self.device.cpu else 1.0
+            return self._roof(one.bytes / codes, 2.0 * one.elements * tokens) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
         rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all replicas that the expert group spans
         visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
-        touched = (one.host if self.layout.offload else one.bytes) * min(one.copies, visited + spread)
+        touched = min(one.copies, visited + spread)
         work = 2.0 * one.elements * rows * chosen / ep
-        if not self.layout.offload:
-            return self._roof(touched, work / GROUPED) + self.device.ramp
-        # Of few rows the host computes some experts where they lie while others are copied; of many all are copied.
-        copies = PCIE * COPIED
-        both = max(touched / (self.host.bandwidth + copies), work / self.host.flops)
-        return min(both, max(touched / copies, work / self.flops)) + self.device.ramp
+        if not self.layout.offload or self._streams(tokens):
+            return self._experts_on_gpu(one, touched, work, rows) + self.device.ramp
+        share = offload.resident(one, self.layout.offload)
+        resident = self._roof(touched * share * one.slot, work * share / GROUPED) + self.device.ramp
+        missed = (1 - share) * touched * one.host
+        return offload.beside(self.host, tokens, resident, missed, (1 - share) * work)
+
+    def _experts_on_gpu(self, one: Weights, touched: float, work: float, rows: float) -> float:
+        """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read."""
+        plain = one.elements * self.width
+        if self.device.cpu or one.bytes >= plain or rows * self.shape.chosen <= PAIRS * self.shape.experts:
+            return self._roof(touched * one.bytes, work / GROUPED)
+        made = touched * (one.bytes + plain) / (self.device.bandwidth * MADE_PLAIN)
+        return made + self._roof(touched * plain, work / GROUPED)
 
     def _roof(self, read: float, work: float) -> float:
         memory, arithmetic = read / self.device.bandwidth, work / self.flops
@@ -159,8 +178,10 @@ def predict(
     # With a batch for each stage the slowest stage sets the pace; a lone batch walks through all of them.
     full = min(layout.pp, each)
     pace = sum(decode) if full < layout.pp else max(decode) * layout.pp
-    chunk = budget
-    prompt = min(asked.length, budget)
+    # A step takes as many prompts as there are, and a long one in parts of a size.
+    prompts = each * asked.length
+    chunk = split(prompts, split(prompts, budget))
+    prompt = min(asked.length, chunk)
     prefill = [
         clock.step(stage, chunk, 0, max(1, chunk // prompt)) + clock.scores(stage, chunk, asked.length)
         for stage in stages

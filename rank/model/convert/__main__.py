@@ -11,6 +11,7 @@ if __name__ == "__main__":
     gc.disable()  # as in rank/__main__.py
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -57,9 +58,7 @@ def convert(question: Question) -> None:
     source, target = Path(question.source), Path(question.target)
     config = read_config(source)
     if config.quantization and not (question.to in to_gguf.TARGETS and gguf_experts.takes(config)):
-        raise FatalError(
-            f"{source} is quantised already, by its config.json: convert the model that it was made of", MODEL
-        )
+        raise FatalError(_quantised_already(source, config), MODEL)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if question.device == "auto" else question.device
     if question.to in to_gguf.TARGETS:
         file = Path(question.target)
@@ -73,6 +72,17 @@ def convert(question: Question) -> None:
         _copy_files(source, target, settings)
     else:
         _round(question, config, device)
+
+
+def _quantised_already(source: Path, config: Config) -> str:
+    """Why a checkpoint is not converted. Other engines repack GPTQ and AWQ for Marlin's kernel."""
+    name = (config.quantization or {}).get("quant_method")
+    if name in ("gptq", "awq", "marlin"):
+        return (
+            f"{source} is quantised already ({name}), and Phalanx serves it as it is: nothing has to be converted for "
+            f"its kernels: phalanx serve {shlex.quote(str(source))}"
+        )
+    return f"{source} is quantised already, by its config.json: convert the model that it was made of"
 
 
 def _round(question: Question, config: Config, device: str) -> None:

@@ -75,6 +75,14 @@ class HostExperts:
             for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
                 mine[some[0] : some[-1] + 1] = theirs[: len(some)]
 
+    def seconds(self, pairs: int) -> float:
+        """Of the longest step with so many pairs of a token and an expert, all experts chosen equally often."""
+        costs, missing = self._choice.costs, self.held.size - self.set.slots
+        cpu = float(costs.of_rows(np.array(pairs / self.held.total)))
+        if not self.on_gpu:
+            return self.held.size * cpu
+        return missing * (cpu if self.shared.way == CPU else costs.copy)
+
     # -- a step
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:

@@ -32,7 +32,7 @@ from .streamer import BUFFER, BUFFERS, Streamer
 CHOSEN = 8  # experts of a token that is timed
 ROUNDS = 5
 TOGETHER = 10e-3  # seconds for which copies run beside the CPU
-BETWEEN = 3e-4  # seconds that a GPU takes at most between one layer's experts and the next one's, with few tokens
+AWAKE = 5e-3  # seconds that threads look for more before they sleep: the CPU may have no experts for tens of layers
 SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Offload:
         self._count()
         streamer = Streamer(stacks, self.device)
         if cuda:
-            ops.stay_awake(BETWEEN)
+            ops.stay_awake(AWAKE)
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
@@ -162,6 +162,10 @@ class Offload:
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
             layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared)
         return self._told(stacks[0], costs[stacks[0].form])
+
+    def longest_step(self, tokens: int) -> float:
+        """Seconds that this rank's experts take of a step of so many tokens, by what was measured."""
+        return sum(one.host.seconds(tokens * one.top_k) for one in self.layers if one.host is not None)
 
     def _told(self, stack: HostStack, costs: Costs) -> str:
         size = sum(x[0].nbytes for x in stack.tensors)

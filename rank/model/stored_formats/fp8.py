@@ -21,6 +21,7 @@ from ....kernels.quantized import e4m3, floats
 from ....kernels.quantized.floats import Floats
 from ....kernels.quantized.stack import padded, stack
 from ..experts.fused import StackedLinear
+from ..experts.stacks import AT_ONCE
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, ShardedModule, Source, stored_width
 from . import is_stored
@@ -59,15 +60,28 @@ class Scheme:
         """Inputs of a scale, as the rank's cuts leave them."""
         return math.gcd(self.inputs, inputs.start, inputs.width) or 1
 
+    def in_pieces(self, layer: StackedLinear) -> bool:
+        """Whether GPUs have experts in pieces: gate, up and down alike. One's outputs are the other's inputs."""
+        return all(floats.in_pieces(shard.width, self.unit(shard)) for shard in (layer.inputs, *layer.outputs))
+
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        filled = 1 if device.type == "cuda" else padded(layer.width) / max(layer.width, 1)
-        return (8 + 32 / self.unit(layer.inputs)) * filled
+        if device.type == "cuda" and not self.in_pieces(layer):
+            return 8 + 32 / self.unit(layer.inputs)
+        filled = padded(layer.width) / max(layer.width, 1)
+        return floats.kept_bits(layer.inputs.width, self.unit(layer.inputs), device, experts=True) * filled
 
     def make(self, layer: StackedLinear) -> Matrices:
         made = floats.pack(*map(layer.in_order, self.decode(layer)))
-        if made.codes.is_cuda:  # for Triton's grouped GEMM
+        if made.codes.is_cuda and not self.in_pieces(layer):  # for Triton's grouped GEMM
             return made
-        return stack(e4m3, made.expert, (layer.experts.width, layer.width, layer.inputs.width))
+        experts, outputs, inputs = made.shape
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs))
+
+        def some(index: int) -> list[Tensor]:
+            first = index * at_once
+            return [one[first : first + at_once].flatten(0, 1) for one in made]
+
+        return stack(e4m3, some, (experts, outputs, inputs), at_once)
 
     def decode(self, layer: ShardedModule) -> Floats:
         """Of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""

@@ -7,6 +7,8 @@ scales [groups, O]. Lower bits come first. With desc_act, g_idx int32 [I] says w
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....errors import MODEL, FatalError
-from ....kernels.quantized import affine
+from ....kernels.quantized import affine, int4_cuda
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, Source
+from ..weights.slicing import Field, Ratio, Source, Turns
 from . import is_stored
 from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
 
 MIDDLE = {4: 0x77777777, 8: 0x7F7F7F7F}  # zero points of symmetric codes, as they are stored
+PIECE = int4_cuda.INPUTS  # of codes of 4 bits
 HARMLESS = ".g_idx", ".bias"  # the order of the inputs, and zeros where the model has no biases
 
 
@@ -53,7 +56,7 @@ class Part(GroupedPart):
             Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
         ]
         if scheme.ordered:
-            fields.append(Field("g_idx", "si", torch.int32, made_up=0))
+            fields.append(Field("g_idx", "si", torch.int32, made_up=Turns(-(-inputs.size // group))))
         super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
         self.scheme = scheme
 
@@ -70,7 +73,8 @@ class Part(GroupedPart):
 
 class OrderedPart(Part):
     """Of desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and each group
-    is filled up to a multiple of what kernels take, as those that a rank has of it may be any number."""
+    is filled up to a multiple of what kernels take, as those that a rank has of it may be any number. So are all
+    inputs, as codes of 4 bits lie in pieces."""
 
     g_idx: Tensor  # [sources, I]
     order: Tensor  # [I'] which input each is; this rank's number of inputs where it fills up
@@ -81,13 +85,27 @@ class OrderedPart(Part):
         g_idx = self._groups(groups)
         counts = torch.bincount(g_idx, minlength=groups)
         units = -(-counts // affine.UNIT)  # of each group
+        units[-1:] += -units.sum() % (PIECE // affine.UNIT)
         starts = units.cumsum(0) - units
         place = torch.arange(len(g_idx), device=codes.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         place += (starts * affine.UNIT).repeat_interleave(counts)
         self.order = place.new_full((int(units.sum()) * affine.UNIT,), len(g_idx))
         self.order[place] = g_idx.argsort(stable=True)
-        of = torch.arange(groups, device=codes.device).repeat_interleave(units)
+        together = math.gcd(*units.tolist()) or 1  # of a group's units, a scale serves so many
+        of = torch.arange(groups, device=codes.device).repeat_interleave(units // together)
         return pad(codes, (0, 1)).index_select(1, self.order), scales[:, of], zeros[:, of]
+
+    def kept_bits(self, device: torch.device) -> float:
+        """As far as the sizes tell: where a rank has a part of the inputs, g_idx says how many of each group it has."""
+        bits, group, symmetric = self.grouping
+        width, size = self.inputs.width, self.inputs.size
+        if not width:
+            return 0
+        filled = width if width == size else filled_inputs(group, width / size) * size / group
+        kept = -(-round(filled) // PIECE) * PIECE
+        unit = self.unit if kept == width == size else affine.UNIT
+        of_order = 8 * torch.int64.itemsize / max(self.width, 1)
+        return (affine.kept_bits(bits, unit, kept, symmetric, device) + of_order) * kept / width
 
     def _groups(self, count: int) -> Tensor:
         """Which of so many groups each input is of, [I]."""
@@ -125,6 +143,17 @@ class OrderedPart(Part):
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         return super().gated(self.together(x), activation)
+
+
+@functools.cache
+def filled_inputs(group: int, share: float) -> float:
+    """How many inputs of a group, filled up to what kernels take, a rank has on average that has this share of all, as
+    they fall to it."""
+    found = 0.0
+    for count in range(1, group + 1):
+        likely = math.comb(group, count) * share**count * (1 - share) ** (group - count)
+        found += likely * -(-count // affine.UNIT) * affine.UNIT
+    return found
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .safetensors import FLOATS, Ranges
-from .slicing import Pattern, Slice
+from .slicing import Pattern, Slice, Turns
 
 # Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
 # and the rows of a matrix differ. The numbers are uniform, as in other engines: the values decide how much power a GEMM
@@ -30,6 +30,9 @@ class Dummy:
         if target.numel() == 0:
             return
         given = part.spec.made_up
+        if isinstance(given, Turns):
+            target.copy_(torch.arange(*part.ranges[-1]) % given.period)
+            return
         constant = None if isinstance(given, Pattern) else given
         if constant is not None or (len(part.shape) == 1 and part.tensor.endswith(".weight")):
             target.fill_(1 if constant is None else constant)

@@ -53,6 +53,12 @@ class Pattern(NamedTuple):
     bytes: Mapping[int, int]
 
 
+class Turns(NamedTuple):
+    """Of a model of random weights: entry i of the last axis is i % period."""
+
+    period: int
+
+
 class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
@@ -65,7 +71,7 @@ class Field(NamedTuple):
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
     # What all of the tensor is in a model of random weights, or some of its bytes; None: random numbers.
-    made_up: float | Pattern | None = None
+    made_up: float | Pattern | Turns | None = None
 
     def ratio(self, axis: str) -> Ratio:
         return self.ratios.get(axis, PLAIN)

@@ -94,6 +94,7 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         s, ready = self._link.stats, self._link.ready
         used = s.blocks_used / s.blocks_total if s.blocks_total else 0.0
+        experts = s.experts_resident + s.experts_cpu + s.experts_streamed
         for name, text, value in (
             ("ready", "1 while requests are answered", float(self._link.state == "ready")),
             ("ranks", "MPI ranks of the job", ready.ranks if ready else 0),
@@ -108,6 +109,11 @@ class _Engine(Collector):
             ("state_snapshots", "Snapshots of recurrent states that there is room for", s.snapshots_total),
             ("state_snapshots_used", "Snapshots of recurrent states that are kept", s.snapshots_used),
             ("kv_cache_tokens", "Tokens that fit in the KV cache", ready.kv_tokens if ready else 0),
+            (
+                "experts_hit_ratio",
+                "Share of the experts used that were on the device already, on rank 0, since the start",
+                s.experts_resident / experts if experts else 0.0,
+            ),
         ):
             yield GaugeMetricFamily(f"phalanx_{name}", text, value=value)
         for name, text, value in (

@@ -1,14 +1,19 @@
 """Multi-head latent attention on a GPU, by kernels that Triton has compiled, against the torch references."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
-from phalanx.kernels.attention import mla
+from phalanx.kernels import jit
+from phalanx.kernels.attention import attention, mla, mla_decode, mla_triton
 from phalanx.kernels.attention.backend import AttentionParams
 
 from ...devices import require_gpu
 from . import latents
 from .latents import DEEPSEEK, LENGTHS, SIZES, Sizes, latent_cache
 from .test_attention import make_rows
+from .test_mla_decode import Step, part_of_step
 
 require_gpu()
 # Scores of 576 products and up to 25 in size: what f32 rounds of them is in the weights.
@@ -44,10 +49,106 @@ def test_decode(sizes, dtype, bound, most):
         latents.check_decode(sizes, lengths, most, dtype, bound, "cuda")
 
 
+@pytest.mark.parametrize("dtype, bound", KINDS[1:])
+@pytest.mark.parametrize("heads, size", [(16, 16), (5, 7), (128, 64)])
+@pytest.mark.parametrize("most, fill", [(1, 1), (4, 2), (64, 4), (64, 64)])
+def test_cuda_decode(dtype, bound, heads, size, most, fill):
+    for lengths in (*LENGTHS, [5000, 0, 257, 1], [256] * 64):
+        step = Step(lengths, dtype, heads, size)
+        want, rows = step.want(), latents.to(step.rows, "cuda")
+        given = step.q.cuda(), step.cache.cuda(), rows.block_tables, rows.lengths
+        for _ in range(3):  # counts are left as they were
+            out = step.out.cuda()
+            mla_decode.decode(*given, out, 0.1, most, fill)
+            torch.testing.assert_close(out.cpu().float(), want, atol=bound, rtol=bound)
+    assert not jit.counters(out.device, torch.cuda.current_stream().cuda_stream).any()
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def decoded_by(request, monkeypatch):
+    monkeypatch.setattr(mla_decode, "SEQUENCES", range(1, 1 << 16) if request.param == "cuda" else range(0))
+    return request.param
+
+
+def test_what_is_chosen(decoded_by):
+    step = Step([40, 3], torch.bfloat16)
+    step.q, step.cache, step.out = (x.cuda() for x in (step.q, step.cache, step.out))
+    part = part_of_step(step)
+    found = next(one for one in attention.backends("cuda") if one.supports(part))
+    assert found is {"cuda": mla_decode, "triton": mla_triton}[decoded_by]
+
+
+class Layers:
+    """Decode steps of 64 sequences through layers that follow each other; all that they are given differs from step to
+    step."""
+
+    COUNT, LAYERS, STEPS, WIDTH = 64, 3, 20, 30  # WIDTH: blocks of a sequence
+
+    def __init__(self):
+        made = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        count, blocks = self.COUNT, self.COUNT * self.WIDTH
+        self.starts = torch.arange(count, dtype=torch.int32, device="cuda") * 7 % 400 + 20
+        self.kept, self.up = made(self.LAYERS, blocks, 16, 576), made(16, 256, 512) / 512**0.5
+        self.given = made(self.STEPS, self.LAYERS, count, 16 * 192 + 576)
+        self.x, self.found = (
+            self.given[0].clone(),
+            torch.zeros(self.LAYERS, count, 2048, device="cuda", dtype=torch.bfloat16),
+        )
+        self.norm, self.cos_sin = latents.moved(*latents.norm_and_angles(count, DEEPSEEK, torch.bfloat16, True), "cuda")
+        tables = torch.randperm(blocks, dtype=torch.int32, device="cuda").view(count, self.WIDTH)
+        self.rows = SimpleNamespace(
+            block_tables=tables, lengths=self.starts.clone(), slots=self.starts.long(), num_decodes=count,
+            query_lens=[1] * count, kv_lens=[1 << 15] * count, scratch={},
+        )  # fmt: skip
+
+    def __call__(self, caches, pause):
+        rows, count = self.rows, self.COUNT
+        rows.lengths.add_(1)
+        at = rows.lengths.long() - 1
+        rows.slots.copy_(rows.block_tables.gather(1, (at // 16)[:, None])[:, 0].long() * 16 + at % 16)
+        pause()
+        for x, cache, found in zip(self.x, caches, self.found, strict=True):
+            q, new = x.split([16 * 192, 576], 1)
+            args = q.view(count, 16, 192), new, self.norm, self.cos_sin, cache, self.up, rows, AttentionParams(0.1)
+            made = mla.store_and_attend(*args)
+            pause()
+            found.copy_(made)
+
+
+def test_steps_that_begin_early(decoded_by):
+    """As graphs, where kernels begin before what is before them has ended, and one by one with a pause after each."""
+    step, stream = Layers(), torch.cuda.Stream()
+
+    def run(pause, replayed):
+        caches, found = step.kept.clone(), []
+        step(caches, pause)
+        if replayed:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            step(caches, pause)
+            graph.capture_end()
+        caches.copy_(step.kept)
+        step.rows.lengths.copy_(step.starts)
+        for given in step.given:
+            step.x.copy_(given)
+            graph.replay() if replayed else step(caches, pause)
+            found.append(step.found.clone())
+        torch.cuda.synchronize()
+        return torch.stack(found), caches
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        want = run(torch.cuda.synchronize, False)
+        assert want[0].isfinite().all()
+        for _ in range(3):
+            assert all(map(torch.equal, run(lambda: None, True), want))
+
+
 @pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK])
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("expanded", [False, True])
-def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch):
+def test_whole_steps(sizes, dtype, bound, expanded, monkeypatch, decoded_by):
     """Decoding sequences alone, beside prompts and chunks, and a chunk alone."""
     monkeypatch.setattr(mla, "expands", lambda *_: expanded)
     for query_lens, kv_lens in (([1, 1, 1], [9, 2, 700]), ([1, 1, 7, 200, 130], [300, 2, 7, 200, 333]), ([6], [1000])):

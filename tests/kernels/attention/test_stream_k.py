@@ -15,12 +15,12 @@ from phalanx.kernels.attention import attention_tma
 class Sizes(NamedTuple):
     box: int = 16
     window: int = 0
-    turn: int = 1
+    rotate: int = 1
     tile: int = 64
 
     def span(self, length: int) -> tuple[int, int, int]:
         """Of the tokens that are read: where the first one's box begins, and where they end; how many boxes."""
-        last = max(length - self.turn, 0)
+        last = max(length - self.rotate, 0)
         start = (max(length - self.window, 0) if self.window else 0) // self.box * self.box
         return start, last, max(-(-(last - start) // self.box), 1)
 
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 SIZES = [
     Sizes(),
-    Sizes(8, turn=0),
+    Sizes(8, rotate=0),
     Sizes(32, 70),
     Sizes(64),
     Sizes(16, 1),
@@ -98,7 +98,7 @@ HARNESS = """
 #include <algorithm>
 using std::max, std::min;
 #define __device__
-constexpr int LEAST = %d, BOX = %d, WINDOW = %d, TURN = %d, TILE = %d;
+constexpr int LEAST = %d, BOX = %d, WINDOW = %d, ROTATE = %d, TILE = %d;
 %s
 extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
     int all = 0, tiles = 0, found = 0;

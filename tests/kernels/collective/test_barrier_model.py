@@ -47,7 +47,7 @@ def test_the_scheduler_finds_what_is_left_out(flaw):
     raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
 
 
-@pytest.mark.parametrize("kind", ["push_add_norm", "one_way_push_add_norm"])
+@pytest.mark.parametrize("kind", ["push_add_norm", pytest.param("one_way_push_add_norm", marks=pytest.mark.long)])
 @pytest.mark.parametrize("flaw", MAIL_FLAWS)
 def test_what_is_sent_needs_its_zeros(kind, flaw):
     for seed in range(400):

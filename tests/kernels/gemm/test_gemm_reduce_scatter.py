@@ -1,4 +1,4 @@
-"""Products that are spread over a group's ranks: which, where their parts go, and who ends their sums."""
+"""GEMMs whose sums a group's ranks scatter: which, where their parts go, and who ends their sums."""
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ FIRST = way(0)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Regions are landings alone, and small products are worth it."""
+    """Symmetric memory is receive buffers alone, and small matmuls are worth it."""
     monkeypatch.setattr(gemm_reduce_scatter, "recv_buffer_at", lambda size: 0)
     monkeypatch.setattr(gemm_reduce_scatter, "SENT", 0)
 
 
-def test_what_is_spread(monkeypatch):
+def test_which_are_scattered(monkeypatch):
     monkeypatch.setattr(gemm_reduce_scatter, "SENT", SENT)
     weight, peers = torch.empty(8192, 64, dtype=BF16, device="meta"), SymmetricMemory(0, 4, 0, 0)
     assert [rows for rows in (1, 128, 129, 512, 513) if gemm_reduce_scatter.supports(rows, weight, peers)] == [129, 512]
     assert not gemm_reduce_scatter.supports(512, weight, SymmetricMemory(0, 2, 0, 0)), (
-        "of two ranks spread sums were not measured"
+        "of two ranks scattered sums were not measured"
     )
     assert not gemm_reduce_scatter.supports(512, weight[:8176], peers), "a share of 4088 bytes"
     assert not gemm_reduce_scatter.supports(512, weight, SymmetricMemory(0, 3, 0, 0))

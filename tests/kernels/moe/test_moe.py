@@ -150,6 +150,7 @@ def test_where_packed_experts_become_plain_is_a_border_of_tiles():
     assert dequantized.LEAST_PAIRS in moe.TILINGS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_triton_kernels_in_the_interpreter():
     interpret("moe.cases")

@@ -123,6 +123,22 @@ def test_experts(launched, case, dtype):
     assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.parametrize("size", [2500, 3e-4])
+def test_sums_of_f16(launched, size):
+    """Of 32 inputs, by which the pipeline takes off minima: some are more than an f16 holds; small ones are exact."""
+    torch.manual_seed(0)
+    w2, down = stack_of(2, 64, 256, "q4_k")
+    x = (size * torch.randn(6, 256).abs()).half()
+    assert size < 1 or x.float().unflatten(1, (8, 32)).sum(2).max() > 65504
+    ids = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.int32).view(6, 1)
+    groups, way = moe.group(ids, 2, 8), pipeline(w2, 2)
+    assert way is not None
+    y = quantized_cuda.expert_down(x, torch.ones(6, 1), w2, groups, way)
+    pairs = groups.order.long()
+    want = (down[ids.flatten().long()[pairs]] @ x.float().unsqueeze(2)).squeeze(2)
+    assert ((y[pairs].float() - want).norm() / want.norm()).item() < 5e-4
+
+
 @pytest.mark.parametrize("form", ["q8_0", "int4 64", "q6_k"])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_cuts_are_what_the_kernel_takes(form, tiles):

@@ -79,6 +79,7 @@ def test_a_part_of_the_outputs_and_of_the_experts():
     assert torch.equal(floats.dequantize(both.expert(1)), whole.flip(0)) and both.shape == (2, 48, 64)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(330)  # a process that other processes may slow down
 def test_triton_kernels_in_the_interpreter():
     interpret("quantized.floats_cases")

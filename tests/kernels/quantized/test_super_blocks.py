@@ -201,6 +201,7 @@ def test_stacks(name, outputs):
     search_cases.check_stack(codec(name), outputs, "cpu")
 
 
+@pytest.mark.long
 def test_search_in_the_interpreter():
     interpret("quantized.search_cases", timeout=110)
 

@@ -101,6 +101,7 @@ def test_gated_norm(dtype, bound, dim):
         torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want, atol=bound, rtol=bound)
 
 
+@pytest.mark.long
 def test_kernels_in_the_interpreter():
     interpret("recurrent.steps", timeout=110)
 

@@ -1,8 +1,12 @@
 """`phalanx convert`: what it writes is served as what it was rounded to, and what it refuses."""
 
 import json
+import os
+import pty
+import shutil
 import subprocess
 import sys
+import termios
 
 import msgspec
 import pytest
@@ -117,6 +121,26 @@ def test_fp8(checkpoint, tmp_path):
     assert logits.isfinite().all()
 
 
+def test_a_terminal_sees_a_bar(checkpoint, tmp_path):
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))  # of no columns, no bar is drawn
+    words = str(checkpoint), str(tmp_path / "made"), "--to", "fp8"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx.launcher.cli", "convert", *words], stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    seen = b""
+    try:
+        while part := os.read(master, 1 << 16):
+            seen += part
+    except OSError:  # Linux says so that the other end is closed
+        pass
+    finally:
+        os.close(master)
+    assert process.wait(60) == 0, seen
+    assert b"encoding:   0%|" in seen and b"encoding: 100%|" in seen and b"tensor/s" in seen
+
+
 def test_a_gguf_file_has_all_that_is_needed(checkpoint, tmp_path):
     file = tmp_path / "made.gguf"
     code, said = run(checkpoint, file, "--to", "Q8_0")
@@ -190,6 +214,35 @@ def test_what_is_refused(checkpoint, tmp_path, text, words, code, message, capfd
     assert stopped.value.code == code
     assert message in str(stopped.value) + capfd.readouterr().err
     assert not (tmp_path / "to").exists() and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_what_another_engine_repacks_is_served_as_it_is(checkpoint, tmp_path, monkeypatch, capfd, method):
+    """candle-vLLM's convert_awq_marlin.py --src DIR --dst DIR --bits 4 --method awq."""
+    made = tmp_path / "made"
+    shutil.copytree(checkpoint, made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    monkeypatch.setattr(convert, "_manual", lambda: CORPUS * 40)
+    words = "--src", str(made), "--dst", str(tmp_path / "to"), "--bits", "4", "--method", method
+    with pytest.raises(FatalError) as stopped:
+        convert.main(words)
+    said = capfd.readouterr().err
+    assert stopped.value.code == 3 and f"is quantised already ({method}), and Phalanx serves it as it is" in said
+    assert f"nothing has to be converted for its kernels: phalanx serve {made}" in said
+    assert [one.name for one in tmp_path.iterdir()] == ["made"]
+
+
+def test_the_words_of_another_engines_script(checkpoint, tmp_path, monkeypatch):
+    """candle-vLLM's convert_marlin.py --src DIR --dst DIR --samples 512 --seqlen 1024: GPTQ of 4 bits."""
+    asked = []
+    monkeypatch.setattr(convert, "_run", lambda options, *rest: asked.append(options))
+    monkeypatch.setattr(convert, "_manual", lambda: CORPUS * 40)
+    words = "--src", str(checkpoint), "--dst", str(tmp_path / "made"), "--samples", "512", "--seqlen", "1024"
+    assert convert.main(words) == 0
+    (one,) = asked
+    assert (one.to, one.bits, one.group, one.sym, one.desc_act) == ("gptq", 4, 128, True, False)
+    assert (one.samples, one.seqlen) == (512, 1024)
 
 
 def test_a_model_at_the_hub_is_fetched_with_its_weights(checkpoint, text, tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def whole(file):
     index = read_index(file)
     format_of = choose_format(config, "none", names=index.files)
     module = architectures.find(config.model_type)
-    alone = measure.Seat(0, 1)
+    alone = measure.GroupRank(0, 1)
     mesh = Mesh(alone, 0, alone, alone, alone)
     model = module.Model(module.Args.from_config(config), mesh, 16, [*index.files], format_of)
     checkpoint = Checkpoint(file, index)

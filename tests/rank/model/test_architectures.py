@@ -9,7 +9,7 @@ import transformers
 from phalanx.errors import MODEL, FatalError
 from phalanx.rank.model import architectures
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.measure import Seat, build
+from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
 from .harness import MIXED_LENGTHS, MIXED_STEPS, auto_model, distance, run_steps, tokens
@@ -387,7 +387,7 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
         config["text_config"] = COMMON | changes["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FatalError, match=message) as stop:
-        build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+        build(read_config(tmp_path), GroupRank(0, 1), GroupRank(0, 1))
     assert stop.value.code == MODEL
 
 

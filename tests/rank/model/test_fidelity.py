@@ -108,7 +108,7 @@ def test_every_kind_of_rope(checkpoint, expected, kind, old_style):
 
 
 def test_dynamic_rope_past_the_trained_length_decodes_like_transformers(checkpoint):
-    """Token by token; a chunked prompt gives the same here, as a token's turn depends on its position alone."""
+    """Token by token; a chunked prompt gives the same here, as a token's rotation depends on its position alone."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     path = checkpoint(head_dim=32, num_hidden_layers=2, max_position_embeddings=32, rope_parameters=rope)
     ids = tokens(100)

@@ -13,6 +13,7 @@ from phalanx.rank.model.weights import striped
 
 from ... import gguf_files
 from .harness import distance, run_steps, tokens
+from .stored_formats.test_stored import check_greedy
 from .test_architectures import DEEPSEEK_YARN, MODELS, write
 
 # Files say less than config.json: of some nothing of windows, activations, and dense layers between those with experts.
@@ -146,6 +147,13 @@ def test_quantised_files_compute_with_what_they_hold(quantised, expected, name, 
     (file, same), ids = quantised(name, kind), tokens(60, vocab=509)
     (logits,) = run_steps(file, [ids], tp=tp, pp=pp)
     assert distance(logits, expected(same, ids)) < (3e-4 if kind == "super" else 1e-4)  # of larger sums
+
+
+@pytest.mark.long
+def test_greedy_tokens_of_super_blocks(tmp_path):
+    path = write(tmp_path / "plain", model_type="llama", **SIZES | SUPER)
+    same = gguf_files.dequantised(path, tmp_path / "same", "Q6_K")
+    check_greedy(gguf_files.write(path, tmp_path / "x.gguf", "Q6_K"), same)
 
 
 LATENT = dict(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.measure import Seat, build
+from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
 from .harness import distance, run_steps, tokens
@@ -55,7 +55,7 @@ def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
     with pytest.raises(
         FatalError, match="--tp 4 does not divide the 6 key heads of this model's gated delta nets"
     ) as stop:
-        build(config, Seat(0, 4), Seat(0, 1))
+        build(config, GroupRank(0, 4), GroupRank(0, 1))
     assert stop.value.code == USAGE
 
 
@@ -77,5 +77,5 @@ def test_what_is_refused(tmp_path, changes, message):
     config = COMMON | HYBRID | EXPERTS | {"model_type": "qwen3_next"} | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FatalError, match=message) as stop:
-        build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+        build(read_config(tmp_path), GroupRank(0, 1), GroupRank(0, 1))
     assert stop.value.code == MODEL

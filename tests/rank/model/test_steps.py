@@ -131,7 +131,7 @@ def test_the_last_layer_goes_on_with_the_sampled_rows(checkpoint, name, threads_
 
 @pytest.mark.parametrize("pp, narrow", [(1, True), (1, False), (2, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_lone_ranks_add_products_to_the_stream(checkpoint, monkeypatch, name, pp, narrow):
+def test_lone_ranks_add_matmuls_to_the_stream(checkpoint, monkeypatch, name, pp, narrow):
     """As they do on GPUs in steps of many rows."""
     path = checkpoint(**MODELS[name])
     if pp > MODELS[name]["num_hidden_layers"]:

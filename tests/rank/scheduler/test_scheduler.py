@@ -185,11 +185,11 @@ def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
     r = random.Random(seed)
     size = r.choice([1, 2, 4, 16])
     longest = r.randint(20, 100)
-    seats = r.randint(1, 8)
+    max_num_seqs = r.randint(1, 8)
     engine = Engine(
         blocks=-(-longest // size) + r.randint(0, 20),
         block_size=size,
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
         budget=r.randint(1, 40),
         prefix_cache=r.random() < 0.8,
         max_model_len=longest,

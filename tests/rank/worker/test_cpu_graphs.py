@@ -18,7 +18,7 @@ from ...checkpoints import make_checkpoint
 from ..model import test_architectures
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
-BLOCK, LENGTH, SEATS = 4, 64, 6
+BLOCK, LENGTH, MAX_NUM_SEQS = 4, 64, 6
 MODELS = {
     "llama": dict(),
     "qwen3": dict(model_type="qwen3"),
@@ -46,14 +46,14 @@ class Rank:
     def __init__(self, comm, path, kept="auto", **options):
         self.mesh = mesh.build(comm, comm.size, 1)
         self.model = model = load(path, self.mesh, **options)
-        self.rows = BatchState(SEATS, LENGTH, BLOCK)
+        self.rows = BatchState(MAX_NUM_SEQS, LENGTH, BLOCK)
         order = np.random.default_rng(0).permutation(self.rows.table.size)
         self.rows.table[:] = order.reshape(self.rows.table.shape)
-        self.last = torch.arange(SEATS) * 7 + 1
+        self.last = torch.arange(MAX_NUM_SEQS) * 7 + 1
         make = torch.Generator().manual_seed(comm.rank)
         specs = model.cache_specs()
         dtype = cache_dtype(kept, model.dtype)
-        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, dtype, torch.device("cpu"), SEATS)
+        caches = kv_cache.allocate(specs, self.rows.table.size, BLOCK, dtype, torch.device("cpu"), MAX_NUM_SEQS)
         caches = [[random_like(x, make) for x in layer] for layer in caches]
         self.replayed, self.plain = ([tuple(x.clone() for x in layer) for layer in caches] for _ in range(2))
         self.graphs = CpuDecodeGraphs(model, self.rows, self.last, self.replayed)

@@ -28,19 +28,19 @@ def test_captured_sizes():
     assert capture_sizes(2000)[-3:] == [480, 496, 512]
 
 
-def found(one, seats):
-    return [(tuple(weight.shape), counts) for weight, counts, peers in gemms(one, seats) if not peers]
+def found(one, max_num_seqs):
+    return [(tuple(weight.shape), counts) for weight, counts, peers in gemms(one, max_num_seqs) if not peers]
 
 
 QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
 
 
-@pytest.mark.parametrize("seats, captured", [(100, [80, 96, 100]), (64, []), (65, [65]), (8, [])])
-def test_products_of_a_model(seats, captured):
+@pytest.mark.parametrize("max_num_seqs, captured", [(100, [80, 96, 100]), (64, []), (65, [65]), (8, [])])
+def test_gemms_of_a_model(max_num_seqs, captured):
     """The embedding's table is no GEMM's."""
     (one,) = model()
     layer = [(shape, captured) for shape in (QKV, OUT, GATE_UP, DOWN)]
-    assert found(one, seats) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
+    assert found(one, max_num_seqs) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
 
 
 def test_products_of_tied_split_and_biased_models():
@@ -58,14 +58,14 @@ def test_products_of_tied_split_and_biased_models():
 def test_what_is_compiled_ahead(monkeypatch):
     """For the captured sizes that are few rows, once for each module."""
     asked = []
-    monkeypatch.setattr(graphs, "device_caps", lambda device: "a chip")
+    monkeypatch.setattr(graphs, "device_caps", lambda device: "device caps")
     monkeypatch.setattr(graphs.skinny, "variants", lambda *a: asked.append(a) or ["a program"])
     (one,) = model()
     assert list(graphs.gemm_variants(one, 100, torch.device("cuda"))) == ["a program"] * 11
     rows = [1, 2, 4, *range(8, 65, 8)]
 
     def said(shape, norm):
-        return rows, shape, "silu" if shape == GATE_UP else "", False, norm, "a chip"
+        return rows, shape, "silu" if shape == GATE_UP else "", False, norm, "device caps"
 
     found = [(a[0], tuple(a[1].shape), *a[2:]) for a in asked]
     layer = [said(QKV, False), said(QKV, True), said(OUT, False), said(GATE_UP, True), said(DOWN, False)]

@@ -65,8 +65,8 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     ],
 )
 def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least, monkeypatch):
-    chip = SimpleNamespace(hopper=device == "hopper")
-    monkeypatch.setattr(module, "device_caps", lambda _: chip)
+    caps = SimpleNamespace(hopper=device == "hopper")
+    monkeypatch.setattr(module, "device_caps", lambda _: caps)
     model = SimpleNamespace(hidden_size=hidden, dtype=dtype, offload=None)
     mesh, place = (
         SimpleNamespace(tensor=SimpleNamespace(size=ranks)),

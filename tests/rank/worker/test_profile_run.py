@@ -38,7 +38,7 @@ def test_the_largest_step():
 
 
 @pytest.mark.parametrize("longest", [2, 100])
-def test_the_narrowed_step(longest):
+def test_the_step_of_last_tokens_only(longest):
     batch = profile_run.last_token_only(model(100), longest, BLOCK, Upload(CPU))
     assert batch.query_lens == [2] and batch.sample_at.tolist() == [1]
     assert batch.sampled.kv_lens == [longest] and batch.sampled.positions.tolist() == [1]
@@ -161,15 +161,15 @@ def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(monkeypatch, dty
 
 
 @pytest.mark.parametrize(
-    "chip", [DeviceCaps(132, "sm_90a", True, True, True), DeviceCaps(148, "sm_100", True, True, False)]
+    "caps", [DeviceCaps(132, "sm_90a", True, True, True), DeviceCaps(148, "sm_100", True, True, False)]
 )
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
-def test_products_of_few_rows_are_compiled_at_the_start(chip, outputs, inputs):
+def test_gemms_of_few_rows_are_compiled_at_the_start(caps, outputs, inputs):
     """However few sequences may run: graphs of more do not compile them then."""
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     for gate in ("", "silu"):
-        compiled = set(skinny.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, True, chip))
-        assert set(skinny.variants(range(1, skinny.MOST_ROWS + 1), weight, gate, False, True, chip)) == compiled
+        compiled = set(skinny.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, True, caps))
+        assert set(skinny.variants(range(1, skinny.MOST_ROWS + 1), weight, gate, False, True, caps)) == compiled
 
 
 @pytest.mark.parametrize("first, last", [(True, True), (True, False), (False, True)])

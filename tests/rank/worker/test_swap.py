@@ -10,12 +10,13 @@ SPECS = [PagedKV(2, 5, 3), PagedLatent(7)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_go_to_host_memory_and_come_back_elsewhere(dtype, device):
     caches = kv_cache.allocate(SPECS, 6, 4, dtype, torch.device(device))
     tensors = [x for layer in caches for x in layer]
     for x in tensors:
         x.copy_(torch.randn(x.shape))
+    tensors = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in tensors]  # codes: equal bit by bit
     before = [x.clone() for x in tensors]
     swap = Swap(SPECS, caches, 4, dtype, 3)
     swap.apply(protocol.Plan(0, swap_out=protocol.pack_u32([4, 0, 1, 2])))

@@ -68,18 +68,8 @@ export function blocks(text) {
     } else if (QUOTE.test(line)) {
       found.push({ kind: "quote", text: until((one) => !QUOTE.test(one)).map((one) => one.replace(QUOTE, "")).join("\n") });
     } else if (LIST.test(line)) {
-      const [, indent, marker] = LIST.exec(line);
-      const first = indent.length, ordered = /\d/.test(marker);
-      const content = [line];
-      i++;
-      while (i < lines.length) {
-        const one = lines[i], item = LIST.exec(one);
-        const next = lines[i + 1] ?? "";
-        if (item ? item[1].length < first || (item[1].length < first + 2 && /\d/.test(item[2]) !== ordered) || RULE.test(one) : one.trim() ? !/^ {2,}/.test(one) && (!lines[i - 1].trim() || starts(one))
-          : !(/^ {2,}\S/.test(next) || LIST.test(next))) break;
-        content.push(one);
-        i++;
-      }
+      const content = listLines(lines, i);
+      i += content.length;
       found.push({ kind: "list", text: content.join("\n") });
     } else if (line.includes("|") && TABLE.test(lines[i + 1] ?? "") && lines[i + 1].includes("-")) {
       found.push({ kind: "table", text: until((one) => !one.trim() || !one.includes("|")).join("\n") });
@@ -90,6 +80,21 @@ export function blocks(text) {
     }
   }
   return found;
+}
+
+// The lines of a list whose first item begins at `from`.
+function listLines(lines, from) {
+  const [, indent, marker] = LIST.exec(lines[from]);
+  const first = indent.length, ordered = /\d/.test(marker);
+  let i = from + 1;
+  while (i < lines.length) {
+    const one = lines[i], item = LIST.exec(one);
+    const next = lines[i + 1] ?? "";
+    if (item ? item[1].length < first || (item[1].length < first + 2 && /\d/.test(item[2]) !== ordered) || RULE.test(one) : one.trim() ? !/^ {2,}/.test(one) && (!lines[i - 1].trim() || starts(one))
+      : !(/^ {2,}\S/.test(next) || LIST.test(next))) break;
+    i++;
+  }
+  return lines.slice(from, i);
 }
 
 const starts = (line) => FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || LIST.test(line);

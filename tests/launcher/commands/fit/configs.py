@@ -1,4 +1,4 @@
-"""config.json of well-known models, and their shapes, measured without another process."""
+"""config.json of well-known models, their shapes, measured without another process, and what tests ask for."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,16 @@ from unittest import mock
 
 import msgspec
 from phalanx.launcher.commands.fit import measured
+from phalanx.launcher.commands.fit.devices import DEVICES
 from phalanx.launcher.commands.fit.measured import Question
+from phalanx.launcher.commands.fit.memory import Workload
 from phalanx.rank.model import measure
+
+ASKED = Workload(context=8192, concurrency=64, length=4096)
+# Round figures, so that what is measured on devices may change without these sums.
+ROUND = {"runtime": 0.6e9, "group": 0.4e9}
+GPU80 = msgspec.structs.replace(DEVICES["H100"], memory=85e9, **ROUND)
+GPU141 = msgspec.structs.replace(DEVICES["H200"], memory=150e9, **ROUND)
 
 LLAMA = {
     "model_type": "llama",

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from phalanx.kernels.moe.host_choice import Costs
+from phalanx.kernels.moe.moe import Held
 from phalanx.rank.model.experts import offload
+from phalanx.rank.model.experts.host import HostExperts
 
 
 def test_both_beside_each_other(monkeypatch):
@@ -20,3 +23,27 @@ def test_both_beside_each_other(monkeypatch):
     cpu, copies = offload._beside(stack, streamer, lambda: next(times), 2.0, 1e-3)
     assert cpu == 2.0 and copies == pytest.approx(24e-3 / 4e-3 / len(asked))
     assert len(asked) == 2 and np.concatenate(asked).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "on_gpu, way, slots, tokens, seconds",
+    [
+        (False, "auto", 4, 40, 8 * 4.0),  # 40 tokens of 2 of 16 experts: 5 for each; 8 are here
+        (False, "auto", 4, 1024, 8 * 64.0 * 2),  # twice what was timed
+        (False, "auto", 4, 1, 8 * 1.0),
+        (True, "cpu", 2, 1024, 6 * 128.0),
+        (True, "auto", 2, 1024, 6 * 3.0),
+        (True, "stream", 8, 1024, 0.0),
+    ],
+)
+def test_the_longest_step(on_gpu, way, slots, tokens, seconds):
+    """Two layers alike, and one on the device."""
+    costs = Costs((1.0, 3.0, 15.0, 64.0), 3.0)
+    one = HostExperts.__new__(HostExperts)
+    one.on_gpu, one.held = on_gpu, Held(0, 8, 16)
+    one.set, one.shared, one._choice = (SimpleNamespace(slots=slots), SimpleNamespace(way=way),
+                                        SimpleNamespace(costs=costs))  # fmt: skip
+    layer = SimpleNamespace(host=one, top_k=2)
+    all_layers = offload.Offload.__new__(offload.Offload)
+    all_layers.layers = [layer, layer, SimpleNamespace(host=None, top_k=2)]
+    assert all_layers.longest_step(tokens) == pytest.approx(2 * seconds)

@@ -141,7 +141,9 @@ def test_one_module_at_a_time_is_in_memory_unquantised(made, monkeypatch, tied):
 def test_memory_that_loading_takes(made, way, plain):
     """The weights, and what is read but not encoded yet: of a file in alphabetical order o_proj lies within qkv."""
     path = made("llama")[0]
-    model = measure.build(read_config(path), measure.Seat(0, 1), measure.Seat(0, 1), in_situ("q8_0", Sizes(1)))
+    model = measure.build(
+        read_config(path), measure.GroupRank(0, 1), measure.GroupRank(0, 1), in_situ("q8_0", Sizes(1))
+    )
     kept = sum(one.kept_bytes(torch.float32, torch.device("cpu")) for one in model.sharded_modules())
     need = kept + 4 * max(2 * 320 * 96, plain)
     load_on(path, way=way, room=need + (2 << 20) * (way == "striped"))  # which has buffers

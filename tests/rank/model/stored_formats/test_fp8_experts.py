@@ -1,12 +1,15 @@
 """Experts in FP8, each in tensors of its own: logits of the dequantised weights, however the model is cut."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.load import load
+from phalanx.rank.model.shard import even, whole
+from phalanx.rank.model.stored_formats.fp8 import Scheme
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
@@ -66,3 +69,18 @@ def test_striped_loading_and_memory(made, caplog):
     assert not any("not used" in record.message for record in caplog.records)
     (logits,) = run_steps(path, [tokens(9, vocab=509)], load_format="dummy", max_model_len=64)
     assert 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize(
+    "ranks, gate_up, down",
+    [(1, 9, 9), (8, 9, 9), (16, 8.25, 10)],  # 48 inputs of down, of which 16 share a scale: neither is in pieces
+)
+def test_gpus_have_gate_up_and_down_in_pieces_or_neither(ranks, gate_up, down):
+    scheme, hidden = Scheme("weight_scale_inv", 128, 128), whole(2048)
+    for rank in range(ranks):
+        inner = even(768, rank, ranks)
+        up = SimpleNamespace(inputs=hidden, outputs=(inner, inner), width=2 * inner.width)
+        back = SimpleNamespace(inputs=inner, outputs=(hidden,), width=hidden.width)
+        for one, bits in ((up, gate_up), (back, down)):
+            assert scheme.in_pieces(one) == (bits == 9)
+            assert scheme.kept_bits(one, torch.device("cuda")) == bits

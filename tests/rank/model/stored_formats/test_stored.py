@@ -124,6 +124,16 @@ def test_logits(made, expected, name, tp, pp):
     assert distance(logits, expected(plain, ids)) < TOLERANCE
 
 
+def test_linears_without_a_kernel_are_told(made, caplog):
+    caplog.set_level("WARNING")
+    loaded(made("gptq of 8 bits")[0], 1)
+    assert not caplog.messages
+    loaded(made("gptq of 8 bits, asymmetric")[0], 2)
+    (said,) = caplog.messages
+    assert said.startswith("8 linears are dequantised in every step, which is slow")
+    assert "phalanx convert --to gptq --bits 8" in said
+
+
 DAMAGED = {
     "model.layers.1.mlp.up_proj.scales": (None, "has no tensor model.layers.1.mlp.up_proj.scales"),
     "model.layers.0.self_attn.o_proj.qweight": (None, "has no tensor model.layers.0.self_attn.o_proj.qweight"),
@@ -229,16 +239,26 @@ def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, q
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fp8", "fp8, merged", "w4a16", "w8a16", "int8", "floats in channels"])
+@pytest.mark.parametrize("name", [
+    "gptq", "gptq of 8 bits", "gptq with desc_act", "awq", "marlin", "fp8", "fp8, merged", "w4a16", "w8a16", "int8",
+    "floats in channels",
+])  # fmt: skip
 def test_greedy_tokens(made, name):
     check_greedy(*made(name))
 
 
-def check_greedy(path, plain):
+@pytest.mark.long
+@pytest.mark.parametrize("isq", ["q8_0", "q4_0"])
+def test_greedy_tokens_of_weights_quantised_while_loading(made, isq):
+    plain = made("gptq")[1]
+    check_greedy(plain, plain, isq)
+
+
+def check_greedy(path, plain, isq="none"):
     """200 tokens of transformers with the dequantised weights are each the likeliest after those before."""
     prompt = tokens(40, vocab=509)
-    want, gap = Reference(plain).greedy(prompt, 200)
-    (logits,) = run_steps(path, [prompt + want], [[(0, 40)], *[[(0, 1)]] * 200], tp=2, max_model_len=512)
+    want, gap = Reference(plain, isq).greedy(prompt, 200)
+    (logits,) = run_steps(path, [prompt + want], [[(0, 40)], *[[(0, 1)]] * 200], tp=2, isq=isq, max_model_len=512)
     chosen, best = logits[39:-1].gather(1, torch.tensor(want)[:, None])[:, 0], logits[39:-1].max(1).values
     assert (best - chosen).max() <= (0 if gap > TOLERANCE else TOLERANCE) and len(set(want)) >= 8
 

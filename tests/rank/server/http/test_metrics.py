@@ -1,3 +1,4 @@
+from phalanx.rank.protocol import Stats
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.http.metrics import Metrics
 
@@ -8,3 +9,11 @@ def test_strange_methods_and_paths_make_no_series_of_their_own(tmp_path):
         metrics.http(f"FOO{i}", "other", 405)
     series = [line for line in metrics.text().decode().splitlines() if line.startswith("phalanx_http_requests_total{")]
     assert series == ['phalanx_http_requests_total{method="other",path="other",status="405"} 50.0']
+
+
+def test_the_hit_ratio_of_resident_experts(tmp_path):
+    link = EngineClient(str(tmp_path / "s"))
+    name = b"phalanx_experts_hit_ratio "
+    assert name + b"0.0\n" in Metrics(link, "m").text()
+    link.stats = Stats(experts_resident=6, experts_cpu=1, experts_streamed=1, experts_loaded=5)
+    assert name + b"0.75\n" in Metrics(link, "m").text()

@@ -1,0 +1,60 @@
+"""Models that benchmarks load with random weights: config.json of their shapes, and of quantised checkpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from phalanx.launcher import builtin_model
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama-99m": LLAMA | dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+                              num_key_value_heads=4, vocab_size=32000, max_position_embeddings=4096),
+    "llama3-8b": LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+    "llama3-70b": LLAMA | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                               num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192),
+}  # fmt: skip
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
+                         num_experts_per_tok=8, norm_topk_prob=True, head_dim=128, vocab_size=151936,
+                         max_position_embeddings=40960)  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
+    "tiny": LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+                         num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
+    "qwen3-8b": QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                             num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960),
+    "qwen3-30b-a3b": QWEN3_MOE | dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                                      num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4),
+    "qwen3-235b-a22b": QWEN3_MOE | dict(hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
+                                        num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4),
+    "deepseek-v2-lite": dict(model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], hidden_size=2048,
+                             intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
+                             n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, num_hidden_layers=27,
+                             num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=None,
+                             qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, vocab_size=102400,
+                             max_position_embeddings=163840, rope_theta=10000.0, rms_norm_eps=1e-6,
+                             rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=4096,
+                                               mscale=0.707, mscale_all_dim=0.707, beta_fast=32, beta_slow=1)),
+    "mixtral-8x7b": dict(model_type="mixtral", architectures=["MixtralForCausalLM"], hidden_size=4096,
+                         intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=32,
+                         num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, rope_theta=1000000.0,
+                         max_position_embeddings=32768, rms_norm_eps=1e-5),
+    "qwen2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
+                       intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                       vocab_size=152064, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6),
+    "gemma2-9b": dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], hidden_size=3584,
+                      intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8,
+                      head_dim=256, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0,
+                      rms_norm_eps=1e-6, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+                      final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True),
+    "built-in": json.loads((builtin_model.DIRECTORY / "config.json").read_text()),
+}  # fmt: skip
+
+# Checkpoints of these settings, with random codes
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, sym=True, desc_act=False),
+    "awq": dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True),
+    "fp8": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic"),
+}

@@ -1,0 +1,376 @@
+// One token of each of n sequences over a paged cache of latents (mla.py), from sm_80 on: of all heads each token has one
+// key of LATENT + ROPE elements, whose first LATENT are the value.
+//
+// A block takes a part of one sequence for 16 heads, which are the rows of its matmuls. Its threads copy panels of 16
+// tokens to a ring in shared memory, HELD of them ahead, and multiply two at a time, a tile: each warp a quarter of the
+// elements of 16 tokens' scores, so that it keeps q in registers; then 2 heads of the softmax, which adds the quarters up;
+// then 64 columns of the values. Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), parts of a sequence
+// after Flash-Decoding (Dao et al. 2023).
+//
+// What has been cached in earlier steps is asked for before the kernel's predecessor has ended, as are lengths and
+// tables: whatever comes before must let no kernel start until all before it has ended, as absorb_kernel of
+// mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
+#include "async_copy.cuh"
+#include "mma.cuh"
+
+constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, ROW = WIDTH * 2;  // ROW: bytes of a token
+constexpr int ROWS = 16, GROUPS = (HEADS + ROWS - 1) / ROWS;                    // heads of a block, and blocks for all heads
+constexpr int WARPS = 8, THREADS = WARPS * 32, COLUMNS = LATENT / WARPS;        // of the values, of a warp
+constexpr int PANEL = 16, TILE = 2 * PANEL, PANEL_BYTES = PANEL * ROW;          // tokens
+constexpr int QUARTERS = WARPS / 2, STEPS = WIDTH / 16 / QUARTERS;              // matmul steps of a warp's part of a score
+constexpr int SCORES_ROW = TILE + 8, WEIGHTS_ROW = TILE * 2 + 16;  // floats; bytes: no two of 8 rows in the same banks
+constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4, WEIGHTS_BYTES = ROWS * WEIGHTS_ROW;
+constexpr int PART = ROWS * LATENT + ROWS;  // floats of a part: means, as threads have them, and logarithms of sums
+constexpr int AT_ONCE = 4;                  // parts that one block adds up
+constexpr int EARLY = 4;  // tiles that are asked for early, those behind the ring to the second-level cache; 8 at most
+
+static_assert(HELD * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
+              "mla_decode.py reckons with another layout of shared memory");
+static_assert(HELD >= 4, "a tile, and another one under way");
+
+// The part `split` of a sequence, of at most `most`; fill: parts that find a multiprocessor idle.
+struct Span {
+    int count, start, stop;  // parts of the sequence; this one's tokens
+
+    __device__ Span(int length, int split, int most, int fill) {
+        const int tiles = (length + TILE - 1) / TILE, wanted = max((length + SPLIT / 2) / SPLIT, min(tiles, fill));
+        const int each = max((tiles + max(min(wanted, most), 1) - 1) / max(min(wanted, most), 1), 1) * TILE;
+        count = max((length + each - 1) / each, 1);
+        start = split * each, stop = min(start + each, length);
+    }
+    __device__ int tiles() const { return (stop - start + TILE - 1) / TILE; }
+};
+
+// Where a row's piece of 16 bytes lies: places change among the eight of 128 bytes, so that eight rows' pieces are in
+// different banks.
+__device__ inline int lies(int row, int piece) { return row * ROW + (piece ^ row % 8) * 16; }
+
+#if __CUDA_ARCH__ >= 800
+// What a warp copies: four tokens of each tile, all in one panel. Rows past `stop` become zeros.
+struct Rows {
+    const char* cache;
+    const int* table;
+    unsigned ring;
+    int start, stop;
+    int slots, ahead;  // of the tiles from a multiple of 8 on, and of the 8 behind them: lane l has row l % 4 of tile l / 4
+
+    __device__ Rows(const T* cache, const int* table, unsigned ring, const Span& span)
+        : cache((const char*)cache), table(table), ring(ring), start(span.start + first()), stop(span.stop) {
+        slots = find(0), ahead = find(8);
+    }
+    __device__ static int first() { return threadIdx.x / 32 * 4; }  // in a tile
+    __device__ static int panel() { return first() / PANEL; }
+    // Past the first-level cache, where another step may have left tables: grid_wait() has not been passed.
+    __device__ int find(int tile) const {
+        const int token = start + (tile + threadIdx.x % 32 / 4) * TILE + threadIdx.x % 4;
+        return token < stop ? __ldcg(table + token / SIZE) * SIZE + token % SIZE : -1;
+    }
+    // To be called once for each tile, one after the other, from 0 on.
+    __device__ void turn_to(int tile) {
+        if (tile % 8 || !tile) return;
+        slots = ahead, ahead = find(tile + 8);
+    }
+    // Tiles from this one on, of the first EARLY.
+    __device__ void prefetch(int tile) const {
+        const int mine = threadIdx.x % 32 / 4;
+        if (mine >= tile && mine < EARLY && slots >= 0) prefetch_bulk(cache + (long long)slots * ROW, ROW);
+    }
+    // The rows of `some`'s bits.
+    __device__ void copy(int tile, int some) const {
+        const int lane = threadIdx.x % 32, row = first() % PANEL, from = tile % 8 * 4;
+        const unsigned to = ring + (tile * 2 + panel()) % HELD * PANEL_BYTES;
+        const char* const piece = cache + lane * 16;
+        const int place = row * ROW, across = lane ^ row % 8;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {  // pieces `lane` and lane + 32, as lies() has them
+            const int slot = __shfl_sync(~0u, slots, from + r);
+            if (!(some >> r & 1)) continue;
+            const char* x = piece + (long long)max(slot, 0) * ROW;
+            const unsigned at = to + place + r * ROW + (across ^ r) * 16;
+            copy_async16(at, x, slot >= 0), copy_async16(at + 512, x + 512, slot >= 0);
+        }
+        const int slot = __shfl_sync(~0u, slots, from + lane / 8), last = 64 + lane % 8;  // eight pieces of each row
+        if (some >> lane / 8 & 1)
+            copy_async16(to + lies(row + lane / 8, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
+    }
+};
+
+// Tiles that a warp's copies are ahead of the tile that is multiplied, of the first or the second panel of each.
+__device__ constexpr int tiles_ahead(int panel) { return (HELD - 1 - panel) / 2; }
+
+// Until this thread's copies of a tile are there.
+template <int AHEAD> __device__ inline void wait_for_tile(bool first) {
+    if (first)
+        wait_for_groups<AHEAD>();
+    else  // the newest tile has not been asked for yet
+        wait_for_groups<AHEAD - 1>();
+}
+
+// The ring's first tiles, but for the step's own token, a group for each tile but the last of the part: what may be read
+// before the kernel's predecessor has ended; what has no room there is brought near. Then, after it, the rest of them.
+__device__ inline void copy_early(Rows& rows, int tiles, int most, int newest) {
+#pragma unroll 1
+    for (int t = 0; t <= most && t < tiles; t++) {
+        const int r = newest - t * TILE - Rows::first();  // if it is one of this warp's rows of the tile
+        rows.copy(t, r >= 0 && r < 4 ? 15 & ~(1 << r) : 15);
+        if (t < tiles - 1) commit_copies();
+    }
+    rows.prefetch(most + 1);
+}
+__device__ inline void copy_newest(const Rows& rows, int tiles, int most, int newest) {
+    const int t = newest / TILE, r = newest % TILE - Rows::first();
+    if (t <= most && t < tiles && r >= 0 && r < 4) rows.copy(t, 1 << r);
+#pragma unroll 1
+    for (int i = min(tiles - 1, most + 1); i <= most; i++) commit_copies();
+}
+
+// This warp's steps of 16 heads' queries, as the first operand of matmuls; step j has the elements from j * 64 on and 16
+// times the warp's quarter. Heads past the last one are zeros.
+__device__ inline void load_queries(unsigned (&x)[STEPS][4], const T* q, int heads) {
+    const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % QUARTERS;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int head = lane / 4 + i % 2 * 8;
+            const T* from = q + head * WIDTH + j * 64 + quarter * 16 + i / 2 * 8 + lane % 4 * 2;
+            x[j][i] = head < heads ? *(const unsigned*)from : 0;
+        }
+}
+
+// A quarter of the products of 16 heads and a panel's 16 tokens, to scores [QUARTERS, ROWS, SCORES_ROW].
+__device__ inline void multiply_keys(const unsigned (&x)[STEPS][4], unsigned panel, float* scores) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = warp % QUARTERS;
+    const unsigned at = panel + lies(lane % 8 + lane / 16 * 8, quarter * 2 + lane / 8 % 2);
+    float s[2][2][4] = {};  // of even and odd steps, of 8 tokens each
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+        unsigned y[4];
+        ldmatrix(y, at + j * 128);
+        mma<T>(s[j % 2][0], x[j], y[0], y[1]);
+        mma<T>(s[j % 2][1], x[j], y[2], y[3]);
+    }
+    float* to = scores + (quarter * ROWS + lane / 4) * SCORES_ROW + warp / QUARTERS * PANEL + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            *(float2*)(to + h * 8 * SCORES_ROW + n * 8) = {s[0][n][2 * h] + s[1][n][2 * h],
+                                                           s[0][n][2 * h + 1] + s[1][n][2 * h + 1]};
+}
+
+// Of two heads, that a warp's halves have: a lane has two tokens of each tile.
+struct Softmax {
+    float top = MINUS_INFINITY, sum = 0;  // the head's; this lane's
+
+    __device__ static int head() { return threadIdx.x / 16; }
+    // A tile, of which the first `count` tokens are there: weights, and what sums so far are to be multiplied by.
+    __device__ void take(const float* scores, unsigned char* weights, float* shrink, int count, float scale) {
+        const int token = threadIdx.x % 16 * 2;
+        float2 s = {0, 0};
+#pragma unroll
+        for (int i = 0; i < QUARTERS; i++) {
+            const float2 x = *(const float2*)(scores + (i * ROWS + head()) * SCORES_ROW + token);
+            s.x += x.x, s.y += x.y;
+        }
+        s.x = token < count ? s.x * scale : MINUS_INFINITY;
+        s.y = token + 1 < count ? s.y * scale : MINUS_INFINITY;
+        float best = fmaxf(s.x, s.y);
+#pragma unroll
+        for (int step = 8; step; step /= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
+        best = fmaxf(best, top);
+        const float by = exp2_approx(top - best), a = exp2_approx(s.x - best), b = exp2_approx(s.y - best);
+        top = best, sum = sum * by + a + b;
+        *(unsigned*)(weights + head() * WEIGHTS_ROW + token * 2) = pack<T>(a, b);
+        if (token == 0) shrink[head()] = by;
+    }
+    // What a head's values are to be multiplied by, and the logarithm of its sum.
+    __device__ void finish(float* inverse, float* logarithm) {
+#pragma unroll
+        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (threadIdx.x % 16 == 0) inverse[head()] = 1 / sum, logarithm[head()] = top + log2f(sum);
+    }
+};
+
+// Values of 16 heads and this warp's columns: of each 8 of them rows lane / 4 and 8 below, columns lane % 4 * 2 and the next.
+struct Values {
+    float o[COLUMNS / 8][4];
+
+    __device__ void scale(const float* by) {
+        const float upper = by[threadIdx.x % 32 / 4], lower = by[threadIdx.x % 32 / 4 + 8];
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+            o[n][0] *= upper, o[n][1] *= upper, o[n][2] *= lower, o[n][3] *= lower;
+    }
+    __device__ void add_panel(unsigned weights, unsigned panel) {  // weights: 16 heads' of its tokens
+        const int lane = threadIdx.x % 32, row = lane % 16;
+        unsigned p[4];
+        ldmatrix(p, weights + row * WEIGHTS_ROW + lane / 16 * 16);
+#pragma unroll
+        for (int m = 0; m < COLUMNS / 16; m++) {
+            unsigned y[4];
+            ldmatrix_transposed(y, panel + threadIdx.x / 32 * COLUMNS * 2 + lies(row, m * 2 + lane / 16));
+            mma<T>(o[2 * m], p, y[0], y[1]);
+            mma<T>(o[2 * m + 1], p, y[2], y[3]);
+        }
+    }
+    // to: [HEADS, LATENT], of the block's first head; the first `heads` are there.
+    __device__ void store(T* to, int heads) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 32; m++) {
+                unsigned x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = pack<T>(o[4 * m + i][2 * h], o[4 * m + i][2 * h + 1]);
+                exchange_quads(x);
+                const int head = lane / 4 + h * 8, column = threadIdx.x / 32 * COLUMNS + (4 * m + lane % 4) * 8;
+                if (head < heads) *(uint4*)(to + head * LATENT + column) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+    }
+};
+
+// A part: means of values, and of this thread's two rows the logarithms of sums.
+struct Part {
+    Values mean;
+    float weight[2];
+
+    __device__ void store(float* to) const {
+        const int thread = threadIdx.x, lane = thread % 32;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++) {
+            const float* o = mean.o[n];
+            ((float4*)to)[n * THREADS + thread] = make_float4(o[0], o[1], o[2], o[3]);
+        }
+        if (thread < 32 && lane % 4 == 0)
+            for (int h = 0; h < 2; h++) to[ROWS * LATENT + lane / 4 + h * 8] = weight[h];
+    }
+    // All of `count` parts that lie `stride` parts from each other, this one the `mine`-th; in their order, whichever has
+    // come last.
+    __device__ void add_up(const float* parts, int count, int stride, int mine) {
+        const int thread = threadIdx.x;
+        float top[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0, 0};
+        Values all = {};
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            const float* const part = parts + i * stride * PART;
+            Part next = *this;
+            if (i != mine) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) next.weight[h] = __ldcg(part + ROWS * LATENT + thread % 32 / 4 + h * 8);
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    const float4 y = __ldcg((const float4*)part + n * THREADS + thread);
+                    float* const o = next.mean.o[n];
+                    o[0] = y.x, o[1] = y.y, o[2] = y.z, o[3] = y.w;
+                }
+            }
+            float old[2], by[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float best = fmaxf(top[h], next.weight[h]);
+                old[h] = exp2_approx(top[h] - best), by[h] = exp2_approx(next.weight[h] - best);
+                top[h] = best, sum[h] = sum[h] * old[h] + by[h];
+            }
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    all.o[n][j] = fmaf(all.o[n][j], old[j / 2], by[j / 2] * next.mean.o[n][j]);
+        }
+        const float by[2] = {1 / sum[0], 1 / sum[1]};
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) mean.o[n][j] = all.o[n][j] * by[j / 2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) weight[h] = top[h] + log2f(sum[h]);
+    }
+};
+
+// AT_ONCE neighbouring parts are added up by the block of them that is the last to be there, then AT_ONCE of these sums, and
+// so on. Whether this block has all of the sequence in the end. arrived: as many counts as there may be parts, zero before
+// and after: one for each sum, where its first part has its own and, as sums of sums share that, so many behind it.
+__device__ inline bool add_up(Part& part, int split, int count, float* parts, int* arrived, int* latest) {
+    for (int stride = 1, level = 0; count > 1; stride *= AT_ONCE, level++) {
+        const int first = split / AT_ONCE * AT_ONCE, some = min(AT_ONCE, count - first);
+        if (some > 1) {
+            __syncthreads();  // all have read the weights that are overwritten
+            part.store(parts + split * stride * PART);
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                int* const count = arrived + first * stride + level;
+                *latest = add_one(count) == some - 1;
+                if (*latest) *count = 0;
+            }
+            __syncthreads();
+            if (!*latest) return false;
+            part.add_up(parts + first * stride * PART, some, stride, split - first);
+        }
+        split /= AT_ONCE, count = (count + AT_ONCE - 1) / AT_ONCE;
+    }
+    return true;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+mla_decode(const T* q, const T* cache, const int* tables, const int* lengths, T* out, float* parts, int* arrived, int q_row,
+           int table_row, int fill, float scale) {
+#if __CUDA_ARCH__ >= 800
+    extern __shared__ uint4 memory[];
+    const int b = blockIdx.x / GROUPS, head = blockIdx.x % GROUPS * ROWS, heads = min(HEADS - head, ROWS);
+    const int split = blockIdx.y, most = gridDim.y, lane = threadIdx.x % 32, panel = Rows::panel();
+    const int length = __ldcg(lengths + b);
+    const Span span(length, split, most, fill);
+    T* const to = out + ((long long)b * HEADS + head) * LATENT;
+    if (split >= span.count) return;
+    if (length == 0) {
+        grid_wait();
+        launch_dependents();
+        for (int i = threadIdx.x; i < heads * LATENT / 8; i += THREADS) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
+        return;
+    }
+    const unsigned ring = smem_address(memory), of_weights = ring + HELD * PANEL_BYTES + SCORES_BYTES;
+    float* const scores = (float*)((unsigned char*)memory + HELD * PANEL_BYTES);
+    unsigned char* const weights = (unsigned char*)scores + SCORES_BYTES;
+    float *const shrink = (float*)(weights + WEIGHTS_BYTES), *const inverse = shrink + ROWS, *const sums = inverse + ROWS;
+    const int tiles = span.tiles(), ahead = tiles_ahead(panel), newest = length - 1 - span.start;
+    Rows rows(cache, tables + (long long)b * table_row, ring, span);
+    copy_early(rows, tiles, ahead, newest);
+    grid_wait();
+    launch_dependents();
+    copy_newest(rows, tiles, ahead, newest);
+    unsigned x[STEPS][4];
+    load_queries(x, q + (long long)b * q_row + head * WIDTH, heads);
+    Softmax softmax;
+    Part part = {};
+#pragma unroll 1
+    for (int t = 0; t < tiles; t++) {
+        if (panel)
+            wait_for_tile<tiles_ahead(1)>(t == 0);
+        else
+            wait_for_tile<tiles_ahead(0)>(t == 0);
+        __syncthreads();  // all threads' copies are there, and all have multiplied the tile before
+        if (t > 0) {
+            rows.turn_to(t + ahead);
+            if (t + ahead < tiles) rows.copy(t + ahead, 15);
+            commit_copies();
+        }
+        multiply_keys(x, ring + (t * 2 + threadIdx.x / 32 / QUARTERS) % HELD * PANEL_BYTES, scores);
+        __syncthreads();
+        softmax.take(scores, weights, shrink, span.stop - span.start - t * TILE, scale);
+        __syncthreads();
+        part.mean.scale(shrink);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            part.mean.add_panel(of_weights + i * PANEL * 2, ring + (t * 2 + i) % HELD * PANEL_BYTES);
+    }
+    softmax.finish(inverse, sums);
+    __syncthreads();
+    part.mean.scale(inverse);
+    part.weight[0] = sums[lane / 4], part.weight[1] = sums[lane / 4 + 8];
+    const long long first = (long long)blockIdx.x * most;
+    if (add_up(part, split, span.count, parts + first * PART, arrived + first, (int*)shrink)) part.mean.store(to, heads);
+#endif
+}

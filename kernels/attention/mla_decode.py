@@ -1,0 +1,112 @@
+"""Decoding sequences of multi-head latent attention by mla_decode.cu, in DeepSeek's sizes: 512 + 64 elements a token.
+
+As a backend it attends to latents as they are cached, as mla_triton.py does, which takes everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import device_caps
+from .backend import AttentionParams, Part
+
+LOG2_E = 1.4426950408889634
+LATENT, ROPE = 512, 64
+WIDTH = LATENT + ROPE
+# Sequences of a step for which this kernel is chosen, instead of Triton's: none before it has run on a GPU. A graph's
+# kernel is the same for contexts of all lengths, so these do not count. docs/kernels.md says what should take how long.
+SEQUENCES = range(0)
+
+THREADS = 256
+ROWS = 16  # heads of a block
+TILE = 32  # tokens that are multiplied at once
+PANEL = 16  # tokens that are copied at once
+AT_ONCE = 4  # parts of a sequence that one block adds up
+MOST_PARTS = 64
+FILL = 1  # blocks of a multiprocessor that short sequences are cut for; chosen by arithmetic
+SPLIT = 256  # tokens: about what is worth a block of its own, where all multiprocessors have one
+MOST_PANELS = 8
+# Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.
+FIXED = 4 * ROWS * (TILE + 8) * 4 + ROWS * (TILE * 2 + 16) + 3 * ROWS * 4
+PART = ROWS * LATENT + ROWS  # floats that are kept of a part
+
+
+def supports(part: Part) -> bool:
+    """Values are the first part of the keys, of one head; all in 16 bits, and as a block copies them."""
+    q, keys, values, params = part.q, part.keys, part.values, part.params
+    if not part.decodes or part.stop not in SEQUENCES or part.scales is not None or part.newest is not None:
+        return False
+    shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
+    sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2 and keys.dtype == q.dtype
+    aligned = jit.plain(keys, part.out) and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0
+    return shared and sizes and aligned and q.stride()[1:] == (WIDTH, 1) and params == AttentionParams(params.scale)
+
+
+def plan(part: Part) -> int:
+    """How many parts each sequence is cut in at most."""
+    blocks, caps = part.stop * -(-part.q.shape[1] // ROWS), device_caps(part.q.device)
+    return most_parts(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * together(part.q.device)[1])
+
+
+def run(part: Part, plan: int) -> None:
+    q, out = part.decoding
+    decode(q, part.keys[:, :, 0], part.rows.block_tables, part.rows.lengths, out, part.params.scale, plan)
+
+
+def most_parts(blocks: int, longest: int, room: int) -> int:
+    """A power of two: parts that a sequence is cut in at most, when there are `blocks` for each part, and room for so
+    many at once."""
+    parts = 1
+    while parts < MOST_PARTS and 2 * blocks * parts <= room and longest > parts * TILE:
+        parts *= 2
+    return parts
+
+
+@functools.cache
+def together(device: torch.device) -> tuple[int, int]:
+    """Panels that a block holds, and blocks of a multiprocessor."""
+    if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.SHARED
+        return 5, 2
+    room = (
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+    )  # which CUDA keeps of a block's
+    return min(MOST_PANELS, (room - FIXED) // (PANEL * WIDTH * 2)), 1
+
+
+def sizes(heads: int, block_size: int, panels: int, blocks: int) -> dict[str, int]:
+    """What mla_decode.cu is compiled for."""
+    return dict(HEADS=heads, SIZE=block_size, HELD=panels, BLOCKS=blocks, SPLIT=SPLIT, ROOM=shared_bytes(panels))
+
+
+def shared_bytes(panels: int) -> int:
+    return panels * PANEL * WIDTH * 2 + FIXED
+
+
+def decode(
+    q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int, fill: int = 0
+) -> None:
+    """The newest token of each of n sequences, of up to `most` parts: q [n, heads, 576], cache [blocks, block_size,
+    576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: parts of a short sequence; as many
+    as find a multiprocessor idle unless given.
+
+    What comes before on the stream may still run, and write q and the newest tokens: all else that is read must be
+    what the kernels before that one wrote.
+    """
+    n, heads, _ = q.shape
+    blocks, (panels, at_once) = n * -(-heads // ROWS), together(q.device)
+    shared = shared_bytes(panels)
+    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, at_once))
+    fill = fill or min(AT_ONCE, FILL * device_caps(q.device).num_sms // blocks)
+    parts = arrived = out  # of one part nothing is kept
+    if most > 1:
+        assert blocks * most <= jit.COUNTERS  # most_parts does not cut so many
+        parts = q.new_empty(blocks, most, PART, dtype=torch.float32)
+        arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
+    kernel(
+        (blocks, most, 1), THREADS, q, cache, tables, lengths, out, parts, arrived, q.stride(0), tables.stride(0), fill,
+        scale * LOG2_E, shared=shared,
+    )  # fmt: skip

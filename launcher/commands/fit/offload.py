@@ -1,0 +1,53 @@
+"""The time of experts in host memory, served as rank/model/experts/host.py does it.
+
+The resident ones are computed on the GPU. Of the others the CPU computes some where they lie, while the GPU brings over
+and computes the rest; both read the host's one memory. Routing is taken to be even: as large a share of what is chosen
+is resident as of all experts.
+"""
+
+from __future__ import annotations
+
+from .devices import Host
+from .shape import StageShape, Weights
+
+FEW = 16  # tokens of steps that are one launch; rank/model/experts/few_tokens.py
+LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copies all; rank/model/experts/host.py
+PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
+COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
+# Seconds of a layer until GPU and host know what the other has, and of the kernels around that: of few tokens what
+# steps of one sequence took on an H100 beside their experts (2026-11-25, b525504). Of more Python launches each layer:
+# 265 us of a step with half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
+FIXED = {True: 50e-6, False: 157e-6}
+
+
+def fixed(tokens: int) -> float:
+    return FIXED[tokens <= FEW]
+
+
+def streamed(tokens: int, chosen: int, experts: int) -> bool:
+    """Whether all that is not resident is copied, while the layers before are computed."""
+    return tokens > LOOKED and tokens * chosen >= ALL * experts
+
+
+def resident(experts: Weights, offload: int) -> float:
+    """The share of a rank's experts that is."""
+    return max(0, experts.copies - offload) / experts.copies
+
+
+def missing(stage: StageShape, offload: int) -> float:
+    """Bytes of host memory of those that are not."""
+    return sum(one.host * min(offload, one.copies) for one in stage.weights if one.expert)
+
+
+def beside(host: Host, tokens: int, computed: float, missed: float, work: float) -> float:
+    """Seconds that both sides take. computed: the GPU's, for resident experts. missed: bytes of chosen experts that are
+    not resident, whose FLOP are `work`.
+
+    Of few tokens the GPU copies by kernels, after it has computed what is resident; of more, streams beside it do.
+    """
+    if not missed:
+        return computed
+    cpu = missed / max(missed / host.cpu, work / host.flops)  # bytes/s
+    begun = computed if tokens <= FEW else 0.0
+    left = max(0.0, missed - cpu * begun)
+    return max(computed, begun + left / min(host.bandwidth, cpu + PCIE * COPIED))

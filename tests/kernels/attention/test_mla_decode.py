@@ -1,0 +1,176 @@
+"""The CUDA kernel for decoding sequences of latents, thread by thread on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.attention import mla_decode
+from phalanx.kernels.attention.backend import AttentionParams, Part
+from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
+
+from .. import cuda_model
+from .decoding import part_of
+from .latents import DEEPSEEK, NAN, latent_cache
+from .test_attention import make_rows
+
+BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+WIDTH, LATENT = mla_decode.WIDTH, mla_decode.LATENT
+
+
+class Launcher:
+    """In place of jit's: kernels run in the model, blocks in any order. New tensors hold NaN."""
+
+    def __init__(self, monkeypatch, models):
+        self.models, self.counts, self.writes = models, torch.zeros(1 << 10, dtype=torch.int32), []
+        self.seed, self.grids = 0, []
+        monkeypatch.setattr(jit, "kernel", self.kernel)
+        monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
+        monkeypatch.setattr(mla_decode, "device_caps", lambda _: SimpleNamespace(num_sms=4))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        real = torch.Tensor.new_empty
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(NAN))
+
+    def kernel(self, source, name, dtype, shared=0, **sizes):
+        library = self.models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0):
+            assert shared <= 227 << 10
+            self.seed += 1
+            self.grids.append(grid)
+            options = dict(seed=self.seed, writes=self.writes, any_order=True)
+            cuda_model.launch(library, grid, threads, args, args[0], **options)
+
+        return launch
+
+
+@pytest.fixture
+def launcher(monkeypatch, cuda_models):
+    torch.manual_seed(0)
+    return Launcher(monkeypatch, cuda_models)
+
+
+class Step:
+    """Of one token of each sequence; what is no token's is NaN. The reference computes in f32."""
+
+    def __init__(self, lengths, dtype=torch.bfloat16, heads=16, size=16, spare=2):
+        sizes = DEEPSEEK._replace(heads=heads, block_size=size)
+        blocks = sum(-(-n // size) for n in lengths) + spare  # the tables' order depends on it
+        self.rows = make_rows([1] * len(lengths), lengths, size, blocks)
+        self.cache = latent_cache(self.rows, sizes, blocks, dtype)
+        self.q = torch.randn(len(lengths), heads, WIDTH).to(dtype)
+        self.out = torch.full((len(lengths), heads, LATENT), NAN, dtype=dtype)
+        self.keep = [i for i, n in enumerate(lengths) if n]
+
+    def tokens(self, at: int) -> list[torch.Tensor]:
+        """Each sequence's token from its end on, in the cache."""
+        slots = [slots_of(self.rows, i, self.cache.shape[1])[at] for i in self.keep if self.rows.kv_lens[i] >= -at]
+        return [self.cache.view(-1, WIDTH)[slot] for slot in slots]
+
+    def want(self) -> torch.Tensor:
+        want = torch.zeros(self.out.shape)
+        keys = self.cache.float()[:, :, None]
+        params, rows = AttentionParams(0.1), part_of(self.rows, self.keep)
+        found = paged_attention_reference(self.q.float()[self.keep], keys, keys[..., :LATENT], rows, params)
+        want[self.keep] = found.view(-1, *want.shape[1:])
+        return want
+
+    def decode(self, launcher, most: int, fill: int) -> torch.Tensor:
+        """What the kernel before writes is there when that has ended: queries, and the step's own tokens."""
+        launcher.writes += [(one, torch.full_like(one, NAN)) for one in (self.q, *self.tokens(-1))]
+        rows = self.rows
+        mla_decode.decode(self.q, self.cache, rows.block_tables, rows.lengths, self.out, 0.1, most, fill)
+        launcher.writes.clear()
+        assert not launcher.counts.any()
+        return self.out
+
+
+# Lengths, parts at most, parts of short sequences, panels that a block holds, and what else a step has: of one part and
+# of several, on one level and on two, tiles and panels that are full and that are not, a ring that is filled once and
+# that goes round.
+CASES = [
+    ([1, 0, 33, 128], 1, 1, 5, {}),
+    ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=7)),
+    ([200], 8, 8, 5, dict(dtype=torch.float16, heads=20, spare=4)),
+    ([0], 2, 2, 5, dict(heads=1)),
+    ([16, 17, 255, 257, 96], 2, 1, 4, dict(size=1)),
+    ([1500, 577], 32, 4, 5, dict(heads=33, spare=5)),
+    ([1024, 2], 64, 64, 8, dict(heads=2, size=64)),
+    ([900, 161], 2, 4, 5, dict(dtype=torch.float16, heads=17, size=32)),
+]
+
+
+@pytest.mark.parametrize(
+    "lengths, most, fill, panels, options",
+    [*CASES[:3], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:])],
+)
+def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
+    monkeypatch.setattr(mla_decode, "together", lambda _: (panels, 1))
+    step = Step(lengths, **options)
+    want = step.want()
+    got = step.decode(launcher, most, fill)
+    bound = BOUNDS[step.q.dtype]
+    torch.testing.assert_close(got.float(), want, atol=bound, rtol=bound)
+    groups = -(-step.q.shape[1] // 16)
+    assert launcher.grids == [(len(lengths) * groups, most, 1)]
+
+
+def test_the_last_block_does_not_matter(launcher):
+    """Which block of a sequence is the last to come, and adds the parts up, leaves the sum as it is."""
+    step = Step([90], heads=2)
+    first = step.decode(launcher, 4, 4).clone()
+    for _ in range(3):
+        assert torch.equal(step.decode(launcher, 4, 4), first)
+
+
+def test_what_is_read_early(launcher):
+    """Tokens of earlier steps are, so they must be there; the step's own are not."""
+    step = Step([70], heads=1)
+    for at, early in ((-70, True), (-60, True), (-1, False)):
+        launcher.writes += [(one, torch.full_like(one, NAN)) for one in step.tokens(at)]
+        assert step.decode(launcher, 1, 1).isnan().any().item() == early
+
+
+def part_of_step(step: Step, **changed) -> Part:
+    keys, n = step.cache[:, :, None], len(step.q)
+    rest = dict(rows=step.rows, params=AttentionParams(0.1), first=0, stop=n, out=step.out)
+    return Part(**dict(q=step.q, keys=keys, values=keys[..., :LATENT]) | rest | changed)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    monkeypatch.setattr(mla_decode, "SEQUENCES", range(1, 1 << 16))
+
+
+def test_as_a_backend(launcher, chosen):
+    """Prompts behind decoding sequences are left alone."""
+    step = Step([40, 3, 9], heads=3)
+    part, want = part_of_step(step, stop=2), step.want()
+    assert mla_decode.supports(part)
+    mla_decode.run(part, mla_decode.plan(part))
+    assert launcher.grids == [(2, 2, 1)]
+    torch.testing.assert_close(step.out[:2].float(), want[:2], atol=2e-2, rtol=2e-2)
+    assert step.out[2].isnan().all()
+
+
+def test_what_it_takes(monkeypatch, chosen):
+    step = Step([3, 4], heads=2)
+    assert mla_decode.supports(part_of_step(step)) and mla_decode.supports(part_of_step(step, stop=1))
+    keys, q = step.cache[:, :, None], step.q
+    others = [
+        dict(q=q.float()), dict(q=q.half()), dict(q=q.float(), keys=keys.float()), dict(values=keys),
+        dict(values=keys[..., :LATENT].clone()), dict(params=AttentionParams(0.1, window=4)),
+        dict(keys=keys[..., :570], values=keys[..., :LATENT]), dict(scales=torch.zeros(1)), dict(first=2),
+        dict(q=q.transpose(0, 1)), dict(out=torch.zeros(2, 2, 1024, dtype=q.dtype)[..., ::2]),
+    ]  # fmt: skip
+    assert not any(mla_decode.supports(part_of_step(step, **one)) for one in others)
+    monkeypatch.setattr(mla_decode, "SEQUENCES", range(3, 9))
+    assert not mla_decode.supports(part_of_step(step))
+
+
+def test_parts():
+    """As many as there is room for, in a graph; no more than there are tiles."""
+    sizes = [(1, 64), (16, 16), (64, 4), (100, 2), (128, 2), (256, 1)]
+    assert [(blocks, mla_decode.most_parts(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
+    assert mla_decode.most_parts(1, 32, 264) == 1 and mla_decode.most_parts(1, 33, 264) == 2
+    assert mla_decode.shared_bytes(5) <= 115_400, "two blocks of a multiprocessor"
