@@ -11,7 +11,7 @@ from phalanx.comm import mesh, threads
 from phalanx.rank.model import architectures
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
-from phalanx.rank.model.measure import Seat, build
+from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
 from . import test_chatglm
@@ -112,7 +112,7 @@ def changed(tmp_path, model_type, change):
         options = transformers.AutoConfig.for_model(**options).to_dict() | {"model_type": model_type}
     change(options.get("text_config", options))
     (tmp_path / "config.json").write_text(json.dumps(options))
-    build(read_config(tmp_path), Seat(0, 1), Seat(0, 1))
+    build(read_config(tmp_path), GroupRank(0, 1), GroupRank(0, 1))
 
 
 def test_all_types_are_here():
