@@ -51,7 +51,7 @@ part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
 part worker 120 "${tests[@]}" $worker/test_swap.py $worker/test_batch_builder.py $worker/test_decode_batch.py
-part models 300 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
+part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
     $rank/model/stored_formats/*_gpu.py $rank/model/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py
 part generation 300 "${tests[@]}" -m "not long" $rank/test_generation.py

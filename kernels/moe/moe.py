@@ -118,8 +118,9 @@ def expert_terms(given: Inputs) -> Tensor:
     pairs apart, for whoever adds them to something else, or 1."""
     if not given.x.is_cuda:
         return on_cpu(given).unsqueeze(1)
-    given = given._replace(x=given.x.contiguous())
-    x, ids, w13, w2, held = given.x, given.ids, given.w13, given.w2, given.held
+    x, ids, weights = (one.contiguous() for one in given[:3])
+    given = given._replace(x=x, ids=ids, weights=weights)
+    w13, w2, held = given.w13, given.w2, given.held
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
     if quantized_cuda.supports(x, w13, w2):

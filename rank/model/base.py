@@ -100,6 +100,15 @@ class Args:
         return cls(**values)
 
 
+def expect(key: str, value: object, *supported: object) -> None:
+    """Raises FatalError where a key of config.json has a value that is not supported."""
+    if value not in supported:
+        names = " and ".join(map(repr, supported))
+        raise FatalError(
+            f"config.json: {key} {value!r} is not supported for this model type; supported: {names}", MODEL
+        )
+
+
 def _is_of(value: Any, kind: str) -> bool:
     """kind: an annotation such as int, list[str] or dict[str, Any]."""
     if kind.startswith("list["):

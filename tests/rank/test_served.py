@@ -1,4 +1,5 @@
-"""Every architecture, served by MPI's ranks in every layout, answers as transformers does: log-probabilities and text.
+"""Every architecture, served by MPI's ranks in every layout, answers as transformers does (ChatGLM as its own test's
+model does): log-probabilities and text.
 
 Prompts longer than any sliding window are computed in chunks, sequences are preempted, and a prompt is continued from
 the prefix cache. A new architecture is covered by its entry in `MODELS`.
@@ -21,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from ..engine import device
 from ..ranks import run_ranks
-from .model import harness
-from .model.test_architectures import COMMON, MODELS, first_of_each_class, write
-from .reference import Reference
+from .model import harness, test_chatglm
+from .model.test_architectures import COMMON, MODELS, write
 
-SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS
+CHATGLM = test_chatglm.CONFIG  # transformers has no class for it
+SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS | {"chatglm": CHATGLM}
 
 
 class Layout(NamedTuple):
@@ -38,7 +39,7 @@ class Layout(NamedTuple):
 
 
 SHORT = "short"
-# One of each kind of cache, position and layer; the long suite's layouts have all classes.
+# One of each kind of cache, position and layer; the long suite's layouts have all types.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
@@ -60,14 +61,15 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 def cases():
     """Layouts and models.
 
-    Of the long suite's layouts, the one that cuts both ways has all models; the others have the first of each class.
+    Of the long suite's layouts, those that cut both ways have all models; the others have the first of each type.
     """
-    representative = first_of_each_class(SERVED)
+    representative = {options["model_type"]: name for name, options in reversed(SERVED.items())}.values()
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     for layout, (tp, pp, *_, ep) in list(LAYOUTS.items())[1:]:
         for name, options in SERVED.items():
-            heads = (COMMON | options | options.get("text_config", {}))["num_attention_heads"]
-            several = any("experts" in key for key in options)
+            text = options | options.get("text_config", {})
+            heads = (COMMON | text)["num_attention_heads"]
+            several = any("experts" in key for key in text)
             if heads % tp == 0 and (min(tp, pp) > 1 or name in representative) and (ep == 1 or several):
                 yield pytest.param(layout, name, marks=pytest.mark.long)
 
@@ -77,15 +79,23 @@ EMBEDDING = re.compile("embed|wte|wpe")
 EMBEDDING_GAINS = {"olmo2 few keys": 3.0, "qwen3_5": 0.5, "qwen3_5_text": 0.5, "qwen3_next mixed": 0.5}
 
 
-class Expected(Reference):
-    """transformers' model, which says of every token that was chosen whether it is the likeliest after those before.
+class Expected:
+    """A reference model, which says of every token that was chosen whether it is the likeliest after those before.
 
     One forward pass over a whole text says it, where generating that text takes one for each of its tokens.
     """
 
-    def __init__(self, path):
-        self.model = harness.reference(path)
-        self.logits = functools.cache(lambda *tokens: Reference.logits(self, list(tokens)))
+    def __init__(self, logits):
+        """logits: a list of tokens -> theirs [tokens, vocab]."""
+        self.logits = functools.cache(lambda *tokens: logits(list(tokens)))
+
+    @classmethod
+    def of(cls, path, options):
+        """transformers' model of a checkpoint, or of ChatGLM's the one of its own test."""
+        if options is CHATGLM:
+            return cls(functools.partial(test_chatglm.logits_of, load_file(path / "model.safetensors"), CHATGLM))
+        model = harness.reference(path)
+        return cls(torch.no_grad()(lambda tokens: model(torch.tensor([tokens])).logits[0]))
 
     def after(self, prompt, got):
         """Logits [len(got), vocab] that each token of `got` was to be chosen by, and how far others may be off."""
@@ -105,12 +115,18 @@ class Expected(Reference):
         return [place for place, gap in enumerate(behind) if gap > 0]
 
 
+def write_checkpoint(directory, options):
+    """A checkpoint of random weights of an entry of SERVED."""
+    test_chatglm.make(directory) if options is CHATGLM else write(directory, **options)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """name -> its checkpoint, with weights that make the text vary."""
 
     def make(name):
-        path = write(tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), **SERVED[name])
+        path = write_checkpoint(tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), SERVED[name])
         weights = load_file(path / "model.safetensors")
         for key, x in weights.items():
             if x.dim() > 1 and "lm_head" not in key:
@@ -125,7 +141,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    return functools.cache(lambda name: Expected(checkpoint(name)))
+    return functools.cache(lambda name: Expected.of(checkpoint(name), SERVED[name]))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -209,11 +225,10 @@ def check(title, want, prompt, got, count):
 
 
 def test_a_wrong_token_is_named_and_a_tie_is_told():
-    want = Expected.__new__(Expected)
     logits = torch.zeros(5, 8)
     logits[[1, 2, 3], [4, 5, 6]] = 10.0
     logits[2, 7] = 10.00005
-    want.logits = lambda *tokens: logits
+    want = Expected(lambda tokens: logits)
     check("", want, [0, 0], [4, 7, 6], 3)
     with pytest.warns(UserWarning, match="short, llama, prompt 0: token 1 is one of several"):
         check("short, llama, prompt 0", want, [0, 0], [4, 5, 6], 3)
@@ -229,6 +244,5 @@ def test_prompts_are_longer_than_windows():
 
 
 def test_each_architecture_is_served():
-    # chatglm is unknown to transformers: tests/rank/model/test_chatglm.py. kimi_k2 is deepseek_v3 by another name.
-    others = {"chatglm", "kimi_k2"}
+    others = {"kimi_k2"}  # deepseek_v3 by another name
     assert {options["model_type"] for options in SERVED.values()} | others == set(architectures.supported())

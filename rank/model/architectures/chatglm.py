@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import MODEL, FatalError
+from .. import base
 from ..layers.rope import Parameters
 from . import llama
 
@@ -61,6 +62,7 @@ class Args(llama.Args):
                 raise FatalError(
                     f"config.json: {key} is {value!r}, but chatglm is supported only where it is {expected!r}", MODEL
                 )
+        base.expect("rope type", self.rope_parameters["rope_type"], "default")  # rope_ratio says what there is
 
     @property
     def qkv_bias(self) -> bool:

@@ -50,9 +50,9 @@ class Args(llama.Args):
 
     def check_router(self) -> None:
         """Raises FatalError where experts are chosen in another way."""
-        expect("scoring_func", self.scoring_func, "softmax")
-        expect("topk_method", self.topk_method, "greedy", "group_limited_greedy")
-        expect("norm_topk_prob", self.norm_topk_prob, False)
+        base.expect("scoring_func", self.scoring_func, "softmax")
+        base.expect("topk_method", self.topk_method, "greedy", "group_limited_greedy")
+        base.expect("norm_topk_prob", self.norm_topk_prob, False)
 
     @property
     def router(self) -> RouterParams:
@@ -85,15 +85,6 @@ class Args(llama.Args):
     def sparse(self, index: int) -> bool:
         """Whether a layer has experts."""
         return index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
-
-
-def expect(key: str, value: object, *supported: object) -> None:
-    """Raises FatalError where a key of config.json has a value that is not supported."""
-    if value not in supported:
-        names = " and ".join(map(repr, supported))
-        raise FatalError(
-            f"config.json: {key} {value!r} is not supported for this model type; supported: {names}", MODEL
-        )
 
 
 class Attention(LatentAttention):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....kernels.moe.router import RouterParams
+from .. import base
 from ..layers.rope import Parameters
 from . import deepseek_v2
 
@@ -21,8 +22,8 @@ class Args(deepseek_v2.Args):
     rope_interleave: bool = True
 
     def check_router(self) -> None:
-        deepseek_v2.expect("scoring_func", self.scoring_func, "sigmoid")
-        deepseek_v2.expect("topk_method", self.topk_method, "noaux_tc")
+        base.expect("scoring_func", self.scoring_func, "sigmoid")
+        base.expect("topk_method", self.topk_method, "noaux_tc")
 
     @property
     def router(self) -> RouterParams:

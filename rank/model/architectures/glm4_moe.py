@@ -25,6 +25,12 @@ class Args(llama.Args):
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
     use_qk_norm: bool = False
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+
+    def __post_init__(self) -> None:
+        base.expect("scoring_func", self.scoring_func, "sigmoid")
+        base.expect("topk_method", self.topk_method, "noaux_tc")
 
     @property
     def o_bias(self) -> bool:

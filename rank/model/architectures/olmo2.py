@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
@@ -14,7 +16,14 @@ from ..layers.norm import PostNorm
 from ..layers.residual import Normed, Partial, ResidualStream, Unnormed
 from . import llama
 
-Args = llama.Args
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    clip_qkv: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_qkv is not None:
+            raise FatalError(f"config.json: clip_qkv is {self.clip_qkv}; clipping is not supported", MODEL)
 
 
 class Attention(llama.Attention):

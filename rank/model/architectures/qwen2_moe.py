@@ -52,7 +52,7 @@ class SharedExpertArgs(ExpertArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Args(SharedExpertArgs, qwen2.Args):
-    pass
+    qkv_bias: bool = True
 
 
 class SharedMoEArgs(Protocol):

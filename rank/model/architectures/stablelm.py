@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
 from ....kernels.norm.layer_norm import layer_norm
 from ....kernels.rope.rope import CosSin
 from .. import base
@@ -29,6 +30,14 @@ class Args(llama.Args):
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
     qk_layernorm: bool = False
+    rope_pct: float | None = None  # an older key; transformers reads partial_rotary_factor alone
+
+    def __post_init__(self) -> None:
+        share = self.rope_parameters["partial_rotary_factor"]
+        if self.rope_pct not in (None, share):
+            raise FatalError(
+                f"config.json: rope_pct is {self.rope_pct}, but partial_rotary_factor, which counts, is {share}", MODEL
+            )
 
     @property
     def qkv_bias(self) -> bool:

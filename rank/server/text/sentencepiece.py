@@ -6,7 +6,6 @@ read the few that count, so that no protobuf library is needed.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 SPACE = "\u2581"
-TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")  # its first line: a token in base64, its rank
 
 
 class Piece(NamedTuple):
@@ -46,14 +44,8 @@ class Model:
 def read(path: Path) -> Model:
     """Raises ValueError where the file is no sentencepiece model."""
     model = Model()
-    data = path.read_bytes()
-    if TIKTOKEN.match(data):
-        raise ValueError(
-            f"{path} is in tiktoken's format, which cannot be read: convert it to a tokenizer.json, for example with "
-            "transformers' TikTokenConverter, or take that of the same model converted for transformers"
-        )
     try:
-        for number, value in _fields(data):
+        for number, value in _fields(path.read_bytes()):
             if number == 1:
                 piece = dict(_fields(value))
                 score = struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0

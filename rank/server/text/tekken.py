@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 
-from .sentencepiece import merges_of
+from .tiktoken import from_ranks
 
 NAME = "tekken.json"
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}  # as tokenizer_config.json, which is not beside it, would say
@@ -50,21 +50,11 @@ def build(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
         count, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
         pattern = config["pattern"]
         named = _control(data)
-        character = {byte: char for char, byte in alphabet.items()}
         listed = sorted((int(one["rank"]), base64.b64decode(one["token_bytes"])) for one in data["vocab"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from None
     names = [named.get(i, f"<SPECIAL_{i}>") for i in range(count)]
-    ranks = {"".join(map(character.__getitem__, token)): rank for rank, token in listed[: size - count]}
-    vocab = {name: i for i, name in enumerate(names)} | {token: count + rank for token, rank in ranks.items()}
-    # A word that is a token is taken whole, whether merges lead to it or not.
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges_of(ranks), ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    made.decoder = decoders.ByteLevel()
+    ids = {token: count + rank for rank, token in listed[: size - count]}
+    made = from_ranks(ids, pattern, alphabet, {name: i for i, name in enumerate(names)})
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return made

@@ -10,13 +10,19 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from ...checkpoint_files import is_gguf
-from . import gguf, sentencepiece, tekken
+from . import gguf, sentencepiece, tekken, tiktoken
 
 NAMES = ("tokenizer.json", tekken.NAME, "tokenizer.model")  # in this order, where there are several
-# The tokens that the code of ChatGLM2 and 3 puts behind those of tokenizer.model.
-CHATGLM = (
-    "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
-)  # fmt: skip
+# The tokens that the code of ChatGLM2 and 3, and GLM-4's, puts behind those of tokenizer.model, by tokenizer_class.
+CHATGLM = {
+    "ChatGLMTokenizer": (
+        "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+    ),
+    "ChatGLM4Tokenizer": (
+        "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
+        "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
+    ),
+}  # fmt: skip
 
 
 def find(directory: Path) -> Path:
@@ -41,20 +47,25 @@ def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
         made, start, end = gguf.build(path)
         _surround(made, start, end)
     elif path.suffix == ".model":
-        made = _sentencepiece(path)
+        made = _model_file(path, alphabet)
     else:
         made = tokenizers.Tokenizer.from_file(str(path))
     return made
 
 
-def _sentencepiece(path: Path) -> tokenizers.Tokenizer:
+def _model_file(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
+    """tokenizer.model, of sentencepiece or in tiktoken's format."""
     config = read_json(path.parent, "tokenizer_config.json")
-    made = sentencepiece.build(sentencepiece.read(path), config)
+    kind = str(config.get("tokenizer_class") or "")
+    if tiktoken.is_one(path):
+        made = tiktoken.build(path, kind, alphabet)
+    else:
+        made = sentencepiece.build(sentencepiece.read(path), config)
     added = _added(path.parent, config)
     start, end = _end(config, "bos", True, "<s>"), _end(config, "eos", False, "</s>")
-    if config.get("tokenizer_class") == "ChatGLMTokenizer":
-        added = dict(enumerate(map(_chatglm, CHATGLM), made.get_vocab_size())) | added
-        start = ["[gMASK]", "sop"]
+    if names := CHATGLM.get(kind):
+        added = dict(enumerate(map(_chatglm, names), made.get_vocab_size())) | added
+        start = ["[gMASK]", "sop" if "sop" in names else "<sop>"]
     for id, token in sorted(added.items()):
         made.add_tokens([token])
         if made.token_to_id(token.content) != id:

@@ -70,6 +70,12 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
+def strided(given: Inputs) -> Inputs:
+    """With other values between those of x, ids and weights."""
+    wide = [torch.stack((one, torch.zeros_like(one)), -1) for one in given[:3]]
+    return given._replace(**dict(zip(Inputs._fields, (one[..., 0] for one in wide), strict=False)))
+
+
 def share_of(given: Inputs, held: Held) -> Inputs:
     """What a rank with some of the experts gets."""
     w13, w2, up, down = (

@@ -6,7 +6,7 @@ from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.moe import dequantized, expert_gemm, expert_mlp, moe
 
 from ..interpreter import interpret
-from .cases import CASES, Sizes, biases, make, near, share_of, shares
+from .cases import CASES, Sizes, biases, make, near, share_of, shares, strided
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,10 @@ def test_strided_input():
     given = make(Sizes(5, 2, 4, 16, 8), torch.float32)
     wide = torch.randn(5, 40)
     wide[:, 3:19] = given.x
-    near(moe.fused_experts(given._replace(x=wide[:, 3:19])), moe.fused_experts_reference(given), 3e-6)
+    want = moe.fused_experts_reference(given)
+    near(moe.fused_experts(given._replace(x=wide[:, 3:19])), want, 3e-6)
+    assert not any(one.is_contiguous() for one in strided(given)[:3])
+    near(moe.fused_experts(strided(given)), want, 3e-6)
 
 
 @pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])

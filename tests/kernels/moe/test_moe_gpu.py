@@ -11,7 +11,7 @@ from phalanx.kernels.norm import norm
 from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
 from ..programs import V2_ROUTER, V3_ROUTER
-from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares, summed
+from .cases import CASES, QUANTIZED, Sizes, biases, make, near, quantized, share_of, shares, strided, summed
 
 require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
@@ -23,7 +23,9 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 def test_experts(sizes, dtype, bound):
     for act in ("silu", "gelu_tanh"):
         given = make(sizes, dtype, "cuda")._replace(act=act)
-        near(moe.fused_experts(given), moe.fused_experts_reference(given), bound)
+        want = moe.fused_experts_reference(given)
+        near(moe.fused_experts(given), want, bound)
+        near(moe.fused_experts(strided(given)), want, bound)
 
 
 @pytest.mark.parametrize("sizes", [one._replace(tokens=n) for one in (QWEN, CASES[0], CASES[3]) for n in (1, 5, 8)])

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ def make_batch(
         kv_lens=kv_lens,
         caches=caches,
     )
+
+
+def moved(batch: Batch, device: torch.device | str) -> Batch:
+    """The same with its tensors on a device; its caches are there."""
+    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)})
 
 
 def run_steps(

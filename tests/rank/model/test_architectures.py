@@ -126,6 +126,10 @@ MODELS = {
         shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
         max_window_layers=2,
     ),
+    "qwen2_moe without biases": dict(
+        model_type="qwen2_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, qkv_bias=False,
+    ),
     "qwen3_moe": dict(
         model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
         norm_topk_prob=True, decoder_sparse_step=2,
@@ -212,14 +216,17 @@ def first_of_each_class(models):
     return set(found.values())
 
 
+def options_of(**options):
+    """An entry of MODELS with what all have."""
+    if "text_config" in options:
+        whole = {"text_config": COMMON | options["text_config"], "vision_config": VISION | options["vision_config"]}
+        return options | whole
+    return COMMON | options
+
+
 def write(directory, **options):
     """A checkpoint of random weights, as transformers writes it."""
-    model_type = options.pop("model_type")
-    if "text_config" in options:
-        options |= {"text_config": COMMON | options["text_config"], "vision_config": VISION | options["vision_config"]}
-    else:
-        options = COMMON | options
-    config = transformers.AutoConfig.for_model(model_type, **options)
+    config = transformers.AutoConfig.for_model(**options_of(**options))
     torch.manual_seed(0)
     model = auto_model(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -279,6 +286,19 @@ def test_longrope_beyond_the_original_context(tmp_path, expected):
     )  # fmt: skip
     ids = tokens(100)
     (logits,) = run_steps(path, [ids])
+    assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_longrope_by_its_old_name(made, tmp_path, expected, key):
+    """Of Phi-3's first checkpoints: rope_scaling of type su, and rope_theta beside it."""
+    path, ids = made("phi3 short"), tokens(60)
+    config = json.loads((path / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    old = {key: "su"} | {name: LONGROPE[name] for name in ("short_factor", "long_factor")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": old, "rope_theta": theta}))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    (logits,) = run_steps(tmp_path, [ids], max_model_len=512)
     assert distance(logits, expected(path, ids)) < TOLERANCE
 
 

@@ -9,20 +9,12 @@ from phalanx.rank.worker import kv_cache
 
 from ...checkpoints import make_checkpoint
 from ...devices import require_gpu
-from .harness import make_batch, tokens
+from .harness import make_batch, moved, tokens
 
 require_gpu()
 
 ALL, SOME = 1 << 30, 2_500_000  # bytes: of all layers, and of one to five by the format
 BLOCK = 16
-
-
-def on_gpu(batch, caches):
-    moved = {
-        name: value.cuda() if isinstance(value := getattr(batch, name), torch.Tensor) else value
-        for name in batch.__dataclass_fields__
-    }
-    return type(batch)(**moved | {"caches": caches})
 
 
 @pytest.mark.parametrize("isq", ["none", "q8_0", "q4k"])
@@ -41,8 +33,8 @@ def test_steps_and_graphs(tmp_path, isq, layers):
             caches = kv_cache.allocate(model.cache_specs(), 32, BLOCK, model.dtype, torch.device("cuda"))
             tables = [list(range(16)), list(range(16, 32))]
             ids = [tokens(20, 1), tokens(9, 2)]
-            prompt = [on_gpu(make_batch([(ids[i], 0, tables[i])], BLOCK, ()), caches) for i in range(2)]
-            step = on_gpu(make_batch([([7], 20, tables[0]), ([8], 9, tables[1])], BLOCK, ()), caches)
+            prompt = [moved(make_batch([(ids[i], 0, tables[i])], BLOCK, caches), "cuda") for i in range(2)]
+            step = moved(make_batch([([7], 20, tables[0]), ([8], 9, tables[1])], BLOCK, caches), "cuda")
             outputs = [model(prompt).clone(), model([step]).clone()]
             with torch.cuda.stream(torch.cuda.Stream()):
                 model([step])

@@ -2,15 +2,20 @@
 
 import functools
 import json
+from copy import deepcopy
 
 import pytest
+import transformers
 from phalanx import errors
 from phalanx.comm import mesh, threads
+from phalanx.rank.model import architectures
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
+from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
-from .test_architectures import MODELS, write
+from . import test_chatglm
+from .test_architectures import COMMON, MODELS, options_of, write
 
 REFUSED = [
     ("phi", {"qk_layernorm": True}, "config.json: qk_layernorm is true, which is not supported for phi"),
@@ -39,6 +44,17 @@ REFUSED = [
     ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', expected float"),
     ("qwen2", {"layer_types": ["full_attention", 3]}, "layer_types is ['full_attention', 3], expected list[str]"),
     ("qwen2_moe", {"mlp_only_layers": [0, "1"]}, "mlp_only_layers is [0, '1'], expected list[int]"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
+    ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for this model type"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported for this model type; supported: True"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
+    ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64 is not supported"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list with 0 is not supported for this model type"),
+    ("olmo2", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0; clipping is not supported"),
+    ("olmo3", {"clip_qkv": 8.0}, "config.json: clip_qkv is 8.0; clipping is not supported"),
+    ("stablelm", {"rope_pct": 0.5}, "rope_pct is 0.5, but partial_rotary_factor, which counts, is 0.25"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 MISSING = [
@@ -80,6 +96,58 @@ def stop(path):
 @pytest.mark.parametrize("name, change, message", REFUSED)
 def test_configs(made, tmp_path, name, change, message):
     assert message in stop(copy(made(name), tmp_path, change))
+
+
+TYPES = {options["model_type"]: options for options in reversed(MODELS.values())} | {
+    "llama": COMMON | {"model_type": "llama"}, "qwen3": COMMON | {"model_type": "qwen3"},
+    "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
+}  # fmt: skip
+
+
+def changed(tmp_path, model_type, change):
+    """Build a model whose config.json has other keys, of a multimodal one those of the text. Raises FatalError."""
+    options = deepcopy(TYPES[model_type])
+    if model_type != "chatglm":
+        options = options_of(**options)
+        options = transformers.AutoConfig.for_model(**options).to_dict() | {"model_type": model_type}
+    change(options.get("text_config", options))
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    build(read_config(tmp_path), GroupRank(0, 1), GroupRank(0, 1))
+
+
+def test_all_types_are_here():
+    assert set(TYPES) == set(architectures.supported())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_configs_as_they_are(tmp_path, model_type):
+    """So that what is refused below is what was changed."""
+    changed(tmp_path, model_type, lambda text: None)
+
+
+@pytest.mark.parametrize("model_type", [one for one in TYPES if one != "gpt_bigcode"])  # which has no rope
+def test_unknown_rope_types(tmp_path, model_type):
+    def spiral(text):
+        rope = text.setdefault("rope_parameters", {})
+        for one in [one for one in rope.values() if isinstance(one, dict)] or [rope]:
+            one["rope_type"] = "spiral"
+
+    with pytest.raises(errors.FatalError, match="rope type 'spiral' is not supported") as stopped:
+        changed(tmp_path, model_type, spiral)
+    assert stopped.value.code == errors.MODEL
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_unknown_activations(tmp_path, model_type):
+    keys = ("hidden_act", "hidden_activation", "activation_function")
+
+    def sine(text):
+        given = [key for key in keys if key in text] or ["hidden_act"]
+        text.update(dict.fromkeys(given, "sine"))
+
+    with pytest.raises(errors.FatalError, match="(activation|hidden_act) 'sine' is not supported") as stopped:
+        changed(tmp_path, model_type, sine)
+    assert stopped.value.code == errors.MODEL
 
 
 @pytest.mark.parametrize("name, tensor", MISSING)

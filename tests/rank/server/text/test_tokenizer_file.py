@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import sentencepiece
+import tiktoken
 from phalanx.rank.server.text import tokenizer_file
 from phalanx.rank.server.text.load import Text
 from phalanx.rank.server.text.tokenizer import ALPHABET, Tokenizer, detokenizer
@@ -93,12 +94,6 @@ def test_null_is_absent(tmp_path):
     assert [nulls.encode(text, True) for text in texts] == plain
 
 
-def test_a_model_in_tiktokens_format(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
-    with pytest.raises(ValueError, match="is in tiktoken's format, which cannot be read: convert it to a"):
-        configure(tmp_path)
-
-
 def test_tokens_that_are_added(tmp_path):
     truth = train(tmp_path, **KINDS["llama"])
     size = truth.get_piece_size()
@@ -152,6 +147,77 @@ def test_a_tokenizer_json_goes_first(tmp_path, model_dir):
     for name in ("tokenizer.model", "tekken.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((model_dir / "tokenizer.json").read_bytes())
         assert tokenizer_file.find(tmp_path).name == name
+
+
+GLM4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+GLM4_ADDED = (
+    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
+    "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
+)  # fmt: skip
+
+
+def glm4(directory, model_dir):
+    """A tokenizer.model in tiktoken's format with the vocabulary of the byte-level tokenizer there; its ranks."""
+    ranks = {token: rank - 30 for token, rank in tekken(directory, model_dir).items()}
+    (directory / "tekken.json").unlink()
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+    (directory / "tokenizer.model").write_bytes(b"".join(lines))
+    return ranks
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_glm4(tmp_path, model_dir, listed):
+    """Its code adds tokens, and begins texts with two of them; newer files list them."""
+    ranks = glm4(tmp_path, model_dir)
+    size = len(ranks)
+    added = {str(size + i): {"content": token, "special": True} for i, token in enumerate(GLM4_ADDED)}
+    made = configure(
+        tmp_path, tokenizer_class="ChatGLM4Tokenizer", added_tokens_decoder=added if listed else {},
+        eos_token="<|endoftext|>",
+    )  # fmt: skip
+    assert made.size == size + 14 and made.special == set(range(size, size + 14))
+    assert [made.token_id(token) for token in GLM4_ADDED] == [*range(size, size + 14)]
+    truth = tiktoken.Encoding(
+        "glm4",
+        pat_str=GLM4_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={name: made.token_id(name) for name in GLM4_ADDED},
+    )
+    quirks = ["It'S we'LL 1234567 12 ٣٤٥٦", "a\r\n\r\n  b!!\n\n", "  \n  x  ", "e\u0301 ' \u00a0y"]
+    for text in [*TEXTS, *quirks, *CORPUS.splitlines()]:
+        want = truth.encode_ordinary(text)
+        assert made.encode(text, False) == want, text
+        assert made.encode(text, True) == [size + 2, size + 4, *want]
+        assert made.decode(want) == text
+        detok = detokenizer(made, frozenset(), [])
+        assert "".join([detok.feed(id) for id in want] + [detok.finish()]) == text
+    chat = "[gMASK]<sop><|user|>\nHi<|assistant|>"
+    assert made.encode(chat, False) == truth.encode(chat, allowed_special="all")
+
+
+def test_a_tiktoken_file_of_another_model(tmp_path, model_dir):
+    """Of which nothing says where words end."""
+    glm4(tmp_path, model_dir)
+    for kind in ({}, {"tokenizer_class": "LlamaTokenizer"}):
+        with pytest.raises(ValueError, match="is in tiktoken's format, which .* known of ChatGLM4Tokenizer.*: convert"):
+            configure(tmp_path, **kind)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda data: data[: data.rindex(b" ") + 1], "tokenizer.model is not in tiktoken's format, or it is damaged"),
+    (lambda data: data + b"IQ==\n", "tokenizer.model is not in tiktoken's format, or it is damaged"),
+    (lambda data: data + data[:7], "tokenizer.model is damaged: its ranks are not all numbers from 0 on"),
+    (lambda data: data.replace(b"AA== ", b"AAAA ", 1), "tokenizer.model is damaged: no token stands for the byte 0"),
+])  # fmt: skip
+def test_a_damaged_tiktoken_file(tmp_path, model_dir, change, message):
+    glm4(tmp_path, model_dir)
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        configure(tmp_path, tokenizer_class="ChatGLM4Tokenizer")
 
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
