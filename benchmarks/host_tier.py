@@ -53,7 +53,7 @@ class Ask(msgspec.Struct):
 
 
 class TierRank(step.BenchRank):
-    def lead(self, replicas: list[Replica], model: Model) -> int:
+    def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         (replica,) = replicas
         Load(msgspec.json.decode(os.environ[step.ASK], type=Ask), replica, model.vocab_size).run()
         replica.executor.start(protocol.Plan(step=-1, stop=0))

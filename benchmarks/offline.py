@@ -59,7 +59,7 @@ class OfflineRank(program.Rank):
 
     def connect(self) -> None: ...
 
-    def lead(self, replicas: list[Replica], model: Model) -> int:
+    def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         (replica,) = replicas
         offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)

@@ -144,10 +144,10 @@ class OffloadBench(step.Bench):
 class OffloadRank(step.BenchRank):
     bench = OffloadBench
 
-    def lead(self, replicas: list[Replica], model: Model) -> int:
+    def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         if model.offload is not None:
             OffloadBench.layers = len(model.offload.layers)
-        code = super().lead(replicas, model)
+        code = super().run_scheduler(replicas, model)
         if model.offload is not None:
             step.say(what="experts", **vars(model.offload.counters))
         return code

@@ -85,7 +85,7 @@ class BenchRank(program.Rank):
 
     def connect(self) -> None: ...
 
-    def lead(self, replicas: list[Replica], model: Model) -> int:
+    def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         ask = msgspec.json.decode(os.environ[ASK], type=Ask)
         (replica,) = replicas
         executor = replica.executor

@@ -91,7 +91,7 @@ def measure(stack, *rest, real=offload.measure):
 
 
 def finish(self, pending, real=HostExperts.finish):
-    time.sleep(2)  # slow memory
+    time.sleep(2)  # two layers take longer than --timeout 3: slow memory
     return real(self, pending)
 
 
