@@ -15,6 +15,7 @@ ROOT = Path(phalanx.__file__).resolve().parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_the_examples_run(tmp_path):
     blocks = BLOCK.findall((ROOT / "docs" / "library.md").read_text(encoding="utf-8"))

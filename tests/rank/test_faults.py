@@ -166,14 +166,13 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
         faulty(checkpoint, monkeypatch, "load:1:0")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault, rank, phase, options",
     [
-        pytest.param("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
-        pytest.param("load:0:1", 0, "loading weights (tests/rank/faulty.py: load)", {}, marks=pytest.mark.long),
-        pytest.param(
-            "stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}, marks=pytest.mark.long
-        ),
+        ("load:1:1", 1, "loading weights (tests/rank/faulty.py: load)", {}),
+        ("load:0:1", 0, "loading weights (tests/rank/faulty.py: load)", {}),
+        ("stripe:1:0", 1, "loading weights (tests/rank/faulty.py: read)", {"load": "striped"}),
         ("start:1:1000", 1, "preparing steps", {}),
     ],
 )

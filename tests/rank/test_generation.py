@@ -158,7 +158,8 @@ def test_embeddings(checkpoint, reference, tp, pp, dp):
         assert (torch.tensor(outputs[name].embedding) - want).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("pp", [1, 2])
 def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
     """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""
     want = {str(i): expected("llama", i) for i in range(3)}

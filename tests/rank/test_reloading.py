@@ -18,9 +18,10 @@ from .reloading import PROMPT
 SIZES = dict(hidden_size=384, intermediate_size=1600, vocab_size=4096, num_attention_heads=12, num_key_value_heads=6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, isq",
-    [pytest.param(1, "none", marks=pytest.mark.long), pytest.param(2, "none", marks=pytest.mark.long), (2, "q8_0")],
+    [(1, "none"), (2, "none"), (2, "q8_0")],
 )
 def test_one_model_after_the_other(tmp_path, ranks, isq):
     models = [

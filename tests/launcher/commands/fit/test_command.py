@@ -173,6 +173,7 @@ def test_experts_shared_out(fit):
         assert code == 2 and message in err
 
 
+@pytest.mark.long
 def test_quantised_experts_in_host_memory(fit):
     """The model fits, but only with its experts in the host's memory."""
     code, out, _ = fit("DeepSeek-V3", "--gpus", "8", "--gpu-mem", "80", "--host-mem", "1024")

@@ -171,7 +171,8 @@ def test_bytes_are_those_of_gguf_py(plain, tmp_path, to, kind):
         assert (tensor.data.reshape(-1).view("u1") == want.reshape(-1).view("u1")).all()
 
 
-@pytest.mark.parametrize("to", ["iq4_nl", pytest.param("iq4_xs", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["iq4_nl", "iq4_xs"])
 def test_codes_of_a_table(plain, tmp_path, to):
     """By squared errors they are nearer than gguf-py's Q4_0 of the same weights, three times as far off as its Q5_0 of
     one bit more, and within 6 % of the best scale of each group."""
