@@ -315,7 +315,7 @@ class Watchdog(LocalWatchdog):
             behind = [r for r in stall.ranks if steps[r][0] < newest]
             behind = behind or [r for r in stall.ranks if r and steps[r][1] < newest] or [0]
             self._give_up(
-                f"step {newest} was not finished in {stall.limit:.3g} s; behind: "
+                f"step {newest} was not finished in {round(stall.limit, 1):g} s; behind: "
                 f"{', '.join(self._name(r) for r in behind)}. If the step is only slow, raise --timeout or lower "
                 "--max-num-batched-tokens and --max-num-seqs",
                 errors.RANK_STUCK,

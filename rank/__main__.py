@@ -1,4 +1,4 @@
-"""One rank: join, load, then lead or follow. Started by the launcher, which has bound this process already."""
+"""One rank: join, load, then schedule or follow. Started by the launcher, which has bound this process already."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Rank:
         self._switch: protocol.Switch | None = None  # what the last plan asked for
 
     def run(self) -> int:
-        """Load, then lead or follow until the job ends; the exit code."""
+        """Load, then schedule or follow until the job ends; the exit code."""
         if self.world.rank == 0:
             self.connect()
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
@@ -76,7 +76,7 @@ class Rank:
         return code
 
     def serve(self, engine: Engine, lines: Lines) -> int:
-        """Load the engine's model and lead or follow, then other models, until a plan says stop; the exit code."""
+        """Load the engine's model and schedule or follow, then other models, until a plan says stop; the exit code."""
         self._engine = engine
         limits: Limits | None = engine.load()
         while limits is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 TEXT = r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
 DIRECTIVE = r"^[ \t]*#(?:\\\n|[^\n])*"
 TEMPLATE = r"`(?:\\.|[^`\\])*`"
-# After an operator, an opening bracket or return: elsewhere a slash divides.
+# A set of characters in a regular expression.
 SET = r"\[(?:\\.|[^\]\\\n])*\]"
 # A regular expression follows an operator, an opening bracket or return: elsewhere a slash divides.
 BEFORE = r"(?:(?<=[=(,:\[!&|?{;\n])|(?<=[=(,:\[!&|?{;\n] )|(?<=return ))"

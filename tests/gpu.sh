@@ -61,7 +61,7 @@ part swapping 300 "${tests[@]}" $rank/test_swapping.py
 part reloading 300 "${tests[@]}" $rank/test_reloading.py
 part served-1 540 "${tests[@]}" $rank/test_served.py -k tp1
 part served-2 540 "${tests[@]}" -m "not long" $rank/test_served.py
-part served-2-long 540 "${tests[@]}" $rank/test_served.py -k "tp2 and not pp2"
+part served-3 540 "${tests[@]}" $rank/test_served.py -k "tp2 and not pp2"
 [ "${1:-}" = list ] && { printf '%s\n' "${names[@]}"; exit 0; }
 [ $found = 1 ] || { echo "tests/gpu.sh: no part ${asked[*]}; the parts: ${names[*]}" >&2; exit 2; }
 exit $failed

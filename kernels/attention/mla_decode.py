@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import jit
 from ..device import device_caps
+from .attention_tma import LOG2_E
 from .backend import AttentionParams, Part
 
-LOG2_E = 1.4426950408889634
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
 # Sequences of a step for which this kernel is chosen, instead of Triton's: none before it has run on a GPU. A graph's
@@ -71,9 +71,8 @@ def together(device: torch.device) -> tuple[int, int]:
     """Panels that a block holds, and blocks of a multiprocessor."""
     if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.SHARED
         return 5, 2
-    room = (
-        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
-    )  # which CUDA keeps of a block's
+    # CUDA keeps 1024 bytes of each block's shared memory.
+    room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
     return min(MOST_PANELS, (room - FIXED) // (PANEL * WIDTH * 2)), 1
 
 

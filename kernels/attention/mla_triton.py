@@ -62,7 +62,7 @@ def _latent_tiles(
 ):  # fmt: skip
     """Tokens start:stop of a sequence for query rows x [ROWS, latent] and xr [ROWS, rope], of which row i sees those
     before seen[i]."""
-    dims, turned, tile = tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, TILE)
+    dims, rope_dims, tile = tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, TILE)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
@@ -71,7 +71,7 @@ def _latent_tiles(
         slots = _slots(table, at + tile, valid, BLOCK)
         base = cache + (slots * (LATENT + ROPE))[:, None]
         y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0)
-        yr = tl.load(base + LATENT + turned[None, :], mask=valid[:, None] & (turned < ROPE)[None, :], other=0)
+        yr = tl.load(base + LATENT + rope_dims[None, :], mask=valid[:, None] & (rope_dims < ROPE)[None, :], other=0)
         if FP8:
             y = widen(y, scales_at(scales, slots, 0, 0, valid, 1, BLOCK)[:, None], x.dtype)
             yr = widen(yr, scales_at(scales, slots, 0, 1, valid, 1, BLOCK)[:, None], x.dtype)
@@ -112,12 +112,12 @@ def decode_kernel(
     count, each = _splits(length, most, fill, SPLIT, TILE)
     if split >= count:
         return
-    rows, dims, turned = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
+    rows, dims, rope_dims = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
     heads = group * HEADS_EACH + rows
     mine = ((rows < HEADS_EACH) & (heads < HEADS))[:, None]
     at = q + b * q_row + heads[:, None] * (LATENT + ROPE)
     x = tl.load(at + dims[None, :], mask=mine & (dims < LATENT)[None, :], other=0.0)
-    xr = tl.load(at + LATENT + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+    xr = tl.load(at + LATENT + rope_dims[None, :], mask=mine & (rope_dims < ROPE)[None, :], other=0.0)
     seen = tl.zeros([ROWS], tl.int32) + length
     start = split * each
     y, total = _latent_tiles(
@@ -209,12 +209,12 @@ def prefill_kernel(
     token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the long ones first
     if token < end - begin:
         length = tl.load(lengths + i)
-        rows, dims, turned = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
+        rows, dims, rope_dims = tl.arange(0, ROWS), tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED)
         heads, tokens = tl.program_id(1) * HEADS_EACH + rows % HEADS_EACH, token + rows // HEADS_EACH
         mine = ((heads < HEADS) & (begin + tokens < end))[:, None]
         at = q + (begin + tokens).to(tl.int64)[:, None] * q_row + heads[:, None] * (LATENT + ROPE)
         x = tl.load(at + dims[None, :], mask=mine & (dims < LATENT)[None, :], other=0.0)
-        xr = tl.load(at + LATENT + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+        xr = tl.load(at + LATENT + rope_dims[None, :], mask=mine & (rope_dims < ROPE)[None, :], other=0.0)
         computed = length - (end - begin)
         y, _ = _latent_tiles(
             x, xr, cache, scales, tables + i.to(tl.int64) * table_row, 0,
@@ -238,11 +238,11 @@ def expanded_kernel(
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long ones first
     if row < end - begin:
         rows, tile = row + tl.arange(0, ROWS), tl.arange(0, TILE)
-        dims, turned, wide = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, VALUE_PADDED)
+        dims, rope_dims, wide = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, VALUE_PADDED)
         mine = (begin + rows < end)[:, None]
         at = q + (begin + rows).to(tl.int64)[:, None] * q_row + head * (NOPE + ROPE)
         x = tl.load(at + dims[None, :], mask=mine & (dims < NOPE)[None, :], other=0.0)
-        xr = tl.load(at + NOPE + turned[None, :], mask=mine & (turned < ROPE)[None, :], other=0.0)
+        xr = tl.load(at + NOPE + rope_dims[None, :], mask=mine & (rope_dims < ROPE)[None, :], other=0.0)
         seen = length - (end - begin) + rows + 1
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -253,7 +253,7 @@ def expanded_kernel(
             token = (context + start + tile).to(tl.int64)[:, None]
             keys = kv + token * kv_row + head * (NOPE + VALUE)
             k = tl.load(keys + dims[None, :], mask=valid & (dims < NOPE)[None, :], other=0.0)
-            kr = tl.load(rotated + token * rotated_row + turned[None, :], mask=valid & (turned < ROPE)[None, :],
+            kr = tl.load(rotated + token * rotated_row + rope_dims[None, :], mask=valid & (rope_dims < ROPE)[None, :],
                          other=0.0)  # fmt: skip
             s = tl.dot(x, tl.trans(k), input_precision=PRECISION)
             s = tl.dot(xr, tl.trans(kr), s, input_precision=PRECISION) * scale

@@ -316,9 +316,9 @@ def _tell_without_kernel(model: Model) -> None:
     found = [one for one in kept if isinstance(one, affine.Affine) and one.codes.numel()]
     if found:
         log.warning(
-            "%d linears are dequantised in every step, which is slow, as no kernel takes 8-bit codes whose zeros lie "
-            "far from the middle, or scales that f16 does not hold: quantise the model symmetrically, as phalanx "
-            "convert --to gptq --bits 8 does",
+            "%d linears and stacks of experts are dequantised in every step, which is slow, as no kernel takes 8-bit "
+            "codes whose zeros lie far from the middle, or scales that f16 does not hold: quantise the model "
+            "symmetrically, as phalanx convert --to gptq --bits 8 does",
             len(found),
         )
 

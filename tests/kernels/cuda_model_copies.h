@@ -1,4 +1,5 @@
-// Of tma.cuh and async_copy.cuh: copies that threads make on their own, and what clusters of one block need. Included by cuda_model.h.
+// Of tma.cuh and async_copy.cuh: copies that threads make on their own, and what clusters of one block need. Included by
+// cuda_model.h.
 
 static void copy_async16(unsigned to, const void* from, bool there) {
     memset(model::at(to, 16), 0xff, 16);

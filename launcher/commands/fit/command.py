@@ -192,6 +192,8 @@ def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) ->
     if options.offload and (shape.experts == 1 or cluster.device.cpu):
         reason = f"{shape.name} has no experts" if shape.experts == 1 else "CPUs have all experts in host memory"
         return f"--offload {options.offload}: {reason}"
+    if options.offload and plan.layouts(shape, cluster, options.tp, options.pp, options.dp, options.ep):
+        return f"--offload {options.offload}: experts that span replicas cannot be in host memory"
     given = {"tp": options.tp, "pp": options.pp, "dp": options.dp, "ep": options.ep}
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (

@@ -63,7 +63,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
 def breakdown(one: LayoutEstimate) -> list[str]:
     """A rank's memory, on the stage with the most weights."""
     stage, held = one.room.heaviest, one.room
-    slots = f"; {gb(stage.host)} in the host's memory, copied to {gb(stage.slots)}" if stage.slots else ""
+    slots = f"; {gb(stage.host)} in host memory, buffers for them {gb(stage.slots)}" if stage.slots else ""
     parts = [f"{kind} {gb(stage.weights[kind])}" for kind in KINDS if stage.weights[kind]]
     return [
         f"GB on a rank: {', '.join(parts)} = {gb(stage.loaded)} weights{slots}; "
@@ -78,7 +78,7 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
     layout, host = one.layout, answer.cluster.device.host
     held = split(answer.shape.experts, layout.ep)
     stage = max(one.room.stages, key=lambda stage: stage.host - stage.parked)
-    few, many = (round(FIXED[one] * 1e6) for one in (True, False))
+    few, many = (round(FIXED[is_few] * 1e6) for is_few in (True, False))
     running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
     lines = [
         f"Experts on a rank: {layout.offload} of a layer's {held} in host memory alone "

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from . import offload
 from .devices import Device, host
 from .memory import Layout, Workload, parked
-from .offload import PCIE
 from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
@@ -91,9 +90,9 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
-        copies = parked(stage, self.offload).bytes / PCIE
+        copies = parked(stage, self.offload).bytes / offload.PCIE
         if self._streams(tokens):
-            total = max(total, offload.missing(stage, self.layout.offload) / min(PCIE, self.host.bandwidth))
+            total = max(total, offload.missing(stage, self.layout.offload) / min(offload.PCIE, self.host.bandwidth))
         # They run while the layers before compute, but for those beside experts in host memory.
         total = total + copies if self.layout.offload else max(total, copies)
         if self.layout.pp > 1:

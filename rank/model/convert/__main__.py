@@ -79,8 +79,8 @@ def _quantised_already(source: Path, config: Config) -> str:
     name = (config.quantization or {}).get("quant_method")
     if name in ("gptq", "awq", "marlin"):
         return (
-            f"{source} is quantised already ({name}), and Phalanx serves it as it is: nothing has to be converted for "
-            f"its kernels: phalanx serve {shlex.quote(str(source))}"
+            f"{source} is quantised already ({name}), and Phalanx reads such checkpoints as they are, so nothing has "
+            f"to be converted for its kernels: phalanx serve {shlex.quote(str(source))}"
         )
     return f"{source} is quantised already, by its config.json: convert the model that it was made of"
 

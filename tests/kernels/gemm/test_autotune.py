@@ -303,7 +303,7 @@ def test_where_nothing_is_faster_torch_stays(measuring):
     assert autotune._measure(made, SIZES, [plain(48, 32)], [80], None) == [None]
 
 
-def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch):
+def test_gemms_with_reduce_scatter_are_measured_among_proposals(gpu, monkeypatch):
     """Where it goes to; torch has no way to. What is summed faster otherwise, or does not fit, is left out."""
     peers = SymmetricMemory(1, 3, 1 << 30, 1 << 20)
     monkeypatch.setattr(gemm_reduce_scatter, "ALIGNED", 32)
@@ -317,7 +317,7 @@ def test_what_is_spread_over_ranks_is_measured_among_proposals(gpu, monkeypatch)
     assert chosen == {SIZES: {80: way(2)}, GemmShape(BF16, 48, 32, 3, 1 << 19): {97: way(1)}}
 
 
-def test_measuring_what_is_spread(measuring, monkeypatch):
+def test_measuring_gemms_with_reduce_scatter(measuring, monkeypatch):
     made, _ = measuring(Lib(proposals=4, works=(1, 2, 3)))
     monkeypatch.setattr(torch, "mm", None)
     peers, _regions = in_memory(size=2, rank=1)

@@ -228,7 +228,10 @@ def test_what_another_engine_repacks_is_served_as_it_is(checkpoint, tmp_path, mo
     with pytest.raises(FatalError) as stopped:
         convert.main(words)
     said = capfd.readouterr().err
-    assert stopped.value.code == 3 and f"is quantised already ({method}), and Phalanx serves it as it is" in said
+    assert (
+        stopped.value.code == 3
+        and f"is quantised already ({method}), and Phalanx reads such checkpoints as they are" in said
+    )
     assert f"nothing has to be converted for its kernels: phalanx serve {made}" in said
     assert [one.name for one in tmp_path.iterdir()] == ["made"]
 

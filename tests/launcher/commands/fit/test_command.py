@@ -136,6 +136,11 @@ def test_a_given_number_of_experts_in_host_memory(fit):
     for name, more, message in (
         ("Llama-3.1-8B", ("--gpu-mem", "80"), "--offload 3: Llama-3.1-8B has no experts"),
         ("Qwen3-30B-A3B", ("--device", "cpu"), "--offload 3: CPUs have all experts in host memory"),
+        (
+            "Qwen3-30B-A3B",
+            ("--gpus", "8", "--gpu-mem", "80", "--tp", "1", "--dp", "8", "--ep", "8"),
+            "--offload 3: experts that span replicas cannot be in host memory",
+        ),
     ):
         assert fit(name, *more, "--offload", "3") == (2, "", f"phalanx: {message}\n")
 

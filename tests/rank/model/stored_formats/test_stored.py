@@ -130,7 +130,7 @@ def test_linears_without_a_kernel_are_told(made, caplog):
     assert not caplog.messages
     loaded(made("gptq of 8 bits, asymmetric")[0], 2)
     (said,) = caplog.messages
-    assert said.startswith("8 linears are dequantised in every step, which is slow")
+    assert said.startswith("8 linears and stacks of experts are dequantised in every step, which is slow")
     assert "phalanx convert --to gptq --bits 8" in said
 
 
