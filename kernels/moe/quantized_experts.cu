@@ -10,6 +10,7 @@
 // [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "tile_sums.cuh"
 #include FORMAT
 #include "piece_mma.cuh"
 
@@ -50,16 +51,6 @@ __device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Pieces (&f
                 for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].stream(u * GROUPS);
         }
     }
-}
-
-// A lane's sums to shared memory, from `here` on.
-__device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][TILES][4], float* here) {
-#pragma unroll
-    for (int o = 0; o < STRIPS; o++)
-#pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) here[(o * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[o][j][i];
 }
 
 // A tile's values from its warps' sums.
@@ -144,7 +135,7 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
         if (c + 1 < CHUNKS) keep((c + 1) % 2);
         __syncthreads();
     }
-    keep_sums(sum, sums + (warp * STRIPS * 16 + lane / 4) * WIDE + lane % 4 * 2);
+    keep_sums<WIDE>(sum, sums + (warp * STRIPS * 16 + lane / 4) * WIDE + lane % 4 * 2);
     __syncthreads();
     store(sums, bias, order, weights, y, expert, start, rows);
 }

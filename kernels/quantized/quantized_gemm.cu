@@ -11,6 +11,7 @@
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "tile_sums.cuh"
 #include FORMAT
 
 constexpr int ROWS = 8 * TILES;  // of x
@@ -84,16 +85,6 @@ __device__ inline float total(const float* sums, int out, int row, const T* bias
     return y;
 }
 
-// A lane's sums to shared memory, from `here` on.
-__device__ __forceinline__ void keep(const float (&sum)[MT][TILES][4], float* here) {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) here[(m * 16 + i / 2 * 8) * WIDE + j * 8 + i % 2] = sum[m][j][i];
-}
-
 // A tile's values, once all sums are there.
 __device__ inline void store(const float* sums, const T* bias, T* y, int first, int width, int rows) {
     for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
@@ -157,7 +148,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
         }
         if (TURNS == 1) release_stage(before);
         if (t) consumer_sync();  // the values of the tile before have been stored
-        keep(sum, sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2);
+        keep_sums<WIDE>(sum, sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2);
         consumer_sync();
         store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
     }

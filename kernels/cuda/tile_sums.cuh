@@ -1,0 +1,12 @@
+// What mma has made, on its way to shared memory.
+
+// A lane's part of STRIPS times 16 outputs of TILES times 8 rows, from `here`, its first, on: PITCH floats an output.
+template <int PITCH, int STRIPS, int TILES>
+__device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][TILES][4], float* here) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; s++)
+#pragma unroll
+        for (int j = 0; j < TILES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) here[(s * 16 + i / 2 * 8) * PITCH + j * 8 + i % 2] = sum[s][j][i];
+}
