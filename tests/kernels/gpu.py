@@ -12,6 +12,29 @@ def near(got, want, bound):
     torch.testing.assert_close(got.float().cpu(), want.float().cpu(), atol=bound, rtol=bound)
 
 
+def run_steps(step, x, kept, pause, replayed, reset=lambda: None):
+    """What `step` finds of each of step.given, brought to x, and its caches then: begun as copies of `kept`, where
+    `reset` is called as well. step(caches, pause) calls pause() after each kernel. replayed: as a graph."""
+    caches, found = kept.clone(), []
+    x.copy_(step.given[0])
+    step(caches, pause)
+    torch.cuda.synchronize()
+    caches.copy_(kept)
+    reset()
+    if replayed:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        step(caches, pause)
+        graph.capture_end()
+    for given in step.given:
+        x.copy_(given)
+        graph.replay() if replayed else step(caches, pause)
+        found.append(step.found.clone())
+    torch.cuda.synchronize()
+    return torch.stack(found), caches
+
+
 @pytest.fixture(autouse=True)
 def poison():
     """Fresh memory holds NaN: what a kernel does not write shows."""

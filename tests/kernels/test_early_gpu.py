@@ -15,6 +15,7 @@ from phalanx.kernels.rope import rope
 from phalanx.kernels.sampling import decode_inputs
 
 from ..devices import needs_tma, require_gpu
+from .gpu import run_steps
 
 require_gpu()
 pytestmark = needs_tma
@@ -89,25 +90,7 @@ def test_steps_as_graphs(rows):
     torch.manual_seed(rows)
     step, stream = Step(rows), torch.cuda.Stream()
 
-    def run(pause, replayed):
-        caches, found = step.keys.clone(), []
-        step.sent.copy_(step.given[0])
-        step(caches, pause)
-        torch.cuda.synchronize()
-        caches.copy_(step.keys)
-        if replayed:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            graph.capture_begin()
-            step(caches, pause)
-            graph.capture_end()
-        for given in step.given:
-            step.sent.copy_(given)
-            graph.replay() if replayed else step(caches, pause)
-            found.append(step.found.clone())
-        torch.cuda.synchronize()
-        return torch.stack(found), caches
-
+    run = partial(run_steps, step, step.sent, step.keys)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         want = run(torch.cuda.synchronize, False)

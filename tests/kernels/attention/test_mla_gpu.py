@@ -10,6 +10,7 @@ from phalanx.kernels.attention import attention, mla, mla_decode, mla_triton
 from phalanx.kernels.attention.backend import AttentionParams
 
 from ...devices import require_gpu
+from ..gpu import run_steps
 from . import latents
 from .latents import DEEPSEEK, LENGTHS, SIZES, Sizes, latent_cache
 from .test_attention import make_rows
@@ -119,24 +120,8 @@ def test_steps_that_begin_early(decoded_by):
     """As graphs, where kernels begin before what is before them has ended, and one by one with a pause after each."""
     step, stream = Layers(), torch.cuda.Stream()
 
-    def run(pause, replayed):
-        caches, found = step.kept.clone(), []
-        step(caches, pause)
-        if replayed:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            graph.capture_begin()
-            step(caches, pause)
-            graph.capture_end()
-        caches.copy_(step.kept)
-        step.rows.lengths.copy_(step.starts)
-        for given in step.given:
-            step.x.copy_(given)
-            graph.replay() if replayed else step(caches, pause)
-            found.append(step.found.clone())
-        torch.cuda.synchronize()
-        return torch.stack(found), caches
-
+    reset = functools.partial(step.rows.lengths.copy_, step.starts)
+    run = functools.partial(run_steps, step, step.x, step.kept, reset=reset)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         want = run(torch.cuda.synchronize, False)
