@@ -163,13 +163,13 @@ def charts() -> dict[str, str]:
     """SVG by file name."""
     peers = beside_peers()
     top = max(1.6, *(1.05 * bar.value for group in peers for bar in group.bars))
-    halves = (n / 2 for n in range(int(2 * top) + 1))
+    marks = (n / 2 for n in range(int(2 * top) + 1))
     return {
         "peers.svg": draw(
             "How many times as fast as its peers",
             peers,
             top,
-            {at: "as fast as the peer" if at == 1 else f"{at:g}" for at in halves},
+            {at: "as fast as the peer" if at == 1 else f"{at:g}" for at in marks},
             "The peer's time divided by Phalanx's: decode steps by batch, and 512 requests of mixed lengths",
         ),
         "limit.svg": draw(

@@ -40,7 +40,7 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     programs, num_sms = batch * -(-heads // mla_triton.GROUP), torch.cuda.get_device_properties(0).multi_processor_count
     rest = rows.block_tables, rows.lengths, out, PARAMS.scale
     splits = mla_triton.choose_kv_splits(programs, LONGEST, num_sms)
-    parts = mla_decode.most_parts(programs, LONGEST, num_sms * mla_decode.together(q.device)[1])
+    parts = mla_decode.most_parts(programs, LONGEST, num_sms * mla_decode.occupancy(q.device)[1])
     versions: dict[str, list[Call]] = {
         f"Triton, tiles of {tile}": [
             partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches

@@ -43,7 +43,7 @@ struct Span {
 
 // Where a row's piece of 16 bytes lies: places change among the eight of 128 bytes, so that eight rows' pieces are in
 // different banks.
-__device__ inline int lies(int row, int piece) { return row * ROW + (piece ^ row % 8) * 16; }
+__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ row % 8) * 16; }
 
 #if __CUDA_ARCH__ >= 800
 // What a warp copies: four tokens of each tile, all in one panel. Rows past `stop` become zeros.
@@ -82,7 +82,7 @@ struct Rows {
         const char* const piece = cache + lane * 16;
         const int place = row * ROW, across = lane ^ row % 8;
 #pragma unroll
-        for (int r = 0; r < 4; r++) {  // pieces `lane` and lane + 32, as lies() has them
+        for (int r = 0; r < 4; r++) {  // pieces `lane` and lane + 32, as swizzled() has them
             const int slot = __shfl_sync(~0u, slots, from + r);
             if (!(some >> r & 1)) continue;
             const char* x = piece + (long long)max(slot, 0) * ROW;
@@ -91,7 +91,7 @@ struct Rows {
         }
         const int slot = __shfl_sync(~0u, slots, from + lane / 8), last = 64 + lane % 8;  // eight pieces of each row
         if (some >> lane / 8 & 1)
-            copy_async16(to + lies(row + lane / 8, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
+            copy_async16(to + swizzled(row + lane / 8, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
     }
 };
 
@@ -138,10 +138,10 @@ __device__ inline void load_queries(unsigned (&x)[STEPS][4], const T* q, int hea
         }
 }
 
-// A quarter of the products of 16 heads and a panel's 16 tokens, to scores [QUARTERS, ROWS, SCORES_ROW].
+// A quarter of the dot products of 16 heads' queries and a panel's 16 tokens, to scores [QUARTERS, ROWS, SCORES_ROW].
 __device__ inline void multiply_keys(const unsigned (&x)[STEPS][4], unsigned panel, float* scores) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = warp % QUARTERS;
-    const unsigned at = panel + lies(lane % 8 + lane / 16 * 8, quarter * 2 + lane / 8 % 2);
+    const unsigned at = panel + swizzled(lane % 8 + lane / 16 * 8, quarter * 2 + lane / 8 % 2);
     float s[2][2][4] = {};  // of even and odd steps, of 8 tokens each
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
@@ -159,7 +159,7 @@ __device__ inline void multiply_keys(const unsigned (&x)[STEPS][4], unsigned pan
                                                            s[0][n][2 * h + 1] + s[1][n][2 * h + 1]};
 }
 
-// Of two heads, that a warp's halves have: a lane has two tokens of each tile.
+// Of two heads, one for each 16 lanes of a warp: a lane has two tokens of each tile.
 struct Softmax {
     float top = MINUS_INFINITY, sum = 0;  // the head's; this lane's
 
@@ -209,7 +209,7 @@ struct Values {
 #pragma unroll
         for (int m = 0; m < COLUMNS / 16; m++) {
             unsigned y[4];
-            ldmatrix_transposed(y, panel + threadIdx.x / 32 * COLUMNS * 2 + lies(row, m * 2 + lane / 16));
+            ldmatrix_transposed(y, panel + threadIdx.x / 32 * COLUMNS * 2 + swizzled(row, m * 2 + lane / 16));
             mma<T>(o[2 * m], p, y[0], y[1]);
             mma<T>(o[2 * m + 1], p, y[2], y[3]);
         }

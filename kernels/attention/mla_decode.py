@@ -49,7 +49,7 @@ def supports(part: Part) -> bool:
 def plan(part: Part) -> int:
     """How many parts each sequence is cut in at most."""
     blocks, caps = part.stop * -(-part.q.shape[1] // ROWS), device_caps(part.q.device)
-    return most_parts(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * together(part.q.device)[1])
+    return most_parts(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * occupancy(part.q.device)[1])
 
 
 def run(part: Part, plan: int) -> None:
@@ -67,7 +67,7 @@ def most_parts(blocks: int, longest: int, room: int) -> int:
 
 
 @functools.cache
-def together(device: torch.device) -> tuple[int, int]:
+def occupancy(device: torch.device) -> tuple[int, int]:
     """Panels that a block holds, and blocks of a multiprocessor."""
     if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.SHARED
         return 5, 2
@@ -96,9 +96,9 @@ def decode(
     what the kernels before that one wrote.
     """
     n, heads, _ = q.shape
-    blocks, (panels, at_once) = n * -(-heads // ROWS), together(q.device)
+    blocks, (panels, per_sm) = n * -(-heads // ROWS), occupancy(q.device)
     shared = shared_bytes(panels)
-    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, at_once))
+    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, per_sm))
     fill = fill or min(AT_ONCE, FILL * device_caps(q.device).num_sms // blocks)
     parts = arrived = out  # of one part nothing is kept
     if most > 1:

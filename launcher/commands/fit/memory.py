@@ -120,8 +120,8 @@ def parked(stage: StageShape, most: int) -> Parked:
     return Parked(sum(sizes[place] for place in chosen), slots, weights)
 
 
-def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) -> tuple[Stage, ...]:
-    """The model's stages, the first one with the embedding first. context: tokens of the longest sequence. offload:
+def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0) -> tuple[Stage, ...]:
+    """The model's stages, the first one with the embedding first. context: tokens of the longest sequence. cpu_offload:
     bytes of layers that may be in host memory."""
     made = []
     for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
@@ -132,7 +132,7 @@ def stages(shape: ModelShape, layout: Layout, context: int, offload: int = 0) ->
                 resident += part.slot * max(0, part.copies - layout.offload)
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
-        moved = parked(one, offload)
+        moved = parked(one, cpu_offload)
         for part in moved.weights:
             weights[part.kind] -= part.bytes * part.copies
         weights["experts"] += resident

@@ -72,7 +72,7 @@ class StepModel:
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
         self.host = device.host or host(None, 1)
-        self.offload = 0 if device.cpu else asked.cpu_offload
+        self.cpu_offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
         """Seconds of one stage for `tokens` rows whose attention reads `context` cached tokens altogether."""
@@ -90,7 +90,7 @@ class StepModel:
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:
                     total += self.links.latency + logits / self.links.tensor
-        copies = parked(stage, self.offload).bytes / offload.PCIE
+        copies = parked(stage, self.cpu_offload).bytes / offload.PCIE
         if self._streams(tokens):
             total = max(total, offload.missing(stage, self.layout.offload) / min(offload.PCIE, self.host.bandwidth))
         # They run while the layers before compute, but for those beside experts in host memory.

@@ -105,7 +105,7 @@ CASES = [
     [*CASES[:3], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:])],
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
-    monkeypatch.setattr(mla_decode, "together", lambda _: (panels, 1))
+    monkeypatch.setattr(mla_decode, "occupancy", lambda _: (panels, 1))
     step = Step(lengths, **options)
     want = step.want()
     got = step.decode(launcher, most, fill)
