@@ -150,7 +150,9 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
         }
     }
 }
+#endif
 
+#if __CUDA_ARCH__ >= 900
 // The warp that has TMA bring `count` chunks. W does not change: it is asked for before the kernel's predecessor has ended.
 __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
                                         Barrier* empty, int count, int width, int rows) {
