@@ -148,7 +148,7 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     keys = config_keys(model_type)
     given = {key: value for key, value in raw.items() if value is not None}
     renamed = {ours: given[theirs] for theirs, ours in keys.names.items() if theirs in given}
-    return keys.defaults | given | renamed | {"model_type": model_type}
+    return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
 
 
 def spelled(key: str, model_type: str) -> str:
