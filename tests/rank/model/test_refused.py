@@ -171,7 +171,17 @@ def test_misshapen_tensors(made, tmp_path, name, tensor):
 def test_weights_in_pickles(made, tmp_path):
     path = copy(made("phi"), tmp_path, {})
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    assert "; pytorch_model.bin is of a kind that cannot be read yet" in stop(path)
+    assert "; pytorch_model.bin is not read, as pickled weights can run code: convert them to safe" in stop(path)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("model-Q4_K_M.gguf", "; a GGUF file is served by its own path: {}"),
+    ("consolidated.safetensors", "; consolidated.safetensors is not read without an index"),
+])  # fmt: skip
+def test_weights_by_other_names(made, tmp_path, name, words):
+    path = copy(made("phi"), tmp_path, {})
+    (path / "model.safetensors").rename(path / name)
+    assert words.format(path / name) in stop(path)
 
 
 @pytest.mark.parametrize("name, share", [("phi", 0.5), ("stablelm", 0.25)])
