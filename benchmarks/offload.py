@@ -5,12 +5,16 @@
     python benchmarks/offload.py --offload 64 --zipf 0.8 --placement cpu
     python benchmarks/offload.py qwen3-235b-a22b --isq q4km --offload 0     # what does not fit goes to the host
     python benchmarks/offload.py DIR --offload 8 --device cpu     # the shape of DIR's config.json
+    python benchmarks/offload.py --offload 64,128 --isq q4km --prefill 1x4096 --batches 1 --timeline
 
 Weights are random, of Qwen3-30B-A3B unless another shape or a directory is named. A router with random weights chooses
 experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
 of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
 experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
 Each number in --offload is a job.
+
+With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
+does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds.
 
 Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
 sequences a thread of its own does it:
@@ -38,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from phalanx.benchmarks import step
+from phalanx.benchmarks import step, timeline
 from phalanx.benchmarks.shapes import CONFIGS
 from phalanx.kernels.moe import host_service
 from phalanx.kernels.moe.host_service import Service
@@ -52,6 +56,7 @@ from phalanx.rank.scheduler.replica import Replica
 from torch import Tensor
 
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
+TIMELINE = "PHALANX_BENCH_TIMELINE"  # set: as --timeline, for the ranks
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
 IN_HOST = "wait", "choose", "launch", "cpu"
 PARTS = *IN_HOST, "graphs"
@@ -129,6 +134,16 @@ class OffloadBench(step.Bench):
     """Says as well what a layer of a decode step takes."""
 
     layers = 0
+    prompts = 0  # that were measured
+
+    def run(self, sequences: int, tokens: int, new: int) -> float:
+        seconds = super().run(sequences, tokens, new)
+        self.prompts += new == 1
+        if TIMELINE in os.environ and new == 1 and self.prompts % 3 == 0:  # the last of a kind
+            spans = timeline.profiled(lambda: super(OffloadBench, self).run(sequences, tokens, 1))
+            launch = round(1e3 * self.clock.taken["launch"][-1], 2)
+            step.say(what="timeline", batch=sequences, prompt=tokens, launch=launch, **timeline.summary(spans))
+        return seconds
 
     def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
         served = len(budget.served) if budget is not None else 0
@@ -194,10 +209,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="decode steps to take the median of")
     parser.add_argument("--warm", type=int, default=0, help="decode steps of each batch before those")
     parser.add_argument("--prefill", type=step.pairs, default=[(1, 8192)], help="SEQUENCESxTOKENS,..")
+    parser.add_argument("--timeline", action="store_true", help="what a GPU does of a prompt's step")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
+    if asked.timeline:
+        os.environ[TIMELINE] = "1"
     batches = [int(b) for b in asked.batches.split(",")]
     ask = step.Ask(batches, asked.prompt, asked.steps, asked.prefill, asked.warm)
     with tempfile.TemporaryDirectory() as made:
@@ -222,7 +240,7 @@ def main() -> None:
             for line in lines:
                 if "budget" in line:
                     print(f"batch {line['batch']}, a layer:", *(f"{name} {us}" for name, us in line["budget"].items()))
-            print(*(line for line in lines if line["what"] == "experts"))
+            print(*(line for line in lines if line["what"] in ("experts", "timeline")), sep="\n")
             if asked.json:
                 about = dict(offload=offload, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
                 with open(asked.json, "a") as file:
