@@ -11,6 +11,7 @@ Weights are random, of Qwen3-30B-A3B unless another shape or a directory is name
 experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
 of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
 experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
+--copy-cost F has the choice take copies for F times as dear as they were measured: whether it is right about them.
 Each number in --offload is a job.
 
 With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
@@ -45,8 +46,10 @@ import torch
 from phalanx.benchmarks import step, timeline
 from phalanx.benchmarks.shapes import CONFIGS
 from phalanx.kernels.moe import host_service
+from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
+from phalanx.rank.model.experts import offload
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
 from phalanx.rank.model.experts.streamer import Streamer
@@ -56,6 +59,7 @@ from phalanx.rank.scheduler.replica import Replica
 from torch import Tensor
 
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
+COPY_COST = "PHALANX_BENCH_COPY_COST"  # as --copy-cost, for the ranks
 TIMELINE = "PHALANX_BENCH_TIMELINE"  # set: as --timeline, for the ranks
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
 IN_HOST = "wait", "choose", "launch", "cpu"
@@ -195,12 +199,23 @@ def route_by_zipf(exponent: float) -> None:
     Router.forward = forward  # type: ignore[method-assign]
 
 
+def make_copies_dearer(factor: float) -> None:
+    measure = offload.measure
+
+    def dearer(*given: Any) -> Costs:
+        costs = measure(*given)
+        return costs._replace(copy=factor * costs.copy)
+
+    offload.measure = dearer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3-30b-a3b", help="a shape, or a directory with a config.json")
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
+    parser.add_argument("--copy-cost", type=float, default=1.0, help="times as dear that the choice takes copies for")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -214,6 +229,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
+    os.environ[COPY_COST] = str(asked.copy_cost)
+    if asked.timeline and not torch.cuda.is_available():
+        parser.error("--timeline is of a GPU")
     if asked.timeline:
         os.environ[TIMELINE] = "1"
     batches = [int(b) for b in asked.batches.split(",")]
@@ -221,7 +239,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         if asked.model in CONFIGS:
             Path(made, "config.json").write_text(json.dumps(CONFIGS[asked.model]))
-        for offload in map(int, asked.offload.split(",")):
+        for out in map(int, asked.offload.split(",")):
             options = Options(
                 model=made if asked.model in CONFIGS else asked.model,
                 ranks=asked.np,
@@ -229,20 +247,20 @@ def main() -> None:
                 load_format="dummy",
                 prefix_cache=False,
                 max_num_seqs=max(batches),
-                num_experts_offload_per_rank=offload,
+                num_experts_offload_per_rank=out,
                 isq=asked.isq,
-                expert_placement=asked.placement if offload else "auto",
+                expert_placement=asked.placement if out else "auto",
                 timeout=600.0,
             )
             lines = step.start(options, ask, __file__)
-            print(f"\n{offload} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
+            print(f"\n{out} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
             print(step.table(lines))
             for line in lines:
                 if "budget" in line:
                     print(f"batch {line['batch']}, a layer:", *(f"{name} {us}" for name, us in line["budget"].items()))
             print(*(line for line in lines if line["what"] in ("experts", "timeline")), sep="\n")
             if asked.json:
-                about = dict(offload=offload, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
+                about = dict(offload=out, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in lines)
 
@@ -251,6 +269,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         if ZIPF in os.environ:
             route_by_zipf(float(os.environ[ZIPF]))
+        make_copies_dearer(float(os.environ[COPY_COST]))
         budget = Budget()
         step.become_rank(OffloadRank)
     main()

@@ -1,4 +1,4 @@
-"""Shares of a GPU's time."""
+"""Shares of a GPU's time, and when benchmarks/offload.py asks for them."""
 
 from types import SimpleNamespace
 
