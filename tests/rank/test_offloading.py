@@ -119,6 +119,52 @@ def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
         assert engine.drain() == 0
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A checkpoint whose matrices have whole super-blocks also in halves, and its tokens, by --isq, where nothing is in
+    host memory and no sequence has to wait."""
+    sizes = dict(hidden_size=256, moe_intermediate_size=512, intermediate_size=512, head_dim=128)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    path = write(tmp_path_factory.mktemp("quantised"), **MODELS["qwen3_moe"] | sizes | heads)
+
+    @functools.cache
+    def tokens(isq: str) -> list[list[int]]:
+        with Engine(path, isq=isq, **SMALL) as engine:
+            return sent_together(engine)
+
+    return path, tokens
+
+
+SMALL = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def sent_together(engine: Engine) -> list[list[int]]:
+    prompts = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
+    outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)})
+    return [outputs[str(i)].tokens for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "isq, ep",
+    [
+        ("q4km", 1),
+        ("q8_0", 2),
+        pytest.param("q4km", 2, marks=pytest.mark.long),
+        pytest.param("q8_0", 1, marks=pytest.mark.long),
+    ],
+)
+def test_quantised_experts_of_two_ranks_while_sequences_are_swapped(quantised, isq, ep):
+    """Split (ep 1) or shared out (ep 2). The pool has 16 blocks, of eight sequences of six."""
+    path, tokens = quantised
+    small = dict(mem=2, kvcache_mem_cpu=8, num_experts_offload_per_rank=3)
+    with Engine(path, ranks=2, tp=2, ep=ep, isq=isq, **small, **SMALL) as engine:
+        assert sent_together(engine) == sent_together(engine) == tokens(isq)
+        stats = engine.rest()
+        assert stats.preemptions > 0 and stats.swapped_in > 0 and stats.host_loads > 0
+        assert stats.experts_resident > 0 and stats.experts_cpu > 0 and stats.experts_streamed > 0
+        assert engine.drain() == 0
+
+
 def test_replicas_of_a_node_have_the_experts_once(checkpoint, expected):
     """Each maps the same memory; it has no name, and a rank that is killed leaves nothing."""
     with Engine(checkpoint, ranks=2, dp=2, num_experts_offload_per_rank=5, **OPTIONS) as engine:
