@@ -191,3 +191,25 @@ def shared_memory(pid: int) -> dict[str, int]:
         elif number and line.startswith("Pss:"):
             found[number] = found.get(number, 0) + 1024 * int(line.split()[1])
     return found
+
+
+def test_threads_and_memory_are_of_the_node_that_is_named(checkpoint, expected, tmp_path, monkeypatch):
+    """Node 0, as no other may be here, with one of this machine's processors."""
+    cpu, node = max(os.sched_getaffinity(0)), tmp_path / "devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(f"{cpu}\n")
+    monkeypatch.setenv("NODES", str(tmp_path))
+    monkeypatch.setenv("MAP_NUMA_NODE", "0")
+    program = (str(Path(__file__).parent / "on_nodes.py"),)
+    with Engine(checkpoint, program=program, device="cpu", num_experts_offload_per_rank=5, **OPTIONS) as engine:
+        outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(PROMPTS)})
+        assert [one.tokens for one in outputs.values()] == expected()
+        assert f"cpus {cpu} of NUMA node 0 (MAP_NUMA_NODE), memory " in engine.log()
+        process = Path(f"/proc/{engine.ready.pids[0]}")
+        threads = [(one / "status").read_text() for one in (process / "task").iterdir()]
+        assert {re.search(r"Cpus_allowed_list:\t(\S+)", text)[1] for text in threads} == {str(cpu)} and len(threads) > 1
+        if "memory of node 0 first" in engine.log():  # containers often forbid it
+            maps = [one.split() for one in (process / "numa_maps").read_text().splitlines()]
+            own = [one for one in maps if any(word.startswith("anon=") for word in one)]
+            assert {one[1] for one in own} == {"prefer:0"}, own
+        assert engine.drain() == 0
