@@ -13,6 +13,7 @@ from phalanx.rank import protocol
 
 from ..engine import Engine, greedy
 from .model.test_architectures import MODELS, write
+from .test_swapping import SWAPPING
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -147,17 +148,17 @@ def sent_together(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize(
     "isq, ep",
     [
-        ("q4km", 1),
-        ("q8_0", 2),
-        pytest.param("q4km", 2, marks=pytest.mark.long),
+        ("q4km", 2),
+        pytest.param("q4km", 1, marks=pytest.mark.long),
         pytest.param("q8_0", 1, marks=pytest.mark.long),
+        pytest.param("q8_0", 2, marks=pytest.mark.long),
     ],
 )
 def test_quantised_experts_of_two_ranks_while_sequences_are_swapped(quantised, isq, ep):
     """Split (ep 1) or shared out (ep 2). The pool has 16 blocks, of eight sequences of six."""
     path, tokens = quantised
     small = dict(mem=2, kvcache_mem_cpu=8, num_experts_offload_per_rank=3)
-    with Engine(path, ranks=2, tp=2, ep=ep, isq=isq, **small, **SMALL) as engine:
+    with Engine(path, 2, program=SWAPPING, tp=2, ep=ep, isq=isq, **small, **SMALL) as engine:
         assert sent_together(engine) == sent_together(engine) == tokens(isq)
         stats = engine.rest()
         assert stats.preemptions > 0 and stats.swapped_in > 0 and stats.host_loads > 0
