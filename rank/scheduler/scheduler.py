@@ -109,11 +109,14 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted in this call; or only its last id is awaited
                 continue
-            if sequence.remaining == 1:
+            remaining = sequence.remaining
+            if remaining == 1:
                 if sequence.id not in group:
                     continue
                 reserved -= 1
-            count = sequence.chunk(sequence.num_computed, min(sequence.remaining, budget - reserved))
+            count = min(remaining, budget - reserved)
+            if count > 1:
+                count = sequence.chunk(sequence.num_computed, count)
             if count > 0 and self._grow(sequence, count, draft):
                 self._add_chunk(sequence, count, draft)
                 budget -= count
@@ -142,12 +145,14 @@ class Scheduler:
         part of the draft yet.
         """
         needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        if needed <= 0:
+            return True
         while needed > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        for block in self.blocks.allocate(max(0, needed)):
+        for block in self.blocks.allocate(needed):
             sequence.blocks.append(block)
             draft.block_rows.append(sequence.row)
             draft.block_ids.append(block)
@@ -227,7 +232,7 @@ class Scheduler:
         samples = sequence.num_computed == sequence.length
         self.backlog += samples - count
         if samples:
-            sequence.in_flight += 1
+            sequence.length += 1
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
         draft.chunks.append(Chunk(sequence, count, samples))
@@ -247,11 +252,13 @@ class Scheduler:
         """
         if not self.blocks.prefix_cache:
             return
+        full = min(sequence.num_computed, len(sequence.tokens)) // self.blocks.size
+        if full <= sequence.num_cached_blocks:
+            return
         sequence.extend_hashes(self.blocks.size)
-        full = min(sequence.num_computed // self.blocks.size, len(sequence.hashes))
         for i in range(sequence.num_cached_blocks, full):
             self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
-        sequence.num_cached_blocks = max(sequence.num_cached_blocks, full)
+        sequence.num_cached_blocks = full
 
     def _make_plan(self, draft: PlannedStep) -> ScheduledStep:
         self._step += 1
@@ -271,7 +278,6 @@ class Scheduler:
         logprobs, next_index = output.logprobs, 0
         for i, (sequence, tokens) in enumerate(zip(done.sampled, output.tokens(), strict=True)):
             index, next_index = next_index, next_index + len(tokens)
-            sequence.in_flight -= 1
             if sequence.finished:  # ended or aborted after this step was planned: the tokens are dropped
                 continue
             shown, finish, stop = self._append(sequence, tokens)
@@ -313,6 +319,7 @@ class Scheduler:
         if not sequence.sampling.pooling:
             self.counters.output_tokens += len(tokens)
         if len(tokens) > 1:
+            sequence.length += len(tokens) - 1
             self._skip(sequence, len(tokens) - 1)
         if sequence.row >= 0:
             self._cache_blocks(sequence)

@@ -14,6 +14,12 @@ class Sequence:
     the previous one is read. `tokens` has the known ids only.
     """
 
+    __slots__ = (
+        "id", "grammar", "sampling", "order", "salt", "tokens", "prompt_len", "length", "most_length", "row", "blocks",
+        "num_computed", "sampled_at", "hashes", "num_cached_blocks", "borders", "expected", "cached_tokens", "reported",
+        "finished",
+    )  # fmt: skip
+
     def __init__(self, request: Request, arrival: int, hashes: list[Hash], grammar: Grammar | None = None):
         self.id = request.id
         self.grammar = grammar  # what its output must be; None: it is free
@@ -21,11 +27,11 @@ class Sequence:
         self.order = (request.priority, arrival)  # of scheduling: lower goes first
         self.salt = request.cache_salt
         self.tokens: list[int] = unpack_u32(request.tokens).tolist()
-        self.prompt_len = len(self.tokens)
+        self.prompt_len = self.length = len(self.tokens)
+        self.most_length = self.prompt_len + self.sampling.max_tokens
         self.row = -1  # its row in the workers' BatchState; -1 while it waits
         self.blocks: list[int] = []
         self.num_computed = 0
-        self.in_flight = 0  # sampled tokens whose ids have not arrived yet
         self.sampled_at = 0  # the step that sampled its newest token
         self.hashes = hashes  # of the known tokens' full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading blocks that were passed to Blocks.cache
@@ -36,12 +42,9 @@ class Sequence:
         self.finished = False
 
     @property
-    def length(self) -> int:
-        return len(self.tokens) + self.in_flight
-
-    @property
-    def num_outputs(self) -> int:
-        return self.length - self.prompt_len
+    def in_flight(self) -> int:
+        """Sampled tokens whose ids have not arrived yet."""
+        return self.length - len(self.tokens)
 
     @property
     def remaining(self) -> int:
@@ -51,7 +54,7 @@ class Sequence:
     @property
     def ends_by_length(self) -> bool:
         """Whether its last allowed token has been sampled; the id may not have arrived yet."""
-        return self.num_outputs >= self.sampling.max_tokens
+        return self.length >= self.most_length
 
     def usable_blocks(self, block_size: int) -> int:
         """Full blocks at its beginning that may come from the prefix cache."""
