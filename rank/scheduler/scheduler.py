@@ -103,9 +103,8 @@ class Scheduler:
         """
         group = self._decode_group()
         reserved = len(group)
-        budget = max(
-            budget, reserved + 1
-        )  # with more sequences than budget all still decode, and a prompt gets one token
+        # With more sequences than budget all still decode, and a prompt gets one token.
+        budget = max(budget, reserved + 1)
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted in this call; or only its last id is awaited
                 continue
@@ -193,14 +192,15 @@ class Scheduler:
                 sequence.cached_tokens = computed
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
-            draft.new.append(self._introduce(sequence))
+            draft.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
             self._add_chunk(sequence, count, draft)
             budget -= count
 
     def _find_prefix(self, sequence: Sequence, draft: PlannedStep, budget: int) -> tuple[list[int], int]:
         """The cached blocks that a waiting sequence begins with, and how many tokens it then computes."""
-        sequence.extend_hashes(self.blocks.size)
+        if self.blocks.prefix_cache:
+            sequence.extend_hashes(self.blocks.size)
         usable = sequence.hashes[: sequence.usable_blocks(self.blocks.size)]
         hits = self.blocks.match(usable)
         ends = len(hits), (sequence.prompt_len - 1) // self.blocks.size, len(usable)  # where it leaves state snapshots
@@ -215,17 +215,6 @@ class Scheduler:
             if not single or not any(block in draft.cached for block in hits):
                 return hits, count
             hits.pop()
-
-    def _introduce(self, sequence: Sequence) -> protocol.NewSequence:
-        return protocol.NewSequence(
-            row=sequence.row,
-            tokens=protocol.pack_u32(sequence.tokens),
-            prompt_len=sequence.prompt_len,
-            num_computed=sequence.num_computed,
-            blocks=protocol.pack_u32(sequence.blocks),
-            sampling=sequence.sampling,
-            constrained=sequence.grammar is not None,
-        )
 
     def _add_chunk(self, sequence: Sequence, count: int, draft: PlannedStep) -> None:
         sequence.num_computed += count

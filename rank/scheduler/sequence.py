@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..protocol import Request, unpack_u32
+from ..protocol import NewSequence, Request, pack_u32, unpack_u32
 from .blocks import Hash, extend_chain
 from .grammar import Grammar
 
@@ -14,12 +14,6 @@ class Sequence:
     the previous one is read. `tokens` has the known ids only.
     """
 
-    __slots__ = (
-        "id", "grammar", "sampling", "order", "salt", "tokens", "prompt_len", "length", "most_length", "row", "blocks",
-        "num_computed", "sampled_at", "hashes", "num_cached_blocks", "borders", "expected", "cached_tokens", "reported",
-        "finished",
-    )  # fmt: skip
-
     def __init__(self, request: Request, arrival: int, hashes: list[Hash], grammar: Grammar | None = None):
         self.id = request.id
         self.grammar = grammar  # what its output must be; None: it is free
@@ -28,7 +22,7 @@ class Sequence:
         self.salt = request.cache_salt
         self.tokens: list[int] = unpack_u32(request.tokens).tolist()
         self.prompt_len = self.length = len(self.tokens)
-        self.most_length = self.prompt_len + self.sampling.max_tokens
+        self.most_length = self.prompt_len + self.sampling.max_tokens  # where it ends in any case
         self.row = -1  # its row in the workers' BatchState; -1 while it waits
         self.blocks: list[int] = []
         self.num_computed = 0
@@ -55,6 +49,18 @@ class Sequence:
     def ends_by_length(self) -> bool:
         """Whether its last allowed token has been sampled; the id may not have arrived yet."""
         return self.length >= self.most_length
+
+    def introduced(self) -> NewSequence:
+        """It as the ranks are told of it, once it has a row and blocks."""
+        return NewSequence(
+            row=self.row,
+            tokens=pack_u32(self.tokens),
+            prompt_len=self.prompt_len,
+            num_computed=self.num_computed,
+            blocks=pack_u32(self.blocks),
+            sampling=self.sampling,
+            constrained=self.grammar is not None,
+        )
 
     def usable_blocks(self, block_size: int) -> int:
         """Full blocks at its beginning that may come from the prefix cache."""
