@@ -44,6 +44,10 @@ class HostUpload(Upload):
         np.concatenate([part.reshape(-1) for part in parts], out=self._room[: sum(part.size for part in parts)])
 
 
+def step_output(ids: Tensor) -> protocol.StepOutput:
+    return protocol.StepOutput(protocol.pack_u32(ids.tolist()))
+
+
 class HostSteps:
     def __init__(self, sequences: int, prefix_cache: bool):
         self.scheduler = Scheduler(Blocks(1 << 16, BLOCK, prefix_cache), 2 * sequences, 8192, LONGEST)
@@ -84,13 +88,12 @@ class HostSteps:
             if scheduled.num_decodes == len(scheduled.rows):
                 self.timed("send", self.decode.send, scheduled)
             else:
-                arguments = self.state, scheduled, self.last, [], self.upload, True
-                self.timed("build", build_batches, *arguments)
+                self.timed("build", build_batches, self.state, scheduled, self.last, [], self.upload, True)
             ids = torch.randint(0, VOCAB, (len(planned.sampled),))
-            output = self.timed("output", lambda: protocol.StepOutput(protocol.pack_u32(ids.tolist())))
+            output = self.timed("output", step_output, ids)
             if before is not None:
                 deltas = self.timed("update", self.scheduler.update, *before)
-                self.timed("frame", lambda: protocol.frame(protocol.Deltas(deltas)))
+                self.timed("frame", protocol.frame, protocol.Deltas(deltas))
             before = planned, output
         return {name: round(statistics.median(taken), 1) for name, taken in self.taken.items()}
 
