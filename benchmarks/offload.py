@@ -5,12 +5,17 @@
     python benchmarks/offload.py --offload 64 --zipf 0.8 --placement cpu
     python benchmarks/offload.py qwen3-235b-a22b --isq q4km --offload 0     # what does not fit goes to the host
     python benchmarks/offload.py DIR --offload 8 --device cpu     # the shape of DIR's config.json
+    python benchmarks/offload.py --offload 64,128 --isq q4km --prefill 1x4096 --batches 1 --timeline
 
 Weights are random, of Qwen3-30B-A3B unless another shape or a directory is named. A router with random weights chooses
 experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
 of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
 experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
+--copy-cost F has the choice take copies for F times as dear as they were measured: whether it is right about them.
 Each number in --offload is a job.
+
+With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
+does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds.
 
 Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
 sequences a thread of its own does it:
@@ -38,11 +43,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from phalanx.benchmarks import step
+from phalanx.benchmarks import step, timeline
 from phalanx.benchmarks.shapes import CONFIGS
 from phalanx.kernels.moe import host_service
+from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
+from phalanx.rank.model.experts import offload
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
 from phalanx.rank.model.experts.streamer import Streamer
@@ -52,6 +59,8 @@ from phalanx.rank.scheduler.replica import Replica
 from torch import Tensor
 
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
+COPY_COST = "PHALANX_BENCH_COPY_COST"  # as --copy-cost, for the ranks
+TIMELINE = "PHALANX_BENCH_TIMELINE"  # set: as --timeline, for the ranks
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
 IN_HOST = "wait", "choose", "launch", "cpu"
 PARTS = *IN_HOST, "graphs"
@@ -129,6 +138,16 @@ class OffloadBench(step.Bench):
     """Says as well what a layer of a decode step takes."""
 
     layers = 0
+    prompts = 0  # that were measured
+
+    def run(self, sequences: int, tokens: int, new: int) -> float:
+        seconds = super().run(sequences, tokens, new)
+        self.prompts += new == 1
+        if TIMELINE in os.environ and new == 1 and self.prompts % 3 == 0:  # the last of a kind
+            spans = timeline.profiled(lambda: super(OffloadBench, self).run(sequences, tokens, 1))
+            launch = round(1e3 * self.clock.taken["launch"][-1], 2)
+            step.say(what="timeline", batch=sequences, prompt=tokens, launch=launch, **timeline.summary(spans))
+        return seconds
 
     def decode(self, batch: int, prompt: int, steps: int) -> dict[str, Any]:
         served = len(budget.served) if budget is not None else 0
@@ -180,12 +199,23 @@ def route_by_zipf(exponent: float) -> None:
     Router.forward = forward  # type: ignore[method-assign]
 
 
+def make_copies_dearer(factor: float) -> None:
+    measure = offload.measure
+
+    def dearer(*given: Any) -> Costs:
+        costs = measure(*given)
+        return costs._replace(copy=factor * costs.copy)
+
+    offload.measure = dearer  # type: ignore[assignment]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3-30b-a3b", help="a shape, or a directory with a config.json")
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
+    parser.add_argument("--copy-cost", type=float, default=1.0, help="times as dear that the choice takes copies for")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -194,16 +224,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="decode steps to take the median of")
     parser.add_argument("--warm", type=int, default=0, help="decode steps of each batch before those")
     parser.add_argument("--prefill", type=step.pairs, default=[(1, 8192)], help="SEQUENCESxTOKENS,..")
+    parser.add_argument("--timeline", action="store_true", help="what a GPU does of a prompt's step")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
+    os.environ[COPY_COST] = str(asked.copy_cost)
+    if asked.timeline and not torch.cuda.is_available():
+        parser.error("--timeline is of a GPU")
+    if asked.timeline:
+        os.environ[TIMELINE] = "1"
     batches = [int(b) for b in asked.batches.split(",")]
     ask = step.Ask(batches, asked.prompt, asked.steps, asked.prefill, asked.warm)
     with tempfile.TemporaryDirectory() as made:
         if asked.model in CONFIGS:
             Path(made, "config.json").write_text(json.dumps(CONFIGS[asked.model]))
-        for offload in map(int, asked.offload.split(",")):
+        for out in map(int, asked.offload.split(",")):
             options = Options(
                 model=made if asked.model in CONFIGS else asked.model,
                 ranks=asked.np,
@@ -211,20 +247,20 @@ def main() -> None:
                 load_format="dummy",
                 prefix_cache=False,
                 max_num_seqs=max(batches),
-                num_experts_offload_per_rank=offload,
+                num_experts_offload_per_rank=out,
                 isq=asked.isq,
-                expert_placement=asked.placement if offload else "auto",
+                expert_placement=asked.placement if out else "auto",
                 timeout=600.0,
             )
             lines = step.start(options, ask, __file__)
-            print(f"\n{offload} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
+            print(f"\n{out} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
             print(step.table(lines))
             for line in lines:
                 if "budget" in line:
                     print(f"batch {line['batch']}, a layer:", *(f"{name} {us}" for name, us in line["budget"].items()))
-            print(*(line for line in lines if line["what"] == "experts"))
+            print(*(line for line in lines if line["what"] in ("experts", "timeline")), sep="\n")
             if asked.json:
-                about = dict(offload=offload, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
+                about = dict(offload=out, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in lines)
 
@@ -233,6 +269,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         if ZIPF in os.environ:
             route_by_zipf(float(os.environ[ZIPF]))
+        make_copies_dearer(float(os.environ[COPY_COST]))
         budget = Budget()
         step.become_rank(OffloadRank)
     main()

@@ -90,9 +90,19 @@ def weight_files(path: Path) -> dict[str, str]:
         return _read_index(index)
     if (path / SINGLE).exists():
         return {"": SINGLE}
-    other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f"; {other[0]} is of a kind that cannot be read yet" if other else ""
-    raise FatalError(f"{path} has neither {SINGLE} nor {INDEX}{hint}", MODEL)
+    raise FatalError(f"{path} has neither {SINGLE} nor {INDEX}{_hint(path)}", MODEL)
+
+
+def _hint(path: Path) -> str:
+    """What to do about a directory's other files, for a message."""
+    found = {one.suffix: one for one in sorted(path.iterdir(), reverse=True)}  # the first of each kind
+    if gguf := found.get(".gguf"):
+        return f"; a GGUF file is served by its own path: {gguf}"
+    if tensors := found.get(".safetensors"):
+        return f"; {tensors.name} is not read without an index of the tensors in each file"
+    if pickle := found.get(".bin") or found.get(".pt") or found.get(".pth"):
+        return f"; {pickle.name} is not read, as pickled weights can run code: convert them to safetensors"
+    return ""
 
 
 def read_index(path: Path) -> Index:

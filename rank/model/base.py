@@ -80,20 +80,23 @@ class Args:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Raises FatalError where a key is missing or has a wrong type or value. A null counts as absent."""
-        resolved = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        given = {key: value for key, value in (config.raw | resolved).items() if value is not None}
+        """Raises FatalError where a key is missing or has a wrong type or value. A null is one where the field may be
+        None, such as no window; elsewhere it counts as absent."""
+        given = config.raw | {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
         if given.get("use_sliding_window") is False:  # transformers writes a window of 0 then, of Qwen2-MoE
             given.pop("sliding_window", None)
         values = {}
         for field in dataclasses.fields(cls):
-            if field.name in given:
-                value = values[field.name] = given[field.name]
-                kind = str(field.type).removesuffix(" | None")
+            value = given.get(field.name)
+            kind = str(field.type).removesuffix(" | None")
+            if value is not None:
+                values[field.name] = value
                 if not _is_of(value, kind) or (field.name in POSITIVE and value < 1):
                     name = spelled(field.name, config.model_type)
                     expected = f"{kind}, at least 1" if field.name in POSITIVE else kind
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
+            elif field.name in given and kind != str(field.type):
+                values[field.name] = None
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 name = spelled(field.name, config.model_type)
                 raise FatalError(f"{config.file} has no {name}", MODEL)

@@ -26,6 +26,10 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
+# The files of older quantised checkpoints that say what is in config.json's quantization_config otherwise.
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+QUANTIZED = "bits", "w_bit", "quant_algo"  # a key that such a file has
+
 
 @dataclass(frozen=True)
 class Config:
@@ -63,7 +67,7 @@ def read_config(path: str | Path) -> Config:
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
     raw = _text_config(raw, path)
-    quantization = raw.get("quantization_config") or {}
+    quantization = raw.get("quantization_config") or raw.get("quantization") or _quantization_beside(path)
     if quantization:
         stored_formats.method_of(quantization, path)
     raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
@@ -124,6 +128,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _quantization_beside(path: Path) -> dict[str, Any]:
+    """How weights are quantised by a file beside config.json, where that does not say it."""
+    for name, method in QUANTIZATION_FILES.items():
+        if path.is_dir() and (path / name).is_file():
+            found = _read_json(path / name)
+            found = found["quantization"] if isinstance(found.get("quantization"), dict) else found
+            return {"quant_method": method} | found if any(found.get(key) for key in QUANTIZED) else {}
+    return {}
+
+
 def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:
     value = raw.get(key)
     if value is None:
@@ -148,7 +162,7 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     keys = config_keys(model_type)
     given = {key: value for key, value in raw.items() if value is not None}
     renamed = {ours: given[theirs] for theirs, ours in keys.names.items() if theirs in given}
-    return keys.defaults | given | renamed | {"model_type": model_type}
+    return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
 
 
 def spelled(key: str, model_type: str) -> str:

@@ -1,7 +1,8 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, cgroup, swap or experts. limit: the
-rank's address space may grow by STEP MB once it asks for host memory. cgroup: its cgroup is that of the folders in
+PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, pin, cgroup, swap or experts. limit:
+the rank's address space may grow by STEP MB once it asks for host memory. pin: all ranks pin what they would beside a
+GPU, by a driver that locks no more than STEP MB of one. cgroup: its cgroup is that of the folders in
 CGROUPS. swap: it is killed in its STEPth copy to host blocks. experts: those in host memory take 2 s a layer, on all
 ranks, are measured so, and this rank hangs at STEP. PATIENCE: of the watch, with the start.
 """
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -79,6 +81,17 @@ def zeros(shape, dtype, pin, real=host_memory.zeros):
     return real(shape, dtype, pin)
 
 
+def pinned_zeros(shape, dtype, pin, real=host_memory.zeros):
+    return real(shape, dtype, True)
+
+
+def register(address, size, flags):
+    if sum(locked) + size > int(step) << 20:
+        return 2  # cudaErrorMemoryAllocation
+    locked.append(size)
+    return 0
+
+
 def store(self, blocks, places, real=Swap.store):
     stores.append(len(blocks))
     if mine and len(stores) == int(step):
@@ -97,6 +110,7 @@ def finish(self, pending, real=HostExperts.finish):
 
 mine = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == rank
 stores: list[int] = []
+locked: list[int] = []
 if place == "join" and os.environ["OMPI_COMM_WORLD_RANK"] == rank:
     time.sleep(1000)  # longer than the test runs: it never joins
 if place == "load":
@@ -107,6 +121,12 @@ elif place == "stripe":
     Reader.next = read
 elif place == "limit":
     host_memory.zeros = zeros
+elif place == "pin":
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(int(step) << 20, hard % (1 << 64)), hard))
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    torch.cuda.cudart, host_memory.zeros = (lambda: runtime), pinned_zeros
+    host_memory._forget_error = lambda: None  # there is no CUDA that would keep it
 elif place == "cgroup":
     if mine:
         kv_cache.PROC, kv_cache.SYS = Path(os.environ["CGROUPS"], "proc"), Path(os.environ["CGROUPS"], "sys")

@@ -48,6 +48,21 @@ def test_host_blocks_that_the_system_refuses(tmp_path, monkeypatch):
     assert re.fullmatch(f"{start}{LIMITED}, which may be raised. Ask for less", line), line
 
 
+def test_memory_that_cannot_be_locked(experts, monkeypatch):
+    """Each rank says so once, whatever it cannot pin, and serves as ever: experts in host memory, swapped blocks."""
+    monkeypatch.setenv("FAULT", "pin:0:1")
+    options = dict(device="cpu", num_experts_offload_per_rank=3, **OPTIONS)
+    tokens = []
+    for more in (dict(), dict(ranks=2, tp=2, program=FAULTY, mem=1, kvcache_mem_cpu=8)):
+        with Engine(experts, **more, **options) as engine:
+            outputs = engine.generate({str(i): (prompt(i), greedy(COUNT)) for i in range(4)})
+            tokens.append([one.tokens for one in outputs.values()])
+            said = re.findall(r"host memory cannot be pinned \(CUDA error 2; \S+ MB may be locked\)", engine.log())
+            assert len(said) == more.get("ranks", 0), engine.log()
+            assert engine.drain() == 0
+    assert tokens[0] == tokens[1]
+
+
 def cgroup(root: Path, mb: int) -> str:
     """Folders of a job's cgroup that leaves so many MB, to the step that the rank is in by its parent alone."""
     (root / "proc/self").mkdir(parents=True)

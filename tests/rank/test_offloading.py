@@ -13,6 +13,7 @@ from phalanx.rank import protocol
 
 from ..engine import Engine, greedy
 from .model.test_architectures import MODELS, write
+from .test_swapping import SWAPPING
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -119,6 +120,52 @@ def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
         assert engine.drain() == 0
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A checkpoint whose matrices have whole super-blocks also in halves, and its tokens, by --isq, where nothing is in
+    host memory and no sequence has to wait."""
+    sizes = dict(hidden_size=256, moe_intermediate_size=512, intermediate_size=512, head_dim=128)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    path = write(tmp_path_factory.mktemp("quantised"), **MODELS["qwen3_moe"] | sizes | heads)
+
+    @functools.cache
+    def tokens(isq: str) -> list[list[int]]:
+        with Engine(path, isq=isq, **SMALL) as engine:
+            return sent_together(engine)
+
+    return path, tokens
+
+
+SMALL = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def sent_together(engine: Engine) -> list[list[int]]:
+    prompts = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
+    outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)})
+    return [outputs[str(i)].tokens for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "isq, ep",
+    [
+        ("q4km", 2),
+        pytest.param("q4km", 1, marks=pytest.mark.long),
+        pytest.param("q8_0", 1, marks=pytest.mark.long),
+        pytest.param("q8_0", 2, marks=pytest.mark.long),
+    ],
+)
+def test_quantised_experts_of_two_ranks_while_sequences_are_swapped(quantised, isq, ep):
+    """Split (ep 1) or shared out (ep 2). The pool has 16 blocks, of eight sequences of six."""
+    path, tokens = quantised
+    small = dict(mem=2, kvcache_mem_cpu=8, num_experts_offload_per_rank=3)
+    with Engine(path, 2, program=SWAPPING, tp=2, ep=ep, isq=isq, **small, **SMALL) as engine:
+        assert sent_together(engine) == sent_together(engine) == tokens(isq)
+        stats = engine.rest()
+        assert stats.preemptions > 0 and stats.swapped_in > 0 and stats.host_loads > 0
+        assert stats.experts_resident > 0 and stats.experts_cpu > 0 and stats.experts_streamed > 0
+        assert engine.drain() == 0
+
+
 def test_replicas_of_a_node_have_the_experts_once(checkpoint, expected):
     """Each maps the same memory; it has no name, and a rank that is killed leaves nothing."""
     with Engine(checkpoint, ranks=2, dp=2, num_experts_offload_per_rank=5, **OPTIONS) as engine:
@@ -145,3 +192,25 @@ def shared_memory(pid: int) -> dict[str, int]:
         elif number and line.startswith("Pss:"):
             found[number] = found.get(number, 0) + 1024 * int(line.split()[1])
     return found
+
+
+def test_threads_and_memory_are_of_the_node_that_is_named(checkpoint, expected, tmp_path, monkeypatch):
+    """Node 0, as no other may be here, with one of this machine's processors."""
+    cpu, node = max(os.sched_getaffinity(0)), tmp_path / "devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(f"{cpu}\n")
+    monkeypatch.setenv("NODES", str(tmp_path))
+    monkeypatch.setenv("MAP_NUMA_NODE", "0")
+    program = (str(Path(__file__).parent / "on_nodes.py"),)
+    with Engine(checkpoint, program=program, device="cpu", num_experts_offload_per_rank=5, **OPTIONS) as engine:
+        outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(PROMPTS)})
+        assert [one.tokens for one in outputs.values()] == expected()
+        assert f"cpus {cpu} of NUMA node 0 (MAP_NUMA_NODE), memory " in engine.log()
+        process = Path(f"/proc/{engine.ready.pids[0]}")
+        threads = [(one / "status").read_text() for one in (process / "task").iterdir()]
+        assert {re.search(r"Cpus_allowed_list:\t(\S+)", text)[1] for text in threads} == {str(cpu)} and len(threads) > 1
+        if "memory of node 0 first" in engine.log():  # containers often forbid it
+            maps = [one.split() for one in (process / "numa_maps").read_text().splitlines()]
+            own = [one for one in maps if any(word.startswith("anon=") for word in one)]
+            assert {one[1] for one in own} == {"prefer:0"}, own
+        assert engine.drain() == 0

@@ -46,8 +46,9 @@ SHORT_MODELS = {
 RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
 LAYOUTS = {
     SHORT: Layout(2, 1, count=40, known=20, blocks=22),
-    "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2), "tp2-pp2": Layout(2, 2),
-    "ep2": Layout(2, 1, ep=2), "ep2-pp2": Layout(2, 2, ep=2),
+    "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2),
+    "tp2-pp2": Layout(2, 2, count=80, known=40, blocks=28), "ep2": Layout(2, 1, ep=2),
+    "ep2-pp2": Layout(2, 2, count=80, known=40, blocks=28, ep=2),
 }  # fmt: skip
 TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
 LENGTH = 60

@@ -1,6 +1,7 @@
 """Live ranks with a KV cache that is too small and a second tier in host memory: tokens as with room for all."""
 
 import random
+from pathlib import Path
 
 import pytest
 from phalanx.rank import protocol
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 SIZES = dict(head_dim=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=4)  # a block takes 128 KiB
 OPTIONS = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
 COUNT = 24
+SWAPPING = (str(Path(__file__).with_name("swapping.py")),)  # a program of ranks
 
 
 def prompt(i: int) -> list[int]:
@@ -40,7 +42,7 @@ def expected(checkpoint):
 )
 def test_tokens_are_the_same_and_blocks_come_back(checkpoint, expected, tp, pp):
     """Six sequences of six blocks each, in a pool of 8 or 16."""
-    with Engine(checkpoint, ranks=tp * pp, tp=tp, pp=pp, mem=1, kvcache_mem_cpu=8, **OPTIONS) as engine:
+    with Engine(checkpoint, tp * pp, program=SWAPPING, tp=tp, pp=pp, mem=1, kvcache_mem_cpu=8, **OPTIONS) as engine:
         assert "KV cache in host memory" in engine.log()
         for turn in range(2):
             sent = {f"{turn}-{i}": (prompt(i), greedy(COUNT)) for i in range(6)}
@@ -65,7 +67,7 @@ def test_a_cache_in_fp8(checkpoint):
     sent = {str(i): (prompt(i), greedy(COUNT)) for i in range(8)}
     tokens = []
     for room in (dict(), dict(mem=1, kvcache_mem_cpu=8)):
-        with Engine(checkpoint, kv_cache_dtype="fp8", **room, **OPTIONS) as engine:
+        with Engine(checkpoint, program=SWAPPING, kv_cache_dtype="fp8", **room, **OPTIONS) as engine:
             outputs = engine.generate(sent)
             tokens.append({name: one.tokens for name, one in outputs.items()})
             stats = engine.rest()

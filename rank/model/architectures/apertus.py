@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.activation.xielu import BETA, xielu
 from ....kernels.rope.rope import CosSin
 from .. import base
@@ -23,14 +22,27 @@ from ..shard import even, whole
 from ..weights.slicing import Field, ShardedModule
 from . import llama, qwen3
 
+CONFIG = {
+    "defaults": {
+        "rope_theta": 12000000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    rms_norm_eps: float = 1e-5
     hidden_act: str = "xielu"
 
     def __post_init__(self) -> None:
-        if self.hidden_act != "xielu":
-            raise FatalError(f"config.json: activation {self.hidden_act!r} is not supported for apertus", MODEL)
+        base.expect("hidden_act", self.hidden_act, "xielu")
 
 
 class XIELU(ShardedModule):

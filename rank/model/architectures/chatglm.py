@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....errors import MODEL, FatalError
 from .. import base
 from ..layers.rope import Parameters
 from . import llama
@@ -58,10 +57,7 @@ class Args(llama.Args):
 
     def __post_init__(self) -> None:
         for key, expected in EXPECTED.items():
-            if (value := getattr(self, key)) != expected:
-                raise FatalError(
-                    f"config.json: {key} is {value!r}, but chatglm is supported only where it is {expected!r}", MODEL
-                )
+            base.expect(key, getattr(self, key), expected)
         base.expect("rope type", self.rope_parameters["rope_type"], "default")  # rope_ratio says what there is
 
     @property

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from .. import base
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
@@ -28,8 +27,7 @@ class Args(ministral.Args):
 
     def __post_init__(self) -> None:
         for key in ("use_parallel_block", "use_gated_activation"):
-            if not getattr(self, key):
-                raise FatalError(f"config.json: {key} is false, which is not supported for cohere2", MODEL)
+            base.expect(key, getattr(self, key), True)
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, SLIDING if (index + 1) % self.sliding_window_pattern else FULL)

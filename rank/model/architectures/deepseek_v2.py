@@ -25,7 +25,7 @@ CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}}
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     kv_lora_rank: int
-    q_lora_rank: int = 0
+    q_lora_rank: int | None = 1536  # None: queries have no latent
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
@@ -67,7 +67,7 @@ class Args(llama.Args):
     def latent_sizes(self) -> LatentSizes:
         return LatentSizes(
             self.num_attention_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim,
-            self.q_lora_rank,
+            self.q_lora_rank or 0,
         )  # fmt: skip
 
     def rope(self, index: int) -> Parameters:

@@ -19,6 +19,10 @@ class Args(deepseek_v2.Args):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
     norm_topk_prob: bool = True
+    first_k_dense_replace: int = 3
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
     rope_interleave: bool = True
 
     def check_router(self) -> None:

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from . import llama
 
+CONFIG = {"defaults": {"head_dim": 256}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):

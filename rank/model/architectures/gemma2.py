@@ -18,6 +18,8 @@ from ..layers.norm import AddRMSNorm, PostNorm
 from ..layers.residual import Normed, ResidualStream
 from . import llama
 
+CONFIG = {"defaults": {"head_dim": 256}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
@@ -25,7 +27,7 @@ class Args(llama.Args):
 
     hidden_activation: str = "gelu_pytorch_tanh"
     query_pre_attn_scalar: float = 256.0
-    sliding_window: int = 4096
+    sliding_window: int | None = 4096
     layer_types: list[str] = field(default_factory=list)
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
@@ -45,7 +47,7 @@ class Args(llama.Args):
     def attention_params(self, index: int) -> AttentionParams:
         return AttentionParams(
             scale=self.query_pre_attn_scalar**-0.5,
-            window=self.sliding_window if self.layer_type(index) == SLIDING else 0,
+            window=(self.sliding_window or 0) if self.layer_type(index) == SLIDING else 0,
             softcap=self.attn_logit_softcapping or 0.0,
         )
 

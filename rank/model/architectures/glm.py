@@ -10,6 +10,7 @@ from . import llama
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    rms_norm_eps: float = 1.5625e-7
     attention_bias: bool = True
 
     @property

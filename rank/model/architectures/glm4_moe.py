@@ -14,6 +14,7 @@ from . import deepseek_v3, llama, qwen3
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    rms_norm_eps: float = 1e-5
     n_routed_experts: int = 0
     num_local_experts: int = 0  # the same by another name
     n_shared_experts: int = 1

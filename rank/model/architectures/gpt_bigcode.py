@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
 from .. import base
 from ..batch import Batch
@@ -45,10 +44,8 @@ class Args(llama.Args):
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        if not self.multi_query:
-            raise FatalError("config.json: multi_query is false; gpt_bigcode is served with one key head alone", MODEL)
-        if self.add_cross_attention:
-            raise FatalError("config.json: add_cross_attention is true; decoders alone are served", MODEL)
+        base.expect("multi_query", self.multi_query, True)
+        base.expect("add_cross_attention", self.add_cross_attention, False)
 
     @property
     def qkv_bias(self) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
@@ -24,7 +23,20 @@ from ..shard import Shard, even
 from ..weights.slicing import Field, ShardedModule
 from . import llama, ministral
 
-CONFIG = {"defaults": {"rope_theta": 150000.0, "sliding_window": 128}}
+CONFIG = {
+    "defaults": {
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +44,15 @@ class Args(ministral.Args):
     num_local_experts: int
     num_experts_per_tok: int
     attention_bias: bool = True
+    sliding_window: int | None = 128
     rms_norm_eps: float = 1e-5
     swiglu_limit: float = LIMIT
     swiglu_alpha: float = SLOPE
     layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if (self.swiglu_limit, self.swiglu_alpha) != (LIMIT, SLOPE):
-            raise FatalError(
-                f"config.json: swiglu_limit is {self.swiglu_limit} and swiglu_alpha {self.swiglu_alpha}; supported are "
-                f"{LIMIT} and {SLOPE}",
-                MODEL,
-            )
+        base.expect("swiglu_limit", self.swiglu_limit, LIMIT)
+        base.expect("swiglu_alpha", self.swiglu_alpha, SLOPE)
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)

@@ -11,6 +11,8 @@ from ..layers.moe import MoE
 from ..layers.rope import Parameters
 from . import llama, mixtral, olmo2
 
+CONFIG = {"defaults": {"rope_theta": 5000000.0, "head_dim": 128}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from ....errors import MODEL, FatalError
 from . import llama, mistral
 
+CONFIG = {"defaults": {"head_dim": 128}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-5
+
     def __post_init__(self) -> None:
         for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
             if key not in self.rope_parameters:

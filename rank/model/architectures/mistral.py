@@ -10,7 +10,7 @@ from . import llama
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
-    sliding_window: int | None = None
+    sliding_window: int | None = 4096
 
     def attention_params(self, index: int) -> AttentionParams:
         return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)

@@ -10,11 +10,15 @@ from .. import base
 from ..layers.moe import MoE
 from . import llama, mistral
 
+CONFIG = {"defaults": {"rope_theta": 1000000.0}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
     num_local_experts: int
     num_experts_per_tok: int
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-5
 
 
 class Layer(llama.Layer):

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
@@ -19,11 +18,11 @@ from . import llama
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    rms_norm_eps: float = 1e-5
     clip_qkv: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip_qkv is not None:
-            raise FatalError(f"config.json: clip_qkv is {self.clip_qkv}; clipping is not supported", MODEL)
+        base.expect("clip_qkv", self.clip_qkv, None)
 
 
 class Attention(llama.Attention):

@@ -15,6 +15,8 @@ CONFIG = {"defaults": {"rope_theta": 500000.0}, "rope_per_layer_type": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Args(ministral.Args, olmo2.Args):
+    rms_norm_eps: float = 1e-5
+
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, SLIDING if (index + 1) % 4 else FULL)
 

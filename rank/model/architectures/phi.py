@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
@@ -31,8 +30,7 @@ class Args(llama.Args):
 
     def __post_init__(self) -> None:
         for key in ("qk_layernorm", "tie_word_embeddings"):
-            if getattr(self, key):
-                raise FatalError(f"config.json: {key} is true, which is not supported for phi", MODEL)
+            base.expect(key, getattr(self, key), False)
 
     @property
     def qkv_bias(self) -> bool:

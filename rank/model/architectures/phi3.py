@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from . import mistral
 
-Args, Model = mistral.Args, mistral.Model
+
+@dataclass(frozen=True, kw_only=True)
+class Args(mistral.Args):
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-5
+
+
+Model = mistral.Model

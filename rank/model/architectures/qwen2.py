@@ -13,7 +13,7 @@ from . import llama
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     use_sliding_window: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = 4096
     max_window_layers: int = 28
     layer_types: list[str] = field(default_factory=list)
 
@@ -36,8 +36,10 @@ class Args(llama.Args):
         """A layer's sliding window in tokens; 0: none."""
         if not self.use_sliding_window or self.sliding_window is None:
             return 0
-        kind = layer_type(self.layer_types, index, SLIDING if index >= self.max_window_layers else FULL)
-        return self.sliding_window if kind == SLIDING else 0
+        return self.sliding_window if self.layer_type(index) == SLIDING else 0
+
+    def layer_type(self, index: int) -> str:
+        return layer_type(self.layer_types, index, SLIDING if index >= self.max_window_layers else FULL)
 
 
 Model = llama.Model

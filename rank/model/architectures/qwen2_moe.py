@@ -12,6 +12,8 @@ from ....comm.mesh import Mesh
 from ....kernels.activation.activation import scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
 from ..layers.linear import ColumnParallel
 from ..layers.mlp import GatedMLP
 from ..layers.moe import MoE
@@ -53,6 +55,11 @@ class SharedExpertArgs(ExpertArgs):
 @dataclass(frozen=True, kw_only=True)
 class Args(SharedExpertArgs, qwen2.Args):
     qkv_bias: bool = True
+
+    def layer_type(self, index: int) -> str:
+        """Every other layer slides, below max_window_layers; in Qwen2 all of them do, from there on."""
+        slides = index % 2 == 0 and index < self.max_window_layers
+        return layer_type(self.layer_types, index, SLIDING if slides else FULL)
 
 
 class SharedMoEArgs(Protocol):

@@ -11,6 +11,8 @@ from ..layers.norm import RMSNorm
 from ..layers.residual import Normed, Partial
 from . import llama, qwen2
 
+CONFIG = {"defaults": {"head_dim": 128}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(qwen2.Args):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
 from .. import base
+from ..config import SLIDING
 from ..layers.moe import MoE
 from . import qwen3
 from .qwen2_moe import ExpertArgs
@@ -13,7 +14,9 @@ from .qwen2_moe import ExpertArgs
 
 @dataclass(frozen=True, kw_only=True)
 class Args(ExpertArgs, qwen3.Args):
-    pass
+    def layer_type(self, index: int) -> str:
+        """All layers slide where one does: max_window_layers and layer_types have no effect."""
+        return SLIDING
 
 
 class Layer(qwen3.Layer):

@@ -10,7 +10,6 @@ from typing import ClassVar
 from torch import nn
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import sigmoid_gate
 from ....kernels.rope.rope import CosSin, QKNorm
 from .. import base
@@ -44,10 +43,8 @@ class HybridArgs(llama.Args):
     attn_output_gate: bool = True
 
     def __post_init__(self) -> None:
-        if self.hidden_act != "silu":
-            raise FatalError(f"config.json: hidden_act {self.hidden_act!r} is not supported here; silu is", MODEL)
-        if not self.attn_output_gate:
-            raise FatalError("config.json: attn_output_gate is false, which is not supported here", MODEL)
+        base.expect("hidden_act", self.hidden_act, "silu")
+        base.expect("attn_output_gate", self.attn_output_gate, True)
 
     def linear(self, index: int) -> bool:
         """Whether a layer has a gated delta net."""

@@ -15,6 +15,7 @@ CONFIG = {"names": {"norm_epsilon": "layer_norm_eps"}}
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
+    sliding_window: int | None = None
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-5
     use_bias: bool = True

@@ -130,7 +130,7 @@ class HostExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, stack: Experts, numbers: Tensor, of: Tensor
     ) -> Tensor:
         """numbers: of each of the router's experts, its index in `stack`, or len(stack). of: each index's expert."""
-        return self._on_numbers(x, numbers[ids.long()], weights, stack, of)
+        return self._on_numbers(x, numbers.index_select(0, ids.flatten()).view_as(ids), weights, stack, of)
 
     def _on_numbers(self, x: Tensor, numbers: Tensor, weights: Tensor, stack: Experts, of: Tensor) -> Tensor:
         """numbers [T, k] int32: each pair's index in `stack`, or what is past its end."""

@@ -7,6 +7,7 @@ the ends of names of tensors that are not needed. Only these files need torch.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import pkgutil
 import re
@@ -17,7 +18,9 @@ from ....errors import MODEL, FatalError
 
 STORED_BY = "bits", "group_size", "desc_act", "sym"  # settings that say how GPTQ's weights are stored
 # Where methods list the modules that they leave plain.
-LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
+LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+# What a user can do about weights that are stored in a way that is not supported.
+INSTEAD = "serve the model's unquantised weights instead, with --isq to quantise them while they are loaded"
 
 
 def methods() -> list[str]:
@@ -33,7 +36,7 @@ def method_of(settings: object, where: object = "config.json") -> str:
     method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or str(method).replace("_", "-") not in methods():
         known = f"; supported are {', '.join(methods())}" if methods() else ""
-        raise FatalError(f"{where}: quantised weights ({method}) are not supported{known}", MODEL)
+        raise FatalError(f"{where}: quantised weights ({method}) are not supported{known}: {INSTEAD}", MODEL)
     is_marlin = settings.get("checkpoint_format") == "marlin" or settings.get("is_marlin_format") is True
     return "marlin" if method == "gptq" and is_marlin else str(method).replace("_", "-")
 
@@ -92,8 +95,8 @@ def _compiled(pattern: str, rule: str) -> re.Pattern[str]:
 
 
 def is_among(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a list names a module: itself or one that it is in, by the end of its path, where * is any name, or `re:`
-    and a pattern."""
+    """Whether a list names a module: itself or one that it is in, by the end of its path, where * is anything within a
+    name, or `re:` and a pattern."""
     parts = path.split(".")
     for pattern in patterns:
         if pattern.startswith("re:"):
@@ -104,7 +107,7 @@ def is_among(path: str, patterns: Iterable[str]) -> bool:
         while len(wanted) > 1 and wanted[0] in ("model", "language_model"):  # more of them in a multimodal model
             wanted = wanted[1:]
         for at in range(len(parts) - len(wanted) + 1):
-            if all(one in ("*", part) for one, part in zip(wanted, parts[at:], strict=False)):
+            if all(map(fnmatch.fnmatchcase, parts[at:], wanted)):
                 return True
     return False
 

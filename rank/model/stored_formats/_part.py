@@ -14,6 +14,7 @@ from ....kernels.quantized import affine
 from ..formats._packed import PackedPart
 from ..shard import Shard
 from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
+from . import INSTEAD
 
 BIAS = Field("bias", "o")
 
@@ -121,7 +122,7 @@ def check_settings(settings: dict[str, Any], **choices: Sequence[object]) -> Non
         if settings.get(key) not in supported:
             raise FatalError(
                 f"config.json: quantization_config has {key} {settings.get(key)!r}; supported are "
-                + ", ".join(map(repr, supported)),
+                f"{', '.join(map(repr, supported))}: {INSTEAD}",
                 MODEL,
             )
 

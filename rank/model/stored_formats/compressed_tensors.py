@@ -20,7 +20,7 @@ from ....errors import MODEL, FatalError
 from ....kernels.quantized.affine import UNIT
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source
-from . import fp8, is_among, is_stored
+from . import INSTEAD, fp8, is_among, is_stored
 from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
 
 HARMLESS = (
@@ -79,6 +79,7 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
     group = next((one for one in _groups(settings) if _targets(one, path)), None)
     if group is None:
         return None
+    _check_whole(settings)
     weights, kind = group.get("weights") or {}, group.get("format") or settings.get("format")
     check_settings({"format": kind}, format=FORMATS)
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
@@ -95,6 +96,17 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
     symmetric = weights.get("symmetric") is not False
     stored = is_stored(path, "weight_packed" if packed else "weight_scale", names)
     return Scheme(Grouping(weights["num_bits"], size, symmetric), packed) if stored else None
+
+
+def _check_whole(settings: dict[str, Any]) -> None:
+    """Raises FatalError where weights are more than their codes and scales: sparse, or of rotated inputs."""
+    sparse = (settings.get("sparsity_config") or {}).get("format")
+    rotated = (settings.get("transform_config") or {}).get("config_groups")
+    for key, given in ("sparsity_config", sparse if sparse != "dense" else None), ("transform_config", rotated):
+        if given:
+            raise FatalError(
+                f"config.json: quantization_config has a {key} of {given!r}, which is not supported: {INSTEAD}", MODEL
+            )
 
 
 def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:

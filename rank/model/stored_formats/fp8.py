@@ -2,12 +2,14 @@
 others with one scale for all of a tensor. Activations keep their 16 or 32 bits, whatever scheme config.json names.
 
 Of a linear of I inputs and O outputs: weight e4m3 [O, I]; weight_scale_inv [O / 128, I / 128], which weights are
-multiplied by, or weight_scale, one number. Experts have the same, each in tensors of its own.
+multiplied by, or one number for all: weight_scale, which Ministral 3 calls weight_scale_inv, too. Experts have the
+same, each in tensors of its own.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -124,7 +126,9 @@ class Part(StoredPart):
 
 
 def block_of(size: object, key: str) -> tuple[int, int]:
-    """Outputs and inputs of a block, by a list of two in config.json."""
+    """Outputs and inputs of a block, by a list of two in config.json, or a text such as 128x128."""
+    if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size):
+        size = [int(one) for one in size.split("x")]
     if isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
         return size[0], size[1]
     raise FatalError(f"config.json: quantization_config has {key} {size!r}, expected two numbers", MODEL)
@@ -133,7 +137,9 @@ def block_of(size: object, key: str) -> tuple[int, int]:
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
     check_settings(settings, fmt=(None, "e4m3", "float8_e4m3fn"))
     size = settings.get("weight_block_size")
-    scheme = Scheme("weight_scale", 0, 0)
     if size is not None:
         scheme = Scheme("weight_scale_inv", *block_of(size, "weight_block_size"))
+    else:  # transformers names one scale of a tensor as it names those of blocks
+        inverse = f"{path}.weight_scale_inv" in names
+        scheme = Scheme("weight_scale_inv" if inverse else "weight_scale", 0, 0)
     return scheme if is_stored(path, scheme.scale, names) else None

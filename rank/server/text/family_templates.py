@@ -6,6 +6,7 @@ Sources: the prompt formats that model cards publish. None of these templates ta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,19 @@ def instructions(user: str, fold: str = "") -> str:
     )
 
 
+def framed(frames: Iterable[str], prompt: str, begin: str = "") -> str:
+    """Each turn within its role's frame, which has TEXT where the text is. frames: of system, user and assistant;
+    prompt: what an answer follows."""
+    system, user, assistant = frames
+    return (
+        f"{begin}{{% for message in messages %}}{{% if message['role'] == 'assistant' %}}{assistant}"
+        f"{{% elif message['role'] == 'system' %}}{system}{{% else %}}{user}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+    )
+
+
 BOS = "{{ bos_token }}"
+EOS = "{{ eos_token }}"
 # Of families without a turn of the system: its message is before the user's first text, framed or not. Where no message
 # of the user follows it, it is one of the user's.
 FIRST = (
@@ -55,6 +68,8 @@ FIRST = (
 )
 FOLD = "{% if system and loop.first %}{{ system }}\n\n{% endif %}"
 FRAMED = "{% if system and loop.first %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
+ROLES = "system", "user", "assistant"
+SPEAKERS = "SYSTEM", "USER", "CHATBOT"
 FAMILIES = (
     FamilyTemplate(
         "Phi-4", turns("<|im_start|>", "<|im_sep|>", "<|im_end|>"), "<|im_end|>",
@@ -80,6 +95,59 @@ FAMILIES = (
     ),
     FamilyTemplate(
         "Phi-3", turns("<|", "|>\n", "<|end|>\n"), "<|end|>", tokens=("<|user|>", "<|assistant|>", "<|end|>")
+    ),
+    FamilyTemplate(
+        "DeepSeek-V3", framed((TEXT, f"<｜User｜>{TEXT}", f"<｜Assistant｜>{TEXT}{EOS}"), "<｜Assistant｜>", BOS),
+        tokens=("<｜User｜>", "<｜Assistant｜>"),
+    ),
+    FamilyTemplate(
+        "Command",
+        framed(
+            (f"<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>{TEXT}<|END_OF_TURN_TOKEN|>" for role in SPEAKERS),
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", BOS,
+        ),
+        "<|END_OF_TURN_TOKEN|>", tokens=("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+    ),
+    FamilyTemplate(
+        "Kimi K2",
+        framed(
+            (f"<|im_{role}|>{role}<|im_middle|>{TEXT}<|im_end|>" for role in ROLES),
+            "<|im_assistant|>assistant<|im_middle|>",
+        ),
+        "<|im_end|>", tokens=("<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
+    ),
+    FamilyTemplate(
+        "gpt-oss",
+        framed(
+            (
+                f"<|start|>developer<|message|># Instructions\n\n{TEXT}<|end|>",
+                f"<|start|>user<|message|>{TEXT}<|end|>",
+                f"<|start|>assistant<|channel|>final<|message|>{TEXT}<|end|>",
+            ),
+            "<|start|>assistant",
+        ),
+        "<|return|>", tokens=("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
+    ),
+    FamilyTemplate(
+        "MiniMax",
+        framed((f"]~b]{role}\n{TEXT}[e~[\n" for role in ("system", "user", "ai")), "]~b]ai\n", "]~!b["),
+        "[e~[", tokens=("]~!b[", "]~b]", "[e~["),
+    ),
+    FamilyTemplate(
+        "Apertus",
+        framed((f"<|{role}_start|>{TEXT}<|{role}_end|>" for role in ROLES), "<|assistant_start|>", BOS),
+        "<|assistant_end|>", tokens=("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
+    ),
+    FamilyTemplate(
+        "DeepSeek-V2",
+        framed((f"{TEXT}\n\n", f"User: {TEXT}\n\n", f"Assistant: {TEXT}{EOS}"), "Assistant:", BOS),
+        models=("deepseek_v2",),
+    ),
+    FamilyTemplate(
+        "Phi-2", framed((f"{TEXT}\n", f"Instruct: {TEXT}\n", f"Output: {TEXT}\n"), "Output:"), models=("phi",)
+    ),
+    FamilyTemplate(
+        "Zephyr", turns("<|", "|>\n", "<|endoftext|>\n"), "<|endoftext|>", models=("stablelm",)
     ),
     FamilyTemplate(
         "OLMo", turns("<|", "|>\n", "{{ eos_token if message['role'] == 'assistant' else '' }}\n", BOS),

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 from phalanx.errors import FatalError
-from phalanx.launcher.job import binding, visible_devices
+from phalanx.launcher.job import binding, rank_bootstrap, visible_devices
 from phalanx.launcher.job.binding import Share
 from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.rank.options import Job, Options
 
 
 @pytest.fixture
@@ -133,6 +134,23 @@ def test_wrong_maps_are_said_once(machine, value, rank, message):
     with pytest.raises(FatalError) as stop:
         binding.choose(RankPlace(rank, 3, rank, 3, "mpirun"), 0, {"MAP_NUMA_NODE": value})
     assert (str(stop.value), stop.value.code) == (message, 2)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("local_rank, cpus, node", [(0, (2, 3, 6, 7), 1), (1, (0, 1, 4, 5), 0)])
+def test_a_rank_is_bound_before_it_has_experts_or_threads(machine, monkeypatch, mapped, local_rank, cpus, node):
+    """By MAP_NUMA_NODE on a CPU, or as its GPU is: the exec, which keeps both, comes before what the rank allocates."""
+    did = []
+    if mapped:
+        monkeypatch.setenv("MAP_NUMA_NODE", "1,0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(rank_bootstrap, "device_index", lambda *_: -1 if mapped else local_rank)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: did.append(cpus))
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: did.append(node) or "")
+    monkeypatch.setattr(os, "execve", lambda program, words, environ: did.append((words[1:], environ)))
+    rank_bootstrap.exec_rank(Job(options=Options(model="m")), RankPlace(local_rank, 2, local_rank, 2, "mpirun"))
+    bound, preferred, (words, environ) = did
+    assert (bound, preferred, words, environ["OMP_NUM_THREADS"]) == (cpus, node, rank_bootstrap.RANK, "2")
 
 
 def test_a_node_outside_the_cgroup(machine):

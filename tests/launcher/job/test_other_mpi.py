@@ -26,7 +26,7 @@ PARTS = [
     ("openmpi-4", "launcher/job/test_giving_up.py", SHORT),
     ("openmpi-4", "launcher/job/test_leaving.py", SHORT),
     ("openmpi-4", "test_endings.py", ()),
-    ("openmpi-4", "rank/test_faults.py", ("-k", "not replica")),
+    ("openmpi-4", "rank/test_faults.py", (*SHORT, "-k", "not replica")),
     ("openmpi-4", "comm/test_backends.py", SHORT),
     ("openmpi-4", "cluster", (*TWO_HOSTS, "pp or lost_on or idle")),
     ("mpich", "launcher/job/test_supervisor.py", NOT_HYDRA),

@@ -363,11 +363,14 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ("mistral", {"rope_parameters": TWO_ROPES}, "differ between full_attention and sliding_attention layers"),
         ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta, which this model type needs"),
         ("mistral3", {"text_config": {"model_type": "llama"}}, "text model of a mistral3 model is 'llama'"),
-        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is false, which is not supported for cohere2"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block False is not supported"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
-        ("apertus", {"hidden_act": "silu"}, "activation 'silu' is not supported for apertus"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
         ("deepseek_v2", DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
-        ("deepseek_v2", DEEPSEEK | {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
+        (
+            "deepseek_v2", DEEPSEEK | {"attention_bias": True, "q_lora_rank": None},
+            "attention_bias without q_lora_rank is not supported",
+        ),
         ("deepseek_v3", DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("deepseek_v3", {}, "config.json has no kv_lora_rank"),
         (
@@ -376,7 +379,7 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ),
         (
             "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
-            "swiglu_limit is 10.0 and swiglu_alpha 1.702; supported are 7.0 and 1.702",
+            "swiglu_limit 10.0 is not supported for this model type; supported: 7.0",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],

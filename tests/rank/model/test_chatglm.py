@@ -139,11 +139,11 @@ def test_config(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"position_encoding_2d": True}, "position_encoding_2d is True, but chatglm is supported only where it is False"),
-    ({"rmsnorm": False}, "rmsnorm is False, but chatglm is supported only where it is True"),
-    ({"multi_query_attention": False}, "multi_query_attention is False"),
-    ({"quantization_bit": 4}, "quantization_bit is 4"),
-    ({"pre_seq_len": 128}, "pre_seq_len is 128"),
+    ({"position_encoding_2d": True}, "position_encoding_2d True is not supported for this model type"),
+    ({"rmsnorm": False}, "rmsnorm False is not supported"),
+    ({"multi_query_attention": False}, "multi_query_attention False is not supported"),
+    ({"quantization_bit": 4}, "quantization_bit 4 is not supported"),
+    ({"pre_seq_len": 128}, "pre_seq_len 128 is not supported"),
     ({"num_layers": None}, "config.json has no num_layers"),
     ({"layernorm_epsilon": "small"}, "layernorm_epsilon is 'small', expected float"),
     ({"ffn_hidden_size": 96}, "dense_h_to_4h.weight is 200 x 48, expected 192 x 48"),

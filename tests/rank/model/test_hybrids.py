@@ -67,7 +67,7 @@ def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
             "layer type 'sliding_attention' is not supported; supported are full_attention, linear_attention",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         ({"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),

@@ -82,7 +82,8 @@ def test_a_cut_within_a_group_is_refused():
 
 def test_names_of_modules_that_stay_plain():
     path = "model.layers.3.mlp.down_proj"
-    for pattern in (path, "mlp", "down_proj", "layers.3.", "model.language_model.layers.3", "re:.*down_proj$"):
+    whole = (path, "mlp", "down_proj", "layers.3.", "model.language_model.layers.3", "re:.*down_proj$")
+    for pattern in (*whole, "*.mlp", "layers.*.mlp.*_proj", "mlp*"):
         assert is_among(path, [pattern]), pattern
     for pattern in ("lm_head", "down", "layers.30", "mlp.up_proj", "re:down_proj"):
         assert not is_among(path, [pattern]), pattern

@@ -44,6 +44,7 @@ VARIANTS = {
 DEEPSEEK = {
     "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 12, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 HYBRID = {
     "linear_num_key_heads": 6, "linear_num_value_heads": 12, "linear_key_head_dim": 16, "linear_value_head_dim": 24,

@@ -23,6 +23,10 @@ CASES = {
         fp8((64, 64)), MODELS["qwen2_moe"] | MIXED | dict(shared_expert_intermediate_size=100),
     ),
     "one scale": (fp8(None), MODELS["mixtral"] | dict(hidden_size=96, intermediate_size=80, vocab_size=509)),
+    "one scale, by its other name": (
+        (packers.fp8(None), fp8(None)[1]),
+        MODELS["mixtral"] | dict(hidden_size=96, intermediate_size=80, vocab_size=509),
+    ),
     "blocks, with latent attention": (fp8((32, 32)), MODELS["deepseek_v3"]),
     "blocks, renamed": (fp8((32, 32)), MODELS["minimax_m2"]),
     "channels": (compressed_floats((1, 0), strategy="channel"), MODELS["qwen3_moe"] | MIXED),

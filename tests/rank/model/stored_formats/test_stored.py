@@ -51,6 +51,11 @@ def fp8(block=(128, 128), **more):
     return packers.fp8(block, "weight_scale_inv" if block else "weight_scale"), settings
 
 
+def auto_round(form, pack, **more):
+    settings = dict(quant_method="auto-round", packing_format=f"auto_round:{form}", bits=4, group_size=64, sym=False)
+    return pack, settings | dict(data_type="int", autoround_version="0.14.2") | more
+
+
 def compressed(kind, pack, **weights):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return pack, dict(
@@ -86,6 +91,23 @@ CASES = {
     "fp8, merged": (fp8(), dict(model_type="phi3", hidden_size=200, intermediate_size=300)),
     "fp8 in odd blocks": (fp8((96, 40)), dict(model_type="qwen2", hidden_size=100, intermediate_size=303)),
     "fp8 of one scale": (fp8(None, activation_scheme="static"), dict(model_type="llama", intermediate_size=303)),
+    "fp8 of one scale, by its other name": (
+        (packers.fp8(None), dict(quant_method="fp8", activation_scheme="static", weight_block_size=None)),
+        dict(model_type="llama", intermediate_size=303),
+    ),
+    "fp8 of fbgemm": (
+        (packers.fp8((1, 0), "weight_scale"), dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0)),
+        dict(model_type="llama"),
+    ),
+    "fp8 of modelopt": (
+        (packers.fp8(None, "weight_scale"), dict(quant_method="modelopt", quant_algo="FP8", exclude_modules=["*head"])),
+        dict(model_type="llama"),
+    ),
+    "auto_round as gptq": (
+        auto_round("auto_gptq", packers.gptq(4, 64, False), extra_config={"lm_head": {"bits": 16}}),
+        dict(model_type="llama"),
+    ),
+    "auto_round as awq": (auto_round("auto_awq", packers.awq(64)), dict(model_type="phi3")),
     "w4a16": (compressed_ints(4, 64), dict(model_type="llama")),
     "w4a16, asymmetric": (compressed_ints(4, 32, False), dict(model_type="qwen2")),
     "w8a16": (compressed_ints(8, 64), dict(model_type="phi3")),
@@ -95,7 +117,7 @@ CASES = {
     "floats in channels": (compressed_floats((1, 0), strategy="channel"), dict(model_type="phi3", hidden_size=100)),
     "floats in tensors": (compressed_floats(None, strategy="tensor"), dict(model_type="llama")),
     "floats in blocks": (
-        compressed_floats((128, 128), strategy="block", block_structure=[128, 128]),
+        compressed_floats((128, 128), strategy="block", block_structure="128x128"),
         dict(model_type="llama"),
     ),
 }
@@ -210,6 +232,16 @@ def of_group(kind="int-quantized", **weights):
     (of_group("float-quantized", num_bits=4, type="float"), "has num_bits 4; supported are 8"),
     (of_group("float-quantized", num_bits=8, type="float", strategy="token"), "has strategy 'token'; supported are"),
     (of_group("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure None, expected two"),
+    (of_group("nvfp4-pack-quantized", num_bits=4, type="float"), "has format 'nvfp4-pack-quantized'; supported are"),
+    (of_group(**WHOLE) | dict(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config of 'sparse-24-bit"),
+    (of_group(**WHOLE) | dict(transform_config={"config_groups": {"R1": {}}}), "transform_config of {'R1': {}}, which"),
+    (dict(quant_method="modelopt", quant_algo="NVFP4"), "has quant_algo 'NVFP4'; supported are 'FP8': serve the"),
+    (dict(quant_method="bitsandbytes", load_in_4bit=True), "(bitsandbytes) are not supported; supported are"),
+    (dict(bits=4, group_size=64, mode="affine"), "quantised weights (unknown) are not supported"),
+    (dict(quant_method="auto-round", packing_format="auto_round:gptq"), "has packing_format 'auto_round:gptq'"),
+    (auto_round("auto_gptq", None, data_type="mx_fp")[1], "has data_type 'mx_fp'; supported are None, 'int'"),
+    (auto_round("auto_gptq", None, extra_config={"model.layers.0.mlp": {"bits": 8}})[1], "model.layers.0.mlp other"),
+    (auto_round("auto_gptq", None, extra_config=["lm_head"])[1], "extra_config ['lm_head'], expected objects"),
 ])  # fmt: skip
 def test_what_is_refused(made, tmp_path, settings, words):
     config = json.loads((made("fp8")[0] / "config.json").read_text())
@@ -236,6 +268,23 @@ def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, q
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     (model,) = loaded(tmp_path, 1, load_format="dummy")
     assert (model.get_submodule("model.layers.1.mlp.down_proj").matrix is None) == quantised
+
+
+@pytest.mark.parametrize("name, beside, changes", [
+    ("gptq", "quantize_config.json", {}),
+    ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": True}),
+    ("fp8 of modelopt", "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}),
+])  # fmt: skip
+def test_settings_in_a_file_beside_config_json(made, tmp_path, expected, name, beside, changes):
+    path, plain = made(name)
+    path = shutil.copytree(path, tmp_path / "older")
+    config = json.loads((path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    settings.pop("quant_method")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / beside).write_text(json.dumps(changes or settings))
+    (logits,) = run_steps(path, [tokens(20, vocab=509)])
+    assert distance(logits, expected(plain, tokens(20, vocab=509))) < TOLERANCE
 
 
 @pytest.mark.long

@@ -29,6 +29,22 @@ WRITTEN = {
     "GLM-4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>\nHo<|user|>\nBye<|assistant|>\n",
     "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n",
+    "DeepSeek-V3": "<s>Be brief.<｜User｜>Hi<｜Assistant｜>Ho</s><｜User｜>Bye<｜Assistant｜>",
+    "DeepSeek-V2": "<s>Be brief.\n\nUser: Hi\n\nAssistant: Ho</s>User: Bye\n\nAssistant:",
+    "Command": "<s><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief.<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"
+    "<|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Ho<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Bye<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "Kimi K2": "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>Ho<|im_end|><|im_user|>user<|im_middle|>Bye<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>",
+    "gpt-oss": "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user<|message|>Hi<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Ho<|end|><|start|>user<|message|>Bye<|end|><|start|>assistant",
+    "MiniMax": "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\nHi[e~[\n]~b]ai\nHo[e~[\n]~b]user\nBye[e~[\n]~b]ai\n",
+    "Apertus": "<s><|system_start|>Be brief.<|system_end|><|user_start|>Hi<|user_end|><|assistant_start|>Ho"
+    "<|assistant_end|><|user_start|>Bye<|user_end|><|assistant_start|>",
+    "Phi-2": "Be brief.\nInstruct: Hi\nOutput: Ho\nInstruct: Bye\nOutput:",
+    "Zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n<|assistant|>\nHo<|endoftext|>\n"
+    "<|user|>\nBye<|endoftext|>\n<|assistant|>\n",
     "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo</s>\n<|user|>\nBye\n<|assistant|>\n",
     "Llama 2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Ho</s><s>[INST] Bye [/INST]",
     "Mistral": "<s>[INST] Be brief.\n\nHi [/INST] Ho</s>[INST] Bye [/INST]",

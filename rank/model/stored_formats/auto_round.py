@@ -1,0 +1,40 @@
+"""AutoRound (Cheng et al. 2023, arXiv 2309.05516), where it stores weights as AutoGPTQ or AutoAWQ does.
+
+extra_config has the modules that are stored otherwise; of these only plain ones are supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ....errors import MODEL, FatalError
+from . import INSTEAD, STORED_BY, awq, gptq
+from ._part import check_settings
+
+FORMATS = {"auto_round:auto_gptq": gptq, "auto_round:auto_awq": awq}
+PLAIN = 16  # bits of weights that are not quantised
+HARMLESS = gptq.HARMLESS
+
+
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> gptq.Scheme | awq.Scheme | None:
+    check_settings(settings, packing_format=tuple(FORMATS), data_type=(None, "int"))
+    extra = settings.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(one, dict) for one in extra.values()):
+        raise FatalError(f"config.json: quantization_config has extra_config {extra!r}, expected objects", MODEL)
+    for module, changes in extra.items():
+        if changes.get("bits", 0) >= PLAIN:
+            if _tail(module) == _tail(path):
+                return None
+        elif any(settings.get(key) != value for key, value in changes.items() if key in STORED_BY):
+            raise FatalError(
+                f"config.json: quantization_config's extra_config gives {module} other settings, {changes!r}, which is "
+                f"not supported: {INSTEAD}",
+                MODEL,
+            )
+    return FORMATS[settings["packing_format"]].match(settings, path, names)
+
+
+def _tail(module: str) -> str:
+    """A module's path from its layers on: in a multimodal model there is more before it."""
+    return module.rpartition("layers.")[2]

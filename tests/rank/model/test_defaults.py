@@ -1,0 +1,97 @@
+"""What config.json means where it leaves a key out, or has null there: the same as to transformers' config classes."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+from phalanx.errors import FatalError
+from phalanx.rank.model import architectures
+from phalanx.rank.model.config import read_config
+
+from .harness import distance, run_steps, tokens
+from .test_architectures import MODELS, TOLERANCE, options_of, write
+from .test_refused import TYPES
+
+# Of the others transformers has no class, or one whose text_config must be whole.
+KNOWN = sorted(one for one in TYPES if one not in ("chatglm", "kimi_k2") and "text_config" not in TYPES[one])
+# Tensors' shapes say these; and a context that config.json does not give is short here, whatever the class says.
+SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim"}
+# What they say is in the windows and ropes of the layers.
+OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
+# Without experts a model is dense, and its checkpoint lacks tensors.
+NUMBERS = {"num_experts", "num_local_experts", "n_routed_experts"}
+
+
+def meaning(directory, config):
+    """What a model computes by config.json: its Args, and of each layer the attention's parameters and the rope."""
+    (directory / "config.json").write_text(json.dumps(config))
+    found = read_config(directory)
+    args = architectures.find(found.model_type).Args.from_config(found)
+    ropes = [{"partial_rotary_factor": 1.0} | args.rope(i) for i in range(args.num_hidden_layers)]
+    layers = [(args.attention_params(i), rope) for i, rope in enumerate(ropes)]
+    names = {field.name for field in dataclasses.fields(args)} - SIZES - OF_LAYERS - NUMBERS - {"sliding_window"}
+    return {name: getattr(args, name) for name in names} | {"layers": layers}
+
+
+def keys_of(model_type):
+    """The keys of config.json that its Args read and that may be left out."""
+    theirs = {ours: name for name, ours in architectures.config_keys(model_type).names.items()}
+    fields = dataclasses.fields(architectures.find(model_type).Args)
+    optional = {one.name for one in fields if one.default is not one.default_factory} - SIZES - OF_LAYERS - NUMBERS
+    return sorted(theirs.get(name, name) for name in optional)
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_keys_that_are_left_out(tmp_path, model_type):
+    whole = options_of(**TYPES[model_type])
+    wrong = {}
+    for key in [*keys_of(model_type), "rope_parameters", "layer_types"]:
+        left = {name: value for name, value in whole.items() if name != key}
+        try:
+            full = transformers.AutoConfig.for_model(**left).to_dict()
+            ours, theirs = meaning(tmp_path, left), meaning(tmp_path, full)
+        except FatalError as refused:
+            assert key == "rope_parameters" and "which this model type needs" in str(refused)
+            continue
+        wrong |= {f"{key}: {name}": (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "model_type, key",
+    [
+        ("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("cohere2", "sliding_window"),
+        ("olmo3", "sliding_window"), ("gpt_oss", "sliding_window"), ("qwen2", "sliding_window"),
+        ("qwen3_moe", "sliding_window"), ("gemma2", "attn_logit_softcapping"), ("gemma2", "final_logit_softcapping"),
+        ("deepseek_v2", "q_lora_rank"), ("deepseek_v3", "q_lora_rank"),
+    ],
+)  # fmt: skip
+def test_nulls(tmp_path, model_type, key):
+    whole = options_of(**TYPES[model_type]) | {key: None}
+    ours = meaning(tmp_path, whole)
+    assert ours == meaning(tmp_path, transformers.AutoConfig.for_model(**whole).to_dict())
+    assert not any(params.window for params, _ in ours["layers"]) if key == "sliding_window" else ours[key] is None
+
+
+WINDOWS = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
+SLIDING = {
+    "qwen2": dict(model_type="qwen2") | WINDOWS,
+    "qwen3": dict(model_type="qwen3", head_dim=8) | WINDOWS,
+    "qwen2_moe": MODELS["qwen2_moe"] | WINDOWS,
+    "qwen3_moe": MODELS["qwen3_moe"] | WINDOWS,
+}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_which_layers_slide(tmp_path, expected, name):
+    """Where no list says so. In Qwen2 those from max_window_layers on, of Qwen2-MoE every other one below it, of
+    Qwen3-MoE all."""
+    path = write(tmp_path, **SLIDING[name])
+    config = json.loads((path / "config.json").read_text())
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    ids = tokens(40)
+    for pp in (1, 2):
+        (logits,) = run_steps(path, [ids], pp=pp)
+        assert distance(logits, expected(path, ids)) < TOLERANCE

@@ -1,0 +1,57 @@
+"""Config files in the forms in which models are published: the right number of parameters, and transformers' meaning.
+
+published.json has the keys that say what a model computes, with some that say nothing; factors of longrope are ones.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from phalanx.errors import MODEL, FatalError
+from phalanx.rank.model.choices import choose_format
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.measure import GroupRank, build
+
+from .test_defaults import meaning
+
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+ALONE = GroupRank(0, 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters(tmp_path, name):
+    """Within 1 % of what the model's card says, without vision and layers that predict further tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    config = read_config(tmp_path)
+    model = build(config, ALONE, ALONE)
+    count = sum(one.numel() for one in model.parameters())
+    assert count / 1e9 == pytest.approx(PUBLISHED[name]["billions"], rel=0.01)
+    if config.quantization:
+        build(config, ALONE, ALONE, choose_format(config, "none"))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name]["config"]["model_type"] != "chatglm"])
+def test_meaning(tmp_path, name):
+    given = {key: value for key, value in PUBLISHED[name]["config"].items() if key != "quantization_config"}
+    model_type = given["model_type"]
+    known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)
+    full = transformers.AutoConfig.for_model(**given | {"model_type": known}).to_dict() | {"model_type": model_type}
+    ours, theirs = meaning(tmp_path, given), meaning(tmp_path, full)
+    if "text_config" in given:  # whether its head is tied, tensors say
+        ours["tie_word_embeddings"] = theirs["tie_word_embeddings"]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llama4", "granitemoehybrid", "phimoe", "phi4mm", "deepseek_v32", "gemma3n", "gemma4", "glm4_moe_lite",
+        "glm_moe_dsa", "kimi_k25", "qwen3_vl", "qwen2_5_vl", "nemotron_h", "cohere", "mamba", "gpt2", None,
+    ],
+)  # fmt: skip
+def test_what_is_not_served(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(FatalError, match=f"model type {model_type!r} is not supported; supported are apertus") as stop:
+        read_config(tmp_path)
+    assert stop.value.code == MODEL
