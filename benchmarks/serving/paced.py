@@ -5,12 +5,14 @@
 
 One rank of the built-in model's directory; every step takes --step-ms, and as much more as its prompts' tokens need at
 --prefill tokens/s, asleep, as a thread that waits for a GPU is. Ids are drawn at random. At the end, by Ctrl-C, it says
-what share of a core each part took for a token, and how much later than the pace the steps came.
+what share of a core each part took for a token from the first step on, and how much later than the pace the steps
+came.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import statistics
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,11 +42,14 @@ class Pace:
     def __init__(self, step_ms: float, prefill: float):
         self.seconds, self.prefill = step_ms / 1e3, prefill
         self.tokens = 0
+        self.spent: Callable[[], dict[str, float]] = dict  # CPU seconds of each part so far
+        self.before: dict[str, float] = {}  # the same before the first step
         self.between: list[float] = []  # seconds from one step's end to the next one's begin
         self._ended = 0.0
         self._random = np.random.default_rng(0)
 
     def execute(self, runner: ModelRunner, plan: protocol.Plan) -> DeviceOutput:
+        self.before = self.before or self.spent()
         began = time.perf_counter()
         self.between.append(began - self._ended)
         work = runner.state.apply(plan)
@@ -59,19 +65,19 @@ class Pace:
         return DeviceOutput(ids) if count else DeviceOutput()
 
 
-def thread_seconds() -> dict[str, float]:
-    """CPU seconds of this process's threads, by name."""
+def seconds(server: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far: of the server process, and of this process's threads."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
+    spent = {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
+    times = server.cpu_times()
+    return {"server": times.user + times.system, "scheduler": spent["MainThread"], "step": spent.get("step", 0.0)}
 
 
-def report(pace: Pace, server: psutil.Process) -> None:
-    spent, times = thread_seconds(), server.cpu_times()
-    parts = {"server": times.user + times.system}
-    parts |= {name: spent.get(thread, 0.0) for name, thread in (("scheduler", "MainThread"), ("step", "step"))}
-    per = {name: f"{name} {seconds / max(1, pace.tokens) * 1e6:.1f}" for name, seconds in parts.items()}
+def report(pace: Pace) -> None:
+    spent = {name: value - pace.before.get(name, 0.0) for name, value in pace.spent().items()}
+    per = (f"{name} {value / max(1, pace.tokens) * 1e6:.1f}" for name, value in spent.items())
     late = f"{statistics.median(pace.between[1:] or [0.0]) * 1e3:.2f} ms between steps (median)"
-    print(f"paced: {pace.tokens} tokens; CPU µs a token: {', '.join(per.values())}; {late}", flush=True)
+    print(f"paced: {pace.tokens} tokens; CPU µs a token: {', '.join(per)}; {late}", flush=True)
 
 
 def copy_words(process: subprocess.Popen[bytes]) -> None:
@@ -96,9 +102,10 @@ def main() -> None:
                       load_format="dummy", prefix_cache=False, device="cpu")  # fmt: skip
     link = str(Path(directory, "link.sock"))
     process = server_process.start(server_process.config(options, link, listener, []), os.environ)
+    pace.spent = functools.partial(seconds, psutil.Process(process.pid))
 
     def end(*_: object) -> NoReturn:
-        report(pace, psutil.Process(process.pid))
+        report(pace)
         process.terminate()
         process.wait(10)
         server_process.remove(directory)

@@ -17,7 +17,7 @@ from .blocks import IN_HOST, Blocks, Hash
 from .counters import Counters
 from .grammar import Grammar
 from .sequence import Sequence
-from .step import Chunk, PlannedStep, ScheduledStep
+from .step import PlannedStep, ScheduledStep
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         draft = PlannedStep()
         budget = self._schedule_running(draft, self.token_budget)
         self._admit(draft, budget)
-        if not draft.chunks:
+        if not draft.singles and not draft.longer:
             return None
         return self._make_plan(draft)
 
@@ -103,17 +103,19 @@ class Scheduler:
         """
         group = self._decode_group()
         reserved = len(group)
-        budget = max(
-            budget, reserved + 1
-        )  # with more sequences than budget all still decode, and a prompt gets one token
+        # With more sequences than budget all still decode, and a prompt gets one token.
+        budget = max(budget, reserved + 1)
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted in this call; or only its last id is awaited
                 continue
-            if sequence.remaining == 1:
+            remaining = sequence.remaining
+            if remaining == 1:
                 if sequence.id not in group:
                     continue
                 reserved -= 1
-            count = sequence.chunk(sequence.num_computed, min(sequence.remaining, budget - reserved))
+            count = min(remaining, budget - reserved)
+            if count > 1:
+                count = sequence.chunk(sequence.num_computed, count)
             if count > 0 and self._grow(sequence, count, draft):
                 self._add_chunk(sequence, count, draft)
                 budget -= count
@@ -142,12 +144,14 @@ class Scheduler:
         part of the draft yet.
         """
         needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+        if needed <= 0:
+            return True
         while needed > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        for block in self.blocks.allocate(max(0, needed)):
+        for block in self.blocks.allocate(needed):
             sequence.blocks.append(block)
             draft.block_rows.append(sequence.row)
             draft.block_ids.append(block)
@@ -188,14 +192,15 @@ class Scheduler:
                 sequence.cached_tokens = computed
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
-            draft.new.append(self._introduce(sequence))
+            draft.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
             self._add_chunk(sequence, count, draft)
             budget -= count
 
     def _find_prefix(self, sequence: Sequence, draft: PlannedStep, budget: int) -> tuple[list[int], int]:
         """The cached blocks that a waiting sequence begins with, and how many tokens it then computes."""
-        sequence.extend_hashes(self.blocks.size)
+        if self.blocks.prefix_cache:
+            sequence.extend_hashes(self.blocks.size)
         usable = sequence.hashes[: sequence.usable_blocks(self.blocks.size)]
         hits = self.blocks.match(usable)
         ends = len(hits), (sequence.prompt_len - 1) // self.blocks.size, len(usable)  # where it leaves state snapshots
@@ -206,31 +211,23 @@ class Scheduler:
             computed = len(hits) * self.blocks.size
             count = sequence.chunk(computed, min(sequence.length - computed, budget))
             # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
-            single = count == 1 and all(chunk.tokens == 1 for chunk in draft.chunks)
+            single = count == 1 and not draft.longer
             if not single or not any(block in draft.cached for block in hits):
                 return hits, count
             hits.pop()
-
-    def _introduce(self, sequence: Sequence) -> protocol.NewSequence:
-        return protocol.NewSequence(
-            row=sequence.row,
-            tokens=protocol.pack_u32(sequence.tokens),
-            prompt_len=sequence.prompt_len,
-            num_computed=sequence.num_computed,
-            blocks=protocol.pack_u32(sequence.blocks),
-            sampling=sequence.sampling,
-            constrained=sequence.grammar is not None,
-        )
 
     def _add_chunk(self, sequence: Sequence, count: int, draft: PlannedStep) -> None:
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.length
         self.backlog += samples - count
         if samples:
-            sequence.in_flight += 1
+            sequence.length += 1
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
-        draft.chunks.append(Chunk(sequence, count, samples))
+        if count == 1:
+            draft.singles.append(sequence)
+        else:
+            draft.longer.append((sequence, count))
         before = sequence.num_cached_blocks
         self._cache_blocks(sequence)
         if sequence.num_cached_blocks > before:  # true once per block
@@ -247,11 +244,13 @@ class Scheduler:
         """
         if not self.blocks.prefix_cache:
             return
+        full = min(sequence.num_computed, len(sequence.tokens)) // self.blocks.size
+        if full <= sequence.num_cached_blocks:
+            return
         sequence.extend_hashes(self.blocks.size)
-        full = min(sequence.num_computed // self.blocks.size, len(sequence.hashes))
         for i in range(sequence.num_cached_blocks, full):
             self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
-        sequence.num_cached_blocks = max(sequence.num_cached_blocks, full)
+        sequence.num_cached_blocks = full
 
     def _make_plan(self, draft: PlannedStep) -> ScheduledStep:
         self._step += 1
@@ -271,7 +270,6 @@ class Scheduler:
         logprobs, next_index = output.logprobs, 0
         for i, (sequence, tokens) in enumerate(zip(done.sampled, output.tokens(), strict=True)):
             index, next_index = next_index, next_index + len(tokens)
-            sequence.in_flight -= 1
             if sequence.finished:  # ended or aborted after this step was planned: the tokens are dropped
                 continue
             shown, finish, stop = self._append(sequence, tokens)
@@ -313,6 +311,7 @@ class Scheduler:
         if not sequence.sampling.pooling:
             self.counters.output_tokens += len(tokens)
         if len(tokens) > 1:
+            sequence.length += len(tokens) - 1
             self._skip(sequence, len(tokens) - 1)
         if sequence.row >= 0:
             self._cache_blocks(sequence)

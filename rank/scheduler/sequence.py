@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..protocol import Request, unpack_u32
+from ..protocol import NewSequence, Request, pack_u32, unpack_u32
 from .blocks import Hash, extend_chain
 from .grammar import Grammar
 
@@ -21,11 +21,11 @@ class Sequence:
         self.order = (request.priority, arrival)  # of scheduling: lower goes first
         self.salt = request.cache_salt
         self.tokens: list[int] = unpack_u32(request.tokens).tolist()
-        self.prompt_len = len(self.tokens)
+        self.prompt_len = self.length = len(self.tokens)
+        self.most_length = self.prompt_len + self.sampling.max_tokens  # where it ends in any case
         self.row = -1  # its row in the workers' BatchState; -1 while it waits
         self.blocks: list[int] = []
         self.num_computed = 0
-        self.in_flight = 0  # sampled tokens whose ids have not arrived yet
         self.sampled_at = 0  # the step that sampled its newest token
         self.hashes = hashes  # of the known tokens' full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading blocks that were passed to Blocks.cache
@@ -36,12 +36,9 @@ class Sequence:
         self.finished = False
 
     @property
-    def length(self) -> int:
-        return len(self.tokens) + self.in_flight
-
-    @property
-    def num_outputs(self) -> int:
-        return self.length - self.prompt_len
+    def in_flight(self) -> int:
+        """Sampled tokens whose ids have not arrived yet."""
+        return self.length - len(self.tokens)
 
     @property
     def remaining(self) -> int:
@@ -51,7 +48,19 @@ class Sequence:
     @property
     def ends_by_length(self) -> bool:
         """Whether its last allowed token has been sampled; the id may not have arrived yet."""
-        return self.num_outputs >= self.sampling.max_tokens
+        return self.length >= self.most_length
+
+    def introduced(self) -> NewSequence:
+        """It as the ranks are told of it, once it has a row and blocks."""
+        return NewSequence(
+            row=self.row,
+            tokens=pack_u32(self.tokens),
+            prompt_len=self.prompt_len,
+            num_computed=self.num_computed,
+            blocks=pack_u32(self.blocks),
+            sampling=self.sampling,
+            constrained=self.grammar is not None,
+        )
 
     def usable_blocks(self, block_size: int) -> int:
         """Full blocks at its beginning that may come from the prefix cache."""

@@ -30,19 +30,12 @@ class Constrained(NamedTuple):
     length: int  # the tokens before the one that the step samples
 
 
-class Chunk(NamedTuple):
-    """The tokens of one sequence that a step computes."""
-
-    sequence: Sequence
-    tokens: int  # how many
-    samples: bool  # they include the sequence's last token, so the step samples the next one
-
-
 @dataclass(slots=True)
 class PlannedStep:
     """A plan while it is being written."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    singles: list[Sequence] = field(default_factory=list)  # that compute one token
+    longer: list[tuple[Sequence, int]] = field(default_factory=list)  # that compute more, and how many
     new: list[protocol.NewSequence] = field(default_factory=list)
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -59,11 +52,11 @@ class PlannedStep:
     ) -> ScheduledStep:
         """The step's plan, with its number, the rows that were freed since the last one, and copies of blocks and of
         states, as protocol.Plan has them."""
-        chunks = sorted(self.chunks, key=lambda chunk: chunk.tokens > 1)  # decodes first; the sort is stable
+        sequences = [*self.singles, *(sequence for sequence, _ in self.longer)]
         plan = protocol.Plan(
             step=step,
-            rows=protocol.pack_u16([chunk.sequence.row for chunk in chunks]),
-            counts=protocol.pack_u32([chunk.tokens for chunk in chunks if chunk.tokens > 1]),
+            rows=protocol.pack_u16([sequence.row for sequence in sequences]),
+            counts=protocol.pack_u32([tokens for _, tokens in self.longer]),
             new=self.new,
             freed=protocol.pack_u16(freed_rows),
             block_rows=protocol.pack_u16(self.block_rows),
@@ -73,7 +66,7 @@ class PlannedStep:
             state_loads=state_loads,
             state_saves=state_saves,
         )
-        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = [sequence for sequence in sequences if sequence.sampled_at == step]
         # A sequence's length counts the token that this step samples.
         constrained = [Constrained(one, one.length - 1) for one in sampled if one.grammar is not None]
         return ScheduledStep(plan, sampled, constrained)

@@ -3,7 +3,7 @@ import random
 import pytest
 from phalanx.rank import protocol
 
-from .toy import Engine, alone, request
+from .toy import Engine, alone, request, step_output
 
 
 def test_one_sequence_gets_its_tokens_and_ends_by_length():
@@ -46,6 +46,44 @@ def test_a_long_prompt_is_computed_in_chunks_and_does_not_stall_a_running_sequen
     chunked = [p for p in engine.ranks.plans[before:] if p.counts]
     assert len(chunked) >= 5
     assert all(len(p.rows) // 2 == 2 for p in chunked[1:]), "the short one decodes beside every chunk"
+
+
+def test_tokens_under_way_count_until_their_ids_have_come():
+    engine = Engine(budget=4)
+    engine.scheduler.add(request("a", range(6), 3))
+    scheduler = engine.scheduler
+    chunk, rest = scheduler.schedule(), scheduler.schedule()
+    (sequence,) = scheduler.running
+    assert (chunk.sampled, rest.sampled) == ([], [sequence])
+    assert (sequence.length, sequence.in_flight, sequence.remaining) == (7, 1, 1)
+    ahead = scheduler.schedule()
+    assert (sequence.length, sequence.in_flight, sequence.num_computed) == (8, 2, 7)
+    scheduler.update(chunk, step_output([]))
+    scheduler.update(rest, step_output([[5]]))
+    scheduler.update(ahead, step_output([[6]]))
+    assert (sequence.tokens[6:], sequence.length, sequence.in_flight) == ([5, 6], 8, 0)
+
+
+def test_a_step_has_single_tokens_first_and_the_rest_in_order():
+    engine = Engine(budget=16)
+    engine.scheduler.add(request("b", range(3), 4))
+    engine.step()
+    for name, count in (("c", 2), ("d", 1), ("e", 30)):
+        engine.scheduler.add(request(name, range(count), 4))
+    step = engine.scheduler.schedule()
+    rows = {sequence.id: sequence.row for sequence in engine.scheduler.running}
+    assert protocol.unpack_u16(step.plan.rows).tolist() == [rows[name] for name in "bdce"]
+    assert protocol.unpack_u32(step.plan.counts).tolist() == [2, 12]
+    assert [sequence.id for sequence in step.sampled] == ["b", "d", "c"]
+
+
+def test_without_a_prefix_cache_no_block_is_hashed():
+    engine = Engine(blocks=64, prefix_cache=False)
+    engine.scheduler.add(request("a", range(30), 8))
+    sequence = engine.scheduler.waiting[0]
+    engine.run()
+    assert engine.tokens["a"] == alone(range(30), 8)
+    assert sequence.hashes == []
 
 
 def test_equal_beginnings_are_computed_once():

@@ -1,0 +1,118 @@
+"""What a step costs the host beside the model: scheduler, plan, batch, results; no rank, device or model is needed.
+
+    python benchmarks/host.py [--sequences 256] [--arrivals 1] [--steps 200]
+
+Medians in microseconds of the parts of a step, one part after the other: of steps in which all sequences decode, and of
+steps beside whose decoding sequences prompts of --arrivals new ones are computed; with and without a prefix cache. Of
+the thread that schedules are schedule, encode, output, update and frame; of the step thread the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from phalanx.rank import protocol
+from phalanx.rank.scheduler.blocks import Blocks
+from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.decode_batch import DeviceDecodeBatch
+from phalanx.rank.worker.state import BatchState
+from phalanx.rank.worker.upload import Upload
+from torch import Tensor
+
+VOCAB, LONGEST, BLOCK = 100_000, 8192, 16
+WARM = 30  # steps that are not counted
+
+
+class HostUpload(Upload):
+    """Gathers what a GPU would be sent, and sends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._room = np.zeros(1 << 22, np.int32)
+
+    def fill(self, target: Tensor, parts: list[np.ndarray]) -> None:
+        np.concatenate([part.reshape(-1) for part in parts], out=self._room[: sum(part.size for part in parts)])
+
+
+def step_output(ids: Tensor) -> protocol.StepOutput:
+    return protocol.StepOutput(protocol.pack_u32(ids.tolist()))
+
+
+class HostSteps:
+    def __init__(self, sequences: int, prefix_cache: bool):
+        self.scheduler = Scheduler(Blocks(1 << 16, BLOCK, prefix_cache), 2 * sequences, 8192, LONGEST)
+        self.state = BatchState(2 * sequences, LONGEST, BLOCK)
+        self.last = torch.zeros(2 * sequences, dtype=torch.int64)
+        self.upload = HostUpload()
+        self.decode = DeviceDecodeBatch(self.state, self.last, [], sequences, self.upload)
+        self.taken: defaultdict[str, list[float]] = defaultdict(list)
+        self._random = random.Random(0)
+        self._names = 0
+
+    def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args)
+        self.taken[name].append((time.perf_counter() - start) * 1e6)
+        return result
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self._names += 1
+            length = self._random.randint(64, 1024)
+            tokens = protocol.pack_u32([self._random.randrange(VOCAB) for _ in range(length)])
+            sampling = protocol.SamplingParams(max_tokens=LONGEST - length, temperature=0.0, stop_token_ids=(VOCAB,))
+            self.scheduler.add(protocol.Request(str(self._names), tokens, sampling))
+
+    def run(self, steps: int, arrivals: int) -> dict[str, float]:
+        """Medians by part. Of as many sequences as come the oldest end, so that their number stays."""
+        before = None
+        for step in range(WARM + steps):
+            if step == WARM:
+                self.taken.clear()
+            if arrivals and step >= WARM:
+                self.scheduler.abort([sequence.id for sequence in self.scheduler.running[:arrivals]])
+                self.add(arrivals)
+            planned = self.timed("schedule", self.scheduler.schedule)
+            self.timed("encode", protocol.encode_plan, planned.plan)
+            scheduled = self.timed("apply", self.state.apply, planned.plan)
+            if scheduled.num_decodes == len(scheduled.rows):
+                self.timed("send", self.decode.send, scheduled)
+            else:
+                self.timed("build", build_batches, self.state, scheduled, self.last, [], self.upload, True)
+            ids = torch.randint(0, VOCAB, (len(planned.sampled),))
+            output = self.timed("output", step_output, ids)
+            if before is not None:
+                deltas = self.timed("update", self.scheduler.update, *before)
+                self.timed("frame", protocol.frame, protocol.Deltas(deltas))
+            before = planned, output
+        return {name: round(statistics.median(taken), 1) for name, taken in self.taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--arrivals", type=int, default=1, help="prompts beside decoding sequences, in each step")
+    parser.add_argument("--steps", type=int, default=200)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    for prefix_cache in (True, False):
+        for arrivals in (0, asked.arrivals):
+            made = HostSteps(asked.sequences, prefix_cache)
+            made.add(asked.sequences)
+            parts = made.run(asked.steps, arrivals)
+            about = dict(sequences=asked.sequences, arrivals=arrivals, prefix_cache=prefix_cache)
+            print(json.dumps(dict(what="host", **about, us=parts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
