@@ -21,7 +21,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,15 +31,12 @@ import msgspec
 from phalanx.benchmarks import budget, constrained
 from phalanx.benchmarks import step as bench
 from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
-from phalanx.launcher.job import mpirun
 from phalanx.rank import __main__ as program
 from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
-from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
+from phalanx.rank.options import Options
 from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.scheduler.replica import Replica
-
-ASK = "PHALANX_BENCH_OFFLINE"  # what to measure, as JSON, for the ranks
 
 
 class Ask(msgspec.Struct):
@@ -61,7 +57,7 @@ class OfflineRank(program.Rank):
 
     def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         (replica,) = replicas
-        offline = Offline(msgspec.json.decode(os.environ[ASK], type=Ask), replica, model.vocab_size)
+        offline = Offline(msgspec.json.decode(os.environ[bench.ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)
         replica.executor.start(protocol.Plan(step=-1, stop=0))
         return 0
@@ -239,19 +235,7 @@ def main() -> None:
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
         ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep)
-        raise SystemExit(start(options, ask))
-
-
-def start(options: Options, ask: Ask) -> int:
-    """Run the ranks, which print the lines; their exit code."""
-    job = Job(options=options, announced_size=options.ranks)
-    environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
-    command = [sys.executable, str(Path(__file__).resolve()), "--rank"]
-    if options.ranks > 1:
-        mpi = mpirun.find(os.environ)
-        environ |= mpirun.environment(mpi, options.ranks, os.environ)
-        command = mpirun.command(mpi, options.ranks, command)
-    return subprocess.run(command, env=environ).returncode
+        raise SystemExit(bench.run_ranks(options, ask, __file__, None).returncode)
 
 
 if __name__ == "__main__":

@@ -168,8 +168,10 @@ def say(**line: Any) -> None:
     print("RESULT " + json.dumps(line), flush=True)
 
 
-def start(options: Options, ask: msgspec.Struct, script: str = __file__) -> list[dict[str, Any]]:
-    """Run the ranks; the lines that rank 0 said. ask: for them, in ASK. script: what a rank runs, with --rank."""
+def run_ranks(
+    options: Options, ask: msgspec.Struct, script: str, stdout: int | None
+) -> subprocess.CompletedProcess[str]:
+    """ask: for them, in ASK. script: what a rank runs, with --rank."""
     job = Job(options=options, announced_size=1 if options.multithread else options.ranks)
     environ = dict(os.environ) | {JOB_ENV: encode_job(job), ASK: msgspec.json.encode(ask).decode()}
     command = [sys.executable, str(Path(script).resolve()), "--rank"]
@@ -177,7 +179,12 @@ def start(options: Options, ask: msgspec.Struct, script: str = __file__) -> list
         mpi = mpirun.find(os.environ)
         environ |= mpirun.environment(mpi, options.ranks, os.environ)
         command = mpirun.command(mpi, options.ranks, command)
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
+    return subprocess.run(command, env=environ, stdout=stdout, text=True)
+
+
+def start(options: Options, ask: msgspec.Struct, script: str = __file__) -> list[dict[str, Any]]:
+    """Run the ranks; the lines that rank 0 said."""
+    done = run_ranks(options, ask, script, subprocess.PIPE)
     if done.returncode:
         raise SystemExit(f"step.py: the ranks ended with exit code {done.returncode}")
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]

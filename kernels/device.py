@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+BLOCK_SHARED = 220 << 10  # bytes of a lone block: a few small ones of the kernels before and after fit beside it
 SHARED = 115_400  # bytes of shared memory for each of two blocks on a multiprocessor that has 228 KB
 
 
@@ -25,6 +26,11 @@ def device_caps(device: torch.device) -> DeviceCaps:
     arch = f"sm_{found.major}{found.minor}" + "a" * hopper
     room = found.shared_memory_per_multiprocessor >= 2 * (SHARED + 1024)
     return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)
+
+
+def dot_precision(x: torch.Tensor) -> str:
+    """The `input_precision` of Triton's tl.dot of tensors like x."""
+    return "tf32" if x.element_size() == 2 else "ieee"
 
 
 def overlaps(x: torch.Tensor) -> bool:

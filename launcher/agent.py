@@ -11,10 +11,9 @@ import msgspec
 
 from .llm import LLM
 from .llm_types import Message, Output, SamplingParams
-from .tool_thread import ToolThread
+from .tool_thread import DENIED, ToolThread
 
 Function = Callable[..., Any]
-DENIED = "the user does not allow this call"
 
 
 class AgentCall(msgspec.Struct):

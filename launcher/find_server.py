@@ -57,7 +57,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
     """The one that the options name, else the one that is running, else the one that would be by default.
 
-    `where` is of a struct that extends `Where`; `verb` is for the messages.
+    `where` is of a struct that extends ServerOptions; `verb` is for the messages.
     """
     options: ServerOptions = where.options
     url, default = options.url.rstrip("/").removesuffix("/v1"), http_client.url_of(options.host, options.port)

@@ -9,6 +9,7 @@ from ..rank.server.mcp.connection import CONNECT_TIMEOUT, Result
 from ..rank.server.mcp.tool_servers import ToolServers
 from .loop_thread import LoopThread
 
+DENIED = "the user does not allow this call"  # the result of such a call, for the model
 CLOSE_PATIENCE = 5.0
 
 

@@ -19,6 +19,11 @@ LIMIT, SLOPE = 7.0, 1.702
 ACTIVATIONS = (*PLAIN, CLAMPED_SWIGLU)
 
 
+def gate_sizes(act: str) -> dict[str, int]:
+    """What a GEMM's kernel is compiled for. act: of the first half of its outputs, the gate; "": there is none."""
+    return dict(GATED=int(bool(act)), ACT=ACTIVATIONS.index(act) if act else 0)
+
+
 def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
     """act(gate) * up [T, I], where x [T, 2 I] is gate beside up; computed in f32. x may be overwritten."""
     if x.is_cuda:

@@ -14,23 +14,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import jit
-from ..device import device_caps
+from ..device import device_caps, dot_precision
 from ..rope.fp8_triton import exponent_of, round_trip, scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
-from .decode_parts_triton import combine, rotate, softcap, with_sink
+from .decode_parts_triton import combine, rotate, slots_of, softcap, with_sink
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
 MAX_KV_SPLITS = 32
 PART = 256  # tokens: about what is worth a program of its own, and adding its result to the others'
-
-
-@triton.jit
-def _slots(tables, positions, valid, BLOCK: tl.constexpr):
-    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
-    blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
-    return blocks.to(tl.int64) * BLOCK + positions % BLOCK
 
 
 @triton.jit(do_not_specialize=["table_row"])  # it differs from step to step
@@ -119,7 +112,7 @@ def decode_kernel(
 
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        at_slots = _slots(tables + b * table_row, at + tile, valid, BLOCK)
+        at_slots = slots_of(tables + b * table_row, at + tile, valid, BLOCK)
         base = (at_slots * KV_HEADS + head) * DIM
         from_keys = keys + base[None, :] + half[:, None]
         ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0)
@@ -169,7 +162,7 @@ def _tiles(
     dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
     for at in range(start, stop, TILE):
         valid = at + tile < length
-        at_slots = _slots(table, at + tile, valid, BLOCK)
+        at_slots = slots_of(table, at + tile, valid, BLOCK)
         base = (at_slots * KV_HEADS + head) * DIM
         k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0)
         if FP8:
@@ -317,7 +310,7 @@ def decode(
         tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
         cap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
-        int(scales is not None), "tf32" if narrow else "ieee", overlap,
+        int(scales is not None), dot_precision(q), overlap,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -341,6 +334,6 @@ def prefill(
         q if sinks is None else sinks,
         scale * LOG2_E, first, q.stride(0), tables.stride(0),
         heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
-        int(sinks is not None), int(scales is not None), "tf32" if narrow else "ieee",
+        int(sinks is not None), int(scales is not None), dot_precision(q),
         num_warps=8 if rows >= 128 else 4, num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip

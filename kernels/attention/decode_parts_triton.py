@@ -1,9 +1,16 @@
-"""What attention_triton.py's kernels do beside their loops over keys; imported on GPUs alone."""
+"""What the Triton kernels of attention do beside their loops over keys; imported on GPUs alone."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def slots_of(tables, positions, valid, BLOCK: tl.constexpr):
+    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
+    blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
+    return blocks.to(tl.int64) * BLOCK + positions % BLOCK
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import overlaps
+from ..device import dot_precision, overlaps
 from ..rope.fp8_triton import exponent_of, narrow
 from ..rope.rope import CosSin
 
@@ -67,7 +67,7 @@ def absorb_and_store_latents(
         programs, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(latent),
         triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, rotated, columns,
         cos_sin.interleaved, cache.shape[1], int(scales is not None),
-        "tf32" if q.element_size() == 2 else "ieee", overlap, num_warps=4, launch_pdl=overlap,
+        dot_precision(q), overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
 
 

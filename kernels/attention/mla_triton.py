@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import device_caps, overlaps
+from ..device import device_caps, dot_precision, overlaps
 from ..rope.fp8_cache import E4M3
 from ..rope.fp8_triton import scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import AttentionParams, Part
+from .decode_parts_triton import slots_of
 
 if TYPE_CHECKING:
     from .mla import Context
@@ -35,13 +36,6 @@ GROUP = 16  # most query heads of a program
 COLUMNS = 128  # of a head's latent outputs that one program adds up; others were not timed
 COMBINED_HEADS_FROM = 64  # sequences: of as many a program adds up several heads; chosen without timing others
 VALUES = 32  # of a head that one program makes: 1.9 of 1 and 16 sequences, 3.1 of 64, 5.1 of 256; others were not timed
-
-
-@triton.jit
-def _slots(tables, positions, valid, BLOCK: tl.constexpr):
-    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
-    blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
-    return blocks.to(tl.int64) * BLOCK + positions % BLOCK
 
 
 @triton.jit
@@ -68,7 +62,7 @@ def _latent_tiles(
     acc = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        slots = _slots(table, at + tile, valid, BLOCK)
+        slots = slots_of(table, at + tile, valid, BLOCK)
         base = cache + (slots * (LATENT + ROPE))[:, None]
         y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0)
         yr = tl.load(base + LATENT + rope_dims[None, :], mask=valid[:, None] & (rope_dims < ROPE)[None, :], other=0)
@@ -312,10 +306,6 @@ def _bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
 
 
-def _precision(x: Tensor) -> str:
-    return "tf32" if x.element_size() == 2 else "ieee"
-
-
 def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
     scales: Tensor | None = None, tile: int = 0, split: int = SPLIT, fill: int = 0, stages: int = 2,
@@ -335,7 +325,7 @@ def decode(
         q.stride(0), tables.stride(0), most, fill,
         heads, GROUP, latent, width - latent, GROUP, max(16, triton.next_power_of_2(latent)),
         max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
-        _precision(q), overlap, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
+        dot_precision(q), overlap, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
     )  # fmt: skip
     if most > 1:
         each = 1 if n < COMBINED_HEADS_FROM else GROUP
@@ -355,7 +345,7 @@ def values(mixed: Tensor, up: Tensor, nope: int) -> Tensor:
     columns = min(VALUES, max(16, triton.next_power_of_2(value)))
     values_kernel[triton.cdiv(value, columns), heads, triton.cdiv(tokens, rows)](
         mixed, up, out, tokens, heads, nope, value, latent, max(16, triton.next_power_of_2(latent)), rows, columns,
-        _precision(mixed), overlap, num_warps=4 if rows < 64 else 8, launch_pdl=overlap,
+        dot_precision(mixed), overlap, num_warps=4 if rows < 64 else 8, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
@@ -373,7 +363,8 @@ def prefill(
         q, _bytes(cache), lengths if scales is None else scales, tables, lengths, starts, out, scale * LOG2_E, first,
         q.stride(0), tables.stride(0), heads, each, latent, width - latent, rows,
         max(16, triton.next_power_of_2(latent)),
-        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, int(scales is not None), _precision(q),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, int(scales is not None),
+        dot_precision(q),
         num_warps=8 if _roomy(q) else 4, num_stages=2,
     )  # fmt: skip
 
@@ -390,6 +381,6 @@ def prefill_expanded(
     expanded_kernel[triton.cdiv(max(context.query_lens), rows), kv.shape[1], len(context.query_lens)](
         q, kv, rotated, context.query_starts, context.kv_starts, out, params.scale * LOG2_E, q.stride(0), kv.stride(0),
         rotated.stride(0), out.stride(0), nope, rope, value, max(16, triton.next_power_of_2(nope)),
-        max(16, triton.next_power_of_2(rope)), max(16, triton.next_power_of_2(value)), rows, tile, _precision(q),
+        max(16, triton.next_power_of_2(rope)), max(16, triton.next_power_of_2(value)), rows, tile, dot_precision(q),
         num_warps=8 if _roomy(q) else 4, num_stages=2,
     )  # fmt: skip

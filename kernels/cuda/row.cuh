@@ -24,6 +24,35 @@ struct Weights {  // of this thread's vectors: threadIdx.x, + THREADS, ...
     }
 };
 
+// residual += x, or x + other rounded where there are two; `row` becomes the residual.
+template <bool TWO> __device__ inline void add_row(Vector (&row)[PER], const T* x, const T* other, T* residual) {
+    const Vector* a = (const Vector*)(x + (long long)blockIdx.x * N);
+    const Vector* c = (const Vector*)(other + (long long)blockIdx.x * N);
+    Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        int at = threadIdx.x + i * THREADS;
+        if (!in_row(i)) break;
+        Vector p = a[at], q = b[at];
+        if constexpr (TWO) {
+            const Vector o = c[at];
+            p = add(p, o);
+        }
+        b[at] = row[i] = add(p, q);
+    }
+}
+
+// The sum over the block; `sums` is shared memory of its own for each call.
+__device__ inline float block_sum(float x, float* sums) {
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) total += sums[i];
+    return total;
+}
+
 // 1 / rms of what `row` holds. A second call needs a barrier before.
 __device__ inline float inverse_rms(const Vector (&row)[PER], float eps) {
     __shared__ float sums[32];
@@ -33,13 +62,7 @@ __device__ inline float inverse_rms(const Vector (&row)[PER], float eps) {
         if (in_row(i))
 #pragma unroll
             for (int j = 0; j < V; j++) sum += to_float(row[i].x[j]) * to_float(row[i].x[j]);
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    float total = 0;
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) total += sums[i];
-    return rsqrtf(total / N + eps);
+    return rsqrtf(block_sum(sum, sums) / N + eps);
 }
 
 __device__ inline Vector scaled(const Vector& x, float scale, const Vector& weight) {

@@ -32,10 +32,9 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "smem_tile.cuh"
+#include "tile_sums.cuh"
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those that multiply
-
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
     float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
@@ -218,7 +217,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
         const int sub = warp % SUBTILES, group = warp / SUBTILES;
         const TileLane place(ring, sub, lane);
         for (int t = 0, n = 0; t < mine; t++) {
-            float sum[TILES][4] = {};
+            float sum[1][TILES][4] = {};
 #pragma unroll 1
             for (const int start = n, end = n + CHUNKS; n < end; n++) {
                 int stage = n % STAGES;
@@ -226,16 +225,12 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
                 // What was loaded of the chunk before has been multiplied, so that it has been read.
                 if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
-                for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum, place, stage, i + group);
+                for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum[0], place, stage, i + group);
             }
             release_stage(empty + (n - 1) % STAGES);
-            if (t) consumer_sync();  // the values of the tile before have been stored
-            float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < TILES; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
-            consumer_sync();
+            if (t) block_sync<THREADS>(1);  // the values of the tile before have been stored
+            keep_sums<WIDE>(sum, sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2);
+            block_sync<THREADS>(1);
             store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
         }
     }

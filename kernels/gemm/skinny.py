@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS
-from ..device import DeviceCaps, device_caps
+from ..activation.activation import gate_sizes
+from ..device import BLOCK_SHARED, DeviceCaps, device_caps
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
@@ -27,7 +27,6 @@ GEMV_WARPS = 8  # of a block
 NORMED = 8192  # elements of x that a block has registers for to norm them
 MOST_ROWS = 64
 WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
-SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 16
 
 
@@ -112,8 +111,7 @@ def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: 
         R=rows,
         OUTS=outs,
         AHEAD=ahead,
-        GATED=int(bool(gate)),
-        ACT=_act(gate),
+        **gate_sizes(gate),
         BIAS=int(bias),
         NORM=int(norm),
         WARPS=GEMV_WARPS,
@@ -129,8 +127,7 @@ def _pipelined_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: b
         KC=cut.inputs,
         STAGES=count,
         TILES=tiles,
-        GATED=int(bool(gate)),
-        ACT=_act(gate),
+        **gate_sizes(gate),
         BIAS=int(bias),
         WHOLE=int(whole),
         SPLIT=cut.split,
@@ -242,10 +239,6 @@ def pipelined(x: Tensor, weight: Tensor, cut: TileConfig, gate: str = "", bias: 
     return y
 
 
-def _act(gate: str) -> int:
-    return ACTIVATIONS.index(gate) if gate else 0
-
-
 def _row_tiles(rows: int, whole: bool) -> int:
     return 8 if whole else next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
 
@@ -262,5 +255,5 @@ def stages(cut: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
     if cut.split > 1:
         sums = padded * (cut.outputs + 8) * 4
     stage = (cut.outputs + padded) * cut.inputs * 2
-    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((BLOCK_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums

@@ -24,6 +24,7 @@ constexpr int WIDE = ROWS + 1;
 #include "tma.cuh"
 #include "mma.cuh"
 #include "smem_tile.cuh"
+#include "tile_sums.cuh"
 
 #if __CUDA_ARCH__ >= 900
 struct Item {
@@ -45,8 +46,6 @@ struct Tiles {
         return true;
     }
 };
-
-__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 __device__ inline float total(const float* sums, int out, int row) {
     float y = 0;
@@ -143,7 +142,7 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
     Item item;
     int n = 0;
     for (int number = blockIdx.x; tiles.find(number, item); number += gridDim.x) {
-        float sum[TILES][4] = {};
+        float sum[1][TILES][4] = {};
 #pragma unroll 1
         for (const int start = n, end = n + CHUNKS; n < end; n++) {
             const int stage = n % STAGES;
@@ -151,16 +150,12 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
             // What was loaded of the chunk before has been multiplied, so that it has been read.
             if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
-            for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum, place, stage, i + group);
+            for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum[0], place, stage, i + group);
         }
         release_stage(empty + (n - 1) % STAGES);
-        if (number != (int)blockIdx.x) consumer_sync();  // the values of the item before have been stored
-        float* here = sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < TILES; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
-        consumer_sync();
+        if (number != (int)blockIdx.x) block_sync<THREADS>(1);  // the values of the item before have been stored
+        keep_sums<WIDE>(sum, sums + (group * M + sub * 16 + lane / 4) * WIDE + lane % 4 * 2);
+        block_sync<THREADS>(1);
         store(sums, item, order, weights, y);
     }
 #endif

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS
-from ..device import device_caps
+from ..activation.activation import gate_sizes
+from ..device import BLOCK_SHARED, device_caps
 
 if TYPE_CHECKING:
     from .moe import Groups
@@ -24,7 +24,6 @@ LARGE = 64 << 20  # weights of an expert: nothing between 5 and 176 million was 
 # less of a layer of DeepSeek-V2-Lite and of Qwen3-30B-A3B than those of 64, and as much of Mixtral-8x7B (H200,
 # 2026-11-25).
 ITEMS = 4
-SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 MOST_STAGES = 12
 
 
@@ -78,8 +77,7 @@ def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dic
         KC=_chunk(inputs),
         STAGES=stages(cut, inputs)[0],
         TILES=ROWS // 8,
-        GATED=int(bool(act)),
-        ACT=ACTIVATIONS.index(act) if act else 0,
+        **gate_sizes(act),
         TOP=top,
     )
 
@@ -93,7 +91,7 @@ def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
     sums = _warps_together(cut) * cut.outputs * (ROWS + 1) * 4
     stage = (cut.outputs + ROWS) * _chunk(inputs) * 2
-    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((BLOCK_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 
 

@@ -31,6 +31,7 @@ constexpr int TURNS = 4;                       // items that one warp of a block
 #include "tma.cuh"
 #include "mma.cuh"
 #include "smem_tile.cuh"
+#include "tile_sums.cuh"
 
 struct Up {
     static constexpr bool GATED = true;
@@ -174,7 +175,7 @@ template <class G>
 __device__ inline void multiply(const Item& item, const TileLane& place, const Ring& ring, float* sums, const int* order,
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
-    float sum[TILES][4] = {}, mine = 0;
+    float sum[1][TILES][4] = {}, mine = 0;
     const int pair = lane < item.rows ? __ldcg(order + item.start + lane) : 0;
     if (G::GATED) mine = __ldcg(weights + pair);
 #pragma unroll 1
@@ -184,14 +185,10 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
         // What was loaded of the chunk before has been multiplied, so that it has been read.
         if (n > start && lane == 0) mbarrier_arrive(ring.empty + (n - 1) % STAGES);
 #pragma unroll
-        for (int i = 0; i < KC / 16; i++) multiply_step(sum, place, stage, i);
+        for (int i = 0; i < KC / 16; i++) multiply_step(sum[0], place, stage, i);
     }
     release_stage(ring.empty + (n - 1) % STAGES);
-    float* here = sums + (threadIdx.x / 32 * 16 + lane / 4) * WIDE + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < TILES; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) here[i / 2 * 8 * WIDE + j * 8 + i % 2] = sum[j][i];
+    keep_sums<WIDE>(sum, sums + (threadIdx.x / 32 * 16 + lane / 4) * WIDE + lane % 4 * 2);
     block_sync<THREADS>(1);
     store<G>(sums, item, pair, mine, y);
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten

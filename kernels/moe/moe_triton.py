@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import overlaps
+from ..device import dot_precision, overlaps
 from ..quantized.floats import Floats
 from ..quantized.floats_triton import stored, weight_tile
 
@@ -164,7 +164,7 @@ def expert_up(
     grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
     expert_up_kernel[grid](
         x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows,
-        cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(x), overlap,
+        cut.outputs, cut.inputs, kind, unit, bias is not None, dot_precision(x), overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def expert_down(
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
     expert_down_kernel[grid](
         h, codes, scales, h if bias is None else bias, *groups, weights, y, hidden, inner,
-        cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, _precision(h), overlap,
+        cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, dot_precision(h), overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -202,7 +202,3 @@ def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
         num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return y
-
-
-def _precision(x: Tensor) -> str:
-    return "tf32" if x.element_size() == 2 else "ieee"

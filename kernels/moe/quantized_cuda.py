@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import jit
 from ..device import DeviceCaps
 from ..quantized import pieces_cuda
-from ..quantized.pieces_cuda import STRIP, Layout
+from ..quantized.pieces_cuda import LARGE, STRIP, Layout
 from ..quantized.stack import Stack
 from . import quantized_pipeline
 from .quantized_pipeline import PipelineConfig
@@ -24,7 +24,6 @@ TILES = {4: 1, 8: 2, 24: 4}
 WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
-LARGE = 800  # bytes of a piece
 # Of quantized_pipeline.cu, whose warps have a unit of 32 outputs each: of few units most are idle. One token of
 # Qwen3-30B-A3B has 2.9, and is faster; more than 4 pairs per expert, and fewer units, were not timed.
 PIPELINE_PAIRS = 8  # most per expert

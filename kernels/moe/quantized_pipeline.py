@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS
-from ..device import device_caps
+from ..activation.activation import gate_sizes
+from ..device import BLOCK_SHARED, device_caps
 from ..quantized import int4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
@@ -23,7 +23,6 @@ ROWS = 8  # of x in a tile
 # That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
 # 64 tokens and 4 % more with one, but 9 % more of FP8's bytes, which Q6_K of Q4_K_M's down GEMMs has about as many of.
 WARPS = 15
-SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 PART = 2600  # bytes of a copy, at most
 LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory
 MOST_STAGES = 8
@@ -47,7 +46,7 @@ def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | 
     """Long runs, where enough of them fit beside x. None: they do not."""
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
-        room = (SHARED - buffers * _bytes_of_x(inputs)) // warps
+        room = (BLOCK_SHARED - buffers * _bytes_of_x(inputs)) // warps
         for run in (n for n in (8, 4, 3, 2, 1) if pieces % n == 0 and n * layout.bytes <= PART):
             stage = 2 * run * layout.bytes
             stages = min(room // stage, MOST_STAGES)
@@ -83,8 +82,7 @@ def sizes_of_gemm(stack: Stack, act: str, top: int, bias: bool) -> dict[str, jit
         I=stack.shape[2],
         OUTPUTS=stack.shape[1],
         TOP=top,
-        GATED=int(bool(act)),
-        ACT=ACTIVATIONS.index(act) if act else 0,
+        **gate_sizes(act),
         BIAS=int(bias),
     )
 

@@ -15,17 +15,6 @@ struct Affine {  // weight and bias of this thread's vectors: threadIdx.x, + THR
     }
 };
 
-// The sum over the block; `sums` is shared memory of its own for each call.
-__device__ inline float block_sum(float x, float* sums) {
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    float total = 0;
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) total += sums[i];
-    return total;
-}
-
 // Writes the norm of what `row` holds to `out`. The variance is of differences from the mean: that loses no digits.
 __device__ inline void write_layer_norm(const Vector (&row)[PER], const Affine& affine, T* out, float eps) {
     __shared__ float sums[2][32];
@@ -82,20 +71,7 @@ add_layer_norm(T* x, const T* other, T* residual, const T* weight, const T* bias
     launch_dependents();
     const Affine affine(weight, bias);
     grid_wait();
-    Vector* a = (Vector*)(x + (long long)blockIdx.x * N);
-    const Vector* c = (const Vector*)(other + (long long)blockIdx.x * N);
-    Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
     Vector row[PER];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        int at = threadIdx.x + i * THREADS;
-        if (!in_row(i)) break;
-        Vector p = a[at], q = b[at];
-        if constexpr (PARTS == 2) {
-            const Vector o = c[at];
-            p = add(p, o);
-        }
-        b[at] = row[i] = add(p, q);
-    }
-    write_layer_norm(row, affine, (T*)a, eps);
+    add_row<PARTS == 2>(row, x, other, residual);
+    write_layer_norm(row, affine, x + (long long)blockIdx.x * N, eps);
 }

@@ -20,22 +20,9 @@ add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
     launch_dependents();
     const Weights weights(weight);
     grid_wait();
-    Vector* a = (Vector*)(x + (long long)blockIdx.x * N);
-    const Vector* c = (const Vector*)(other + (long long)blockIdx.x * N);
-    Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
     Vector row[PER];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        int at = threadIdx.x + i * THREADS;
-        if (!in_row(i)) break;
-        Vector p = a[at], q = b[at];
-        if constexpr (PARTS == 2) {
-            const Vector o = c[at];
-            p = add(p, o);
-        }
-        b[at] = row[i] = add(p, q);
-    }
-    write_norm(row, weights, (T*)a, eps);
+    add_row<PARTS == 2>(row, x, other, residual);
+    write_norm(row, weights, x + (long long)blockIdx.x * N, eps);
 }
 
 // residual += the sum of TERMS rows, rounded, or of that and other, rounded, where PARTS is 2; out = norm(residual)

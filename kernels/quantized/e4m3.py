@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import e4m3_cpu, floats
 from .e4m3_cuda import GROUP
+from .e4m3_wgmma import MOST
 
 UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
-MOST = 448.0  # the largest number
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
 
 dequantize, linear, variants = floats.dequantize, floats.linear, floats.variants

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS, gated_activation
-from ..device import DeviceCaps, device_caps
+from ..activation.activation import gate_sizes, gated_activation
+from ..device import BLOCK_SHARED, DeviceCaps, device_caps
 from . import e4m3_wide
-from .pieces_cuda import SHARED, STRIP, Packed
+from .pieces_cuda import STRIP, Packed
 from .wgmma_cuts import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
@@ -269,7 +269,7 @@ def stages(cut: Cut) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
     weights = cut.outputs // STRIP * e4m3_wide.PIECE
     stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
-    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    count = min((BLOCK_SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
     sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
     return count, 1024 + max(count * stage, sums)
@@ -287,7 +287,6 @@ def sizes(inputs: int, cut: Cut, gate: str, bias: bool, alike: int) -> dict[str,
         SPLIT=cut.split,
         SHARE=cut.share,
         OVER=cut.over,
-        GATED=int(bool(gate)),
-        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        **gate_sizes(gate),
         BIAS=int(bias),
     )

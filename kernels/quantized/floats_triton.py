@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import dot_precision
 from .floats import Floats
 
 MOST_ROWS = 64  # of more, dequantising all of the weight first is worth it
@@ -105,7 +106,7 @@ def linear(x: Tensor, packed: Floats, bias: Tensor | None = None) -> Tensor:
     stages = 2 if unit % INPUTS else 4 if rows <= 16 else 3  # scales of a tile of many take room, too
     linear_kernel[triton.cdiv(width, wide), triton.cdiv(rows, high)](
         x, codes, scales, x if bias is None else bias, y, rows, width, size, high, wide, INPUTS, kind, unit,
-        bias is not None, "tf32" if x.element_size() == 2 else "ieee", num_warps=4, num_stages=stages,
+        bias is not None, dot_precision(x), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y
 

@@ -34,14 +34,27 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = Fals
     strips, pieces = -(-outputs // STRIP), inputs // INPUTS
     whole = codes.new_zeros(strips * STRIP, inputs)
     whole[:outputs] = codes
-    # Of an output: half h, lane's g. Of an input: step s, eight e, lane's t, byte's second bit b.
-    parts = whole.view(strips, 2, 8, pieces, 4, 2, 4, 2)
-    both = parts[:, 0] | parts[:, 1] << 4  # strip g piece s e t b   ->   strip piece g t s b e
-    words = both.permute(0, 2, 1, 5, 3, 6, 4).reshape(strips, pieces, 512)
+    words = words_of(whole)
     tables = [scales.to(torch.float16)] + ([zeros.to(torch.uint8)] if dict(form.sizes)["ZEROS"] else [])
     return Packed(
         torch.cat([words, *(_pairs(table, strips, group // scaled, pieces) for table in tables)], 2), outputs, form
     )
+
+
+def words_of(codes: Tensor) -> Tensor:
+    """Codes uint8 [O, I] of 4 bits, of whole pieces of 16 x 64 → a piece's bytes [O / 16, I / 64, 512]."""
+    strips, pieces = codes.shape[0] // STRIP, codes.shape[1] // INPUTS
+    # Of an output: half h, lane's g. Of an input: step s, eight e, lane's t, byte's second bit b.
+    parts = codes.view(strips, 2, 8, pieces, 4, 2, 4, 2)
+    both = parts[:, 0] | parts[:, 1] << 4  # strip g piece s e t b   ->   strip piece g t s b e
+    return both.permute(0, 2, 1, 5, 3, 6, 4).reshape(strips, pieces, 512)
+
+
+def codes_of(words: Tensor) -> Tensor:
+    """The reverse."""
+    strips, pieces, _ = words.shape
+    both = words.reshape(strips, pieces, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
+    return torch.stack((both & 15, both >> 4), 1).reshape(strips * STRIP, pieces * INPUTS)
 
 
 def _pairs(table: Tensor, strips: int, repeats: int, pieces: int) -> Tensor:
@@ -57,8 +70,6 @@ def unpack(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """codes [O, I] uint8, scales f16 and zeros uint8 [O, I / 32 or 64]."""
     strips, pieces, _ = packed.pieces.shape
     sizes = dict(packed.layout.sizes)
-    both = packed.pieces[..., :512].reshape(strips, pieces, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
-    codes = torch.stack((both & 15, both >> 4), 1).reshape(strips * STRIP, pieces * INPUTS)
 
     def table(start: int, width: int, dtype: torch.dtype) -> Tensor:
         part = packed.pieces[..., start : start + width].contiguous().view(dtype)
@@ -68,4 +79,4 @@ def unpack(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     each = INPUTS // sizes["SCALED"]
     scales = table(512, 32 * each, torch.float16)
     zeros = table(512 + 32 * each, 16 * each, torch.uint8) if sizes["ZEROS"] else torch.full_like(scales, ZERO).byte()
-    return codes[: packed.outputs], scales, zeros
+    return codes_of(packed.pieces[..., :512])[: packed.outputs], scales, zeros

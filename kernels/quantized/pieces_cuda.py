@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS, gated_activation
-from ..device import DeviceCaps, device_caps
+from ..activation.activation import gate_sizes, gated_activation
+from ..device import BLOCK_SHARED, DeviceCaps, device_caps
 from . import grouped_gemv, wgmma_cuts
 from .grouped_gemv import GroupedConfig
-from .wgmma_cuts import SHARED, STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
+from .wgmma_cuts import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
-LARGE = 800  # bytes of a piece
+LARGE = 800  # bytes of a piece from which on a lane's registers hold half as many
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
@@ -164,7 +164,7 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return by_groups
     strips = -(-outputs // STRIP)
     way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
-    if layout.bytes > LARGE:  # a lane's registers hold half as many
+    if layout.bytes > LARGE:
         way = way._replace(ahead=way.ahead // 2)
     fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
     if fits and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
@@ -282,7 +282,7 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
         stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
     # A turn has stages of its own.
-    count = min((SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
+    count = min((BLOCK_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
@@ -299,8 +299,7 @@ def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, 
         AHEAD=way.ahead,
         WARPS=GEMV_WARPS,
         BLOCKS=way.blocks,
-        GATED=int(bool(gate)),
-        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        **gate_sizes(gate),
         BIAS=int(bias),
     )
 
@@ -308,9 +307,8 @@ def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, 
 def _grouped_sizes(
     rows: int, inputs: int, way: GroupedConfig, gate: str, bias: bool, layout: Layout
 ) -> dict[str, jit.Size]:  # fmt: skip
-    act = ACTIVATIONS.index(gate) if gate else 0
-    return {**_format(layout), **grouped_gemv.sizes(way, rows, inputs, layout),
-            "GATED": int(bool(gate)), "ACT": act, "BIAS": int(bias)}  # fmt: skip
+    of = grouped_gemv.sizes(way, rows, inputs, layout)
+    return dict(**_format(layout), **of, **gate_sizes(gate), BIAS=int(bias))
 
 
 def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
@@ -327,8 +325,7 @@ def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, 
         TURNS=_turns(cut),
         SUMMERS=_summers(cut),
         MULTIPLY="gemm_summed" if cut.in_turn else "gemm_plain",
-        GATED=int(bool(gate)),
-        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        **gate_sizes(gate),
         BIAS=int(bias),
     )
 
@@ -343,8 +340,7 @@ def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool, layout: L
         GROUPS=cut.outputs // 64,
         SPLIT=cut.split,
         SHARE=cut.share,
-        GATED=int(bool(gate)),
-        ACT=ACTIVATIONS.index(gate) if gate else 0,
+        **gate_sizes(gate),
         BIAS=int(bias),
     )
 

@@ -28,8 +28,6 @@ constexpr int WIDE = ROWS + 1;
 static_assert(CHUNKS % TURNS == 0 && STAGES % TURNS == 0 && (!SUMMED || STAGES % SUMMERS == 0));
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline void consumer_sync() { block_sync<THREADS>(1); }  // those that multiply
-
 // The block's part of W and x, chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, int count, int strips, int rows) {
@@ -147,9 +145,9 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
             if (TURNS > 1) release_stage(before);  // the warp's next chunk may be half of the ring away
         }
         if (TURNS == 1) release_stage(before);
-        if (t) consumer_sync();  // the values of the tile before have been stored
+        if (t) block_sync<THREADS>(1);  // the values of the tile before have been stored
         keep_sums<WIDE>(sum, sums + (warp / SUBTILES * M + sub * MT * 16 + lane / 4) * WIDE + lane % 4 * 2);
-        consumer_sync();
+        block_sync<THREADS>(1);
         store(sums, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
     }
 #endif

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import int4_cuda
+from .int4_cuda import INPUTS
 from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed, takes_turns
 from .super_blocks_form import Form
 
-INPUTS = 64  # of a piece
 HEADER = "super_blocks"
 WIDENING = 0.66  # as Layout has it, by the number of instructions
 
@@ -37,13 +38,12 @@ def pack(codes: Tensor, factors: Tensor, scales: Tensor, minima: Tensor, form: F
         y[:outputs] = x
         return y
 
-    # Of an output: half h, lane's g. Of an input: step s, eight e, lane's t, pair's second b.
-    parts = whole(codes).view(strips, 2, 8, pieces, 4, 2, 4, 2)
     if form.bits == 4:
-        both = parts[:, 0] | parts[:, 1] << 4  # strip g piece s e t b   ->   strip piece g t s b e
-        words = both.permute(0, 2, 1, 5, 3, 6, 4).reshape(strips, pieces, 512)
-    else:  # strip h g piece s e t b   ->   strip piece, first byte of s, g t, second of s, h b e
-        halves = parts.view(strips, 2, 8, pieces, 2, 2, 2, 4, 2)
+        words = int4_cuda.words_of(whole(codes))
+    else:
+        # Of an output: half h, lane's g. Of an input: step's two bits s, eight e, lane's t, pair's second b.
+        # strip h g piece s e t b   ->   strip piece, first bit of s, g t, second of s, h b e
+        halves = whole(codes).view(strips, 2, 8, pieces, 2, 2, 2, 4, 2)
         words = halves.permute(0, 3, 4, 2, 7, 5, 1, 8, 6).reshape(strips, pieces, 1024)
     kinds = 1 + form.minima
     wide = factors.repeat_interleave(max(1, form.super // INPUTS), 1)[..., :kinds]
@@ -64,8 +64,7 @@ def unpack(packed: Packed) -> tuple[Form, Tensor, Tensor, Tensor, Tensor]:
     each, groups, kinds, outputs = INPUTS // form.super, INPUTS // form.group, 1 + form.minima, packed.outputs
     words, of_factors, of_numbers = packed.pieces.split((128 * form.bits, 32 * each * kinds, 16 * groups * kinds), 2)
     if form.bits == 4:
-        both = words.reshape(strips, pieces, 8, 4, 4, 2, 2).permute(0, 2, 1, 4, 6, 3, 5)
-        codes = torch.stack((both & 15, both >> 4), 1)
+        codes = int4_cuda.codes_of(words)
     else:
         codes = words.reshape(strips, pieces, 2, 8, 4, 2, 2, 2, 2).permute(0, 6, 3, 1, 2, 5, 8, 4, 7)
     halves = of_factors.contiguous().view(torch.float16).view(strips, pieces, kinds, each, 8, 2)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..device import BLOCK_SHARED
+
 if TYPE_CHECKING:
     from .pieces_cuda import Layout
 
@@ -13,7 +15,6 @@ STRIP = 16  # outputs of a piece
 ROWS = range(33, 257)
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 LENGTHS = (256, 128, 64)  # inputs of a chunk
-SHARED = 220 << 10  # bytes of a block: a few small blocks of the kernels before and after fit beside it
 LEAST_STAGES, MOST_STAGES = 3, 16
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 # Two parts were timed of 256 rows (H200, 2026-11-25). Of these every cut has as many tiles of rows.
@@ -157,5 +158,5 @@ def wgmma_stages(cut: WgmmaConfig, layout: Layout) -> tuple[int, int]:
     sums = cut.rows * (cut.outputs + 4) * 4
     stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
     stage = -(-stage // 1024) * 1024
-    count = min((SHARED - 1024) // stage, MOST_STAGES)
+    count = min((BLOCK_SHARED - 1024) // stage, MOST_STAGES)
     return count, 1024 + max(count * stage, sums)

@@ -17,6 +17,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 from . import visible_devices
+from .linux import text_of
 from .mpi_env import RankPlace
 
 SYS = Path("/sys")
@@ -53,16 +54,9 @@ def cpu_words(cpus: tuple[int, ...] | list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def allowed() -> list[int]:
     """The CPUs of this process's cgroup, to which an inherited binding may be widened."""
-    for line in _read(PROC / "self/cgroup").splitlines():
+    for line in text_of(PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         roots = (
             [SYS / "fs/cgroup"] if not controllers else [SYS / "fs/cgroup/cpuset"] if "cpuset" in controllers else []
@@ -70,17 +64,17 @@ def allowed() -> list[int]:
         for root in roots:
             for place in (root / path.lstrip("/"), root):  # in a container the path may be the host's
                 for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
-                    if text := _read(place / name):
+                    if text := text_of(place / name):
                         return cpu_list(text)
-    return cpu_list(_read(SYS / "devices/system/cpu/online")) or sorted(os.sched_getaffinity(0))
+    return cpu_list(text_of(SYS / "devices/system/cpu/online")) or sorted(os.sched_getaffinity(0))
 
 
 def quota() -> float:
     """The cgroup's CPU quota, in CPUs; infinite without a limit."""
-    for line in _read(PROC / "self/cgroup").splitlines():
+    for line in text_of(PROC / "self/cgroup").splitlines():
         path = line.split(":", 2)[2].lstrip("/")
         for name in (SYS / "fs/cgroup" / path / "cpu.max", SYS / "fs/cgroup/cpu.max"):
-            limit, _, period = _read(name).partition(" ")
+            limit, _, period = text_of(name).partition(" ")
             if limit.isdigit():
                 return int(limit) / int(period or 100000)
     return float("inf")
@@ -91,7 +85,7 @@ def by_core(cpus: list[int]) -> list[list[int]]:
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(cpus):
         place = SYS / f"devices/system/cpu/cpu{cpu}/topology"
-        package, core = _read(place / "physical_package_id"), _read(place / "core_id")
+        package, core = text_of(place / "physical_package_id"), text_of(place / "core_id")
         key = (int(package), int(core)) if package and core else (0, 1_000_000 + cpu)
         cores.setdefault(key, []).append(cpu)
     return [cores[key] for key in sorted(cores)]
@@ -125,7 +119,7 @@ def _cores(count: int) -> str:
 
 def numa_node(address: str) -> int:
     """The NUMA node of the device with this PCI address; -1 when unknown."""
-    text = _read(SYS / "bus/pci/devices" / address / "numa_node")
+    text = text_of(SYS / "bus/pci/devices" / address / "numa_node")
     return int(text) if text.lstrip("-").isdigit() else -1
 
 
@@ -146,7 +140,7 @@ def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
 
 def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
     """All cores of a NUMA node. Ranks that compute on GPUs may share them."""
-    here = cpu_list(_read(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
+    here = cpu_list(text_of(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
     mine = sorted(set(here) & set(cpus))
     if not mine:
         why = "means that none is known" if node < 0 else "has no core that this job may use"

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ...errors import USAGE, FatalError
 
@@ -82,6 +83,14 @@ def children(parent: int | str = "self") -> list[int]:
         with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children") as file:
             found += [int(pid) for pid in file.read().split()]
     return found
+
+
+def text_of(path: Path) -> str:
+    """What a file of /proc or /sys says; "" where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def say(text: str) -> None:

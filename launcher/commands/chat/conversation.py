@@ -9,11 +9,10 @@ from typing import Any
 
 from .... import errors
 from ... import find_server
-from ...tool_thread import ToolThread
+from ...tool_thread import DENIED, ToolThread
 from .display import Display
 
 MOST_ROUNDS = 16  # answers with calls of tools, one after the other
-DENIED = "the user does not allow this call"
 Message = dict[str, Any]
 
 

@@ -7,12 +7,12 @@ import platform
 import re
 import shutil
 from importlib import metadata
-from pathlib import Path
 
 import msgspec
 import psutil
 
 from ...job import binding, mpi_env, visible_devices
+from ...job.linux import text_of
 from ...job.mpi_env import RankPlace
 
 SYS = binding.SYS
@@ -120,15 +120,8 @@ def gpus() -> list[Gpu]:
         total, used = (int(field) << 20 if field.isdigit() else 0 for field in fields[3:5])
         domain, _, rest = fields[5].lower().partition(":")
         bus = f"{domain[-4:]}:{rest}"  # nvidia-smi writes the domain with eight digits, sysfs with four
-        found.append(Gpu(int(fields[0]), fields[1], fields[2], total, used, bus, _numa_of(bus)))
+        found.append(Gpu(int(fields[0]), fields[1], fields[2], total, used, bus, binding.numa_node(bus)))
     return found
-
-
-def _numa_of(bus: str) -> int:
-    try:
-        return int((SYS / "bus/pci/devices" / bus / "numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 def topology() -> list[str]:
@@ -141,26 +134,19 @@ def topology() -> list[str]:
 
 def numa() -> dict[str, str]:
     nodes = sorted((SYS / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    return {path.name[4:]: _read(path / "cpulist") for path in nodes if _read(path / "cpulist")}
+    return {path.name[4:]: text_of(path / "cpulist") for path in nodes if text_of(path / "cpulist")}
 
 
 def interfaces() -> dict[str, int]:
     """Networks that are up, and InfiniBand's ports, with their rates in Mbit/s."""
     found: dict[str, int] = {}
     for path in sorted((SYS / "class/net").glob("*")):
-        if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):
-            speed = _read(path / "speed")
+        if path.name != "lo" and text_of(path / "operstate") in ("up", "unknown"):
+            speed = text_of(path / "speed")
             found[path.name] = int(speed) if speed.lstrip("-").isdigit() else -1
     for path in sorted((SYS / "class/infiniband").glob("*/ports/*/rate")):
-        rate = _read(path).split()  # `200 Gb/sec (4X HDR)`
-        active = "ACTIVE" in _read(path.with_name("state"))
+        rate = text_of(path).split()  # `200 Gb/sec (4X HDR)`
+        active = "ACTIVE" in text_of(path.with_name("state"))
         if rate and active:
             found[path.parts[-4]] = int(float(rate[0]) * 1000)
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -9,10 +9,10 @@ from typing import Any
 
 from ....errors import MODEL, FatalError
 from ..metadata import Metadata
-from ._common import DECODER, head_dim, layer
 from ._common import config as common
+from ._common import head_dim
+from .phi3 import TENSORS as TENSORS
 
-TENSORS = DECODER | layer(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")
 WRITES = "glm", "chatglm"
 # Of chatglm, in glm's words: biases, the base of the rope, and what is the same in all that are supported.
 SPELLED_ANEW = (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....comm import mesh, threads
 from ....errors import MODEL, FatalError
+from ....kernels.quantized.e4m3 import MOST
 from ...safetensors_header import read_index
 from .. import architectures
 from ..choices import model_length, names_of
@@ -25,7 +26,6 @@ from ..layers.linear import Linear
 from .writer import Writer
 
 BLOCK = 128
-MOST = 448.0  # the largest number
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 

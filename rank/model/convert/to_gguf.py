@@ -23,7 +23,7 @@ from ....kernels.quantized import q8_0, super_blocks
 from ...gguf import architectures as gguf_architectures
 from ...gguf import mixes
 from ...gguf.architectures import _common
-from ...gguf.checkpoint import added_to, orders_of, part_of
+from ...gguf.checkpoint import NUMBER, added_to, orders_of, part_of
 from ...gguf.types import BY_NAME
 from ...safetensors_header import Index, Order, read_index
 from .. import architectures
@@ -47,7 +47,6 @@ SPELLED_ANEW = "rope_parameters", "partial_rotary_factor", "num_local_experts", 
 REACHES = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"
 # Matrices that stay in F32: routers, convolutions, positions, norms of heads.
 KEPT = "ffn_gate_inp", "ssm_conv1d", "position_embd", "attn_q_norm", "attn_k_norm"
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -245,7 +245,7 @@ class FusedExperts(nn.Module):
     @property
     def num_weights(self) -> int:
         """Elements of this rank's slices of the experts that one token visits; of experts shared out, on average."""
-        one = sum(w.inputs.width * sum(shard.width for shard in w.outputs) for w in (self.gate_up_proj, self.down_proj))
+        one = sum(w.inputs.width * w.width for w in (self.gate_up_proj, self.down_proj))
         here = self.down_proj.experts
         return self.top_k * one * here.width // here.size
 

@@ -40,6 +40,11 @@ class StoredPart(PackedPart):
             setattr(self, field.name, made if bias or field is not BIAS else None)
         self.adds_bias = bias
 
+    def finish(self) -> None:
+        encoded = self.encoded()
+        self.drop()
+        self.hold(self.codec.pack(*encoded))
+
     def drop(self) -> None:
         """Give back all parameters but the bias."""
         for field in self.fields:
@@ -96,11 +101,6 @@ class GroupedPart(StoredPart):
 
     def encoded(self) -> Sequence[Tensor]:
         return [one.contiguous() for one in self.decode()]
-
-    def finish(self) -> None:
-        encoded = self.encoded()
-        self.drop()
-        self.hold(affine.pack(encoded[0], encoded[1], encoded[2]))
 
     def spread(self, table: Tensor) -> Tensor:
         """[O, groups] of the checkpoint's groups that this rank's inputs touch → of its own groups of `unit`."""

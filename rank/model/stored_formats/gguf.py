@@ -16,17 +16,18 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....kernels import quantized
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import floats, mxfp4
 from ...gguf.types import BY_NAME
 from ..experts.fused import StackedLinear
-from ..formats._packed import Codec, PackedPart
+from ..formats._packed import Codec
 from ..formats.dense import Part
 from ..shard import Shard
-from ..weights.slicing import Field, Pattern, Ratio, ShardedModule, Source, check_cuts, stored_shape
+from ..weights.slicing import Field, Pattern, Ratio, Source
+from ._part import StoredPart
 
 HARMLESS: tuple[str, ...] = ()
 # Of random bytes with a scale of 1 weights have this deviation. Where in a block the scale is, and minima of f16, as
@@ -61,7 +62,7 @@ class Stored(Codec, Protocol):
         """(inputs, device): of a weight as `pack` keeps it there, with its share of the rest."""
 
 
-class Blocks(PackedPart):
+class Blocks(StoredPart):
     """Some outputs of a linear, which are cut between groups and never encoded again."""
 
     blocks: Tensor  # uint8 [O, bytes]
@@ -71,31 +72,17 @@ class Blocks(PackedPart):
     def __init__(
         self, codec: Stored, type: str, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]
     ):
-        ShardedModule.__init__(self)
-        self.codec = codec
-        self.inputs, self.outputs, self.sources = inputs, tuple(outputs), tuple(sources)
         ratios = {"i": Ratio(BY_NAME[type].bytes, BY_NAME[type].group)}
         random = made_up(type, inputs.size)
-        self.fields = Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=random), Field("bias", "o")
-        check_cuts(self)
-        for field in self.fields:
-            made = nn.Parameter(torch.empty(stored_shape(self, field), device="meta"), requires_grad=False)
-            setattr(self, field.name, made if bias or field.name != "bias" else None)
-        self.adds_bias = bias
+        fields = (Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=random),)
+        super().__init__(fields, inputs, outputs, bias, sources)
+        self.codec = codec
 
     def encoded(self) -> Sequence[Tensor]:
         return self.codec.from_blocks(self.blocks.data)
 
     def kept_bits(self, device: torch.device) -> float:
         return self.codec.kept_bits(self.inputs.width, device)
-
-    def finish(self) -> None:
-        encoded = self.encoded()
-        del self.blocks
-        self.hold(self.codec.pack(*encoded))
-
-    def plain_bytes(self, stored: torch.dtype) -> int:
-        return self.blocks.numel()
 
 
 class Scheme(NamedTuple):

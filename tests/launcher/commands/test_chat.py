@@ -10,7 +10,7 @@ import time
 
 import pytest
 from phalanx.launcher import cli
-from phalanx.launcher.commands.chat.conversation import DENIED
+from phalanx.launcher.tool_thread import DENIED
 from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
 

@@ -280,7 +280,7 @@ def test_nvidia_smi(tmp_path, monkeypatch):
     )
     smi.chmod(smi.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(facts, "SYS", tmp_path / "sys")
+    monkeypatch.setattr(binding, "SYS", tmp_path / "sys")
     node = tmp_path / "sys/bus/pci/devices/0000:19:00.0"
     node.mkdir(parents=True)
     (node / "numa_node").write_text("1\n")

@@ -182,6 +182,7 @@ def test_bytes_of_gguf_files(tmp_path, kind):
     compare(file, "bf16", exact=False)
     shape = read(file)
     assert shape.degrees == (1, 2, 3, 6, 12)
+    assert shape.active == read(path).active  # weights, however many bytes hold them
     assert re.fullmatch(r"the GGUF file holds 0.0[01] GB of weights", headers.compare(shape, headers.by_class(file)))
 
 
