@@ -109,7 +109,10 @@ def test_what_differs(checkpoint, copy):
     )
     assert take(copy, weights=False) == Fingerprint(first.config)
     (copy / "model.safetensors.index.json").unlink()
-    assert take(copy, True).problem == f"{copy} has neither model.safetensors nor model.safetensors.index.json"
+    assert take(copy, True).problem == (
+        f"{copy} has neither model.safetensors nor model.safetensors.index.json; "
+        "model-00001-of-00002.safetensors is not read without an index of the tensors in each file"
+    )
     (copy / "config.json").unlink()
     assert take(copy, True).problem == f"{copy}/config.json cannot be read: No such file or directory"
 
