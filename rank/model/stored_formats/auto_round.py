@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ....errors import MODEL, FatalError
-from . import INSTEAD, STORED_BY, awq, gptq, is_among
+from . import awq, check_same, gptq, is_among
 from ._part import check_settings
 
 ZEROS = {"checkpoint_format": "gptq_v2"}  # zero points are stored as they are
@@ -32,11 +32,7 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> gptq.S
         if (changes.get("bits") or 0) >= PLAIN:
             if is_among(path, [f"re:{module}" if module.startswith((".*", "^")) else module]):
                 return None
-        elif any(settings.get(key) != value for key, value in changes.items() if key in STORED_BY):
-            raise FatalError(
-                f"config.json: quantization_config's extra_config gives {module} other settings, {changes!r}, which is "
-                f"not supported: {INSTEAD}",
-                MODEL,
-            )
+        else:
+            check_same(settings, changes, f"extra_config gives {module}")
     method, more = FORMATS[settings["packing_format"]]
     return method.match(settings | more, path, names)
