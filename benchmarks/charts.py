@@ -29,9 +29,7 @@ H200 = {
     "h200-x2-llama3-8b-2026-11-22.jsonl": "Llama-3.1-8B, bf16, two H200",
     "h200-x4-llama3-70b-2026-11-22.jsonl": "Llama-3.1-70B, bf16, four H200",
 }
-# Of CPUs the newest run; without one, that of 2026-11-22, of kernels in Numba, which C++ has taken the place of.
-CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"
-CPU_OF_NUMBA = "cpu-llama-cpp-halves.jsonl"
+CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"  # the newest run of these
 SIZE = 2  # bytes of an element of bf16
 CONTEXT = 128 + (32 + 256) // 2  # tokens of a sequence in the steps between the 32nd and the 256th new token
 WIDTH, LEFT, SPAN, ROW = 800, 150, 380, 22  # pixels; SPAN is of the axis
@@ -55,8 +53,7 @@ def read(name: str) -> list[compare.Line]:
 
 def on_cpus() -> dict[str, str]:
     """The file of CPUs, and what it is about."""
-    newest = max((path.name for path in RESULTS.glob(CPU)), default=None)
-    return {newest: CPU_TITLE} if newest else {CPU_OF_NUMBA: CPU_TITLE + " (older code)"}
+    return {max(path.name for path in RESULTS.glob(CPU)): CPU_TITLE}
 
 
 def beside_peers() -> list[Group]:

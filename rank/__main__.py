@@ -24,6 +24,7 @@ from .. import errors
 from ..comm import broadcast, gpu_owners, mesh, threads
 from ..comm.hosts import name_hosts
 from ..comm.watchdog import LocalWatchdog, Watchdog
+from ..kernels.cpp import ops
 from . import protocol
 from .model.base import Model
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
@@ -64,6 +65,8 @@ class Rank:
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
         device = self._device()
         gpu_owners.check(self.world, self.hosts, device)
+        if device.type == "cpu":
+            self._compile_kernels()
         self.watch.begin("connecting groups of ranks")
         replicas, grid = self._mesh(device)
         self.watch.divide(mesh.replica_ranks(self.world.size, replicas))
@@ -223,6 +226,12 @@ class Rank:
         device = torch.device("cuda", self.job.device_index if seen > 1 else 0)
         torch.cuda.set_device(device)
         return device
+
+    def _compile_kernels(self) -> None:
+        self.watch.begin("compiling kernels")
+        if ops.to_compile():
+            self._say("compiling C++ kernels for this processor; the next start on this machine finds them")
+        ops.available()
 
     def _mesh(self, device: torch.device) -> tuple[int, mesh.Mesh]:
         """The number of replicas, and this rank's place among them."""

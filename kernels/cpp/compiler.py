@@ -105,16 +105,24 @@ def load(source: str, isa: str = "") -> ctypes.CDLL:
     return _load(source, isa or isas()[0])
 
 
+def is_compiled(isa: str) -> bool:
+    """Whether this node has kept the libraries of all sources for an instruction set. Raises OSError, FatalError."""
+    return all(_file(source, isa).exists() for source in SOURCES)
+
+
+def _file(source: str, isa: str) -> Path:
+    """Where the library of a source lies once it is compiled."""
+    inputs = source_text(source), isa, FLAGS, ISAS[isa], platform.libc_ver()
+    return jit.cache_folder() / f"{source}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]}.so"
+
+
 @functools.cache
 def _load(source: str, isa: str) -> ctypes.CDLL:
-    text = source_text(source)
-    key = hashlib.sha256(repr((text, isa, FLAGS, ISAS[isa], platform.libc_ver())).encode()).hexdigest()[:32]
-    folder = jit.cache_folder()
-    file = folder / f"{source}-{key}.so"
+    file = _file(source, isa)
     if not _whole(file):
-        with jit.locked(folder / f"{key}.lock"):
+        with jit.locked(file.with_suffix(".lock")):
             if not _whole(file):  # another rank may have been faster
-                binary = compile_text(text, isa, source)
+                binary = compile_text(source_text(source), isa, source)
                 jit.atomic_write(file, binary + hashlib.sha256(binary).digest())
     return ctypes.CDLL(str(file))
 

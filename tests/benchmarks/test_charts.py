@@ -24,7 +24,6 @@ def test_bars_are_medians_and_ratios():
 
 def test_the_newest_run_on_cpus_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(charts, "RESULTS", tmp_path)
-    assert charts.on_cpus() == {charts.CPU_OF_NUMBA: charts.CPU_TITLE + " (older code)"}
     for day in ("2026-11-26", "2026-11-27"):
         (tmp_path / f"cpu-llama-cpp-f32-{day}.jsonl").touch()
     assert charts.on_cpus() == {"cpu-llama-cpp-f32-2026-11-27.jsonl": charts.CPU_TITLE}

@@ -33,7 +33,7 @@ class Cluster:
 @dataclass(frozen=True)
 class LayoutEstimate:
     layout: Layout
-    room: MemoryFit
+    memory: MemoryFit
     speed: Speed
     together: int  # sequences of the full context that the caches hold at once, over all copies
     verdict: str  # "" when everything asked for fits
@@ -95,7 +95,7 @@ def estimates(
         plain = None if offload else estimate(shape, one, cluster, asked)
         if plain is not None:
             found.append(plain)
-        if movable and (plain is None or plain.room.problem):
+        if movable and (plain is None or plain.memory.problem):
             most = split(shape.experts, one.ep)
             count = min(offload, most) or fewest_in_host(shape, one, cluster, asked)
             found.append(estimate(shape, dataclasses.replace(one, offload=count), cluster, asked))
@@ -112,12 +112,12 @@ def fewest_in_host(shape: ModelShape, layout: Layout, cluster: Cluster, asked: W
         return memory_fit(shape, one, asked, device, _budget(one, cluster, asked))
 
     def everything(count: int) -> bool:
-        room = held(count)
-        return not room.problem and _together(room, layout, asked) >= asked.concurrency
+        fit = held(count)
+        return not fit.problem and _together(fit, layout, asked) >= asked.concurrency
 
     def spared(count: int) -> bool:
-        room = held(count)
-        return not room.problem and room.free >= SPARED * (device.memory - room.runtime)
+        fit = held(count)
+        return not fit.problem and fit.free >= SPARED * (device.memory - fit.runtime)
 
     counts = range(1, most + 1)
     return next((count for fits in (everything, spared) if (count := _first(counts, fits))), most)

@@ -45,7 +45,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
     """Per rank: weights and KV cache. KV tokens, sequences and speeds are the whole job's."""
     lines = ["  " + " ".join(f"{name:>{width}}" for name, width in COLUMNS)]
     for one in figures:
-        layout, held, speed = one.layout, one.room, one.speed
+        layout, held, speed = one.layout, one.memory, one.speed
         left = [layout.tp, layout.pp, layout.dp, layout.ep, gb(held.heaviest.loaded)]
         if one.runs:
             left += [
@@ -62,7 +62,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
 
 def breakdown(one: LayoutEstimate) -> list[str]:
     """A rank's memory, on the stage with the most weights."""
-    stage, held = one.room.heaviest, one.room
+    stage, held = one.memory.heaviest, one.memory
     slots = f"; {gb(stage.host)} in host memory, buffers for them {gb(stage.slots)}" if stage.slots else ""
     parts = [f"{kind} {gb(stage.weights[kind])}" for kind in KINDS if stage.weights[kind]]
     return [
@@ -77,7 +77,7 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
     """Where a rank's experts are, and what is assumed of the speed."""
     layout, host = one.layout, answer.cluster.device.host
     held = split(answer.shape.experts, layout.ep)
-    stage = max(one.room.stages, key=lambda stage: stage.host - stage.parked)
+    stage = max(one.memory.stages, key=lambda stage: stage.host - stage.parked)
     few, many = (round(FIXED[is_few] * 1e6) for is_few in (True, False))
     running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
     lines = [
@@ -146,7 +146,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _layout(one: LayoutEstimate) -> dict[str, Any]:
-    layout, held, stage = one.layout, one.room, one.room.heaviest
+    layout, held, stage = one.layout, one.memory, one.memory.heaviest
     return {
         "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "offload": layout.offload,
         "fits": one.runs, "verdict": one.verdict or "everything asked for fits", "short": round(held.short),

@@ -142,6 +142,19 @@ def test_a_cache_that_cannot_be_kept(monkeypatch, tmp_path, found_anew, caplog):
     assert "TMPDIR" in caplog.text
 
 
+def test_what_is_yet_to_be_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "SOURCES", {SMALL: compiler.SOURCES[SMALL]})
+    monkeypatch.setattr(compiler, "isas", lambda: ["amx", GENERIC])
+    assert ops.to_compile()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "compilers", lambda: iter(()))
+        assert not ops.to_compile()
+    compiler.load(SMALL, GENERIC)
+    assert not ops.to_compile(), "the compiler may not know amx"
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    assert not ops.to_compile()
+
+
 def test_zig_compiles(tmp_path, monkeypatch):
     pytest.importorskip("ziglang")
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)

@@ -41,7 +41,7 @@ def test_experts_of_several_copies_are_not_shared_out_yet(shape):
         plan.estimate(model, one, cluster(), ASKED) for one in (Layout(2, dp=4, ep=2), Layout(2, dp=4, ep=8))
     )
     assert within.unserved == "" and over.unserved == "ep over several replicas is not served yet"
-    assert within.room.activations > plan.estimate(model, Layout(2, dp=4), cluster(), ASKED).room.activations
+    assert within.memory.activations > plan.estimate(model, Layout(2, dp=4), cluster(), ASKED).memory.activations
 
 
 def figures(model, where, asked=ASKED):
@@ -67,8 +67,8 @@ def test_as_few_experts_in_host_memory_as_fit(shape):
     small = cluster(DEVICES["RTX4090"], per_node=1)
     found = plan.estimates(shape("Qwen3-30B-A3B"), [Layout(1)], small, ASKED)[1]
     assert found.runs and "of 64 sequences at once" in found.verdict
-    room, (stage,) = found.room, found.room.stages
-    spare = room.free - 0.15 * (small.device.memory - room.runtime)
+    fit, (stage,) = found.memory, found.memory.stages
+    spare = fit.free - 0.15 * (small.device.memory - fit.runtime)
     assert 0 <= spare < stage.resident / (128 - found.layout.offload)
     assert len(plan.estimates(model, [Layout(8)], cluster(), asked)) == 1, "it fits"
     on_cpu = plan.Cluster(1, 1, devices.cpu(devices.TYPICAL, 1, 8e9, ""), 50e9)
@@ -93,7 +93,7 @@ def test_verdicts(shape):
     experts = plan.estimate(shape("DeepSeek-V3"), Layout(8, offload=256), cluster(GPU80, host_memory=256e9), ASKED)
     assert experts.verdict == "the experts do not fit: 418.3 GB too little on a host"
     copies = plan.estimate(shape("DeepSeek-V3"), Layout(1, 1, 8, offload=256), cluster(GPU80), ASKED)
-    lacks = plan._host_lacks(copies.room, copies.layout, cluster(GPU80, host_memory=256e9))
+    lacks = plan._host_lacks(copies.memory, copies.layout, cluster(GPU80, host_memory=256e9))
     assert 410e9 < lacks < 430e9, "once for all"
     assert not experts.runs
 
@@ -103,7 +103,7 @@ def test_layers_in_host_memory(shape):
     model, where = shape("Llama-3.1-70B"), cluster(GPU80, per_node=1)
     asked = Workload(8192, 4, 4096, cpu_offload=70 * 10**9)
     one = plan.estimate(model, Layout(1), where, asked)
-    (stage,) = one.room.stages
+    (stage,) = one.memory.stages
     assert stage.host == 40 * 1_711_276_032 and stage.slots == 2 * 1_711_276_032
     assert stage.loaded == sum(memory.stages(model, Layout(1), ASKED.context)[0].weights.values()) - stage.host
     assert one.runs and one.speed.decode_ms == pytest.approx(stage.host / 54e9 * 1e3)
