@@ -75,13 +75,20 @@ def _dynamic(settings: dict[str, Any]) -> list[str]:
             raise FatalError(
                 f"config.json: quantization_config's dynamic gives {rule} {changes!r}, expected an object", MODEL
             )
-        elif any(settings.get(key) != value for key, value in (changes or {}).items() if key in STORED_BY):
-            raise FatalError(
-                f"config.json: quantization_config's dynamic gives modules like {rule} other settings, {changes!r}, "
-                "which is not supported",
-                MODEL,
-            )
+        else:
+            check_same(settings, changes or {}, f"dynamic gives modules like {rule}")
     return found
+
+
+def check_same(settings: dict[str, Any], changes: dict[str, Any], where: str) -> None:
+    """Raises FatalError where changes, which some modules have, store these otherwise than settings say. where: of
+    quantization_config, and which modules."""
+    if any(settings.get(key) != value for key, value in changes.items() if key in STORED_BY):
+        raise FatalError(
+            f"config.json: quantization_config's {where} other settings, {changes!r}, which is not supported: "
+            f"{INSTEAD}",
+            MODEL,
+        )
 
 
 def _compiled(pattern: str, rule: str) -> re.Pattern[str]:

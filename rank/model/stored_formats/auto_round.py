@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al. 2023, arXiv 2309.05516), where it stores weights as AutoGPTQ or AutoAWQ does.
+"""AutoRound (Cheng et al. 2023, arXiv 2309.05516), where it stores weights as AutoGPTQ, GPTQModel or AutoAWQ do.
 
 extra_config has the modules that are stored otherwise; of these only plain ones are supported.
 """
@@ -9,10 +9,16 @@ from collections.abc import Collection
 from typing import Any
 
 from ....errors import MODEL, FatalError
-from . import INSTEAD, STORED_BY, awq, gptq
+from . import awq, check_same, gptq, is_among
 from ._part import check_settings
 
-FORMATS = {"auto_round:auto_gptq": gptq, "auto_round:auto_awq": awq}
+ZEROS = {"checkpoint_format": "gptq_v2"}  # zero points are stored as they are
+FORMATS: dict[str, tuple[Any, dict[str, str]]] = {
+    "auto_round:auto_gptq": (gptq, {}),
+    "auto_round:gptqmodel": (gptq, ZEROS),
+    "auto_round": (gptq, ZEROS),
+    "auto_round:auto_awq": (awq, {}),
+}
 PLAIN = 16  # bits of weights that are not quantised
 HARMLESS = gptq.HARMLESS
 
@@ -23,18 +29,10 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> gptq.S
     if not isinstance(extra, dict) or not all(isinstance(one, dict) for one in extra.values()):
         raise FatalError(f"config.json: quantization_config has extra_config {extra!r}, expected objects", MODEL)
     for module, changes in extra.items():
-        if changes.get("bits", 0) >= PLAIN:
-            if _tail(module) == _tail(path):
+        if (changes.get("bits") or 0) >= PLAIN:
+            if is_among(path, [f"re:{module}" if module.startswith((".*", "^")) else module]):
                 return None
-        elif any(settings.get(key) != value for key, value in changes.items() if key in STORED_BY):
-            raise FatalError(
-                f"config.json: quantization_config's extra_config gives {module} other settings, {changes!r}, which is "
-                f"not supported: {INSTEAD}",
-                MODEL,
-            )
-    return FORMATS[settings["packing_format"]].match(settings, path, names)
-
-
-def _tail(module: str) -> str:
-    """A module's path from its layers on: in a multimodal model there is more before it."""
-    return module.rpartition("layers.")[2]
+        else:
+            check_same(settings, changes, f"extra_config gives {module}")
+    method, more = FORMATS[settings["packing_format"]]
+    return method.match(settings | more, path, names)

@@ -3,8 +3,8 @@
 pack-quantized: weight_packed int32 [O, I * bits / 32], codes of 4 or 8 bits along the inputs, lower bits first, each
 more by half of their range than it means; weight_scale [O, groups]; weight_zero_point int32 [O * bits / 32, groups],
 packed along the outputs in the same way, where weights are not symmetric.
-int-quantized: weight int8 [O, I], weight_scale [O, 1] or [1]. float-quantized: the same in e4m3, or with a scale for
-each block. Activations keep their 16 or 32 bits, whatever config.json says of them.
+int-quantized: weight int8 [O, I], weight_scale [O, 1]. float-quantized: the same in e4m3, or with a scale [1], or one
+for each block. Activations keep their 16 or 32 bits, whatever config.json says of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
         return scheme if is_stored(path, "weight_scale", names) else None
     packed = kind == "pack-quantized"
     check_settings(
-        weights, type=(None, "int"), num_bits=(4, 8) if packed else (8,), actorder=(None, "weight", "static")
+        weights, type=(None, "int"), num_bits=(4, 8) if packed else (8,), actorder=(None, False, "weight", "static")
     )
     check_settings({"strategy": strategy}, strategy=("group", "channel"))
     size = group_size(weights, "group_size") if strategy == "group" else 0

@@ -1,7 +1,8 @@
 """Chat templates of model families, for checkpoints that have none: how the family's chat models write turns.
 
 A family is known by the control tokens of its tokenizer, which its base models have too, or else by its model_type.
-Sources: the prompt formats that model cards publish. None of these templates takes tools.
+Sources: the prompt formats that model cards publish. None of these templates takes tools. What a family's own template
+says for a chat without a system message is left out: it says which of its models is speaking, or what day it is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import tekken
-from .tokenizer_file import read_json
+from .tokenizer_file import CHATGLM, read_json
 
 
 class FamilyTemplate(NamedTuple):
@@ -68,6 +69,15 @@ FIRST = (
 )
 FOLD = "{% if system and loop.first %}{{ system }}\n\n{% endif %}"
 FRAMED = "{% if system and loop.first %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
+# What the user asks, after the number of its round.
+ROUNDS = (
+    "[gMASK]sop{% set round = namespace(number=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}答：" + TEXT + "\n\n"
+    "{% else %}{% set round.number = round.number + 1 %}[Round {{ round.number }}]\n\n问：" + FOLD + TEXT + "\n\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}答：{% endif %}"
+)  # fmt: skip
+# What Apertus has behind its system message, and before all others where there is none.
+DEVELOPER = "<|developer_start|>Deliberation: disabled\nTool Capabilities: disabled<|developer_end|>"
 ROLES = "system", "user", "assistant"
 SPEAKERS = "SYSTEM", "USER", "CHATBOT"
 FAMILIES = (
@@ -93,6 +103,11 @@ FAMILIES = (
     FamilyTemplate(
         "GLM-4", turns("<|", "|>\n", "", "[gMASK]<sop>"), "<|user|>", tokens=("[gMASK]", "<sop>", "<|user|>"),
     ),
+    FamilyTemplate(
+        "ChatGLM3", framed((f"<|{role}|>\n {TEXT}" for role in ROLES), "<|assistant|>", "[gMASK]sop"),
+        "<|user|>", tokens=("[gMASK]", "sop", "<|user|>"),
+    ),
+    FamilyTemplate("ChatGLM2", FIRST + ROUNDS, models=("chatglm2",)),
     FamilyTemplate(
         "Phi-3", turns("<|", "|>\n", "<|end|>\n"), "<|end|>", tokens=("<|user|>", "<|assistant|>", "<|end|>")
     ),
@@ -130,12 +145,19 @@ FAMILIES = (
     ),
     FamilyTemplate(
         "MiniMax",
-        framed((f"]~b]{role}\n{TEXT}[e~[\n" for role in ("system", "user", "ai")), "]~b]ai\n", "]~!b["),
+        framed((f"]~b]{role}\n{TEXT}[e~[\n" for role in ("system", "user", "ai")), "]~b]ai\n<think>\n", "]~!b["),
         "[e~[", tokens=("]~!b[", "]~b]", "[e~["),
     ),
     FamilyTemplate(
         "Apertus",
-        framed((f"<|{role}_start|>{TEXT}<|{role}_end|>" for role in ROLES), "<|assistant_start|>", BOS),
+        framed(
+            (
+                f"<|system_start|>{TEXT}<|system_end|>{{% if loop.first %}}{DEVELOPER}{{% endif %}}",
+                f"<|user_start|>{TEXT}<|user_end|>",
+                f"<|assistant_start|>{TEXT}<|assistant_end|>",
+            ),
+            "<|assistant_start|>", f"{BOS}{{% if messages[0]['role'] != 'system' %}}{DEVELOPER}{{% endif %}}",
+        ),
         "<|assistant_end|>", tokens=("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
     ),
     FamilyTemplate(
@@ -170,10 +192,15 @@ FAMILIES = (
 
 def family_template(model_dir: Path) -> FamilyTemplate | None:
     """The family of a model directory; None where it is unknown."""
+    config = read_json(model_dir, "config.json")
     tokens = {token["content"] for token in read_json(model_dir, "tokenizer.json").get("added_tokens", [])}
     if not tokens and (model_dir / tekken.NAME).is_file():
         tokens = tekken.control(model_dir / tekken.NAME)
-    model_type = read_json(model_dir, "config.json").get("model_type")
+    model_type = config.get("model_type")
+    if model_type == "chatglm" and "chatglm2" in str(config.get("_name_or_path")).lower():
+        model_type = "chatglm2"  # whose tokenizer is of ChatGLM3's class
+    elif not tokens:
+        tokens = set(CHATGLM.get(str(read_json(model_dir, "tokenizer_config.json").get("tokenizer_class")), ()))
     for family in FAMILIES:
         if family.tokens and tokens.issuperset(family.tokens):
             return family

@@ -10,6 +10,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import affine
 from phalanx.rank.model.load import load
+from phalanx.rank.model.stored_formats import choose
 from safetensors.torch import load_file, save_file
 
 from ...reference import Reference
@@ -107,6 +108,7 @@ CASES = {
         auto_round("auto_gptq", packers.gptq(4, 64, False), extra_config={"lm_head": {"bits": 16}}),
         dict(model_type="llama"),
     ),
+    "auto_round as gptqmodel": (auto_round("gptqmodel", packers.gptq(4, 64, False, v2=True)), dict(model_type="llama")),
     "auto_round as awq": (auto_round("auto_awq", packers.awq(64)), dict(model_type="phi3")),
     "w4a16": (compressed_ints(4, 64), dict(model_type="llama")),
     "w4a16, asymmetric": (compressed_ints(4, 32, False), dict(model_type="qwen2")),
@@ -268,6 +270,20 @@ def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, q
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     (model,) = loaded(tmp_path, 1, load_format="dummy")
     assert (model.get_submodule("model.layers.1.mlp.down_proj").matrix is None) == quantised
+
+
+def test_no_order_of_activations_may_be_false_too():
+    settings = of_group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, actorder=False)
+    assert choose(settings, None)("model.layers.0.mlp.down_proj") is not None
+
+
+@pytest.mark.parametrize("module, plain", [
+    ("model.layers.1.mlp.down_proj", True), ("model.language_model.layers.1.mlp.down_proj", True),
+    (".*down_proj.*", True), ("^model.layers.1.mlp", True), ("model.layers.1.mlp.down", False), (".*gate_proj", False),
+])  # fmt: skip
+def test_what_auto_round_leaves_plain(module, plain):
+    settings = auto_round("auto_gptq", None, extra_config={"lm_head": {"act_bits": None}, module: {"bits": 16}})[1]
+    assert (choose(settings, None)("model.layers.1.mlp.down_proj") is None) == plain
 
 
 @pytest.mark.parametrize("name, beside, changes", [

@@ -27,6 +27,8 @@ WRITTEN = {
     "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Ho<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>"
     "Bye<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
     "GLM-4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>\nHo<|user|>\nBye<|assistant|>\n",
+    "ChatGLM3": "[gMASK]sop<|system|>\n Be brief.<|user|>\n Hi<|assistant|>\n Ho<|user|>\n Bye<|assistant|>",
+    "ChatGLM2": "[gMASK]sop[Round 1]\n\n问：Be brief.\n\nHi\n\n答：Ho\n\n[Round 2]\n\n问：Bye\n\n答：",
     "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n",
     "DeepSeek-V3": "<s>Be brief.<｜User｜>Hi<｜Assistant｜>Ho</s><｜User｜>Bye<｜Assistant｜>",
@@ -39,9 +41,10 @@ WRITTEN = {
     "<|im_assistant|>assistant<|im_middle|>",
     "gpt-oss": "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user<|message|>Hi<|end|>"
     "<|start|>assistant<|channel|>final<|message|>Ho<|end|><|start|>user<|message|>Bye<|end|><|start|>assistant",
-    "MiniMax": "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\nHi[e~[\n]~b]ai\nHo[e~[\n]~b]user\nBye[e~[\n]~b]ai\n",
-    "Apertus": "<s><|system_start|>Be brief.<|system_end|><|user_start|>Hi<|user_end|><|assistant_start|>Ho"
-    "<|assistant_end|><|user_start|>Bye<|user_end|><|assistant_start|>",
+    "MiniMax": "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\nHi[e~[\n]~b]ai\nHo[e~[\n]~b]user\nBye[e~[\n]~b]ai\n<think>\n",
+    "Apertus": "<s><|system_start|>Be brief.<|system_end|><|developer_start|>Deliberation: disabled\n"
+    "Tool Capabilities: disabled<|developer_end|><|user_start|>Hi<|user_end|><|assistant_start|>Ho<|assistant_end|>"
+    "<|user_start|>Bye<|user_end|><|assistant_start|>",
     "Phi-2": "Be brief.\nInstruct: Hi\nOutput: Ho\nInstruct: Bye\nOutput:",
     "Zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n<|assistant|>\nHo<|endoftext|>\n"
     "<|user|>\nBye<|endoftext|>\n<|assistant|>\n",
@@ -53,7 +56,8 @@ WRITTEN = {
 
 def write(path, tokens=(), model_type=None, **config):
     (path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": one} for one in tokens]}))
-    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    named = {"model_type": "chatglm", "_name_or_path": "THUDM/chatglm2-6b"} if model_type == "chatglm2" else {}
+    (path / "config.json").write_text(json.dumps({"model_type": model_type} | named))
     return load_template(path, {"bos_token": "<s>", "eos_token": "</s>", **config})
 
 
@@ -70,6 +74,22 @@ def test_control_tokens_say_more_than_the_model_type(tmp_path):
     assert write(tmp_path, ("<|im_start|>",), "llama").family.family == "Llama 2"
     assert write(tmp_path, (), "starcoder2") is None
     assert family_template(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("name, kind, family", [
+    ("THUDM/chatglm2-6b", "ChatGLMTokenizer", "ChatGLM2"), ("THUDM/chatglm3-6b", "ChatGLMTokenizer", "ChatGLM3"),
+    ("THUDM/glm-4-9b-chat", "ChatGLM4Tokenizer", "GLM-4"),
+])  # fmt: skip
+def test_tokenizers_whose_code_has_the_control_tokens(tmp_path, name, kind, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "chatglm", "_name_or_path": name}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    assert family_template(tmp_path).family == family
+
+
+def test_apertus_says_what_it_may_without_a_system_message_too(tmp_path):
+    apertus = next(one for one in FAMILIES if one.family == "Apertus")
+    written = write(tmp_path, apertus.tokens, "apertus").render(CHAT[1:])
+    assert written == WRITTEN["Apertus"].replace("<|system_start|>Be brief.<|system_end|>", "")
 
 
 def test_a_template_of_its_own_stays(tmp_path):
