@@ -22,7 +22,7 @@ def config(m: Metadata) -> dict[str, Any]:
     if m.has("rope.scaling.yarn_log_multiplier"):
         rope |= {"mscale": 1.0, "mscale_all_dim": m.number("rope.scaling.yarn_log_multiplier")}
     if not m.has("attention.temperature_scale"):
-        return keys | {"model_type": "mistral"}
+        return keys | {"model_type": "mistral", "sliding_window": None}  # a config without that key means 4096
     rope["llama_4_scaling_beta"] = m.number("attention.temperature_scale")
     rope.setdefault("original_max_position_embeddings", m.integer("context_length"))
     return keys | {"model_type": "ministral3"}
