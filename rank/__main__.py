@@ -65,6 +65,7 @@ class Rank:
         self._say(f"rank 0 of {self.world.size} on {self.hosts[0]}" + (f", {self.job.bound}" if self.job.bound else ""))
         device = self._device()
         gpu_owners.check(self.world, self.hosts, device)
+        self.watch.begin("compiling kernels")  # on all ranks, as phases are counted
         if device.type == "cpu":
             self._compile_kernels()
         self.watch.begin("connecting groups of ranks")
@@ -228,7 +229,6 @@ class Rank:
         return device
 
     def _compile_kernels(self) -> None:
-        self.watch.begin("compiling kernels")
         if ops.to_compile():
             self._say("compiling C++ kernels for this processor; the next start on this machine finds them")
         ops.available()
