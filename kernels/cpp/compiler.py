@@ -112,8 +112,13 @@ def is_compiled(isa: str) -> bool:
 
 def _file(source: str, isa: str) -> Path:
     """Where the library of a source lies once it is compiled."""
+    return jit.cache_folder() / _file_name(source, isa)
+
+
+@functools.cache  # a start asks twice, and it takes a millisecond
+def _file_name(source: str, isa: str) -> str:
     inputs = source_text(source), isa, FLAGS, ISAS[isa], platform.libc_ver()
-    return jit.cache_folder() / f"{source}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]}.so"
+    return f"{source}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]}.so"
 
 
 @functools.cache
