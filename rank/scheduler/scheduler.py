@@ -92,7 +92,7 @@ class Scheduler:
         draft = PlannedStep()
         budget = self._schedule_running(draft, self.token_budget)
         self._admit(draft, budget)
-        if not draft.singles and not draft.longer:
+        if not draft.decodes and not draft.chunks:
             return None
         return self._make_plan(draft)
 
@@ -211,7 +211,7 @@ class Scheduler:
             computed = len(hits) * self.blocks.size
             count = sequence.chunk(computed, min(sequence.length - computed, budget))
             # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
-            single = count == 1 and not draft.longer
+            single = count == 1 and not draft.chunks
             if not single or not any(block in draft.cached for block in hits):
                 return hits, count
             hits.pop()
@@ -225,9 +225,9 @@ class Scheduler:
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
         if count == 1:
-            draft.singles.append(sequence)
+            draft.decodes.append(sequence)
         else:
-            draft.longer.append((sequence, count))
+            draft.chunks.append((sequence, count))
         before = sequence.num_cached_blocks
         self._cache_blocks(sequence)
         if sequence.num_cached_blocks > before:  # true once per block

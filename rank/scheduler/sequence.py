@@ -22,7 +22,7 @@ class Sequence:
         self.salt = request.cache_salt
         self.tokens: list[int] = unpack_u32(request.tokens).tolist()
         self.prompt_len = self.length = len(self.tokens)
-        self.most_length = self.prompt_len + self.sampling.max_tokens  # where it ends in any case
+        self.max_length = self.prompt_len + self.sampling.max_tokens
         self.row = -1  # its row in the workers' BatchState; -1 while it waits
         self.blocks: list[int] = []
         self.num_computed = 0
@@ -48,7 +48,7 @@ class Sequence:
     @property
     def ends_by_length(self) -> bool:
         """Whether its last allowed token has been sampled; the id may not have arrived yet."""
-        return self.length >= self.most_length
+        return self.length >= self.max_length
 
     def introduced(self) -> NewSequence:
         """It as the ranks are told of it, once it has a row and blocks."""

@@ -34,8 +34,8 @@ class Constrained(NamedTuple):
 class PlannedStep:
     """A plan while it is being written."""
 
-    singles: list[Sequence] = field(default_factory=list)  # that compute one token
-    longer: list[tuple[Sequence, int]] = field(default_factory=list)  # that compute more, and how many
+    decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # more tokens of a prompt, and how many
     new: list[protocol.NewSequence] = field(default_factory=list)
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -52,11 +52,11 @@ class PlannedStep:
     ) -> ScheduledStep:
         """The step's plan, with its number, the rows that were freed since the last one, and copies of blocks and of
         states, as protocol.Plan has them."""
-        sequences = [*self.singles, *(sequence for sequence, _ in self.longer)]
+        sequences = [*self.decodes, *(sequence for sequence, _ in self.chunks)]
         plan = protocol.Plan(
             step=step,
             rows=protocol.pack_u16([sequence.row for sequence in sequences]),
-            counts=protocol.pack_u32([tokens for _, tokens in self.longer]),
+            counts=protocol.pack_u32([tokens for _, tokens in self.chunks]),
             new=self.new,
             freed=protocol.pack_u16(freed_rows),
             block_rows=protocol.pack_u16(self.block_rows),
