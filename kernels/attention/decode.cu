@@ -256,9 +256,9 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
             release_stage(empty + stage);
             at += TILE, t++;
         } while (at < way.stop);
-        consumer_sync();  // what the sequence before has left here has been read
+        block_sync<THREADS>(1);  // what the sequence before has left here has been read
         softmax.store(tops + warp * 2 * GROUP, mixed + warp * GROUP * DIM);
-        consumer_sync();
+        block_sync<THREADS>(1);
         const bool begins = way.at == span.start, whole = begins && way.stop == span.last;
         const Border& divided = borders[begins];  // if not `whole`
         int* const count = arrived + way.b * KV_HEADS + head;
@@ -268,9 +268,9 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         if (!all_here) {
 #pragma unroll 1
             for (int g = warp; g < GROUP; g += WARPS) store_part(step, place(run, head, begins, g), merge(tops, mixed, g));
-            consumer_sync();
+            block_sync<THREADS>(1);
             if (thread == 0) latest = add_one(count) == divided.count - 1;
-            consumer_sync();
+            block_sync<THREADS>(1);
             if (!latest) continue;
         }
 #pragma unroll 1

@@ -96,8 +96,6 @@ struct OnlineSoftmax {
     }
 };
 
-__device__ inline void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the warps that multiply
-
 struct Part {  // of what is known of a head: the mean of values, of which a lane has DIM / 32, and its weight's logarithm
     Vec<float, DIM / 32> mean;
     float weight;
