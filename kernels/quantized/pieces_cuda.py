@@ -24,7 +24,7 @@ GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
-LARGE = 800  # bytes of a piece from which on a lane's registers hold half as many
+LARGE = 800  # bytes of a piece above which a lane's registers hold half as many
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
@@ -307,8 +307,8 @@ def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, 
 def _grouped_sizes(
     rows: int, inputs: int, way: GroupedConfig, gate: str, bias: bool, layout: Layout
 ) -> dict[str, jit.Size]:  # fmt: skip
-    of = grouped_gemv.sizes(way, rows, inputs, layout)
-    return dict(**_format(layout), **of, **gate_sizes(gate), BIAS=int(bias))
+    cut = grouped_gemv.sizes(way, rows, inputs, layout)
+    return dict(**_format(layout), **cut, **gate_sizes(gate), BIAS=int(bias))
 
 
 def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
