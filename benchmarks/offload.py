@@ -143,7 +143,7 @@ class OffloadBench(step.Bench):
     def run(self, sequences: int, tokens: int, new: int) -> float:
         seconds = super().run(sequences, tokens, new)
         self.prompts += new == 1
-        if TIMELINE in os.environ and new == 1 and self.prompts % 3 == 0:  # the last of a kind
+        if TIMELINE in os.environ and new == 1 and self.prompts % step.PROMPT_RUNS == 0:  # the last of a kind
             spans = timeline.profiled(lambda: super(OffloadBench, self).run(sequences, tokens, 1))
             launch = round(1e3 * self.clock.taken["launch"][-1], 2)
             step.say(what="timeline", batch=sequences, prompt=tokens, launch=launch, **timeline.summary(spans))
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
-    parser.add_argument("--copy-cost", type=float, default=1.0, help="times as dear that the choice takes copies for")
+    parser.add_argument("--copy-cost", type=float, help="times as dear that the choice takes copies for")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -229,8 +229,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
-    os.environ[COPY_COST] = str(asked.copy_cost)
-    if asked.timeline and not torch.cuda.is_available():
+    if asked.copy_cost is not None:
+        os.environ[COPY_COST] = str(asked.copy_cost)
+    if asked.timeline and (asked.device == "cpu" or not torch.cuda.is_available()):
         parser.error("--timeline is of a GPU")
     if asked.timeline:
         os.environ[TIMELINE] = "1"
@@ -269,7 +270,8 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         if ZIPF in os.environ:
             route_by_zipf(float(os.environ[ZIPF]))
-        make_copies_dearer(float(os.environ[COPY_COST]))
+        if COPY_COST in os.environ:
+            make_copies_dearer(float(os.environ[COPY_COST]))
         budget = Budget()
         step.become_rank(OffloadRank)
     main()

@@ -41,6 +41,7 @@ from phalanx.rank.worker.executor import LocalExecutor
 
 ASK = "PHALANX_BENCH_STEP"  # what to measure, as JSON, for the ranks
 PARTS = ("schedule", "encode", "broadcast", "build", "launch")
+PROMPT_RUNS = 3  # of each kind of prompt, of which the fastest counts
 
 
 class Ask(msgspec.Struct):
@@ -101,7 +102,7 @@ class BenchRank(program.Rank):
         cuda = executor.runner.device.type == "cuda"
         device = torch.cuda.get_device_name(executor.runner.device) if cuda else platform.processor() or "cpu"
         for sequences, tokens in ask.prefill:
-            seconds = min(bench.run(sequences, tokens, 1) for _ in range(3))
+            seconds = min(bench.run(sequences, tokens, 1) for _ in range(PROMPT_RUNS))
             say(
                 what="prefill",
                 device=device,

@@ -1,6 +1,7 @@
-"""What a GPU does meanwhile, as torch's profiler saw it: copies from the host, kernels, both at once, or nothing.
+"""What a GPU does during a call, as torch's profiler saw it: copies from the host, kernels, both at once, or nothing.
 
-Where copies and kernels take turns, `both` is short; where the host launches too slowly, `neither` is long.
+Where copies and kernels run one after the other, `both` is short; where the host launches too slowly, `neither` is
+long.
 """
 
 from __future__ import annotations
