@@ -81,6 +81,8 @@ def load(
     chosen = choose_dtype(dtype, config, device)
     if speaks:
         log.info("computing in %s; the checkpoint is in %s", chosen, config.dtype)
+        if config.ignored_file:
+            log.warning("%s is ignored: no tensor of the checkpoint is quantised in its way", config.ignored_file)
     index = None
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
