@@ -180,20 +180,20 @@ COSTS = Costs(
     exchanged=7.363,
     launch=1879,
 )
-# Of pieces with the same scales, of an H100.
+# Of pieces with the same scales, of an H200.
 LONG_COSTS = Costs(
-    multiplied=1.35,
-    added=0.4144,
-    alone=346.6,
-    row=0.9892,
-    ingest=65.09,
+    multiplied=1.33,
+    added=0.5556,
+    alone=2.074,
+    row=0.3231,
+    ingest=81.42,
     second_level=7000,
-    memory=2334,
+    memory=3180,
     together=8,
-    tile=364.7,
-    exchange=1620,
-    exchanged=10.1,
-    launch=1800,
+    tile=205.4,
+    exchange=549.3,
+    exchanged=8.501,
+    launch=2298,
 )
 
 

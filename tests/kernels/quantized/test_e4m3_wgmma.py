@@ -99,10 +99,11 @@ def test_cuts():
 
 
 def test_choice_by_measured_times():
-    """Of an H100 (h100-fp8-ways-2026-11-25.jsonl)."""
+    """Of an H200 (h200-fp8-ways-2026-11-26.jsonl)."""
     for outputs, inputs, gated in ((28672, 4096, True), (4096, 14336, False)):
-        assert e4m3_wgmma.choose(8192, outputs, inputs, 4, gated, HOPPER) == Cut(128, 192, 1, 2, matmul=192)
+        assert e4m3_wgmma.choose(8192, outputs, inputs, 4, gated, HOPPER) == Cut(192, 128, 1, 1, 2, 128)
     assert e4m3_wgmma.choose(2048, 6144, 4096, 4, False, HOPPER) == Cut(192, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(256, 28672, 4096, 4, True, HOPPER) == Cut(128, 128, 1, 1, 2, 128)
     assert e4m3_wgmma.choose(256, 4096, 14336, 4, False, HOPPER) == Cut(128, 128, 2, matmul=128)
 
 
