@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
@@ -46,11 +47,7 @@ class Scheduler:
     # -- requests
 
     def add(
-        self,
-        request: protocol.Request,
-        hashes: Iterable[Hash] = (),
-        expected: int = 0,
-        grammar: Grammar | None = None,
+        self, request: protocol.Request, hashes: Iterable[Hash] = (), expected: int = 0, grammar: Grammar | None = None
     ) -> None:
         """Queue a request. hashes: of the prompt's full blocks, as far as they are known. expected: how many of the
         prompt's tokens will probably be in the prefix cache. grammar: the request's, compiled.
@@ -366,13 +363,19 @@ class Scheduler:
             listed = f"{len(self.running)} run, {len(self.waiting)} wait"
             raise RuntimeError(f"no sequence is left, but {listed}, and {self.backlog} tokens are to be computed")
 
-    def check(self) -> None:
-        """Raise RuntimeError unless rows and blocks add up."""
-        for _ in self.audit():
+    def check(self, steps: Iterable[ScheduledStep] = ()) -> None:
+        """Raise RuntimeError unless rows, blocks and sampled ids add up. steps: whose results have not arrived yet."""
+        for _ in self.audit(steps):
             pass
 
-    def audit(self) -> Iterator[None]:
+    def audit(self, steps: Iterable[ScheduledStep] = ()) -> Iterator[None]:
         """`check` in steps, a slice of blocks each. No step may be planned before its end; it may be dropped."""
+        awaited = Counter(sequence for step in steps for sequence in step.sampled if not sequence.finished)
+        found = {sequence: sequence.in_flight for sequence in self._by_id.values() if sequence.in_flight}
+        if found != awaited:
+            raise RuntimeError(
+                f"{sum(found.values())} sampled ids have not arrived, {awaited.total()} are on their way"
+            )
         rows = [s.row for s in self.running]
         if len(set(rows)) != len(rows) or set(rows) & set(self._free_rows):
             raise RuntimeError(f"row accounting is broken: {sorted(rows)}")
