@@ -40,8 +40,6 @@ CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and o
 )
 # For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
 LONG_CUTS = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
-# Tiles without times, which are not chosen.
-UNMEASURED: tuple[tuple[int, ...], ...] = ()
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
@@ -132,13 +130,10 @@ def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found:
     return min(cuts(rows, inputs, alike, gated), key=of)
 
 
-def cuts(rows: int, inputs: int, alike: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
+def cuts(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[Cut]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for tile, clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
-        outputs, height, matmul = tile
+    for (outputs, height, matmul), clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
-            continue
-        if alike == 1 and tile in UNMEASURED and not unmeasured:
             continue
         for cluster in clusters:
             cut = Cut(outputs, height, *cluster, matmul)
