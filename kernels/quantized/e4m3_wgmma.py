@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
-from ..device import BLOCK_SHARED, DeviceCaps, device_caps
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import e4m3_wide
 from .pieces_cuda import STRIP, Packed
 from .wgmma_cuts import blocks_at_once
@@ -264,7 +264,7 @@ def stages(cut: Cut) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
     weights = cut.outputs // STRIP * e4m3_wide.PIECE
     stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
-    count = min((BLOCK_SHARED - 1024) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
     sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
     return count, 1024 + max(count * stage, sums)
