@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
-from ..device import BLOCK_SHARED, DeviceCaps, device_caps
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import grouped_gemv, wgmma_cuts
 from .grouped_gemv import GroupedConfig
 from .wgmma_cuts import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
@@ -282,7 +282,7 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
         stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
     # A turn has stages of its own.
-    count = min((BLOCK_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
