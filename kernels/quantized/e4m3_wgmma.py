@@ -19,7 +19,7 @@ from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import e4m3_wide
-from .pieces_cuda import STRIP, Packed
+from .pieces_cuda import STRIP, Packed, takes
 from .wgmma_cuts import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
@@ -89,11 +89,7 @@ def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
     """Whether `linear` takes x [T, I] and bias [O], and is the fastest way."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if bias is not None and bias.dtype != x.dtype:
-        return False
-    return jit.plain(x, packed.pieces) and chosen(len(x), packed, device_caps(x.device))
+    return takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:

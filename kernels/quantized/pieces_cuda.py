@@ -83,13 +83,15 @@ class TileConfig(NamedTuple):
 Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
 
 
+def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
+    """Whether kernels that read pieces take x [T, I] and bias [O]."""
+    typed = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype == x.dtype)
+    return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.pieces)
+
+
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
     """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if bias is not None and bias.dtype != x.dtype:
-        return False
-    return jit.plain(x, packed.pieces) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
+    return takes(x, packed, bias) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
