@@ -24,7 +24,7 @@ NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 WIDTH = LATENT + ROPE
 LONGEST = 32768  # tokens of a sequence, for which a graph fixes the most KV splits
 PARAMS = AttentionParams((NOPE + ROPE) ** -0.5)
-DECODES = [(batch, length) for length in (256, 1024, 8192, 32768) for batch in (1, 16, 64)] + [(256, 256)]
+DECODES = [(batch, length) for length in (256, 1024, 8192, 32768) for batch in (1, 4, 16, 64)] + [(256, 256)]
 PROMPTS = (1, 1024, 0), (1, 8192, 0), (16, 1024, 0), (1, 2048, 30720), (1, 64, 32704)  # sequences, new tokens, others
 
 
@@ -55,20 +55,19 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     ]
     versions["values"] = [partial(mla_triton.values, out, up, NOPE)]
     whole = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]
-    versions["all by Triton"] = [partial(chosen, range(0), 1, one) for one in whole]
-    for fill in (1, 2):
-        versions[f"all by CUDA, FILL {fill}"] = [partial(chosen, range(1, batch + 1), fill, one) for one in whole]
+    for name, least in (("Triton", batch + 1), ("CUDA", 1)):
+        versions[f"all by {name}"] = [partial(chosen, least, one) for one in whole]
     table.add(f"mla decode {batch} x {length}", bytes_ + up.numel() * 2, versions)
 
 
-def chosen(sequences: range, fill: int, call: Call) -> None:
-    """The call, with these for SEQUENCES and FILL of mla_decode.py."""
-    before = mla_decode.SEQUENCES, mla_decode.FILL
-    mla_decode.SEQUENCES, mla_decode.FILL = sequences, fill
+def chosen(least: int, call: Call) -> None:
+    """The call, with this for LEAST_SEQUENCES of mla_decode.py."""
+    before = mla_decode.LEAST_SEQUENCES
+    mla_decode.LEAST_SEQUENCES = least
     try:
         call()
     finally:
-        mla_decode.SEQUENCES, mla_decode.FILL = before
+        mla_decode.LEAST_SEQUENCES = before
 
 
 def prompt(table: Table, heads: int, batch: int, count: int, before: int) -> None:

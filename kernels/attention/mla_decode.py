@@ -17,9 +17,9 @@ from .backend import AttentionParams, Part
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-# Sequences of a step for which this kernel is chosen, instead of Triton's: none before it has run on a GPU. A graph's
-# kernel is the same for contexts of all lengths, so these do not count. docs/kernels.md says what should take how long.
-SEQUENCES = range(0)
+# Of a step: of fewer, Triton's kernel is faster for contexts of 1000 to 10,000 tokens (benchmarks/ops_mla.py). A graph's
+# kernel is the same for all lengths, so these do not count.
+LEAST_SEQUENCES = 4
 
 THREADS = 256
 ROWS = 16  # heads of a block
@@ -27,7 +27,6 @@ TILE = 32  # tokens that are multiplied at once
 PANEL = 16  # tokens that are copied at once
 AT_ONCE = 4  # parts of a sequence that one block adds up
 MOST_PARTS = 64
-FILL = 1  # blocks of a multiprocessor that short sequences are cut for; chosen by arithmetic
 SPLIT = 256  # tokens: about what is worth a block of its own, where all multiprocessors have one
 MOST_PANELS = 8
 # Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.
@@ -38,7 +37,7 @@ PART = ROWS * LATENT + ROWS  # floats that are kept of a part
 def supports(part: Part) -> bool:
     """Values are the first part of the keys, of one head; all in 16 bits, and as a block copies them."""
     q, keys, values, params = part.q, part.keys, part.values, part.params
-    if not part.decodes or part.stop not in SEQUENCES or part.scales is not None or part.newest is not None:
+    if not part.decodes or part.stop < LEAST_SEQUENCES or part.scales is not None or part.newest is not None:
         return False
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
     sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2 and keys.dtype == q.dtype
@@ -99,7 +98,7 @@ def decode(
     blocks, (panels, per_sm) = n * -(-heads // ROWS), occupancy(q.device)
     shared = shared_bytes(panels)
     kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, per_sm))
-    fill = fill or min(AT_ONCE, FILL * device_caps(q.device).num_sms // blocks)
+    fill = fill or min(AT_ONCE, device_caps(q.device).num_sms // blocks)
     parts = arrived = out  # of one part nothing is kept
     if most > 1:
         assert blocks * most <= jit.COUNTERS  # most_parts does not cut so many

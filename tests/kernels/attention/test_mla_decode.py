@@ -139,7 +139,7 @@ def part_of_step(step: Step, **changed) -> Part:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    monkeypatch.setattr(mla_decode, "SEQUENCES", range(1, 1 << 16))
+    monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 1)
 
 
 def test_as_a_backend(launcher, chosen):
@@ -164,7 +164,7 @@ def test_what_it_takes(monkeypatch, chosen):
         dict(q=q.transpose(0, 1)), dict(out=torch.zeros(2, 2, 1024, dtype=q.dtype)[..., ::2]),
     ]  # fmt: skip
     assert not any(mla_decode.supports(part_of_step(step, **one)) for one in others)
-    monkeypatch.setattr(mla_decode, "SEQUENCES", range(3, 9))
+    monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 3)
     assert not mla_decode.supports(part_of_step(step))
 
 

@@ -145,17 +145,48 @@ def test_a_cache_that_cannot_be_kept(monkeypatch, tmp_path, found_anew, caplog):
     assert "TMPDIR" in caplog.text
 
 
-def test_what_is_yet_to_be_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "SOURCES", {SMALL: compiler.SOURCES[SMALL]})
-    monkeypatch.setattr(compiler, "isas", lambda: ["amx", GENERIC])
-    assert ops.to_compile()
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "compilers", lambda: iter(()))
-        assert not ops.to_compile()
-    compiler.load(SMALL, GENERIC)
-    assert not ops.to_compile(), "the compiler may not know amx"
-    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
-    assert not ops.to_compile()
+def test_who_compiles_says_so_before(monkeypatch, tmp_path, caplog):
+    """Also where an instruction set that no compiler here knows comes first, which is tried at each start."""
+    counting(tmp_path, monkeypatch)
+    at, compiled = compiler.compile_text, []
+
+    def compile_text(text, isa, name):
+        if isa == "amx":
+            raise compiler.CompileError("g++: unrecognized command-line option '-mamx-tile'")
+        compiled.append((name, len(caplog.messages)))
+        return at(text, isa, name)
+
+    monkeypatch.setattr(compiler, "compile_text", compile_text)
+    for said in (1, 0):
+        compiler._load.cache_clear()
+        with caplog.at_level("INFO", "phalanx"), pytest.raises(compiler.CompileError):
+            compiler.load_all([SMALL], "amx")
+        assert not caplog.messages
+        with caplog.at_level("INFO", "phalanx"):
+            assert compiler.load_all([SMALL], GENERIC)[SMALL].pool_run
+        assert [one.startswith(f"compiling C++ kernels for {GENERIC}") for one in caplog.messages] == [True] * said
+        caplog.clear()
+    assert compiled == [("nothing", 0), (SMALL, 1)]
+
+
+@pytest.mark.parametrize("commands", [[], [["false"]]])
+def test_nothing_is_said_where_no_compiler_works(monkeypatch, caplog, commands):
+    monkeypatch.setattr(compiler, "compilers", lambda: iter(commands))
+    with caplog.at_level("INFO", "phalanx"), pytest.raises(compiler.CompileError):
+        compiler.load_all([SMALL], GENERIC)
+    assert not caplog.messages
+
+
+def test_of_two_ranks_one_says_that_it_compiles(monkeypatch, tmp_path):
+    count = counting(tmp_path, monkeypatch)
+    code = (
+        "import sys, logging; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
+        "from phalanx.kernels.cpp import compiler; compiler.load_all(sys.argv[1:2], sys.argv[2])"
+    )
+    command, environ = [sys.executable, "-c", code, SMALL, GENERIC], os.environ | {"TMPDIR": str(tmp_path)}
+    both = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert "".join(one.communicate(timeout=100)[0] for one in both).count("compiling C++ kernels") == 1
+    assert [one.returncode for one in both] == [0, 0] and count.read_text() == "x\nx\n"
 
 
 def test_zig_compiles(tmp_path, monkeypatch):

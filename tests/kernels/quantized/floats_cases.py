@@ -6,8 +6,10 @@ Without a GPU: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.quantized.floa
 from __future__ import annotations
 
 import torch
-from phalanx.kernels.quantized import floats
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.quantized import e4m3_wgmma, floats
 from phalanx.kernels.quantized.floats import Floats
+from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
 
@@ -22,6 +24,18 @@ def make(outputs: int, inputs: int, unit: int, pairs: bool = False) -> Floats:
         return floats.pack(codes, torch.randint(1, 140, (outputs, inputs // unit), dtype=torch.uint8))
     codes[(codes & 0x7F) == 0x7F] = 0
     return floats.pack(codes, torch.rand(outputs, inputs // unit) / 448)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [T, I] in e4m3 with a scale for each row, in f64."""
+    most = x.float().abs().amax(1, keepdim=True)
+    codes = torch.where(most > 0, x.float() * (torch.full_like(most, 448) / most), 0).to(torch.float8_e4m3fn).double()
+    return codes * (most.double() / 448)
+
+
+def as_multiplied(x: Tensor, packed: object) -> Tensor:
+    """x [T, I] as a GPU multiplies it with these weights, in f64: rounded where tensor cores of 8 bits do it."""
+    return rounded(x) if e4m3_wgmma.chosen(len(x), packed, device_caps(x.device)) else x.double()
 
 
 def main() -> None:

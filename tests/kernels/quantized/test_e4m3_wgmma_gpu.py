@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from ...devices import needs_hopper, require_gpu
 from ..gpu import NAN, poison  # noqa: F401
 from . import floats_cases
+from .floats_cases import rounded
 
 require_gpu()
 E4M3 = torch.float8_e4m3fn
@@ -28,13 +29,6 @@ def rows_of(rows, inputs, dtype):
     x = room[: rows * inputs].view(rows, inputs).copy_(torch.randn(rows, inputs, device="cuda"))
     x[::7] *= 50 if dtype == torch.bfloat16 else 5  # a gate times an up is to stay in f16
     return x
-
-
-def rounded(x):
-    """What x becomes, in f64."""
-    most = x.float().abs().amax(1, keepdim=True)
-    codes = torch.where(most > 0, x.float() * (torch.full_like(most, 448) / most), 0).to(E4M3).double()
-    return codes * (most.double() / 448)
 
 
 def check(found, want, about, gated):

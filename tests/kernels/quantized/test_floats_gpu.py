@@ -6,7 +6,7 @@ from phalanx.kernels.quantized import floats
 from phalanx.kernels.quantized.floats import Floats
 
 from ...devices import require_gpu
-from .floats_cases import SIZES, make
+from .floats_cases import SIZES, as_multiplied, make
 
 require_gpu()
 WEIGHTS = [(*sizes, False) for sizes in SIZES] + [(4096, 4096, 128, False), (40, 96, 32, True), (2880, 2880, 32, True)]
@@ -35,9 +35,10 @@ def test_dequantize(sizes, dtype):
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 64, 65, 300])
 def test_linear(sizes, rows, dtype):
     packed = make(*sizes)
-    x, bias = torch.randn(rows, packed.inputs).to(dtype), torch.randn(packed.outputs).to(dtype)
-    want = x.float() @ floats.dequantize(packed, dtype).float().t() + bias.float()
-    scale = max(1.0, float(want.std())) if rows else 1.0
+    x, bias = torch.randn(rows, packed.inputs).to(dtype).cuda(), torch.randn(packed.outputs).to(dtype).cuda()
+    weight = floats.dequantize(packed, dtype).double().cuda()
     for one in ways(packed):
-        y = floats.linear(x.cuda(), one, bias=bias.cuda())
-        torch.testing.assert_close(y.float().cpu() / scale, want / scale, atol=3e-2, rtol=3e-2)
+        want = as_multiplied(x, one) @ weight.t() + bias.double()
+        scale = max(1.0, float(want.std())) if rows else 1.0
+        y = floats.linear(x, one, bias=bias)
+        torch.testing.assert_close(y.double() / scale, want / scale, atol=3e-2, rtol=3e-2)

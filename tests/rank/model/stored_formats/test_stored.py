@@ -303,6 +303,17 @@ def test_settings_in_a_file_beside_config_json(made, tmp_path, expected, name, b
     assert distance(logits, expected(plain, tokens(20, vocab=509))) < TOLERANCE
 
 
+def test_a_file_that_a_dequantised_model_still_has_is_ignored(made, tmp_path, expected, caplog):
+    plain = made("gptq")[1]
+    path, ids = shutil.copytree(plain, tmp_path / "again"), tokens(20, vocab=509)
+    (path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 64, "desc_act": False}))
+    caplog.set_level("WARNING", "phalanx")
+    (logits,) = run_steps(path, [ids], tp=2)
+    assert distance(logits, expected(plain, ids)) < TOLERANCE
+    (said,) = [one for one in caplog.messages if "ignored" in one]
+    assert "quantize_config.json" in said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [
     "gptq", "gptq of 8 bits", "gptq with desc_act", "awq", "marlin", "fp8", "fp8, merged", "w4a16", "w8a16", "int8",

@@ -8,6 +8,7 @@ from phalanx.rank.model.load import load
 from safetensors.torch import load_file
 
 from ....devices import require_gpu
+from ....kernels.quantized.floats_cases import as_multiplied
 from ..test_architectures import write
 from . import packers
 from .test_stored import CASES, COMMON
@@ -31,11 +32,11 @@ def test_weights(tmp_path, name):
     assert torch.equal(part.codec.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
     if settings.get("bits") == 4:
         assert isinstance(part.packed, pieces_cuda.Packed) and part.packed.layout.header == "int4"
+    plain = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"].cuda().double()
     for rows in (1, 5, 40, 300):
-        plain = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"].cuda().double()
         x = torch.randn(rows, plain.shape[1], device="cuda", dtype=torch.bfloat16)
         y = part(x)
-        torch.testing.assert_close(y.double(), x.double() @ plain.T, atol=3e-2, rtol=2e-2)
+        torch.testing.assert_close(y.double(), as_multiplied(x, part.packed) @ plain.T, atol=3e-2, rtol=2e-2)
 
 
 def test_memory_of_loading(tmp_path):
