@@ -122,16 +122,11 @@ def report(shapes: list[Shape], costs: Costs) -> None:
     )
 
 
-def write(module: Any, name: str, costs: Costs, shapes: list[Shape]) -> None:
-    """name: of the costs there. Of e4m3_wgmma's COSTS also which tiles have no times."""
+def write(module: Any, name: str, costs: Costs) -> None:
+    """name: of the costs there."""
     source = Path(module.__file__)
     values = "".join(f"    {key}={value:.4g},\n" for key, value in costs._asdict().items())
     text = re.sub(rf"(?m)^{name} = Costs\([^)]*\)", f"{name} = Costs(\n{values})", source.read_text(), count=1)
-    if module is e4m3_wgmma and name == "COSTS":
-        measured = {(cut.outputs, cut.rows, cut.n) for shape in shapes for cut in shape.times}
-        left = tuple(tile for tile, _ in e4m3_wgmma.CUTS if tile not in measured)
-        text = re.sub(r"(?m)^UNMEASURED: (.*) = .*", rf"UNMEASURED: \1 = {left}", text, count=1)
-        print(f"without times: {left}")
     source.write_text(text)
     print(f"{source.name}: {name} = {costs}")
 
@@ -149,4 +144,4 @@ def fit(path: str) -> None:
         if shapes := [shape for shape in map(read, lines) if shape.times]:
             costs = search(shapes, getattr(module, name), MOST[module])
             report(shapes, costs)
-            write(module, name, costs, shapes)
+            write(module, name, costs)

@@ -23,6 +23,7 @@ import torch
 from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
 from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.scheduler.step import ScheduledStep
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.decode_batch import DeviceDecodeBatch
 from phalanx.rank.worker.state import BatchState
@@ -30,7 +31,8 @@ from phalanx.rank.worker.upload import Upload
 from torch import Tensor
 
 VOCAB, LONGEST, BLOCK = 100_000, 8192, 16
-WARM = 30  # steps that are not counted
+PROMPT = 1024  # tokens, at most
+WARM = 30  # decode steps that are not counted
 
 
 class HostUpload(Upload):
@@ -50,7 +52,8 @@ def step_output(ids: Tensor) -> protocol.StepOutput:
 
 class HostSteps:
     def __init__(self, sequences: int, prefix_cache: bool):
-        self.scheduler = Scheduler(Blocks(1 << 16, BLOCK, prefix_cache), 2 * sequences, 8192, LONGEST)
+        blocks = Blocks(2 * sequences * (LONGEST // BLOCK), BLOCK, prefix_cache)  # nobody is preempted
+        self.scheduler = Scheduler(blocks, 2 * sequences, 8192, LONGEST)
         self.state = BatchState(2 * sequences, LONGEST, BLOCK)
         self.last = torch.zeros(2 * sequences, dtype=torch.int64)
         self.upload = HostUpload()
@@ -58,6 +61,7 @@ class HostSteps:
         self.taken: defaultdict[str, list[float]] = defaultdict(list)
         self._random = random.Random(0)
         self._names = 0
+        self._before: tuple[ScheduledStep, protocol.StepOutput] | None = None
 
     def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
@@ -68,33 +72,47 @@ class HostSteps:
     def add(self, count: int) -> None:
         for _ in range(count):
             self._names += 1
-            length = self._random.randint(64, 1024)
+            length = self._random.randint(64, PROMPT)
             tokens = protocol.pack_u32([self._random.randrange(VOCAB) for _ in range(length)])
             sampling = protocol.SamplingParams(max_tokens=LONGEST - length, temperature=0.0, stop_token_ids=(VOCAB,))
             self.scheduler.add(protocol.Request(str(self._names), tokens, sampling))
 
+    def step(self) -> bool:
+        """Whether no prompt is left to compute."""
+        planned = self.timed("schedule", self.scheduler.schedule)
+        self.timed("encode", protocol.encode_plan, planned.plan)
+        scheduled = self.timed("apply", self.state.apply, planned.plan)
+        decodes = scheduled.num_decodes == len(scheduled.rows)
+        if decodes:
+            self.timed("send", self.decode.send, scheduled)
+        else:
+            self.timed("build", build_batches, self.state, scheduled, self.last, [], self.upload, True)
+        ids = torch.randint(0, VOCAB, (len(planned.sampled),))
+        output = self.timed("output", step_output, ids)
+        if self._before is not None:
+            deltas = self.timed("update", self.scheduler.update, *self._before)
+            self.timed("frame", protocol.frame, protocol.Deltas(deltas))
+        self._before = planned, output
+        return decodes and not self.scheduler.waiting
+
     def run(self, steps: int, arrivals: int) -> dict[str, float]:
-        """Medians by part. Of as many sequences as come the oldest end, so that their number stays."""
-        before = None
-        for step in range(WARM + steps):
-            if step == WARM:
-                self.taken.clear()
-            if arrivals and step >= WARM:
+        """Medians by part. Of as many sequences as come the oldest end, so that their number stays.
+
+        Raises ValueError where sequences would end of themselves.
+        """
+        while not self.step():
+            pass
+        most = LONGEST - max(sequence.length for sequence in self.scheduler.running) - WARM
+        if steps > most:
+            raise ValueError(f"--steps {steps}: the longest sequence ends after {most}")
+        for _ in range(WARM):
+            self.step()
+        self.taken.clear()
+        for _ in range(steps):
+            if arrivals:
                 self.scheduler.abort([sequence.id for sequence in self.scheduler.running[:arrivals]])
                 self.add(arrivals)
-            planned = self.timed("schedule", self.scheduler.schedule)
-            self.timed("encode", protocol.encode_plan, planned.plan)
-            scheduled = self.timed("apply", self.state.apply, planned.plan)
-            if scheduled.num_decodes == len(scheduled.rows):
-                self.timed("send", self.decode.send, scheduled)
-            else:
-                self.timed("build", build_batches, self.state, scheduled, self.last, [], self.upload, True)
-            ids = torch.randint(0, VOCAB, (len(planned.sampled),))
-            output = self.timed("output", step_output, ids)
-            if before is not None:
-                deltas = self.timed("update", self.scheduler.update, *before)
-                self.timed("frame", protocol.frame, protocol.Deltas(deltas))
-            before = planned, output
+            self.step()
         return {name: round(statistics.median(taken), 1) for name, taken in self.taken.items()}
 
 
@@ -109,7 +127,10 @@ def main() -> None:
         for arrivals in (0, asked.arrivals):
             made = HostSteps(asked.sequences, prefix_cache)
             made.add(asked.sequences)
-            parts = made.run(asked.steps, arrivals)
+            try:
+                parts = made.run(asked.steps, arrivals)
+            except ValueError as error:
+                parser.error(str(error))
             about = dict(sequences=asked.sequences, arrivals=arrivals, prefix_cache=prefix_cache)
             print(json.dumps(dict(what="host", **about, us=parts)), flush=True)
 

@@ -161,7 +161,7 @@ def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
 def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
     wide, hopper = layout.header == e4m3_wide.LAYOUT.header, device_caps(torch.device("cuda")).hopper
     taken = wide and hopper and rows >= e4m3_wgmma.LEAST_ROWS
-    return list(e4m3_wgmma.cuts(rows, inputs, layout.alike, bool(gate), unmeasured=True)) if taken else []
+    return list(e4m3_wgmma.cuts(rows, inputs, layout.alike, bool(gate))) if taken else []
 
 
 def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK_SHARED = 220 << 10  # bytes of a lone block: a few small ones of the kernels before and after fit beside it
-SHARED = 115_400  # bytes of shared memory for each of two blocks on a multiprocessor that has 228 KB
+# Bytes of shared memory:
+WHOLE_SHARED = 220 << 10  # for a block alone on a multiprocessor: a few small ones of other kernels fit beside it
+HALF_SHARED = 115_400  # for each of two blocks on a multiprocessor that has 228 KB
 
 
 class DeviceCaps(NamedTuple):
@@ -24,7 +25,7 @@ def device_caps(device: torch.device) -> DeviceCaps:
     found = torch.cuda.get_device_properties(device)
     hopper, has_pdl = (found.major, found.minor) == (9, 0), found.major >= 9
     arch = f"sm_{found.major}{found.minor}" + "a" * hopper
-    room = found.shared_memory_per_multiprocessor >= 2 * (SHARED + 1024)
+    room = found.shared_memory_per_multiprocessor >= 2 * (HALF_SHARED + 1024)
     return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)
 
 

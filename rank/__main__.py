@@ -67,7 +67,7 @@ class Rank:
         gpu_owners.check(self.world, self.hosts, device)
         self.watch.begin("compiling kernels")  # on all ranks, as phases are counted
         if device.type == "cpu":
-            self._compile_kernels()
+            ops.available()
         self.watch.begin("connecting groups of ranks")
         replicas, grid = self._mesh(device)
         self.watch.divide(mesh.replica_ranks(self.world.size, replicas))
@@ -227,11 +227,6 @@ class Rank:
         device = torch.device("cuda", self.job.device_index if seen > 1 else 0)
         torch.cuda.set_device(device)
         return device
-
-    def _compile_kernels(self) -> None:
-        if ops.to_compile():
-            self._say("compiling C++ kernels for this processor; the next start on this machine finds them")
-        ops.available()
 
     def _mesh(self, device: torch.device) -> tuple[int, mesh.Mesh]:
         """The number of replicas, and this rank's place among them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..device import SHARED, device_caps
+from ..device import HALF_SHARED, device_caps
 from ..rope.fp8_cache import E4M3
 from .backend import CurrentKV, Part
 
@@ -187,7 +187,7 @@ def _decode_room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
     heads = rows * (dim + 8) * 2 + dim * 2 + 64
     rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
     tile = 2 * TILES[dim] * (dim * wide + (wide == 1))
-    stages = min(6, (SHARED - rest) // tile)
+    stages = min(6, (HALF_SHARED - rest) // tile)
     return stages, rest + stages * tile
 
 

@@ -105,11 +105,6 @@ def load(source: str, isa: str = "") -> ctypes.CDLL:
     return _load(source, isa or isas()[0])
 
 
-def is_compiled(isa: str) -> bool:
-    """Whether this node has kept the libraries of all sources for an instruction set. Raises OSError, FatalError."""
-    return all(_file(source, isa).exists() for source in SOURCES)
-
-
 def _file(source: str, isa: str) -> Path:
     """Where the library of a source lies once it is compiled."""
     return jit.cache_folder() / _file_name(source, isa)
@@ -133,7 +128,23 @@ def _load(source: str, isa: str) -> ctypes.CDLL:
 
 
 def load_all(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
-    """The libraries of all these sources; what has to be compiled is, several at a time. Raises the first error."""
+    """The libraries of all these sources. What has to be compiled is, by one rank of the node, which says so: it takes
+    up to a minute. Raises the first error."""
+    if not _all_kept(names, isa):
+        with jit.locked(jit.cache_folder() / f"{isa}.lock"):
+            if not _all_kept(names, isa):  # another rank may have been faster
+                compile_text("", isa, "nothing")  # raises where no compiler works
+                log.info("compiling C++ kernels for %s; the next start on this machine finds them", isa)
+                return _load_together(names, isa)
+    return _load_together(names, isa)
+
+
+def _all_kept(names: list[str], isa: str) -> bool:
+    return all(_file(name, isa).exists() for name in names)
+
+
+def _load_together(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
+    """Several are compiled at a time."""
     found: dict[str, ctypes.CDLL | Exception] = {}
     left = list(names)
 

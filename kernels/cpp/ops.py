@@ -121,14 +121,6 @@ def available() -> bool:
     return True
 
 
-def to_compile() -> bool:
-    """Whether this node has yet to compile the operations, and has a compiler: it takes up to a minute."""
-    try:
-        return any(compiler.compilers()) and not any(map(compiler.is_compiled, compiler.isas()))
-    except (OSError, FatalError):
-        return False  # `available` says why
-
-
 def takes(x: Tensor) -> bool:
     """Whether operations compute with x's dtype, in memory that they can reach."""
     return x.device.type == "cpu" and x.dtype in SUFFIXES and available()

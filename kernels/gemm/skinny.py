@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes
-from ..device import BLOCK_SHARED, DeviceCaps, device_caps
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 
 GEMV_ROWS = 2  # more are faster on tensor cores
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
@@ -255,5 +255,5 @@ def stages(cut: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
     if cut.split > 1:
         sums = padded * (cut.outputs + 8) * 4
     stage = (cut.outputs + padded) * cut.inputs * 2
-    count = min((BLOCK_SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums

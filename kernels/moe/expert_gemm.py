@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes
-from ..device import BLOCK_SHARED, device_caps
+from ..device import WHOLE_SHARED, device_caps
 
 if TYPE_CHECKING:
     from .moe import Groups
@@ -91,7 +91,7 @@ def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
     sums = _warps_together(cut) * cut.outputs * (ROWS + 1) * 4
     stage = (cut.outputs + ROWS) * _chunk(inputs) * 2
-    count = min((BLOCK_SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes
-from ..device import BLOCK_SHARED, device_caps
+from ..device import WHOLE_SHARED, device_caps
 from ..quantized import int4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
@@ -46,7 +46,7 @@ def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | 
     """Long runs, where enough of them fit beside x. None: they do not."""
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
-        room = (BLOCK_SHARED - buffers * _bytes_of_x(inputs)) // warps
+        room = (WHOLE_SHARED - buffers * _bytes_of_x(inputs)) // warps
         for run in (n for n in (8, 4, 3, 2, 1) if pieces % n == 0 and n * layout.bytes <= PART):
             stage = 2 * run * layout.bytes
             stages = min(room // stage, MOST_STAGES)

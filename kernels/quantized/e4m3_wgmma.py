@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
-from ..device import BLOCK_SHARED, DeviceCaps, device_caps
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import e4m3_wide
-from .pieces_cuda import STRIP, Packed
+from .pieces_cuda import STRIP, Packed, takes
 from .wgmma_cuts import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
@@ -40,8 +40,6 @@ CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and o
 )
 # For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
 LONG_CUTS = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
-# Tiles without times, which are not chosen.
-UNMEASURED: tuple[tuple[int, ...], ...] = ()
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
@@ -91,11 +89,7 @@ def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
     """Whether `linear` takes x [T, I] and bias [O], and is the fastest way."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if bias is not None and bias.dtype != x.dtype:
-        return False
-    return jit.plain(x, packed.pieces) and chosen(len(x), packed, device_caps(x.device))
+    return takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -132,13 +126,10 @@ def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found:
     return min(cuts(rows, inputs, alike, gated), key=of)
 
 
-def cuts(rows: int, inputs: int, alike: int, gated: bool, unmeasured: bool = False) -> Iterator[Cut]:
+def cuts(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[Cut]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for tile, clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
-        outputs, height, matmul = tile
+    for (outputs, height, matmul), clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
-            continue
-        if alike == 1 and tile in UNMEASURED and not unmeasured:
             continue
         for cluster in clusters:
             cut = Cut(outputs, height, *cluster, matmul)
@@ -269,7 +260,7 @@ def stages(cut: Cut) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
     weights = cut.outputs // STRIP * e4m3_wide.PIECE
     stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
-    count = min((BLOCK_SHARED - 1024) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
     sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
     return count, 1024 + max(count * stage, sums)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
-from ..device import BLOCK_SHARED, DeviceCaps, device_caps
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import grouped_gemv, wgmma_cuts
 from .grouped_gemv import GroupedConfig
 from .wgmma_cuts import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
@@ -83,13 +83,15 @@ class TileConfig(NamedTuple):
 Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
 
 
+def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
+    """Whether kernels that read pieces take x [T, I] and bias [O]."""
+    typed = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype == x.dtype)
+    return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.pieces)
+
+
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
     """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if bias is not None and bias.dtype != x.dtype:
-        return False
-    return jit.plain(x, packed.pieces) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
+    return takes(x, packed, bias) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
 
 
 def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -282,7 +284,7 @@ def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
         stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
     # A turn has stages of its own.
-    count = min((BLOCK_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 

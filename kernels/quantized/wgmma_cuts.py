@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..device import BLOCK_SHARED
+from ..device import WHOLE_SHARED
 
 if TYPE_CHECKING:
     from .pieces_cuda import Layout
@@ -158,5 +158,5 @@ def wgmma_stages(cut: WgmmaConfig, layout: Layout) -> tuple[int, int]:
     sums = cut.rows * (cut.outputs + 4) * 4
     stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
     stage = -(-stage // 1024) * 1024
-    count = min((BLOCK_SHARED - 1024) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     return count, 1024 + max(count * stage, sums)

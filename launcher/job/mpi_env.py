@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ...errors import USAGE, FatalError
-from . import visible_devices
+from . import allocation, visible_devices
 
 # Variables by which MPI recognises that a process belongs to a job. Processes that must not join get none of them.
 _MPI_PREFIXES = (
@@ -70,13 +70,9 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """This node's tasks. Slurm writes the tasks of all nodes as `4(x2),3`; SLURM_NODEID is the index."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        count, _, times = part.partition("(x")
-        if count.isdigit():
-            counts += [int(count)] * int(times.rstrip(")") or 1)
-    node = _number(environ, "SLURM_NODEID")
+    """This node's tasks, among those of all nodes."""
+    tasks, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environ, "SLURM_NODEID")
+    counts = allocation.counts(tasks) if tasks else []
     if node is not None and node < len(counts):
         return counts[node]
     return size if "SLURM_STEP_ID" not in environ else 1

@@ -7,11 +7,13 @@ of rope_theta and rope_scaling, `dtype` instead of torch_dtype. Of a multimodal 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, USAGE, FatalError
+from .. import safetensors_header
 from ..checkpoint_files import config_file, is_gguf
 from ..gguf import checkpoint
 from . import stored_formats
@@ -26,8 +28,13 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
-# The files of older quantised checkpoints that say what is in config.json's quantization_config otherwise.
-QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# The files of older quantised checkpoints that say what is in config.json's quantization_config otherwise: their
+# methods, and how names of tensors end that such checkpoints alone have.
+QUANTIZATION_FILES = {
+    "quantize_config.json": ("gptq", (".qweight", ".B")),
+    "quant_config.json": ("awq", (".qweight",)),
+    "hf_quant_config.json": ("modelopt", (".weight_scale",)),
+}
 QUANTIZED = "bits", "w_bit", "quant_algo"  # a key that such a file has
 
 
@@ -45,6 +52,7 @@ class Config:
     dtype: str  # of the checkpoint: f32, bf16 or f16
     raw: dict[str, Any]  # config.json, converted to the newer form
     quantization: dict[str, Any]  # how the checkpoint's weights are quantised; empty: they are not
+    ignored_file: str  # one of QUANTIZATION_FILES that is there though the tensors are not quantised; empty: none
 
     @property
     def file(self) -> Path:
@@ -67,7 +75,9 @@ def read_config(path: str | Path) -> Config:
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
     raw = _text_config(raw, path)
-    quantization = raw.get("quantization_config") or raw.get("quantization") or _quantization_beside(path)
+    quantization, ignored = raw.get("quantization_config") or raw.get("quantization"), ""
+    if not quantization:
+        quantization, ignored = _quantization_beside(path)
     if quantization:
         stored_formats.method_of(quantization, path)
     raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
@@ -93,6 +103,7 @@ def read_config(path: str | Path) -> Config:
         dtype=raw["dtype"],
         raw=raw,
         quantization=quantization,
+        ignored_file=ignored,
     )
 
 
@@ -128,14 +139,30 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _quantization_beside(path: Path) -> dict[str, Any]:
-    """How weights are quantised by a file beside config.json, where that does not say it."""
-    for name, method in QUANTIZATION_FILES.items():
-        if path.is_dir() and (path / name).is_file():
-            found = _read_json(path / name)
-            found = found["quantization"] if isinstance(found.get("quantization"), dict) else found
-            return {"quant_method": method} | found if any(found.get(key) for key in QUANTIZED) else {}
-    return {}
+def _quantization_beside(path: Path) -> tuple[dict[str, Any], str]:
+    """How weights are quantised by a file beside config.json, where that does not say it; and the name of such a file
+    that is ignored, as a model that was dequantised may still have it."""
+    ignored = ""
+    for name, (method, ends) in QUANTIZATION_FILES.items():
+        if not path.is_dir() or not (path / name).is_file():
+            continue
+        found = _read_json(path / name)
+        found = found["quantization"] if isinstance(found.get("quantization"), dict) else found
+        if any(found.get(key) for key in QUANTIZED):
+            tensors = _tensor_names(path)
+            if not tensors or any(tensor.endswith(ends) for tensor in tensors):
+                return {"quant_method": method} | found, ignored
+            ignored = name
+    return {}, ignored
+
+
+def _tensor_names(path: Path) -> Collection[str]:
+    """Of the checkpoint's tensors; none where weights are missing or damaged, of which loading tells."""
+    try:
+        files = safetensors_header.weight_files(path)
+        return safetensors_header.read_header(path / files[""]) if "" in files else files
+    except FatalError:
+        return ()
 
 
 def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = None) -> int:

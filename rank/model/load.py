@@ -80,7 +80,7 @@ def load(
     speaks = mesh.world.rank == 0  # one rank logs for all
     chosen = choose_dtype(dtype, config, device)
     if speaks:
-        log.info("computing in %s; the checkpoint is in %s", chosen, config.dtype)
+        _tell_checkpoint(config, chosen)
     index = None
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
@@ -190,6 +190,12 @@ def _no_experts(mesh: Mesh) -> FatalError:
     return FatalError(
         "--num-experts-offload-per-rank or --expert-memory: the model has no experts: leave the option out", USAGE
     )
+
+
+def _tell_checkpoint(config: Config, dtype: str) -> None:
+    log.info("computing in %s; the checkpoint is in %s", dtype, config.dtype)
+    if config.ignored_file:
+        log.warning("%s is ignored: no tensor of the checkpoint is quantised in its way", config.ignored_file)
 
 
 def _tell_other_formats(model: Model, isq: str) -> None:

@@ -55,6 +55,9 @@ class Blocks:
         tier: HostTier | None = None,
         snapshots: Snapshots | None = None,
     ):
+        """Raises ValueError for snapshots without a prefix cache: they are found by the hashes of its blocks."""
+        if snapshots is not None and snapshots.count and not prefix_cache:
+            raise ValueError(f"{snapshots.count} state snapshots, but no prefix cache")
         self.count = count
         self.tier = tier or HostTier(0)
         self.snapshots = snapshots or Snapshots()

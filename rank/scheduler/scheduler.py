@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
@@ -46,11 +47,7 @@ class Scheduler:
     # -- requests
 
     def add(
-        self,
-        request: protocol.Request,
-        hashes: Iterable[Hash] = (),
-        expected: int = 0,
-        grammar: Grammar | None = None,
+        self, request: protocol.Request, hashes: Iterable[Hash] = (), expected: int = 0, grammar: Grammar | None = None
     ) -> None:
         """Queue a request. hashes: of the prompt's full blocks, as far as they are known. expected: how many of the
         prompt's tokens will probably be in the prefix cache. grammar: the request's, compiled.
@@ -89,14 +86,14 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before outstanding results arrive."""
-        draft = PlannedStep()
-        budget = self._schedule_running(draft, self.token_budget)
-        self._admit(draft, budget)
-        if not draft.decodes and not draft.chunks:
+        step = PlannedStep()
+        budget = self._schedule_running(step, self.token_budget)
+        self._admit(step, budget)
+        if not step.decodes and not step.chunks:
             return None
-        return self._make_plan(draft)
+        return self._make_plan(step)
 
-    def _schedule_running(self, draft: PlannedStep, budget: int) -> int:
+    def _schedule_running(self, step: PlannedStep, budget: int) -> int:
         """Spend the budget over the running sequences in order. Returns what is left.
 
         One token is reserved for each decoding sequence, so that a long prompt cannot stall the others.
@@ -116,8 +113,8 @@ class Scheduler:
             count = min(remaining, budget - reserved)
             if count > 1:
                 count = sequence.chunk(sequence.num_computed, count)
-            if count > 0 and self._grow(sequence, count, draft):
-                self._add_chunk(sequence, count, draft)
+            if count > 0 and self._grow(sequence, count, step):
+                self._add_chunk(sequence, count, step)
                 budget -= count
         return budget - reserved
 
@@ -137,11 +134,11 @@ class Scheduler:
             decoding = due[:most]
         return {s.id for s in decoding}
 
-    def _grow(self, sequence: Sequence, count: int, draft: PlannedStep) -> bool:
+    def _grow(self, sequence: Sequence, count: int, step: PlannedStep) -> bool:
         """Allocate the blocks for `count` more tokens and preempt later sequences if needed.
 
         Returns False if the sequence itself was preempted. Sequences are served in order, so a preempted one is never
-        part of the draft yet.
+        part of the step yet.
         """
         needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         if needed <= 0:
@@ -153,8 +150,8 @@ class Scheduler:
                 return False
         for block in self.blocks.allocate(needed):
             sequence.blocks.append(block)
-            draft.block_rows.append(sequence.row)
-            draft.block_ids.append(block)
+            step.block_rows.append(sequence.row)
+            step.block_ids.append(block)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -166,13 +163,13 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
         self.counters.preemptions += 1
 
-    def _admit(self, draft: PlannedStep, budget: int) -> None:
+    def _admit(self, step: PlannedStep, budget: int) -> None:
         """Admit waiting sequences in order, until one does not fit."""
         while budget > 0 and self.waiting and self._free_rows:
             sequence = self.waiting[0]
             if sequence.in_flight:  # preempted while an id was on its way; that id is needed to compute it again
                 break
-            hits, count = self._find_prefix(sequence, draft, budget)
+            hits, count = self._find_prefix(sequence, step, budget)
             computed = len(hits) * self.blocks.size
             needed = self._blocks_for(computed + count) - len(hits)
             spare = len(self.running)  # a block for each: without it the new one would soon be preempted
@@ -192,12 +189,12 @@ class Scheduler:
                 sequence.cached_tokens = computed
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
-            draft.new.append(sequence.introduced())
+            step.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
-            self._add_chunk(sequence, count, draft)
+            self._add_chunk(sequence, count, step)
             budget -= count
 
-    def _find_prefix(self, sequence: Sequence, draft: PlannedStep, budget: int) -> tuple[list[int], int]:
+    def _find_prefix(self, sequence: Sequence, step: PlannedStep, budget: int) -> tuple[list[int], int]:
         """The cached blocks that a waiting sequence begins with, and how many tokens it then computes."""
         if self.blocks.prefix_cache:
             sequence.extend_hashes(self.blocks.size)
@@ -211,12 +208,12 @@ class Scheduler:
             computed = len(hits) * self.blocks.size
             count = sequence.chunk(computed, min(sequence.length - computed, budget))
             # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
-            single = count == 1 and not draft.chunks
-            if not single or not any(block in draft.cached for block in hits):
+            single = count == 1 and not step.chunks
+            if not single or not any(block in step.cached for block in hits):
                 return hits, count
             hits.pop()
 
-    def _add_chunk(self, sequence: Sequence, count: int, draft: PlannedStep) -> None:
+    def _add_chunk(self, sequence: Sequence, count: int, step: PlannedStep) -> None:
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.length
         self.backlog += samples - count
@@ -225,13 +222,13 @@ class Scheduler:
             sequence.sampled_at = self._step + 1
         self.counters.chunks += not samples
         if count == 1:
-            draft.decodes.append(sequence)
+            step.decodes.append(sequence)
         else:
-            draft.chunks.append((sequence, count))
+            step.chunks.append((sequence, count))
         before = sequence.num_cached_blocks
         self._cache_blocks(sequence)
         if sequence.num_cached_blocks > before:  # true once per block
-            draft.cached.update(sequence.blocks[before : sequence.num_cached_blocks])
+            step.cached.update(sequence.blocks[before : sequence.num_cached_blocks])
         if sequence.num_computed in sequence.borders:
             self.blocks.snapshots.save(sequence.row, sequence.hashes[sequence.num_computed // self.blocks.size - 1])
 
@@ -252,12 +249,12 @@ class Scheduler:
             self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
         sequence.num_cached_blocks = full
 
-    def _make_plan(self, draft: PlannedStep) -> ScheduledStep:
+    def _make_plan(self, step: PlannedStep) -> ScheduledStep:
         self._step += 1
         self.counters.steps += 1
         freed, self._freed_rows = self._freed_rows, []
         copies = *self.blocks.tier.take_copies(), *self.blocks.snapshots.take_copies()
-        return draft.finished(self._step, freed, *copies)
+        return step.finished(self._step, freed, *copies)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.blocks.size)
@@ -366,13 +363,19 @@ class Scheduler:
             listed = f"{len(self.running)} run, {len(self.waiting)} wait"
             raise RuntimeError(f"no sequence is left, but {listed}, and {self.backlog} tokens are to be computed")
 
-    def check(self) -> None:
-        """Raise RuntimeError unless rows and blocks add up."""
-        for _ in self.audit():
+    def check(self, steps: Iterable[ScheduledStep] = ()) -> None:
+        """Raise RuntimeError unless rows, blocks and sampled ids add up. steps: whose results have not arrived yet."""
+        for _ in self.audit(steps):
             pass
 
-    def audit(self) -> Iterator[None]:
+    def audit(self, steps: Iterable[ScheduledStep] = ()) -> Iterator[None]:
         """`check` in steps, a slice of blocks each. No step may be planned before its end; it may be dropped."""
+        awaited = Counter(sequence for step in steps for sequence in step.sampled if not sequence.finished)
+        found = {sequence: sequence.in_flight for sequence in self._by_id.values() if sequence.in_flight}
+        if found != awaited:
+            raise RuntimeError(
+                f"{sum(found.values())} sampled ids have not arrived, {awaited.total()} are on their way"
+            )
         rows = [s.row for s in self.running]
         if len(set(rows)) != len(rows) or set(rows) & set(self._free_rows):
             raise RuntimeError(f"row accounting is broken: {sorted(rows)}")

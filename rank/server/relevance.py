@@ -22,7 +22,7 @@ from .prompts import Prompt, check_length, context_of
 from .schema import MAX_LOGPROBS
 from .session import Session
 from .text.output_parser import OutputParser
-from .text_engine import TextEngine
+from .text_engine import Sized, TextEngine
 
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 JUDGE = (
@@ -33,18 +33,14 @@ JUDGE = (
 Ended = Callable[[str, list[list[int]]], None]
 
 
-class Pairs(Protocol):
+class Pairs(Sized, Protocol):
     """A request for scores."""
 
-    model: str | None
     instruction: str | None
     priority: int | None
 
     def pairs(self) -> list[tuple[str, str]]:
         """Queries, each with a document."""
-
-    def characters(self) -> int:
-        """Nearly how many are to be tokenised."""
 
 
 async def scores(

@@ -39,15 +39,15 @@ def build_batches(
     arrays = [scheduled.sampled_rows, row if unknown.any() else row[:0], ids[:0] if sampled_only else ids]
     at = microbatch_split(state, scheduled, min_tokens) if min_tokens else 0
     parts = scheduled.cut(at) if at else [scheduled]
-    drafts = [_HostBatch(state, part, last_token_only) for part in parts]
-    sampled_rows, row_, ids_, *tensors = upload.send([*arrays, *(array for draft in drafts for array in draft.arrays)])
+    batches = [_HostBatch(state, part, last_token_only) for part in parts]
+    sampled_rows, row_, ids_, *tensors = upload.send([*arrays, *(array for batch in batches for array in batch.arrays)])
     if sampled_only:
         ids_ = last[row_]
     elif unknown.any():
         ids_ = torch.where(ids_ < 0, last[row_], ids_)
     left = iter(tensors)
-    pieces = ids_.split([draft.tokens for draft in drafts])
-    return [draft.batch(piece, left, caches) for draft, piece in zip(drafts, pieces, strict=True)], sampled_rows
+    pieces = ids_.split([batch.tokens for batch in batches])
+    return [batch.batch(piece, left, caches) for batch, piece in zip(batches, pieces, strict=True)], sampled_rows
 
 
 def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: int) -> int:

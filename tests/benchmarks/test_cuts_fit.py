@@ -46,7 +46,7 @@ def test_each_costs_are_written_by_their_name(monkeypatch, tmp_path):
     source.write_text(Path(e4m3_wgmma.__file__).read_text())
     monkeypatch.setattr(e4m3_wgmma, "__file__", str(source))
     before = source.read_text()
-    cuts_fit.write(e4m3_wgmma, "LONG_COSTS", e4m3_wgmma.LONG_COSTS._replace(launch=4321.0), [])
+    cuts_fit.write(e4m3_wgmma, "LONG_COSTS", e4m3_wgmma.LONG_COSTS._replace(launch=4321.0))
     after = source.read_text()
     first, second = after.split("LONG_COSTS = Costs(")
     assert before.startswith(first) and "launch=4321,\n)" in second

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from phalanx.benchmarks import host
 
 
@@ -20,3 +21,26 @@ def test_a_run():
     ]
     each = {"schedule", "encode", "apply", "output", "update", "frame"}
     assert [set(line["us"]) for line in lines] == [each | {"send"}, each | {"build"}] * 2
+
+
+def test_prompts_before_are_not_counted(monkeypatch):
+    """However many steps they take."""
+    monkeypatch.setattr(host, "WARM", 0)
+    made = host.HostSteps(30, False)
+    made.scheduler.token_budget = 64
+    made.add(30)
+    parts = made.run(3, 0)
+    assert "send" in parts and "build" not in parts and len(made.taken["send"]) == 3
+
+
+@pytest.mark.parametrize("arrivals", [0, 1])
+def test_more_steps_than_a_sequence_has(monkeypatch, arrivals):
+    monkeypatch.setattr(host, "LONGEST", 1152)
+    made = host.HostSteps(8, False)
+    made.add(8)
+    with pytest.raises(ValueError, match="--steps 2000: the longest sequence ends after"):
+        made.run(2000, arrivals)
+    made = host.HostSteps(8, False)
+    made.add(8)
+    most = 1152 - max(len(one.tokens) for one in made.scheduler.waiting) - host.WARM
+    assert made.run(most - 20, 0)

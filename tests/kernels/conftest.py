@@ -1,4 +1,4 @@
-"""C++ operations in every instruction set that this processor has, on one thread and on three."""
+"""C++ operations in the best instruction set that this processor has and, in the long run, in its others."""
 
 import functools
 import tempfile
@@ -23,7 +23,12 @@ def libraries(isa, *sources):
     return found
 
 
-@pytest.fixture(params=compiler.isas())
+def best_first(isas):
+    """The long run has the others: all sources are compiled for each."""
+    return [pytest.param(isa, marks=[pytest.mark.long] if i else []) for i, isa in enumerate(isas)]
+
+
+@pytest.fixture(params=best_first(compiler.isas()))
 def isa(request, monkeypatch):
     """Operations are those of this instruction set; where there is no compiler, the test is skipped."""
     if not ops.available():

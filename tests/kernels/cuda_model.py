@@ -16,7 +16,7 @@ from phalanx.kernels import jit
 from ..kept import kept, version
 
 HEADER = Path(__file__).with_suffix(".h")
-COMMAND = ("-O1", "-std=c++17", "-fPIC", "-w")
+COMMAND = ("-Og", "-fno-exceptions", "-fno-rtti", "-std=c++17", "-fPIC", "-w")
 REPLACED = ("common.cuh", "tma.cuh", "async_copy.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 LAUNCH = """

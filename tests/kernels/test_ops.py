@@ -11,7 +11,7 @@ from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
-from phalanx.kernels.gemm.skinny import BLOCK_SHARED, MOST_STAGES, TileConfig, choose, stages, tile_configs
+from phalanx.kernels.gemm.skinny import MOST_STAGES, WHOLE_SHARED, TileConfig, choose, stages, tile_configs
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax
@@ -125,7 +125,7 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     if want:
         for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
             count, shared = stages(want, rows, whole)
-            assert 2 <= count <= MOST_STAGES and shared <= BLOCK_SHARED
+            assert 2 <= count <= MOST_STAGES and shared <= WHOLE_SHARED
     assert (choose(1, outputs, inputs, 132, False) == "gemv") == (outputs % 64 == 0 and inputs % 512 == 0)
 
 
@@ -142,7 +142,7 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
 def test_blocks_share_a_tile_where_inputs_are_many(outputs, inputs, want):
     assert choose(64, outputs, inputs, 132, True, True) == want
     count, shared = stages(want, 64, True)
-    assert count >= 2 and shared <= BLOCK_SHARED
+    assert count >= 2 and shared <= WHOLE_SHARED
     for cut in tile_configs(64, outputs, inputs, 132, True):
         assert inputs % (cut.inputs * cut.split) == outputs % cut.outputs == 0 and (
             cut.split == 1 or cut.outputs % (8 * cut.split) == 0

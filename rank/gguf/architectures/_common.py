@@ -97,11 +97,12 @@ def experts(m: Metadata) -> dict[str, Any]:
 
 def rope(m: Metadata) -> dict[str, Any]:
     """rope_parameters. The factors of Llama 3's rope are in a tensor, one for each frequency, as LongRoPE has them."""
-    found: dict[str, Any] = {"rope_theta": m.number("rope.freq_base", 10000.0)}
     head_dim = m.integer("attention.key_length", m.integer("embedding_length") // m.integer("attention.head_count"))
-    rotated = m.integer("rope.dimension_count", head_dim)
-    if m.has("rope.dimension_count"):
-        found["partial_rotary_factor"] = math.nextafter(rotated / max(head_dim, 1), 2)  # which is rounded down again
+    rotated = m.integer("rope.dimension_count", head_dim)  # config.json's default may be a part of the head
+    found: dict[str, Any] = {
+        "rope_theta": m.number("rope.freq_base", 10000.0),
+        "partial_rotary_factor": math.nextafter(rotated / max(head_dim, 1), 2),  # which is rounded down again
+    }
     kind = m.text("rope.scaling.type", "none")
     original = m.integer("rope.scaling.original_context_length", m.integer("context_length"))
     if (factors := m.vector("rope_freqs.weight")) is not None:
@@ -155,16 +156,17 @@ def expert_keys(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def routed_keys(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of models with shared experts, and layers before the first that has experts."""
+    """Of models with shared experts, and layers before the first that has experts. raw has the model's defaults."""
     return {
         "expert_count": raw["n_routed_experts"],
         "expert_used_count": raw["num_experts_per_tok"],
         "expert_feed_forward_length": raw["moe_intermediate_size"],
-        "expert_shared_count": raw.get("n_shared_experts") or 1,
-        "expert_group_count": raw.get("n_group") or 1,
-        "expert_group_used_count": raw.get("topk_group") or 1,
-        "leading_dense_block_count": raw.get("first_k_dense_replace") or 0,
-        "expert_weights_scale": float(raw.get("routed_scaling_factor") or 1.0),
+        "expert_shared_count": raw["n_shared_experts"],
+        "expert_group_count": raw["n_group"],
+        "expert_group_used_count": raw["topk_group"],
+        "leading_dense_block_count": raw["first_k_dense_replace"],
+        "expert_weights_scale": float(raw["routed_scaling_factor"]),
+        "expert_weights_norm": bool(raw["norm_topk_prob"]),
     }
 
 

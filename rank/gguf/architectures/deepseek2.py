@@ -100,7 +100,6 @@ def keys(raw: dict[str, Any]) -> dict[str, Any]:
         "attention.kv_lora_rank": raw["kv_lora_rank"],
         "rope.dimension_count": rotated,
         "expert_gating_func": SIGMOID if raw["scoring_func"] == "sigmoid" else 1,
-        "expert_weights_norm": bool(raw["norm_topk_prob"]),
     }
     if raw["topk_method"] == "greedy":
         found |= {"expert_group_count": 1, "expert_group_used_count": 1}

@@ -43,7 +43,4 @@ def config(m: Metadata) -> dict[str, Any]:
 
 
 def keys(raw: dict[str, Any]) -> dict[str, Any]:
-    return routed_keys(raw) | {
-        "expert_gating_func": SIGMOID,
-        "expert_weights_norm": bool(raw.get("norm_topk_prob", True)),
-    }
+    return routed_keys(raw) | {"expert_gating_func": SIGMOID}

@@ -94,6 +94,11 @@ def test_slurms_task_counts(counts, node, expected):
     assert mpi_env.rank_place(environ).local_size == expected
 
 
+def test_task_counts_that_slurm_does_not_write():
+    with pytest.raises(FatalError, match="the task counts '4x2' cannot be read"):
+        mpi_env.rank_place({**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": "4x2", "SLURM_NODEID": "0"})
+
+
 def test_srun_without_pmi_is_refused_once():
     with pytest.raises(FatalError) as stop:
         mpi_env.refuse_lonely_srun({**STEP, "SLURM_PROCID": "0"})

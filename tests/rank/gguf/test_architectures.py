@@ -35,7 +35,7 @@ def metadata(**given):
 def test_linear_rope_as_files_of_2023_have_it():
     old = rope(metadata(rope__scale_linear=4.0))
     new = rope(metadata(**{"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}))
-    assert old == new == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+    assert old == new and (new["rope_type"], new["factor"]) == ("linear", 4.0)
     assert "rope_type" not in rope(metadata(rope__scale_linear=1.0))
 
 

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from phalanx import errors
 from phalanx.rank.model.architectures import supported
 from phalanx.rank.model.config import check_degrees, read_config, tensor_degrees
 from phalanx.rank.options import STORED
+from phalanx.rank.safetensors_header import INDEX, SINGLE
+from safetensors.numpy import save_file
 
 from ...checkpoints import make_config, to_old_style
 
@@ -107,6 +110,38 @@ def test_the_text_model_of_a_multimodal_one(tmp_path):
     whole["quantization_config"] = {"quant_method": "aqlm"}
     words = f"{tmp_path}: quantised weights (aqlm) are not supported; supported are {', '.join(STORED)}: serve"
     assert stop(write(tmp_path, whole)).startswith(words)
+
+
+BESIDE = {
+    "quantize_config.json": {"bits": 4},
+    "quant_config.json": {"w_bit": 4},
+    "hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}},
+}
+LINEAR = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("file, tensor, method", [
+    ("quantize_config.json", "qweight", "gptq"), ("quantize_config.json", "B", "gptq"),
+    ("quantize_config.json", "weight", ""), ("quantize_config.json", "weight_scale", ""),
+    ("quant_config.json", "qweight", "awq"), ("quant_config.json", "weight", ""),
+    ("hf_quant_config.json", "weight_scale", "modelopt"), ("hf_quant_config.json", "weight", ""),
+])  # fmt: skip
+def test_files_of_quantisation_are_believed_where_tensors_say_so(tmp_path, indexed, file, tensor, method):
+    (tmp_path / file).write_text(json.dumps(BESIDE[file]))
+    name = f"{LINEAR}.{tensor}"
+    if indexed:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: "model-00001-of-00001.safetensors"}}))
+    else:
+        save_file({name: np.zeros(2, np.float32)}, tmp_path / SINGLE)
+    found = read_config(write(tmp_path, make_config("llama")))
+    assert found.quantization.get("quant_method", "") == method
+    assert found.ignored_file == ("" if method else file)
+
+
+def test_files_of_quantisation_are_believed_where_there_are_no_weights(tmp_path):
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4}')
+    assert read_config(write(tmp_path, make_config("llama"))).quantization["quant_method"] == "gptq"
 
 
 def test_dimensions_and_defaults(tmp_path):

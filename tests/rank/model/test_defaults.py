@@ -74,6 +74,18 @@ def test_nulls(tmp_path, model_type, key):
     assert not any(params.window for params, _ in ours["layers"]) if key == "sliding_window" else ours[key] is None
 
 
+@pytest.mark.parametrize("null", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("model_type, kind", [("gpt_oss", "yarn"), ("apertus", "llama3")])
+def test_a_null_instead_of_a_scaled_rope(tmp_path, model_type, kind, null):
+    """It is scaled all the same."""
+    whole = options_of(**TYPES[model_type])
+    whole.pop("rope_parameters", None)
+    whole[null] = None
+    ours = meaning(tmp_path, whole)
+    assert ours == meaning(tmp_path, transformers.AutoConfig.for_model(**whole).to_dict())
+    assert {rope["rope_type"] for _, rope in ours["layers"]} == {kind}
+
+
 WINDOWS = dict(use_sliding_window=True, sliding_window=9, max_window_layers=3)
 SLIDING = {
     "qwen2": dict(model_type="qwen2") | WINDOWS,

@@ -158,7 +158,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_once_whatever_is_in_flight():
         engine.scheduler.add(request(name, range(10), 50))
     engine.step(), engine.step()
     engine.scheduler.abort(["a", "unknown", "c"])
-    engine.scheduler.check()
+    engine.check()
     engine.scheduler.abort(["a"])
     engine.run()
     assert engine.finish == {"b": "length"}
@@ -214,7 +214,14 @@ def test_what_does_not_add_up_is_told_in_numbers():
     engine.scheduler.add(request("a", [1, 2, 3], 5))
     engine.step()
     engine.scheduler._free_rows.append(engine.scheduler.running[0].row)
-    fails(engine.scheduler.check, r"row accounting is broken: \[0\]")
+    fails(engine.check, r"row accounting is broken: \[0\]")
+
+    engine = Engine()
+    engine.scheduler.add(request("a", [1, 2, 3], 5))
+    engine.step()
+    engine.step()
+    engine.scheduler.running[0].tokens.append(7)
+    fails(engine.check, "0 sampled ids have not arrived, 1 are on their way")
 
 
 @pytest.mark.parametrize("seed", range(60))

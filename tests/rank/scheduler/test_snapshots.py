@@ -15,6 +15,11 @@ def run(engine, name, prompt, count=4):
     return engine.cached[name]
 
 
+def test_snapshots_without_a_prefix_cache_are_refused():
+    with pytest.raises(ValueError, match="4 state snapshots, but no prefix cache"):
+        Engine(snapshots=4, prefix_cache=False)
+
+
 def test_a_conversation_goes_on_from_its_last_prompt():
     engine = Engine(snapshots=4)
     prompt = list(range(22))

@@ -177,7 +177,7 @@ class Engine:
     def step(self) -> bool:
         """One turn of the loop; False when nothing was left to do."""
         more = self.replica.plan()
-        self.scheduler.check()
+        self.check()
         if not more and self.replica.busy:
             for delta in self.replica.finish():
                 self.tokens.setdefault(delta.id, []).extend(delta.tokens)
@@ -185,8 +185,11 @@ class Engine:
                 if delta.finish:
                     assert delta.id not in self.finish
                     self.finish[delta.id] = delta.finish
-            self.scheduler.check()
+            self.check()
         return not self.replica.idle
+
+    def check(self) -> None:
+        self.scheduler.check([planned for planned, _ in self.replica._in_flight])
 
     def run(self, most: int = 10_000) -> None:
         for _ in range(most):

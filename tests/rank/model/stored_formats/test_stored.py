@@ -139,7 +139,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("tp, pp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):
     (path, plain), ids = made(name), tokens(60, vocab=509)
@@ -301,6 +301,17 @@ def test_settings_in_a_file_beside_config_json(made, tmp_path, expected, name, b
     (path / beside).write_text(json.dumps(changes or settings))
     (logits,) = run_steps(path, [tokens(20, vocab=509)])
     assert distance(logits, expected(plain, tokens(20, vocab=509))) < TOLERANCE
+
+
+def test_a_file_that_a_dequantised_model_still_has_is_ignored(made, tmp_path, expected, caplog):
+    plain = made("gptq")[1]
+    path, ids = shutil.copytree(plain, tmp_path / "again"), tokens(20, vocab=509)
+    (path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 64, "desc_act": False}))
+    caplog.set_level("WARNING", "phalanx")
+    (logits,) = run_steps(path, [ids], tp=2)
+    assert distance(logits, expected(plain, ids)) < TOLERANCE
+    (said,) = [one for one in caplog.messages if "ignored" in one]
+    assert "quantize_config.json" in said
 
 
 @pytest.mark.long

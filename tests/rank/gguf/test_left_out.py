@@ -1,0 +1,163 @@
+"""What models become of GGUF files that have only the keys that llama.cpp always writes.
+
+Arguments that a reader does not give get their defaults, which are those of config.json. They stand here with their
+values, so that neither a new argument nor another default changes what files mean unseen.
+"""
+
+import dataclasses
+
+import gguf
+import numpy as np
+import pytest
+from phalanx.rank.gguf import architectures, checkpoint
+from phalanx.rank.gguf.architectures import _common
+from phalanx.rank.model import architectures as models
+from phalanx.rank.model.config import read_config
+
+from ... import gguf_files
+
+HIDDEN, LAYERS, HEAD, VOCAB = 64, 6, 16, 99
+USUAL = {
+    "context_length": 8192, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": 128,
+    "attention.head_count": HIDDEN // HEAD,
+}  # fmt: skip
+LAYER_NORMS = "cohere2", "phi2", "stablelm", "starcoder", "starcoder2"
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+SHARED = EXPERTS | {"expert_shared_feed_forward_length": 32}
+LATENT = {
+    "rope.dimension_count": 8, "attention.key_length": 24, "attention.value_length": 16, "attention.kv_lora_rank": 32,
+    "expert_shared_count": 1,
+}  # fmt: skip
+NETS = {
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
+}  # fmt: skip
+SCALES = {"embedding_scale": 12.0, "attention.scale": 0.25, "residual_scale": 0.22, "logit_scale": 8.0}
+WINDOW = {"attention.sliding_window": 9}
+# What files of some architectures have besides.
+KEYS = {
+    "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT, "gemma2": WINDOW, "gemma3": WINDOW,
+    "glm4moe": EXPERTS, "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS, "qwen2moe": SHARED,
+    "qwen3moe": EXPERTS, "qwen3next": NETS | SHARED, "qwen35": NETS, "qwen35moe": NETS | SHARED,
+}  # fmt: skip
+
+COMMON = dict(hidden_act="silu", mlp_bias=False, attention_bias=False)
+FURTHER = dict(num_local_experts=0)  # another name of a key that is given
+GELU = dict(hidden_act="gelu_pytorch_tanh")
+GEMMA = dict(hidden_activation="gelu_pytorch_tanh", layer_types=[])  # which counts instead of hidden_act
+SLIDES = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=[])
+EACH = dict(decoder_sparse_step=1, mlp_only_layers=[]) | FURTHER
+RMS = dict(rms_norm_eps=1e-6)  # of models that have layer_norm_eps
+GATED = dict(full_attention_interval=4, attn_output_gate=True)
+# Of each reader: the model, and its arguments that the reader leaves out, without COMMON.
+LEFT_OUT = {
+    "apertus": ("apertus", dict(hidden_act="xielu")),
+    "chatglm": ("glm", {}),
+    "cohere2": ("cohere2", RMS | dict(
+        layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,
+    )),
+    "deepseek2": ("deepseek_v2", dict(head_dim=8, moe_layer_freq=1)),
+    "gemma": ("gemma", GELU),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA | dict(
+        attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window_pattern=6,
+        use_bidirectional_attention=False,
+    )),
+    "glm4": ("glm4", {}),
+    "glm4moe": ("glm4_moe", FURTHER | dict(scoring_func="sigmoid", topk_method="noaux_tc")),
+    "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
+    "granite": ("granite", {}),
+    "llama": ("llama", {}),
+    "minimax_m2": ("minimax_m2", dict(
+        rotary_dim=None, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0, use_qk_norm=True,
+        qk_norm_type="per_layer", attn_type_list=[],
+    )),
+    "mistral3": ("mistral", {}),
+    "olmo2": ("olmo2", dict(clip_qkv=None)),
+    "phi2": ("phi", RMS | dict(hidden_act="gelu_new", qk_layernorm=False)),
+    "phi3": ("phi3", {}),
+    "qwen2": ("qwen2", SLIDES),
+    "qwen2moe": ("qwen2_moe", SLIDES | EACH | dict(norm_topk_prob=False, qkv_bias=True)),
+    "qwen3": ("qwen3", SLIDES),
+    "qwen35": ("qwen3_5_text", GATED),
+    "qwen35moe": ("qwen3_5_moe_text", GATED | EACH | dict(norm_topk_prob=True)),
+    "qwen3moe": ("qwen3_moe", SLIDES | EACH),
+    "qwen3next": ("qwen3_5_moe_text", GATED | EACH | dict(norm_topk_prob=True)),
+    "smollm3": ("smollm3", dict(no_rope_layer_interval=4, sliding_window=None, layer_types=[])),
+    "stablelm": ("stablelm", RMS | dict(rope_pct=None)),
+    "starcoder": ("gpt_bigcode", RMS | GELU | dict(
+        multi_query=True, scale_attn_weights=True, add_cross_attention=False,
+    )),
+    "starcoder2": ("starcoder2", RMS | GELU | dict(sliding_window=None)),
+}  # fmt: skip
+# Of each layer, where it is not 0 in all.
+WINDOWS = {
+    "cohere2": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3, "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
+}  # fmt: skip
+UNROTATED = {"cohere2": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
+
+
+@pytest.fixture
+def args_of(tmp_path):
+    """The Args of a file of the architecture, and the keys that the reader gives."""
+
+    def make(reader, **more):
+        name = getattr(architectures.find(reader), "NAME", reader)
+        epsilon = "attention.layer_norm_epsilon" if reader in LAYER_NORMS else "attention.layer_norm_rms_epsilon"
+        writer = gguf.GGUFWriter(tmp_path / "x.gguf", name)
+        for key, value in (USUAL | {epsilon: 1e-3} | KEYS.get(reader, {}) | more).items():
+            gguf_files._add(writer, f"{name}.{key}", value)
+        writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), np.float32))
+        if reader == "phi2":  # whose head is never tied
+            writer.add_tensor("output.weight", np.zeros((VOCAB, HIDDEN), np.float32))
+        for i in range(LAYERS):
+            net = reader.startswith(("qwen35", "qwen3next")) and (i + 1) % 4
+            writer.add_tensor(f"blk.{i}.ssm_a" if net else f"blk.{i}.attn_norm.weight", np.zeros(4, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        config = read_config(tmp_path / "x.gguf")
+        args = models.find(config.model_type).Args.from_config(config)
+        return config.model_type, args, checkpoint.config(tmp_path / "x.gguf")
+
+    return make
+
+
+@pytest.mark.parametrize("reader", architectures.supported())
+def test_arguments_that_files_do_not_give(args_of, reader):
+    model_type, args, given = args_of(reader)
+    left = {one.name: getattr(args, one.name) for one in dataclasses.fields(args) if one.name not in given}
+    expected, values = LEFT_OUT[reader]
+    usual = {name: value for name, value in COMMON.items() if name in left}
+    assert (model_type, left) == (expected, usual | values)
+
+
+@pytest.mark.parametrize("reader", architectures.supported())
+def test_windows_and_ropes(args_of, reader):
+    """Layers without a window see all, and heads rotate whole, where files do not say otherwise."""
+    _, args, _ = args_of(reader)
+    layers, nets = range(LAYERS), getattr(args, "linear", lambda i: False)
+    windows = [args.attention_params(i).window for i in layers if not nets(i)]
+    assert windows == WINDOWS.get(reader, [0] * len(windows))
+    ropes = [args.rope(i) for i in layers]
+    assert [i for i in layers if ropes[i]["rope_type"] == "none"] == UNROTATED.get(reader, [])
+    for rope in ropes:
+        assert rope["rope_type"] in ("default", "none") and rope.get("rope_theta", 1e4) == 1e4
+        assert int(HEAD * rope.get("partial_rotary_factor", 1.0)) == HEAD
+
+
+@pytest.mark.parametrize("reader", ["chatglm", "glm4", "phi2", "stablelm", "qwen35"])
+def test_heads_that_are_rotated_in_part(args_of, reader):
+    _, args, _ = args_of(reader, **{"rope.dimension_count": 12})
+    assert int(HEAD * args.rope(0)["partial_rotary_factor"]) == 12
+
+
+def test_no_number_of_routed_experts_is_made_up():
+    """The model's arguments are all there: where one is 0, files say 0."""
+    names = (
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+        "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob",
+    )  # fmt: skip
+    assert not any(_common.routed_keys(dict.fromkeys(names, 0)).values())
+    with pytest.raises(KeyError):
+        _common.routed_keys(dict.fromkeys(names[:-1], 0))
