@@ -15,7 +15,9 @@ experts follows what is chosen within some hundred steps: --warm 400 has it do s
 Each number in --offload is a job.
 
 With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
-does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds.
+does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds. Decode steps of each
+batch run some more so, too: what the GPU does in two layers in the middle of one, from one layer's choice of experts to
+the next one's, in microseconds (timeline.py says what the columns are).
 
 Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
 sequences a thread of its own does it:
@@ -50,6 +52,7 @@ from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
 from phalanx.rank.model.experts import offload
+from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
 from phalanx.rank.model.experts.streamer import Streamer
@@ -61,6 +64,7 @@ from torch import Tensor
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
 COPY_COST = "PHALANX_BENCH_COPY_COST"  # as --copy-cost, for the ranks
 TIMELINE = "PHALANX_BENCH_TIMELINE"  # set: as --timeline, for the ranks
+PROFILED = 6  # decode steps beside torch's profiler
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
 IN_HOST = "wait", "choose", "launch", "cpu"
 PARTS = *IN_HOST, "graphs"
@@ -137,7 +141,8 @@ class Budget:
 class OffloadBench(step.Bench):
     """Says as well what a layer of a decode step takes."""
 
-    layers = 0
+    layers = 0  # whose experts are in host memory
+    all_layers = 0  # that have experts
     prompts = 0  # that were measured
 
     def run(self, sequences: int, tokens: int, new: int) -> float:
@@ -157,6 +162,9 @@ class OffloadBench(step.Bench):
             line["budget"] = budget.of_service(steps, layers, seconds)
         elif budget is not None and len(budget.rows) > 1:
             line["budget"] = budget.means(steps * layers, seconds)
+        if TIMELINE in os.environ:
+            spans = timeline.profiled(lambda: super(OffloadBench, self).run(batch, prompt, PROFILED))
+            line["layers"] = timeline.middle(spans, self.all_layers)
         return line
 
 
@@ -164,6 +172,7 @@ class OffloadRank(step.BenchRank):
     bench = OffloadBench
 
     def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
+        OffloadBench.all_layers = sum(isinstance(one, FusedExperts) for one in model.modules())
         if model.offload is not None:
             OffloadBench.layers = len(model.offload.layers)
         code = super().run_scheduler(replicas, model)
@@ -224,7 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="decode steps to take the median of")
     parser.add_argument("--warm", type=int, default=0, help="decode steps of each batch before those")
     parser.add_argument("--prefill", type=step.pairs, default=[(1, 8192)], help="SEQUENCESxTOKENS,..")
-    parser.add_argument("--timeline", action="store_true", help="what a GPU does of a prompt's step")
+    parser.add_argument("--timeline", action="store_true", help="what a GPU does in prompts and layers of decode")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     if asked.zipf is not None:
@@ -259,6 +268,9 @@ def main() -> None:
             for line in lines:
                 if "budget" in line:
                     print(f"batch {line['batch']}, a layer:", *(f"{name} {us}" for name, us in line["budget"].items()))
+            for line in lines:
+                for rows in line.get("layers", []):
+                    print(timeline.HEADING, *(timeline.Row(*row) for row in rows), sep="\n")
             print(*(line for line in lines if line["what"] in ("experts", "timeline")), sep="\n")
             if asked.json:
                 about = dict(offload=out, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
