@@ -17,8 +17,8 @@ from .backend import AttentionParams, Part
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-# Of a step: of fewer, Triton's kernel is faster for contexts of 1000 to 10,000 tokens (benchmarks/ops_mla.py). A graph's
-# kernel is the same for all lengths, so these do not count.
+# Of a step: of fewer, Triton's kernel is faster for contexts of 1000 to 10,000 tokens (benchmarks/ops_mla.py). A
+# graph's kernel is the same for all lengths, so these do not count.
 LEAST_SEQUENCES = 4
 
 THREADS = 256
@@ -68,7 +68,7 @@ def most_parts(blocks: int, longest: int, room: int) -> int:
 @functools.cache
 def occupancy(device: torch.device) -> tuple[int, int]:
     """Panels that a block holds, and blocks of a multiprocessor."""
-    if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.SHARED
+    if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.HALF_SHARED
         return 5, 2
     # CUDA keeps 1024 bytes of each block's shared memory.
     room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024

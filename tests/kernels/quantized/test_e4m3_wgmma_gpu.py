@@ -68,7 +68,7 @@ def test_every_cut(outputs, inputs, unit, gate, dtype, tile, clusters):
     packed, weight = make(outputs, inputs, unit)
     alike = packed.layout.alike
     bias = torch.randn(outputs, device="cuda").to(dtype)
-    every = e4m3_wgmma.cuts(257, inputs, alike, bool(gate), True)
+    every = e4m3_wgmma.cuts(257, inputs, alike, bool(gate))
     cuts = [cut for cut in every if (cut.outputs, cut.rows, cut.n) == tile]
     wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
     assert len(cuts) >= len(wanted) - 1
