@@ -12,7 +12,9 @@ from torch import Tensor
 from ..cpp import ops
 
 DECAY = 0.995  # of an expert's score from one step to the next: what was chosen 138 steps ago counts half
-CHEAPEST, ON_CPU, COPIED = 0, 1, 2  # ways: by the costs; all that are not resident on the CPU; all of them copied
+# Ways: by the costs; all that are not resident on the CPU; all of them copied; all on the CPU, and of those that are to
+# become resident one is copied as well, which no token waits for.
+CHEAPEST, ON_CPU, COPIED, ADOPTED = 0, 1, 2, 3
 # By how much an expert's score must be above that of the resident one that it replaces: NOISE standard deviations of
 # the difference, where both are chosen by chance, and LEAST. With less, chance alone exchanges experts in every layer,
 # and each exchange is a copy.
@@ -88,9 +90,10 @@ class Choice:
         ops.run_calls(self._call, 1, 1)
         return None
 
-    def call(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> tuple[int, bytes]:
-        """The operation as ops.call_array takes it. The tensors have to stay."""
-        sizes = ids.numel(), len(self.counts), len(of.expert_in), self.first, self.way, limit, int(adopts)
+    def call(self, ids: Tensor, of: Residency, limit: int, adopts: bool, way: int | None = None) -> tuple[int, bytes]:
+        """The operation as ops.call_array takes it. The tensors have to stay. way: another one than `way`."""
+        way = self.way if way is None else way
+        sizes = ids.numel(), len(self.counts), len(of.expert_in), self.first, way, limit, int(adopts)
         costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
         tensors = ids, *map(torch.from_numpy, of), *self.results
         return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
@@ -101,27 +104,31 @@ class Choice:
         self.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
         of.scores[:] = of.scores * DECAY + (self.counts > 0)
         chosen = np.flatnonzero((self.counts > 0) & (of.slot_of < 0))
-        most = len(chosen) if self.way == COPIED else 0
+        most, fewest = len(chosen) if self.way == COPIED else 0, 0
         if self.way == CHEAPEST:
-            chosen, fewest = chosen[np.argsort(-self.counts[chosen], kind="stable")], 0
-            if adopts and len(chosen) and limit > 0:
-                wanted = chosen[of.scores[chosen].argmax()]
-                if self._slot_for(wanted, of) >= 0:
-                    chosen, fewest = np.concatenate(([wanted], chosen[chosen != wanted])), 1
+            chosen = chosen[np.argsort(-self.counts[chosen], kind="stable")]
+        if self.way in (CHEAPEST, ADOPTED) and adopts and len(chosen) and limit > 0:
+            wanted = chosen[of.scores[chosen].argmax()]
+            if self._slot_for(wanted, of) >= 0:
+                chosen, fewest = np.concatenate(([wanted], chosen[chosen != wanted])), 1
+        if self.way == CHEAPEST:
             cpu = self.costs.of_rows(self.counts[chosen])
             left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
             both = self.costs.both(left, np.arange(len(chosen) + 1) * self.costs.copy)
             most = fewest + int(np.argmin(both[fewest : limit + 1]))
+        here = chosen[most:]  # on the CPU
+        if self.way == ADOPTED:
+            most = fewest
         self._copied[: len(chosen)] = chosen
         self.cpu[:] = -1
-        self.cpu[chosen[most:]] = chosen[most:]
+        self.cpu[here] = here
         for i, expert in enumerate(chosen[:most].tolist()):
             slot = self._adopted[i] = self._slot_for(expert, of) if adopts else -1
             if slot >= 0:
                 of.slot_of[of.expert_in[slot]] = -1
                 of.expert_in[slot], of.slot_of[expert] = expert, slot
         resident, made = int((self.counts > 0).sum()) - len(chosen), int((self._adopted[:most] >= 0).sum())
-        self.found[:] = resident, len(chosen) - most, most, self.counts[chosen[most:]].sum(), made
+        self.found[:] = resident, len(here), most, self.counts[here].sum(), made
 
     def _slot_for(self, expert: int, of: Residency) -> int:
         """The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of

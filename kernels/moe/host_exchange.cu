@@ -1,7 +1,7 @@
 // What goes between a step on the GPU and the host while the step runs, through pinned memory that kernels read and write
 // themselves: copies and events would each cost a launch. `send`, `fetch` and `collect` follow each other in one stream;
-// state [4]: the blocks of `send` that are done, and how often it ran, which is what flags count; and up to which count the
-// list and the CPU's sums were seen. One thread of a grid looks at the host's flags and tells the others there: loads of
+// state [5]: the blocks of `send` that are done, and how often it ran, which is what flags count; up to which count the list
+// and the CPU's sums were seen; and the list's entry for `collect_only`. One thread of a grid looks at the host's flags and tells the others there: loads of
 // one address of host memory cross PCIe one after the other.
 
 __device__ inline unsigned load_host(const unsigned* from) {
@@ -151,6 +151,23 @@ __device__ inline void adopt(const Adopted& a, int block, int blocks) {
     }
 }
 
+// Four of y.
+__device__ inline void add_up(const T* resident, const T* copied, const float* made, T* y, int n) {
+    const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
+    if (i >= n) return;
+    float sum[4];
+    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+                 : "l"(made + i)
+                 : "memory");
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (RESIDENT) sum[j] += to_float(resident[i + j]);
+        if (COPIED) sum[j] += to_float(copied[i + j]);
+        y[i + j] = from_float<T>(sum[j]);
+    }
+}
+
 // y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
 // is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -174,17 +191,91 @@ host_collect(const T* resident, const T* copied, const float* made, T* y, unsign
     }
     __syncthreads();
     launch_dependents();
-    const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
-    if (i >= n) return;
-    float sum[4];
-    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
-                 : "l"(made + i)
-                 : "memory");
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        if (RESIDENT) sum[j] += to_float(resident[i + j]);
-        if (COPIED) sum[j] += to_float(copied[i + j]);
-        y[i + j] = from_float<T>(sum[j]);
+    add_up(resident, copied, made, y, n);
+}
+
+// Two nibbles of a unit, as moved_nibbles.py has them in its tables.
+__device__ inline unsigned moved(const unsigned char* unit, unsigned both) {
+    const unsigned low = both & 0xffff, high = both >> 16;
+    return (unit[low >> 1] >> low % 2 * 4 & 15) | (unit[high >> 1] >> high % 2 * 4 & 15) << 4;
+}
+
+// A tensor of experts in host memory, and as slots have it.
+struct Arriving {
+    const char* there;
+    long long bytes;  // of an expert there, a multiple of 16, below 2 GB
+    char* slots;
+    long long slot_bytes;
+    const uint4* moves;     // of moved_nibbles.py, for four bytes each; null: bytes stay as they are
+    const unsigned* flips;  // of four bytes
+    long long unit, made;   // bytes of a unit there, at most UNIT, and in a slot: multiples of 16
+};
+
+// An expert from host memory to its slot, made over on the way.
+__device__ inline void bring(const Arriving* parts, int tensors, int expert, int slot, int block, int blocks) {
+    __shared__ uint4 some[UNIT / 16];
+    for (int t = 0; t < tensors; t++) {
+        const Arriving a = parts[t];
+        const char* from = a.there + expert * a.bytes;
+        char* to = a.slots + slot * a.slot_bytes;
+        if (!a.moves) {
+            for (int i = block * THREADS + threadIdx.x; i < a.bytes / 16; i += blocks * THREADS)
+                ((uint4*)to)[i] = stream16(from + i * 16ll);
+            continue;
+        }
+        const int units = (int)a.bytes / (int)a.unit, loads = (int)a.unit / 16, stores = (int)a.made / 4;
+        const int each = UNIT / (int)a.unit;  // units at once
+        for (int u = block * each; u < units; u += blocks * each) {
+            const int count = min(each, units - u);
+            for (int i = threadIdx.x; i < count * loads; i += THREADS) some[i] = stream16(from + u * a.unit + i * 16ll);
+            __syncthreads();
+            for (int i = threadIdx.x; i < count * stores; i += THREADS) {
+                const unsigned char* const unit = (const unsigned char*)some + i / stores * (int)a.unit;
+                const uint4 m = a.moves[i % stores];
+                const unsigned four = moved(unit, m.x) | moved(unit, m.y) << 8 | moved(unit, m.z) << 16 |
+                                      moved(unit, m.w) << 24;
+                ((unsigned*)(to + u * a.made))[i] = four ^ a.flips[i % stores];
+            }
+            __syncthreads();
+        }
     }
+}
+
+// `collect` where the CPU computes all experts that are missing, and no other kernel looks at the list. One at most is in
+// it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+host_collect_only(const T* resident, const float* made, T* y, unsigned* state, unsigned* flag, const unsigned* list, int n,
+                  const Arriving* parts, int* table, long long* expert_in, int tensors, int first, int none) {
+    __shared__ unsigned entry;
+    grid_wait();
+    const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
+    const unsigned mine = state[1];
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) {
+            await_host(flag, mine, 0, flag + 1);
+            tell(state + 3, mine);
+        }
+        if (threadIdx.x == 32) {  // of another warp, so that the list is seen before the sums are there
+            const unsigned word = await_host(list, mine << 9, 511, flag + 1);
+            state[4] = word != (mine << 9 | 1) ? 0 : load_host(list + 1);
+            tell(state + 2, mine);
+        }
+    } else if (threadIdx.x == 0) {
+        const unsigned* const told = state + (blockIdx.x < blocks ? 3 : 2);
+        while (load_told(told) != mine) __nanosleep(50);
+        entry = *(volatile unsigned*)(state + 4);
+    }
+    __syncthreads();
+    if (blockIdx.x < blocks) {
+        launch_dependents();
+        add_up(resident, resident, made, y, n);
+        return;
+    }
+    if (!entry) return;
+    const int expert = entry & 0xffff, slot = (int)(entry >> 16) - 1;
+    bring(parts, tensors, expert, slot, blockIdx.x - blocks, gridDim.x - blocks);
+    if (blockIdx.x != blocks || threadIdx.x) return;
+    table[first + expert_in[slot]] = none;
+    table[first + expert] = slot;
+    expert_in[slot] = expert;
 }

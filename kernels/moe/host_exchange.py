@@ -19,11 +19,14 @@ from torch import Tensor
 from .. import host_memory, jit
 from ..cpp import ops
 from .host_service import LIMIT, Service
+from .moved_nibbles import Moves
 
 THREADS = 256  # of a block
 BLOCKS = 32  # that read host memory at once: half a megabyte under way, where PCIe takes a tenth of it; more are slower
 ADOPTING = 64  # blocks that copy experts into their slots
+BRINGING = 64  # that bring experts from the host to their slots, UNIT bytes each at once: half a megabyte, too
 MOST = THREADS  # experts of a list
+UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
 LINE = 32  # int32 of two cache lines: flags do not share one
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -42,7 +45,7 @@ class Exchange:
         self._flags = host_memory.zeros((2 * LINE + 1 + MOST,), torch.int32, pin=True)
         host_memory.check_pinned("experts in host memory", [self._flags])
         self.sent, self.made, self.list = self._flags[:LINE], self._flags[LINE : 2 * LINE], self._flags[2 * LINE :]
-        self.state = torch.zeros(4, dtype=torch.int32, device=device)
+        self.state = torch.zeros(5, dtype=torch.int32, device=device)
         self.service = Service(self.sent, self.made, self.list)
 
 
@@ -55,10 +58,18 @@ class Fetched(NamedTuple):
     slots: Tensor  # int32 [most] that they are to have; -1: none
 
 
+class Arriving(NamedTuple):
+    """One tensor of experts in host memory, and of slots."""
+
+    there: Tensor  # [n, ...]
+    slots: Tensor  # [m, ...]
+    moves: Moves | None  # how one becomes the other; None: they are the same
+
+
 class Slots(NamedTuple):
     """Where `collect` puts experts that become resident."""
 
-    parts: Tensor  # `table` of what has been copied and of the slots
+    parts: Tensor  # `table` of what has been copied and of the slots; for `collect_only` `arrivals`
     table: Tensor  # int32 [experts of the router] each one's slot, or as many as there are slots
     expert_in: Tensor  # int64 [slots]
 
@@ -96,6 +107,26 @@ def adopts(parts: Sequence[Part]) -> bool:
 def table(parts: Sequence[Part], device: torch.device) -> Tensor:
     """`fetch`'s parts."""
     rows = [[part.there.data_ptr(), part.there[0].nbytes, part.here.data_ptr()] for part in parts]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+def arrive(parts: Sequence[Arriving]) -> bool:
+    """Whether `collect_only` brings these."""
+    both = [Part(one.there, one.slots[:MOST]) for one in parts], [Part(one.slots, one.slots) for one in parts]
+    if not takes(both[0]) or not adopts(both[1]):
+        return False
+    moves = [one.moves for one in parts if one.moves is not None]
+    small = all(one.there[0].nbytes < 1 << 31 for one in parts)
+    return small and all(one.size <= UNIT and one.size % 16 == 0 == len(one.table) % 16 for one in moves)
+
+
+def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
+    """`collect_only`'s parts."""
+    rows = []
+    for there, slots, moves in parts:
+        rows.append([there.data_ptr(), there[0].nbytes, slots.data_ptr(), slots[0].nbytes, 0, 0, 0, 0])
+        if moves is not None:
+            rows[-1][4:] = moves.table.data_ptr(), moves.flips.data_ptr(), moves.size, len(moves.table)
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
@@ -138,6 +169,19 @@ def collect(
     return y
 
 
+def collect_only(
+    resident: Tensor, made: Tensor, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0
+) -> Tensor:
+    """`collect` where nothing was fetched: the list has one expert at most, which comes to its slot."""
+    y = torch.empty_like(like)
+    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(True))
+    blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
+    of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, len(slots.expert_in)
+    where = resident, made, y, exchange.state, exchange.made, exchange.list
+    kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
+    return y
+
+
 def sizes(resident: bool = False, copied: bool = False) -> dict[str, int]:
     """What host_exchange.cu is compiled for."""
-    return dict(THREADS=THREADS, RESIDENT=int(resident), COPIED=int(copied), LIMIT_S=int(LIMIT))
+    return dict(THREADS=THREADS, UNIT=UNIT, RESIDENT=int(resident), COPIED=int(copied), LIMIT_S=int(LIMIT))

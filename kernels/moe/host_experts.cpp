@@ -13,7 +13,8 @@
 // Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
 // copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
 // longer of the two as short as can be. Scores of the chosen grow, and all decay. Where `adopts`, copied experts become
-// resident whose scores are far above the lowest one; the first such one is copied in any case.
+// resident whose scores are far above the lowest one; the first such one is copied in any case. Way 3: all by the CPU, and
+// this one is copied as well.
 constexpr int TIMED = 4;                           // an expert's rows that are timed, as in host_choice.py
 constexpr double TIMED_ROWS[TIMED] = {1, 4, 16, 64};
 
@@ -104,8 +105,9 @@ void choose(const Choose& a, int part, int) {
         a.copied[i] = e;
     }
     int64_t most = a.way == 2 ? missing : 0;
+    const bool may = a.way == 0 || a.way == 3;
+    const int64_t fewest = may && a.adopts && missing && a.limit > 0 && put_wanted_first(a, missing);
     if (a.way == 0) {
-        const int64_t fewest = a.adopts && missing && a.limit > 0 && put_wanted_first(a, missing);
         double left = 0, best = INFINITY;  // left: of the CPU, of n copies
         for (int64_t n = missing; n >= fewest; n--) {
             const double longer = both(a, left, n * a.copy);
@@ -118,7 +120,9 @@ void choose(const Choose& a, int part, int) {
         a.cpu[e] = e;
         pairs += a.counts[e];
     }
-    a.found[0] = used - missing, a.found[1] = missing - most, a.found[2] = most, a.found[3] = pairs;
+    a.found[0] = used - missing, a.found[1] = missing - most, a.found[3] = pairs;
+    if (a.way == 3) most = fewest;
+    a.found[2] = most;
     a.found[4] = adopt(a, most);
 }
 

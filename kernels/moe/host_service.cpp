@@ -10,6 +10,8 @@
 #include "op.h"
 #include "wait.h"
 
+constexpr int NO_COPIES = 0, COPIES_TO_STAY = 2;  // as in host_service.py
+
 struct Call {  // as in pool.cpp
     Run run;
     const void* args;
@@ -22,7 +24,7 @@ struct Layer {
     const Call* calls;          // operations that compute experts
     int64_t count, alone;       // alone: how many of the first ones one thread does sooner than all begin to
     void* made;                 // what they make
-    int64_t bytes, copies;      // of that; whether experts are ever copied
+    int64_t bytes, copies;      // of that; NO_COPIES, COPIES or COPIES_TO_STAY
 };
 
 // What all layers have together. `list`: a word of 23 bits of the layer's count and 9 of how many experts, and then the
@@ -59,12 +61,13 @@ static bool wait_for(const Shared& s, uint32_t count, int64_t nanoseconds) {
 static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     layer.choose(layer.choose_args, 0, 1);
     const int64_t copies = layer.found[2];
-    if (layer.copies) {
+    if (layer.copies != NO_COPIES) {
         for (int64_t i = 0; i < copies; i++)
             s.list[1 + i] = (uint32_t)layer.copied[i] | (uint32_t)(layer.adopted[i] + 1) << 16;
         __atomic_store_n(s.list, count << 9 | (uint32_t)copies, __ATOMIC_RELEASE);
     }
-    const int64_t more[] = {layer.found[0], layer.found[1], copies, layer.found[4]};
+    const int64_t served = layer.copies == COPIES_TO_STAY ? 0 : copies;  // not those that are computed here, too
+    const int64_t more[] = {layer.found[0], layer.found[1], served, layer.found[4]};
     for (int i = 0; i < 4; i++) s.totals[3 + i] += more[i];
 }
 

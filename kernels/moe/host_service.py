@@ -28,6 +28,8 @@ LATE = {  # what stands behind the count of the layers that are computed
 PAUSE = 0.2  # seconds between two looks at whether the GPU still works
 ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
 PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
+# Of a layer: none are ever copied; copies serve the step; or they are for later steps, and the CPU computes these, too.
+NO_COPIES, COPIES, COPIES_TO_STAY = 0, 1, 2
 TIMES = "wait", "choose", "cpu"  # nanoseconds in Service.totals, and behind them experts:
 SERVED = "resident", "cpu", "streamed", "loaded"
 
@@ -48,14 +50,14 @@ class Step(NamedTuple):
 
 
 def layer(
-    choice: Choice, choose: tuple[int, bytes], calls: ctypes.Array[Any], made: Tensor, copies: bool, *held: Any
+    choice: Choice, choose: tuple[int, bytes], calls: ctypes.Array[Any], made: Tensor, copies: int, *held: Any
 ) -> Layer:
     """choose: of `Choice.call`. calls: `HostPairs.all_calls` of the choice's experts. made: [T, H], what they fill.
-    copies: whether any are copied. held: what all of them point to."""
+    copies: what they are for. held: what all of them point to."""
     args = ctypes.create_string_buffer(choose[1])
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
-    packed = struct.pack("11q", *where, PLACED if len(made) <= ALONE else 0, made.data_ptr(), made.nbytes, int(copies))
+    packed = struct.pack("11q", *where, PLACED if len(made) <= ALONE else 0, made.data_ptr(), made.nbytes, copies)
     return Layer(packed, (choice, args, calls, made, *held))
 
 

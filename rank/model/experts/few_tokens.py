@@ -5,6 +5,10 @@ experts on the CPU (kernels/moe/host_service.py). Meanwhile the GPU brings other
 for the CPU's sums. All that is launched is captured, as one graph for a whole step; what is not known then, as which
 experts are copied, lies in memory (kernels/moe/host_exchange.py). Copied experts that are chosen more often than
 resident ones take their places there, so the resident set follows what is chosen without copies of its own.
+
+Kernels that bring experts and compute them take their time also where there are none, which a step of one token waits
+for in every layer. So where the CPU is about as fast as copies, steps of the fewest pairs leave all that is missing to
+it, and an expert comes over only to become resident, while the CPU computes and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from torch import Tensor
 
 from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
-from ....kernels.moe.host_choice import Choice, Residency
-from ....kernels.moe.host_exchange import Exchange, Part, Slots
+from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
+from ....kernels.moe.host_exchange import Arriving, Exchange, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
@@ -24,6 +28,8 @@ from .host_steps import Steps
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
+ALONE = 16  # most pairs of steps that the CPU serves alone: of more the GPU has a share that is worth its kernels
+DEARER = 2.0  # times as long as a copy of many that of one takes, with what surrounds it (docs/performance.md)
 
 Work = Callable[[HostView, int], Kept]
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
@@ -41,6 +47,8 @@ class FewTokens:
         self.stack: Experts | None = None  # room for what is copied
         self.capacity = 0
         self._slots: Slots | None = None
+        self._alone = False  # whether the CPU serves steps of the fewest pairs alone
+        self._arriving: Slots | None = None  # where experts become resident then
         self._layers: dict[tuple[int, int], Layer] = {}
         if not copies or not streamer.makes_over(layer):
             return
@@ -54,11 +62,24 @@ class FewTokens:
 
     def adopts_into(self, slots: Buffer, table: Tensor, expert_in: Tensor) -> None:
         """Copied experts may become resident there."""
-        if self.stack is None or not len(expert_in):
+        device, costs = self.streamer.device, self.choice.costs
+        self._alone = costs.cpu[0] <= DEARER * costs.copy
+        if not len(expert_in):
+            return
+        if self._alone and (moves := self.streamer.moves(self.layer)):
+            arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
+            if host_exchange.arrive(arriving):
+                self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in)
+        self._alone = self._arriving is not None
+        if self.stack is None:
             return
         parts = [Part(*both) for both in zip(self._ready, slots.tensors, strict=True)]
         if host_exchange.adopts(parts):
-            self._slots = Slots(host_exchange.table(parts, self.streamer.device), table, expert_in)
+            self._slots = Slots(host_exchange.table(parts, device), table, expert_in)
+
+    def _by_cpu(self, pairs: int) -> bool:
+        """Whether it computes all missing experts of a step that is launched for so many pairs."""
+        return self._alone and pairs <= ALONE
 
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
@@ -69,8 +90,13 @@ class FewTokens:
         key = id(view), tokens
         if key not in self._layers:
             ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
-            call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
-            of = self.choice, call, kept.packed, made, self.stack is not None, view, kept, self.residency
+            if self._by_cpu(view.ids.numel()):
+                copies = host_service.COPIES_TO_STAY if self._arriving is not None else host_service.NO_COPIES
+                call = self.choice.call(ids, self.residency, 1, self._arriving is not None, ADOPTED)
+            else:
+                copies = host_service.COPIES if self.stack is not None else host_service.NO_COPIES
+                call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
+            of = self.choice, call, kept.packed, made, copies, view, kept, self.residency
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 
@@ -100,7 +126,11 @@ class FewTokens:
         compute: Compute,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
-        if self.stack is None:
+        alone = self._by_cpu(ids.numel())
+        if alone and self._arriving is not None:
+            assert resident is not None, "there are slots"
+            return host_exchange.collect_only(resident, view.made, x, exchange, self._arriving, self.choice.first)
+        if alone or self.stack is None:
             return host_exchange.collect(resident, None, view.made, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)

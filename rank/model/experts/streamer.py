@@ -98,6 +98,12 @@ class Streamer:
         """Whether `make_over` takes its experts."""
         return layer.same or all(moves is not None for moves in self._moves_of(layer))
 
+    def moves(self, layer: HostStack) -> list[Moves | None]:
+        """How each of its tensors is made over; None: it stays as it is. Empty where one is made over by torch."""
+        if layer.same:
+            return [None] * len(layer.tensors)
+        return self._moves_of(layer) if self.makes_over(layer) else []
+
     def make_over(self, layer: HostStack, most: int, count: Tensor) -> None:
         """The first of the first buffer, as many as count [1] says and `most` at most, in the current stream."""
         if layer.same:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from phalanx.benchmarks.offload import draw
 from phalanx.kernels.moe import host_choice
-from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
+from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 
 
 def made(compiled, monkeypatch, ids, of, costs, way, first=0, limit=1 << 30, adopts=False):
@@ -26,7 +26,7 @@ def residency(draw, experts):
 
 
 @pytest.mark.parametrize("adopts", [False, True])
-@pytest.mark.parametrize("way", [CHEAPEST, ON_CPU, COPIED])
+@pytest.mark.parametrize("way", [CHEAPEST, ON_CPU, COPIED, ADOPTED])
 def test_both_agree(monkeypatch, way, adopts):
     draw, moved = np.random.default_rng(0), 0
     for turn in range(60):
@@ -45,7 +45,9 @@ def test_both_agree(monkeypatch, way, adopts):
         counts, cpu, copied, adopted, found, slot_of, _, expert_in = both[0]
         assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (before.slot_of < 0)))
         assert way != CHEAPEST or len(copied) <= limit
-        assert found[3] == counts[cpu >= 0].sum() and found[:3].sum() == (counts > 0).sum()
+        assert way != ADOPTED or len(copied) == found[4] <= min(limit, 1) and (cpu[copied] == copied).all()
+        served = found[:2] if way == ADOPTED else found[:3]
+        assert found[3] == counts[cpu >= 0].sum() and served.sum() == (counts > 0).sum()
         for expert, slot in zip(copied, adopted, strict=True):
             assert slot == slot_of[expert] and (slot < 0 or (expert_in[slot] == expert and slot))
         assert found[4] == (adopted >= 0).sum() == (slot_of != before.slot_of).sum() / 2

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 from phalanx.kernels import host_memory, jit
-from phalanx.kernels.moe import host_exchange
-from phalanx.kernels.moe.host_exchange import Exchange, Part, Slots
+from phalanx.kernels.moe import host_exchange, moved_nibbles
+from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Part, Slots
+from phalanx.kernels.moe.moved_nibbles import Moves
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
@@ -118,6 +119,72 @@ def test_both_sides(dtype, late):
         assert torch.equal(both.of_slots.table.cpu(), both.want_table)
         assert torch.equal(both.of_slots.expert_in.cpu(), both.want_in)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(both.slots, both.want_slots, strict=True))
+
+
+def moves_of(size, made):
+    """Nibbles anywhere, and bits that are flipped."""
+    low, high = (torch.randint(0, 2 * size, (made,), dtype=torch.int32) for _ in range(2))
+    return Moves(low | high << 16, torch.randint(0, 256, (made,), dtype=torch.uint8), size)
+
+
+def arriving():
+    """Of experts of three tensors: one as it is, one of many small units, and one of few large ones."""
+    found = []
+    for size, made, units in ((48, 48, 1), (2368, 2560, 77), (4672, 4480, 5)):
+        there = pinned(EXPERTS, units * size)
+        there.random_(256)
+        moves = moves_of(size, made) if size > 48 else None
+        want = there if moves is None else moved_nibbles.move_reference(moves, there).view(EXPERTS, -1)
+        here = torch.zeros(SLOTS, units * made, dtype=torch.uint8, device="cuda")
+        on_gpu = moves and Moves(moves.table.cuda(), moves.flips.cuda(), size)
+        found.append((Arriving(there, here, on_gpu), want))
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_comes_to_stay(dtype, late):
+    """With or without an expert in the list. late: as above, and the list comes before the sums."""
+    both, draw, cuda = Pair(dtype), torch.Generator().manual_seed(0), torch.device("cuda")
+    exchange, parts = both.exchange, arriving()
+    mine = [one for one, _ in parts]
+    assert host_exchange.arrive(mine)
+    slots = both.of_slots._replace(parts=host_exchange.arrivals(mine, cuda))
+    want_slots = [torch.zeros(one.slots.shape, dtype=torch.uint8) for one in mine]
+    for turn in range(12):
+        tokens = (1, 3, 16)[turn % 3]
+        both.count += 1
+        x = torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype)
+        ids = torch.stack([torch.randperm(ROUTER, generator=draw)[:K] for _ in range(tokens)]).int().cuda()
+        host_exchange.send(x, ids, torch.rand(tokens, K).cuda(), slots.table, room(tokens, dtype), exchange)
+        entries = []
+        if turn % 4 != 3:
+            free = sorted(set(range(EXPERTS)) - set(both.want_in.tolist()))
+            entries = [(free[turn % len(free)], turn * 5 % SLOTS)]
+        experts, places = [one for one, _ in entries], [slot for _, slot in entries]
+        made = pinned(tokens, HIDDEN, dtype=torch.float32)
+        made.normal_(generator=draw)
+        resident = torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype)
+        torch.cuda.synchronize()
+        later = late and turn > 0
+        if not later:
+            both.tell(experts, places)
+            exchange.made[0] = both.count
+        y = host_exchange.collect_only(resident, made, x, exchange, slots, FIRST)
+        if later:
+            time.sleep(0.01)
+            both.tell(experts, places)
+            time.sleep(0.01)
+            exchange.made[0] = both.count
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, (resident.float() + made.cuda()).to(dtype), atol=2e-2, rtol=2e-2)
+        for expert, slot in entries:
+            both.want_table[FIRST + int(both.want_in[slot])] = SLOTS
+            both.want_table[FIRST + expert], both.want_in[slot] = slot, expert
+            for slot_of_part, (_, made_over) in zip(want_slots, parts, strict=True):
+                slot_of_part[slot] = made_over[expert]
+        assert torch.equal(slots.table.cpu(), both.want_table) and torch.equal(slots.expert_in.cpu(), both.want_in)
+        assert all(torch.equal(one.slots.cpu(), want) for one, want in zip(mine, want_slots, strict=True))
 
 
 def test_who_is_given_up_waits_no_more():

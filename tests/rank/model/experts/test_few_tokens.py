@@ -7,6 +7,7 @@ from phalanx.kernels import host_memory, jit
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_exchange, host_service
 from phalanx.kernels.moe.host_exchange import Fetched
+from phalanx.rank.model.experts import few_tokens
 from phalanx.rank.model.experts.few_tokens import FewTokens
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host_buffers import SharedBuffers
@@ -22,14 +23,16 @@ class Played:
     """What host_exchange.cu does. `collect` has nothing to add up before the CPU's part is there: it is done then."""
 
     def __init__(self, patch):
-        self.waiting, self.fetched, self.adopted = [], 0, 0
+        self.waiting, self.fetched, self.adopted, self.only = [], 0, 0, 0
         patch.setattr(host_memory, "pin_memory", lambda memory: None)
         patch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
         patch.setattr(torch.cuda, "Event", object)
         patch.setattr(host_exchange, "supports", lambda device: True)
         patch.setattr(host_exchange, "takes", lambda parts: True)
-        patch.setattr(host_exchange, "table", lambda parts, device: parts)
-        for name in ("send", "fetch", "collect"):
+        patch.setattr(host_exchange, "arrive", lambda parts: True)
+        for name in ("table", "arrivals"):
+            patch.setattr(host_exchange, name, lambda parts, device: parts)
+        for name in ("send", "fetch", "collect", "collect_only"):
             patch.setattr(host_exchange, name, getattr(self, name))
         run = FewTokens.run
         patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
@@ -68,11 +71,27 @@ class Played:
                 continue
             for part in slots.parts:
                 part.here[slot] = part.there[i]
-            slots.table[first + slots.expert_in[slot]] = len(slots.expert_in)
-            slots.table[first + expert] = slot
-            slots.expert_in[slot] = expert
-            self.adopted += 1
+            self.enter(slots, expert, slot, first)
         return y
+
+    def collect_only(self, resident, made, like, exchange, slots, first):
+        count, entry = int(exchange.list[0]) & 511, int(exchange.list[1])
+        assert int(exchange.list[0]) >> 9 == self.sent and count < 2
+        y = self.collect(resident, None, made, like, exchange)
+        self.only += 1
+        if count:
+            expert, slot = entry & 0xFFFF, (entry >> 16) - 1
+            for part in slots.parts:
+                assert part.moves is None
+                part.slots[slot] = part.there[expert]
+            self.enter(slots, expert, slot, first)
+        return y
+
+    def enter(self, slots, expert, slot, first):
+        slots.table[first + slots.expert_in[slot]] = len(slots.expert_in)
+        slots.table[first + expert] = slot
+        slots.expert_in[slot] = expert
+        self.adopted += 1
 
     def done(self, service, y):
         service.drain()
@@ -105,13 +124,17 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("few"), **MODELS["qwen3_moe"] | {"moe_intermediate_size": 32})
 
 
-@pytest.mark.parametrize("offload, way", [(100, "auto"), (3, "auto"), (3, "stream"), (3, "cpu")])
+@pytest.mark.parametrize(
+    "offload, way, copy",
+    [(100, "auto", 0.4), (3, "auto", 0.4), (100, "auto", 0.7), (3, "auto", 0.7), (3, "stream", 0.7), (3, "cpu", 0.7)],
+)
 @torch.no_grad()
-def test_both_sides_agree(path, monkeypatch, offload, way):
+def test_both_sides_agree(path, monkeypatch, offload, way, copy):
+    """copy: seconds of one, of which the CPU takes 1: with 0.7 it serves steps of few pairs alone."""
     (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(offload, way=way))
     host, played = layer.host, beside_gpu(monkeypatch, layer, made, way)
     if way == "auto":
-        host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=0.7)
+        host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     draw = torch.Generator().manual_seed(0)
     total = layer.down_proj.experts.size
     for count in (1, 3, 16, 1, 2, 5) * 3:
@@ -123,6 +146,28 @@ def test_both_sides_agree(path, monkeypatch, offload, way):
     assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
     assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
     assert (counters.resident > 0) == (offload == 3)
+    few = sum(count * layer.top_k <= few_tokens.ALONE for count in (1, 3, 16, 1, 2, 5) * 3)
+    assert played.only == (few if (offload, way, copy) == (3, "auto", 0.7) else 0)
+
+
+@pytest.mark.parametrize("copy", [0.4, 0.7])
+@torch.no_grad()
+def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy):
+    """One expert a step, where the CPU serves it alone, and meanwhile computes that one, too."""
+    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(3, way="auto"))
+    host, played = layer.host, beside_gpu(monkeypatch, layer, made, "auto")
+    host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
+    total, draw = layer.down_proj.experts.size, torch.Generator().manual_seed(0)
+    ids = torch.arange(total - layer.top_k, total, dtype=torch.int32)[None]
+    for _ in range(12):
+        x = torch.randn(1, layer.down_proj.outputs[0].size, generator=draw)
+        weights, before = torch.rand(1, layer.top_k, generator=draw), made.counters.loaded
+        torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
+        assert copy < 0.5 or made.counters.loaded - before < 2
+    counters = made.counters
+    assert counters.loaded == played.adopted == 3 and (played.only == 12) == (copy > 0.5)
+    if played.only:
+        assert counters.streamed == 0 and counters.resident + counters.cpu == 12 * layer.top_k
 
 
 @torch.no_grad()

@@ -119,6 +119,34 @@ def test_quantised(wide, room, isq):
         torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("isq", ["none", "q4k", "q6k", "q8_0"])
+@pytest.mark.parametrize("offload", [2, 100])
+@torch.no_grad()
+def test_the_cpu_alone(wide, isq, offload, monkeypatch):
+    """Steps of the fewest pairs leave what is missing to it, and what is chosen again and again becomes resident."""
+    monkeypatch.setattr(few_tokens, "DEARER", 1e9)
+    plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
+    layer, made = experts(wide, ExpertRoom(offload), "bf16", isq=isq)
+    x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
+    assert ids.numel() <= few_tokens.ALONE
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer(x, ids, weights).local()
+        torch.cuda.synchronize()
+        assert layer.host._fewer._by_cpu(ids.numel())
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        for turn in range(60):
+            given = tokens(plain, 1, turn // 20, torch.bfloat16)
+            for static, new in zip((x, ids, weights), given, strict=True):
+                static.copy_(new)
+            pieces.replay(1)
+            torch.testing.assert_close(y, plain(*given).local(), atol=5e-2, rtol=5e-2)
+        torch.cuda.synchronize()
+    layer.host._drain()
+    assert made.counters.cpu > 0 and (made.counters.resident > 0) == (offload == 2)
+    assert made.counters.streamed == 0
+
+
 @pytest.mark.parametrize("isq", ["none", "q4k", "fp8"])
 @torch.no_grad()
 def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
