@@ -10,18 +10,24 @@ from __future__ import annotations
 from .devices import Host
 from .shape import StageShape, Weights
 
-FEW = 16  # tokens of steps that are one launch; rank/model/experts/few_tokens.py
+# Tokens of steps that are one launch, and pairs of a token and an expert that the CPU serves alone there;
+# rank/model/experts/few_tokens.py
+FEW, ALONE = 16, 16
 LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copies all; rank/model/experts/host.py
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
-# Seconds of a layer until GPU and host know what the other has, and of the kernels around that: of few tokens what
-# steps of one sequence took on an H100 beside their experts (2026-11-25, b525504). Of more Python launches each layer:
-# 265 us of a step with half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
-FIXED = {True: 50e-6, False: 157e-6}
+# Seconds of a layer until GPU and host know what the other has, and of the kernels around that. Of the fewest pairs
+# what steps of one sequence took on an H200 beside their experts (2026-11-26, 65d1280); of few tokens, which have
+# kernels for copied experts as well, on an H100 (2026-11-25, b525504). Of more Python launches each layer: 265 us of a
+# step with half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
+FEWEST_FIXED, FEW_FIXED, FIXED = 15e-6, 50e-6, 157e-6
 
 
-def fixed(tokens: int) -> float:
-    return FIXED[tokens <= FEW]
+def fixed(tokens: int, chosen: int) -> float:
+    """chosen: experts of a token."""
+    if tokens > FEW:
+        return FIXED
+    return FEWEST_FIXED if tokens * chosen <= ALONE else FEW_FIXED
 
 
 def streamed(tokens: int, chosen: int, experts: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from .devices import GIB
-from .offload import FEW, FIXED, PCIE
+from .offload import ALONE, FEW, FEW_FIXED, FEWEST_FIXED, FIXED, PCIE
 from .plan import Answer, LayoutEstimate
 from .shape import KINDS, split
 
@@ -78,7 +78,7 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
     layout, host = one.layout, answer.cluster.device.host
     held = split(answer.shape.experts, layout.ep)
     stage = max(one.memory.stages, key=lambda stage: stage.host - stage.parked)
-    few, many = (round(FIXED[is_few] * 1e6) for is_few in (True, False))
+    fewest, few, many = (round(seconds * 1e6) for seconds in (FEWEST_FIXED, FEW_FIXED, FIXED))
     running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
     lines = [
         f"Experts on a rank: {layout.offload} of a layer's {held} in host memory alone "
@@ -90,8 +90,8 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
         lines.append(
             f"Of host memory a rank's CPU and copies read {gb(host.bandwidth)} GB/s together, the CPU alone "
             f"{gb(host.cpu)}, and it computes {host.flops / 1e12:.2f} TFLOP/s ({host.source}); assumed as well: even "
-            f"routing, {PCIE / 1e9:.0f} GB/s of PCIe, and {few} us a layer between GPU and host, {many} of more than "
-            f"{FEW} sequences"
+            f"routing, {PCIE / 1e9:.0f} GB/s of PCIe, and {fewest} us a layer between GPU and host, {few} of more than "
+            f"{ALONE} pairs of a token and an expert, {many} of more than {FEW} sequences"
         )
     return lines
 

@@ -20,7 +20,7 @@ ROUND = 3  # order of the norm that joins memory's time and arithmetic's
 CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
 SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
-CODES = 0.6  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
+CODES = 0.75  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
 PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/dequantized.py
 # Of the memory bandwidth that making them plain reaches, from a prompt of 4096 tokens of Qwen3-30B-A3B in Q4_K_M on an
 # H100, 127 ms, less what the same takes in bf16
@@ -111,7 +111,7 @@ class StepModel:
         if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
             if self.layout.offload and not self._streams(tokens):
-                total += offload.fixed(tokens)
+                total += offload.fixed(tokens, self.shape.chosen)
         return total
 
     def _streams(self, tokens: int) -> bool:

@@ -119,7 +119,8 @@ def test_experts(fit):
     assert (
         "Of host memory a rank's CPU and copies read 95.0 GB/s together, the CPU alone 61.0, and it computes 1.10 "
         "TFLOP/s (assumed: 16 cores with AMX for each rank; `phalanx doctor` measures a host's); assumed as well: even "
-        "routing, 54 GB/s of PCIe, and 50 us a layer between GPU and host, 157 of more than 16 sequences\n"
+        "routing, 54 GB/s of PCIe, and 15 us a layer between GPU and host, 50 of more than 16 pairs of a "
+        "token and an expert, 157 of more than 16 sequences\n"
     ) in out
 
 
