@@ -133,7 +133,7 @@ def load_all(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
     if not _all_kept(names, isa):
         with jit.locked(jit.cache_folder() / f"{isa}.lock"):
             if not _all_kept(names, isa):  # another rank may have been faster
-                compile_text("", isa, "nothing")  # raises where no compiler works
+                compile_text("", isa, "trial")  # raises where no compiler works, or none knows these instructions
                 log.info("compiling C++ kernels for %s; the next start on this machine finds them", isa)
                 return _load_together(names, isa)
     return _load_together(names, isa)
