@@ -13,7 +13,7 @@ from ..cpp import ops
 
 DECAY = 0.995  # of an expert's score from one step to the next: what was chosen 138 steps ago counts half
 # Ways: by the costs; all that are not resident on the CPU; all of them copied; all on the CPU, and of those that are to
-# become resident one is copied as well, which no token waits for.
+# become resident one is copied as well, beside that.
 CHEAPEST, ON_CPU, COPIED, ADOPTED = 0, 1, 2, 3
 # By how much an expert's score must be above that of the resident one that it replaces: NOISE standard deviations of
 # the difference, where both are chosen by chance, and LEAST. With less, chance alone exchanges experts in every layer,

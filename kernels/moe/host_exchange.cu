@@ -1,8 +1,8 @@
 // What goes between a step on the GPU and the host while the step runs, through pinned memory that kernels read and write
 // themselves: copies and events would each cost a launch. `send`, `fetch` and `collect` follow each other in one stream;
 // state [5]: the blocks of `send` that are done, and how often it ran, which is what flags count; up to which count the list
-// and the CPU's sums were seen; and the list's entry for `collect_only`. One thread of a grid looks at the host's flags and tells the others there: loads of
-// one address of host memory cross PCIe one after the other.
+// and the CPU's sums were seen; and the list's entry for `collect_only`. One thread of a grid looks at the host's flags and
+// tells the others there: loads of one address of host memory cross PCIe one after the other.
 
 __device__ inline unsigned load_host(const unsigned* from) {
     unsigned y;

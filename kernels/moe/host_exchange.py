@@ -24,7 +24,7 @@ from .moved_nibbles import Moves
 THREADS = 256  # of a block
 BLOCKS = 32  # that read host memory at once: half a megabyte under way, where PCIe takes a tenth of it; more are slower
 ADOPTING = 64  # blocks that copy experts into their slots
-BRINGING = 64  # that bring experts from the host to their slots, UNIT bytes each at once: half a megabyte, too
+BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
 MOST = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
 LINE = 32  # int32 of two cache lines: flags do not share one

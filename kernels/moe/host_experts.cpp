@@ -28,7 +28,7 @@ struct Choose {
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* adopted;  // [experts] the slots of those; -1: none
     int64_t* found;  // how many are resident, computed by the CPU, and copied; pairs of those of the CPU; how many are adopted
-    int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of way 0
+    int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
     double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
     double noise, least;  // as in residents.py
 };

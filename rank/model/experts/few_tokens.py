@@ -8,7 +8,8 @@ resident ones take their places there, so the resident set follows what is chose
 
 Kernels that bring experts and compute them take their time also where there are none, which a step of one token waits
 for in every layer. So where the CPU is about as fast as copies, steps of the fewest pairs leave all that is missing to
-it, and an expert comes over only to become resident, while the CPU computes and nothing waits for it.
+it, and an expert comes over only to become resident, while the CPU computes: the step waits only for what is left of
+the copy when the CPU is done.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from .host_steps import Steps
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
-ALONE = 16  # most pairs of steps that the CPU serves alone: of more the GPU has a share that is worth its kernels
-DEARER = 2.0  # times as long as a copy of many that of one takes, with what surrounds it (docs/performance.md)
+CPU_PAIRS = 16  # most pairs of steps that the CPU serves alone: of more the GPU has a share that is worth its kernels
+# Times the copy of one of many experts that the copy of a single one takes, by the kernel that fetches it
+# (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
+DEARER = 2.0
 
 Work = Callable[[HostView, int], Kept]
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
@@ -47,8 +50,8 @@ class FewTokens:
         self.stack: Experts | None = None  # room for what is copied
         self.capacity = 0
         self._slots: Slots | None = None
-        self._alone = False  # whether the CPU serves steps of the fewest pairs alone
-        self._arriving: Slots | None = None  # where experts become resident then
+        # Where experts become resident in steps of the fewest pairs, which the CPU serves alone; None: it does not
+        self._arriving: Slots | None = None
         self._layers: dict[tuple[int, int], Layer] = {}
         if not copies or not streamer.makes_over(layer):
             return
@@ -62,15 +65,13 @@ class FewTokens:
 
     def adopts_into(self, slots: Buffer, table: Tensor, expert_in: Tensor) -> None:
         """Copied experts may become resident there."""
-        device, costs = self.streamer.device, self.choice.costs
-        self._alone = costs.cpu[0] <= DEARER * costs.copy
-        if not len(expert_in):
+        if not len(expert_in):  # then much is missing, of which copies take a part
             return
-        if self._alone and (moves := self.streamer.moves(self.layer)):
+        device, costs = self.streamer.device, self.choice.costs
+        if costs.cpu[0] <= DEARER * costs.copy and (moves := self.streamer.moves(self.layer)):
             arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
             if host_exchange.arrive(arriving):
                 self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in)
-        self._alone = self._arriving is not None
         if self.stack is None:
             return
         parts = [Part(*both) for both in zip(self._ready, slots.tensors, strict=True)]
@@ -79,7 +80,7 @@ class FewTokens:
 
     def _by_cpu(self, pairs: int) -> bool:
         """Whether it computes all missing experts of a step that is launched for so many pairs."""
-        return self._alone and pairs <= ALONE
+        return self._arriving is not None and pairs <= CPU_PAIRS
 
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
@@ -91,8 +92,8 @@ class FewTokens:
         if key not in self._layers:
             ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
             if self._by_cpu(view.ids.numel()):
-                copies = host_service.COPIES_TO_STAY if self._arriving is not None else host_service.NO_COPIES
-                call = self.choice.call(ids, self.residency, 1, self._arriving is not None, ADOPTED)
+                copies = host_service.COPIES_TO_STAY
+                call = self.choice.call(ids, self.residency, 1, True, ADOPTED)
             else:
                 copies = host_service.COPIES if self.stack is not None else host_service.NO_COPIES
                 call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
@@ -126,11 +127,10 @@ class FewTokens:
         compute: Compute,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
-        alone = self._by_cpu(ids.numel())
-        if alone and self._arriving is not None:
+        if self._arriving is not None and self._by_cpu(ids.numel()):
             assert resident is not None, "there are slots"
             return host_exchange.collect_only(resident, view.made, x, exchange, self._arriving, self.choice.first)
-        if alone or self.stack is None:
+        if self.stack is None:
             return host_exchange.collect(resident, None, view.made, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)

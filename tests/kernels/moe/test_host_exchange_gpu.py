@@ -172,9 +172,9 @@ def test_one_comes_to_stay(dtype, late):
             exchange.made[0] = both.count
         y = host_exchange.collect_only(resident, made, x, exchange, slots, FIRST)
         if later:
-            time.sleep(0.01)
+            time.sleep(0.01)  # 10 ms, a thousand times what the kernel takes to begin to wait for the list
             both.tell(experts, places)
-            time.sleep(0.01)
+            time.sleep(0.01)  # 10 ms, by then it waits for the sums
             exchange.made[0] = both.count
         torch.cuda.synchronize()
         torch.testing.assert_close(y, (resident.float() + made.cuda()).to(dtype), atol=2e-2, rtol=2e-2)

@@ -146,7 +146,7 @@ def test_both_sides_agree(path, monkeypatch, offload, way, copy):
     assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
     assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
     assert (counters.resident > 0) == (offload == 3)
-    few = sum(count * layer.top_k <= few_tokens.ALONE for count in (1, 3, 16, 1, 2, 5) * 3)
+    few = sum(count * layer.top_k <= few_tokens.CPU_PAIRS for count in (1, 3, 16, 1, 2, 5) * 3)
     assert played.only == (few if (offload, way, copy) == (3, "auto", 0.7) else 0)
 
 

@@ -120,15 +120,14 @@ def test_quantised(wide, room, isq):
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q6k", "q8_0"])
-@pytest.mark.parametrize("offload", [2, 100])
 @torch.no_grad()
-def test_the_cpu_alone(wide, isq, offload, monkeypatch):
+def test_the_cpu_alone(wide, isq, monkeypatch):
     """Steps of the fewest pairs leave what is missing to it, and what is chosen again and again becomes resident."""
     monkeypatch.setattr(few_tokens, "DEARER", 1e9)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, made = experts(wide, ExpertRoom(offload), "bf16", isq=isq)
+    layer, made = experts(wide, ExpertRoom(2), "bf16", isq=isq)
     x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
-    assert ids.numel() <= few_tokens.ALONE
+    assert ids.numel() <= few_tokens.CPU_PAIRS
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
@@ -143,7 +142,7 @@ def test_the_cpu_alone(wide, isq, offload, monkeypatch):
             torch.testing.assert_close(y, plain(*given).local(), atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
     layer.host._drain()
-    assert made.counters.cpu > 0 and (made.counters.resident > 0) == (offload == 2)
+    assert made.counters.cpu > 0 and made.counters.resident > 0
     assert made.counters.streamed == 0
 
 
