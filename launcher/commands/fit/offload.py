@@ -10,9 +10,9 @@ from __future__ import annotations
 from .devices import Host
 from .shape import StageShape, Weights
 
-# Tokens of steps that are one launch, and pairs of a token and an expert that the CPU serves alone there;
-# rank/model/experts/few_tokens.py
-FEW, ALONE = 16, 16
+# Tokens of steps that are one launch; pairs of a token and an expert that the CPU serves alone there, where some
+# experts are resident and it takes at most so many times a copy's time for one; rank/model/experts/few_tokens.py
+FEW, CPU_PAIRS, DEARER = 16, 16, 2.0
 LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copies all; rank/model/experts/host.py
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
@@ -23,11 +23,15 @@ COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to
 FEWEST_FIXED, FEW_FIXED, FIXED = 15e-6, 50e-6, 157e-6
 
 
-def fixed(tokens: int, chosen: int) -> float:
-    """chosen: experts of a token."""
-    if tokens > FEW:
-        return FIXED
-    return FEWEST_FIXED if tokens * chosen <= ALONE else FEW_FIXED
+def cpu_alone(host: Host, pairs: int, share: float) -> bool:
+    """Whether the CPU computes all that is missing of so many pairs of a token and an expert. share: of them that is
+    resident."""
+    return share > 0 and pairs <= CPU_PAIRS and host.cpu * DEARER >= PCIE * COPIED
+
+
+def fixed(tokens: int, alone: bool) -> float:
+    """alone: as `cpu_alone` has it."""
+    return FEWEST_FIXED if alone else FEW_FIXED if tokens <= FEW else FIXED
 
 
 def streamed(tokens: int, chosen: int, experts: int) -> bool:
@@ -45,15 +49,18 @@ def missing(stage: StageShape, offload: int) -> float:
     return sum(one.host * min(offload, one.copies) for one in stage.weights if one.expert)
 
 
-def beside(host: Host, tokens: int, computed: float, missed: float, work: float) -> float:
-    """Seconds that both sides take. computed: the GPU's, for resident experts. missed: bytes of chosen experts that are
-    not resident, whose FLOP are `work`.
+def beside(host: Host, tokens: int, alone: bool, computed: float, missed: float, work: float) -> float:
+    """Seconds that both sides take. alone: as `cpu_alone` has it. computed: the GPU's, for resident experts. missed:
+    bytes of chosen experts that are not resident, whose FLOP are `work`.
 
-    Of few tokens the GPU copies by kernels, after it has computed what is resident; of more, streams beside it do.
+    Else the GPU copies a part of them: of few tokens by kernels, after it has computed what is resident; of more by
+    streams beside it.
     """
     if not missed:
         return computed
     cpu = missed / max(missed / host.cpu, work / host.flops)  # bytes/s
+    if alone:
+        return max(computed, missed / cpu)
     begun = computed if tokens <= FEW else 0.0
     left = max(0.0, missed - cpu * begun)
     return max(computed, begun + left / min(host.bandwidth, cpu + PCIE * COPIED))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from .devices import GIB
-from .offload import ALONE, FEW, FEW_FIXED, FEWEST_FIXED, FIXED, PCIE
+from .offload import CPU_PAIRS, FEW, FEW_FIXED, FEWEST_FIXED, FIXED, PCIE
 from .plan import Answer, LayoutEstimate
 from .shape import KINDS, split
 
@@ -91,7 +91,7 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
             f"Of host memory a rank's CPU and copies read {gb(host.bandwidth)} GB/s together, the CPU alone "
             f"{gb(host.cpu)}, and it computes {host.flops / 1e12:.2f} TFLOP/s ({host.source}); assumed as well: even "
             f"routing, {PCIE / 1e9:.0f} GB/s of PCIe, and {fewest} us a layer between GPU and host, {few} of more than "
-            f"{ALONE} pairs of a token and an expert, {many} of more than {FEW} sequences"
+            f"{CPU_PAIRS} pairs of a token and an expert, {many} of more than {FEW} sequences"
         )
     return lines
 

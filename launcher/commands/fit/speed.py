@@ -111,8 +111,13 @@ class StepModel:
         if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
             if self.layout.offload and not self._streams(tokens):
-                total += offload.fixed(tokens, self.shape.chosen)
+                held = next(one for one in layer.weights if one.expert)
+                total += offload.fixed(tokens, self._cpu_alone(tokens, held))
         return total
+
+    def _cpu_alone(self, tokens: int, one: Weights) -> bool:
+        share = offload.resident(one, self.layout.offload)
+        return offload.cpu_alone(self.host, tokens * self.shape.chosen, share)
 
     def _streams(self, tokens: int) -> bool:
         return bool(self.layout.offload) and offload.streamed(tokens, self.shape.chosen, self.shape.experts)
@@ -133,7 +138,7 @@ class StepModel:
         share = offload.resident(one, self.layout.offload)
         resident = self._roof(touched * share * one.slot, work * share / GROUPED) + self.device.ramp
         missed = (1 - share) * touched * one.host
-        return offload.beside(self.host, tokens, resident, missed, (1 - share) * work)
+        return offload.beside(self.host, tokens, self._cpu_alone(tokens, one), resident, missed, (1 - share) * work)
 
     def _experts_on_gpu(self, one: Weights, touched: float, work: float, rows: float) -> float:
         """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read."""
