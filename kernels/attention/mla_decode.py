@@ -17,8 +17,9 @@ from .backend import AttentionParams, Part
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-# Of a step: of fewer, Triton's kernel is faster for contexts of 1000 to 10,000 tokens (benchmarks/ops_mla.py). A
-# graph's kernel is the same for all lengths, so these do not count.
+# Of a step. Of one sequence Triton's kernel is faster for contexts of 1000 to 10,000 tokens, of 16 slower for all
+# (benchmarks/ops_mla.py, H200, 16 heads); both grow with sequences, and meet between 2 and 9. A graph's kernel is the
+# same for all lengths, so these do not count.
 LEAST_SEQUENCES = 4
 
 THREADS = 256
