@@ -17,9 +17,9 @@ from .backend import AttentionParams, Part
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-# Of a step. Of one sequence Triton's kernel is faster for contexts of 1000 to 10,000 tokens, of 16 slower for all
-# (benchmarks/ops_mla.py, H200, 16 heads); both grow with sequences, and meet between 2 and 9. A graph's kernel is the
-# same for all lengths, so these do not count.
+# Sequences of a step from which on this kernel is chosen, instead of Triton's. Of one that is faster for contexts of
+# 1000 to 10,000 tokens, of 16 slower for all (benchmarks/ops_mla.py, H200, 16 heads); between these nothing was timed.
+# A graph's kernel is the same for contexts of all lengths, so these do not count.
 LEAST_SEQUENCES = 4
 
 THREADS = 256
