@@ -50,7 +50,7 @@ class FewTokens:
         self.stack: Experts | None = None  # room for what is copied
         self.capacity = 0
         self._slots: Slots | None = None
-        # Where experts become resident in steps of the fewest pairs, which the CPU serves alone; None: it does not
+        # As `_arrivals` has it of the fewest pairs
         self._arriving: Slots | None = None
         self._layers: dict[tuple[int, int], Layer] = {}
         if not copies or not streamer.makes_over(layer):
@@ -78,9 +78,10 @@ class FewTokens:
         if host_exchange.adopts(parts):
             self._slots = Slots(host_exchange.table(parts, device), table, expert_in)
 
-    def _by_cpu(self, pairs: int) -> bool:
-        """Whether it computes all missing experts of a step that is launched for so many pairs."""
-        return self._arriving is not None and pairs <= CPU_PAIRS
+    def _arrivals(self, pairs: int) -> Slots | None:
+        """Where an expert becomes resident in a step that is launched for so many pairs, of which the CPU computes all
+        missing experts; None: it does not compute all."""
+        return self._arriving if pairs <= CPU_PAIRS else None
 
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
@@ -91,7 +92,7 @@ class FewTokens:
         key = id(view), tokens
         if key not in self._layers:
             ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
-            if self._by_cpu(view.ids.numel()):
+            if self._arrivals(view.ids.numel()) is not None:
                 copies = host_service.COPIES_TO_STAY
                 call = self.choice.call(ids, self.residency, 1, True, ADOPTED)
             else:
@@ -127,9 +128,10 @@ class FewTokens:
         compute: Compute,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
-        if self._arriving is not None and self._by_cpu(ids.numel()):
+        arrivals = self._arrivals(ids.numel())
+        if arrivals is not None:
             assert resident is not None, "there are slots"
-            return host_exchange.collect_only(resident, view.made, x, exchange, self._arriving, self.choice.first)
+            return host_exchange.collect_only(resident, view.made, x, exchange, arrivals, self.choice.first)
         if self.stack is None:
             return host_exchange.collect(resident, None, view.made, x, exchange)
         self.streamer.lent()
