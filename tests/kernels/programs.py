@@ -225,6 +225,7 @@ PROGRAMS = [
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
     ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 4))),
+    ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 2, 2816))),
     ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
