@@ -16,6 +16,9 @@
 // multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, and one of shared
 // experts' are zero before the launch and after it.
 //
+// With SORTS, each block sorts the router's choice for itself, of few pairs: no launch stands between, and what an item is
+// stands in shared memory.
+//
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is
 // overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand lost 3
@@ -129,7 +132,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
-    const int pair = lane < item.rows ? __ldcg(order + item.start + lane) : 0;
+    const int pair = lane < item.rows ? look(order + item.start + lane) : 0;
     if (G::GATED) mine = __ldcg(weights + pair);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
@@ -181,18 +184,21 @@ __device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y,
     block_sync<THREADS>(1);  // all is stored
 }
 
-// The warp that asks for weights.
-__device__ inline void weights_warp(const Maps& maps, const int* ends, const int* tile_expert, const int* tile_start,
-                                    const Ring& ring, const Queue& queue, int* taken, int most, int experts, int tokens) {
-    const int likely = blockIdx.x / Up::BLOCKS;  // the expert of the first item
-    const bool guessed = likely < experts;
-    if (guessed && elected()) {
-        const Boxes<Up> boxes(maps.w13, likely, blockIdx.x % Up::BLOCKS);
+// The first chunks of a block's first item, if every expert has one tile; whether they are asked for.
+__device__ inline bool ask_early(const TensorMap* of_w13, const Ring& ring, int experts) {
+    const int likely = blockIdx.x / Up::BLOCKS;
+    if (likely >= experts) return false;
+    if (elected()) {
+        const Boxes<Up> boxes(of_w13, likely, blockIdx.x % Up::BLOCKS);
         for (int c = 0; c < EARLY; c++) boxes.load(c, ring.at + c * STAGE, ring.early + c);
     }
     __syncwarp();
-    grid_wait();
-    const Tiles tiles(ends, tile_expert, tile_start, most, tokens);
+    return true;
+}
+
+// The warp that asks for weights.
+__device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const Ring& ring, const Queue& queue, int* taken,
+                                    bool guessed) {
     if (!elected()) return;
     const int items = tiles.items();
     int number = blockIdx.x, n = 0;
@@ -200,7 +206,7 @@ __device__ inline void weights_warp(const Maps& maps, const int* ends, const int
     if (guessed && number < items) {
         // Of w2 where few tiles are needed, maybe of the same expert, or of shared experts, which have no number.
         const Item first = tiles.find(number);
-        right = first.up && first.expert == likely;
+        right = first.up && first.expert == (int)blockIdx.x / Up::BLOCKS;
     }
     if (guessed && !right)
         for (int c = 0; c < EARLY; c++) mbarrier_wait(ring.early + c, 0);
@@ -250,7 +256,7 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* of_shared, con
         }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
-            bring_rows<Up>(x, __ldcg(order + mine) / TOP, item.rows, ring, n);
+            bring_rows<Up>(x, look(order + mine) / TOP, item.rows, ring, n);
         } else {
             wait_for_rows<Up, Down>(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
@@ -258,6 +264,7 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* of_shared, con
     }
     wait_for_copies();
 }
+
 // The warps that multiply.
 __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* order,
                                       const float* weights, T* h, T* of_shared, T* y, int* done, int* shared_done) {
@@ -285,7 +292,8 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 }
 #endif
 
-// of_shared: [tokens, SHARED]; it, s13 and s2 are anything without SHARED.
+// of_shared: [tokens, SHARED]; it, s13 and s2 are anything without SHARED. With SORTS, `order` are the ids of so many pairs at
+// most, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* order,
            const int* ends, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
@@ -294,12 +302,16 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[TURNS], read[TURNS];
     __shared__ int numbers[TURNS];
+    __shared__ Sorted sorted;
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
     const int warp = threadIdx.x / 32;
     int *const taken = done + most, *const shared_done = taken + 1;
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
+    int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
+    if (SORTS)
+        for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1 + 32);  // TMA's and those of the warp that gathers
@@ -313,13 +325,18 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
         fence_mbarrier_init();
     }
     __syncthreads();
+    const Maps maps{&w13, &w2, &s13, &s2};
+    const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
+    grid_wait();
+    if (SORTS) {
+        sort_pairs(order, tokens * TOP, counts, sorted);
+        order = sorted.order, ends = sorted.ends, tile_expert = sorted.experts, tile_start = sorted.starts;
+    }
+    const Tiles tiles(ends, tile_expert, tile_start, SORTS ? MOST : most, tokens);
     if (warp == THREADS / 32) {
-        const Maps maps{&w13, &w2, &s13, &s2};
-        weights_warp(maps, ends, tile_expert, tile_start, ring, queue, taken, most, experts, tokens);
+        weights_warp(maps, tiles, ring, queue, taken, guessed);
         return;
     }
-    grid_wait();
-    const Tiles tiles(ends, tile_expert, tile_start, most, tokens);
     if (warp > THREADS / 32) {
         launch_dependents();
         rows_warp(x, h, of_shared, order, tiles, ring, queue, done, shared_done);

@@ -278,7 +278,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
-    few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1]
+    few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
 
@@ -339,7 +339,8 @@ def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = 
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
-    groups = group(ids, len(w13), 8 * tiles, held)
+    sorts = held is None and expert_mlp.sorts(given.pairs, len(w13))
+    groups = None if sorts else group(ids, len(w13), 8 * tiles, held)
     return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 

@@ -289,6 +289,15 @@ template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four b
     return x;
 }
 template <class E> static E __shfl_xor_sync(unsigned, E x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
+template <class E> static E __shfl_up_sync(unsigned, E x, int step) {
+    return __shfl_sync(0, x, model::lane() < step ? model::lane() : model::lane() - step);
+}
+static unsigned __match_any_sync(unsigned, int x) {
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; lane++) same |= (unsigned)(__shfl_sync(0, x, lane) == x) << lane;
+    return same;
+}
+static int __popc(unsigned x) { return __builtin_popcount(x); }
 static float warp_sum(float x) {
     for (int step = 16; step; step /= 2) x += __shfl_xor_sync(0, x, step);
     return x;

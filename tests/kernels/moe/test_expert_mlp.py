@@ -70,6 +70,9 @@ def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
     y = expert_mlp.expert_mlp(*args)
+    assert not launcher.counts.any()
+    if not held:
+        assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles), y), "blocks sort"
     if held:  # a CPU has no kernel that leaves pairs out
         here = ((ids >= held.first) & (ids < held.first + held.size)).flatten()
         assert torch.equal(y.isnan().any(1), ~here)
@@ -104,6 +107,7 @@ def test_shared_experts(sizes, tiles, inner, blocks, monkeypatch, cuda_models):
     launcher.made.clear()
     y = expert_mlp.expert_mlp(*args, shared).view(len(x), ids.shape[1] + 1, -1)
     assert torch.equal(y[:, :-1], apart)
+    assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles, shared).view(y.shape), y), "blocks sort"
     near(y.float().sum(1).to(x.dtype), with_shared_reference(given, shared), 4e-2)
     assert not launcher.counts.any()
     if blocks == 1:
@@ -143,6 +147,7 @@ def test_borders_of_tiles(tiles, monkeypatch, cuda_models):
     launcher = Launcher(monkeypatch, cuda_models)
     y = expert_mlp.expert_mlp(x, ids, weights, w13, w2, moe.group(ids, len(w13), 8 * tiles), act, tiles)
     near(y, moe.fused_experts_reference(given), 4e-2)
+    assert torch.equal(expert_mlp.expert_mlp(x, ids, weights, w13, w2, None, act, tiles), y), "blocks sort"
     assert not launcher.counts.any()
 
 
