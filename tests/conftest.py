@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -103,6 +104,20 @@ def own_tmpdir(tmp_path_factory):
     with leftovers.own_tmpdir():
         yield
         assert not wait(lambda: leftovers.marked(SESSION), PATIENCE), "left behind by fixtures of the whole session"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(request):
+    """Models of tests are so small that torch's threads get in each other's way: where other workers use the cores,
+    each waits for the other and spins meanwhile. Tests of kernels have the threads that there are, or choose."""
+    torch = sys.modules.get("torch")
+    if torch is None or "/tests/kernels/" in str(request.path):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
