@@ -22,7 +22,12 @@ constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instructio
 constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
 constexpr int WIDE = ROWS + 1;
 
-// A piece of each strip times 32 inputs of all rows at a time.
+// A lane's row of x, and there its part of a piece's inputs: where that begins.
+__device__ inline unsigned part_of_x(int lane) {
+    return BY_RUNS ? lane / 4 * PITCH + lane % 4 * 32 : lane % 8 * PITCH + lane / 8 * 16;
+}
+
+// A piece of each strip times 32 inputs of all rows at a time, or twice 32.
 __device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
     constexpr int LOADED = BY_RUNS ? 2 : 1;  // times 32 inputs of x that are loaded together
 #pragma unroll
@@ -136,9 +141,7 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     load(0);
     keep(0);
     __syncthreads();
-    // A lane's row of x, and there its part of the first piece's inputs.
-    const unsigned row_of_x = BY_RUNS ? lane / 4 : lane % 8, part_of_x = BY_RUNS ? lane % 4 * 32 : lane / 8 * 16;
-    const unsigned x_from = smem_address(xs) + row_of_x * PITCH + group * SPAN * 2 + part_of_x;
+    const unsigned x_from = smem_address(xs) + group * SPAN * 2 + part_of_x(lane);
     float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {

@@ -37,6 +37,14 @@ struct Tiles {
     __device__ int expert(int tile) const { return __ldcg(experts + tile); }
 };
 
+// How many of `most` tiles have an expert, which the first ones do: by all of a block's threads. *used is 0 before.
+__device__ inline void count_tiles(const Tiles& tiles, int most, int* used) {
+    for (int t = threadIdx.x; t < most; t += THREADS + 32) {
+        const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
+        if (expert >= 0 && after < 0) *used = t + 1;
+    }
+}
+
 // A warp's share of a block's units `begin` to `end`: whole ones in turn, and perhaps a part of one of the last.
 struct Share {
     int first, end;        // units in turn
@@ -165,11 +173,12 @@ __device__ inline void store(const float (&sum)[2][4], const Tile& tile, int uni
     }
 }
 
-// The stages `begin` to `end` of a unit, from slot and round of the warp's ring on.
-__device__ __forceinline__ void multiply_unit(Weights& ahead, unsigned ring, Barrier* mine, unsigned x_from, unsigned sums_at,
-                                              int begin, int end, int& slot, int& round, float (&sum)[2][4]) {
+// The warp's stages of a unit, from slot and round of its ring on.
+__device__ __forceinline__ void multiply_unit(int unit, Weights& ahead, unsigned ring, Barrier* mine, unsigned x_from,
+                                              unsigned sums_at, int& slot, int& round, float (&sum)[2][4]) {
+    const int end = ahead.share.end_of(unit);
 #pragma unroll 1
-    for (int s = begin; s < end; s++) {
+    for (int s = ahead.share.begin_of(unit); s < end; s++) {
         mbarrier_wait(mine + slot, round);
         multiply_run(Piece(), ring + slot * STAGE, x_from + s * RUN * SPAN * 2, sums_at + s * RUN * SPAN, sum);
         // All of the warp's loads have been read before a copy writes there again.
@@ -229,10 +238,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     __syncthreads();
     if (GATED) grid_wait();
     const Tiles tiles{order, ends, tile_expert, tile_start};
-    for (int t = thread; t < most; t += THREADS + 32) {
-        const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
-        if (expert >= 0 && after < 0) used = t + 1;
-    }
+    count_tiles(tiles, most, &used);
     __syncthreads();
     const int block = blockIdx.x, units = used * UNITS, each = units / gridDim.x, more = units % gridDim.x;
     const int begin = block * each + min(block, more), end = begin + each + (block < more);
@@ -266,8 +272,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         // A lane's row of x, and there its eight of the first 32 inputs.
         const unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
         float sum[2][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
-        multiply_unit(ahead, ring, mine, x_from, sums + buffer * SUMS, share.begin_of(unit), share.end_of(unit), slot, round,
-                      sum);
+        multiply_unit(unit, ahead, ring, mine, x_from, sums + buffer * SUMS, slot, round, sum);
         if (unit == share.last && share.parts > 1) join(share, own, &joined, sum);
         if (unit != share.last || share.part == 0) store(sum, held[buffer], unit, bias, y);
     }
