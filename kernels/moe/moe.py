@@ -157,19 +157,20 @@ def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
 
 
 def fused_experts_reference(given: Inputs) -> Tensor:
-    """Pair by pair, in f32, of plain weights."""
+    """Expert by expert, in f32 on the CPU, of plain weights."""
     x, ids, weights, w13, w2, act, biases, held = given
+    rows, chosen, by = x.float().cpu(), ids.cpu(), weights.float().cpu()
     up, down = (None if bias is None else bias.float().cpu() for bias in biases)
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    here = held.ids if held else range(w13.shape[0])
-    for t in range(len(x)):
-        for number, weight in zip(ids[t].tolist(), weights[t], strict=True):
-            if number in here:
-                e = number - here.start
-                one, two = (matrix(w, e, x.dtype).float().cpu() for w in (w13, w2))
-                inner = gated_linear(x[t : t + 1].float().cpu(), one, act, of_expert(up, e))
-                y[t] += weight * linear(inner, two, of_expert(down, e))[0].to(y.device)
-    return y.to(x.dtype)
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    first = held.first if held else 0
+    for e in range(w13.shape[0]):
+        tokens, places = (chosen == first + e).nonzero(as_tuple=True)
+        if len(tokens):
+            one, two = (matrix(w, e, x.dtype).float().cpu() for w in (w13, w2))
+            inner = gated_linear(rows[tokens], one, act, of_expert(up, e))
+            made = linear(inner, two, of_expert(down, e))
+            y.index_add_(0, tokens, made * by[tokens, places, None])
+    return y.to(x)
 
 
 def of_expert(stack: Tensor | None, expert: int) -> Tensor | None:
