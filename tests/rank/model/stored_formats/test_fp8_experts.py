@@ -47,7 +47,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("tp, pp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):
     (path, plain), ids = made(name), tokens(40, vocab=509)
