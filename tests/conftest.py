@@ -30,7 +30,7 @@ FIRST = (
 )  # fmt: skip
 
 # C++ operations: their tests have the threads that there are, or choose.
-THREADED = re.compile(r"/tests/kernels/(cpp/|moe/|.*_cpu\.py$)")
+THREADED = re.compile(r"/tests/kernels/(cpp/|moe/test_host_|.*_cpu\.py$)")
 
 # Until all is imported: that makes millions of objects and no garbage, which the collector would look for in vain.
 gc.disable()
