@@ -63,7 +63,7 @@ define long
 echo 'pytest -m "$(1)" $(2)'; $(BIN)/pytest -m "$(1)" $(2) $(PYTEST_ARGS) || { code=$$?; test $$code = 5 || failed=$$code; }
 endef
 
-.PHONY: serve test test-long install install-test wheelhouse lint clean
+.PHONY: serve test test-long install install-test wheelhouse lint rewritten clean
 .DEFAULT_GOAL := serve
 
 serve: install
@@ -73,12 +73,14 @@ serve: install
 # In a fresh clone mypy takes one core a minute. Meanwhile the other rewrites the tests' assertions and compiles the C++
 # sources, which all of pytest's processes would do.
 test: install-test
-	@$(if $(wildcard .mypy/.mypy_cache),,$(BIN)/pytest --collect-only -q >/dev/null 2>&1 &) \
-		$(MAKE) --no-print-directory lint; code=$$?; wait; exit $$code
+	@$(MAKE) --no-print-directory $(if $(wildcard .mypy/.mypy_cache),,-j2 rewritten) lint
 	$(BIN)/pytest -m "not long" -n $(WORKERS) $(spread) $(PYTEST_ARGS)
 
 test-long: install-test
 	@failed=0; $(call long,long and not alone,-n $(LONG_WORKERS) $(spread)); $(call long,long and alone,); exit $$failed
+
+rewritten: install-test
+	@$(BIN)/pytest --collect-only -q >/dev/null 2>&1 || true
 
 # mypy has to see the repository's root under the package's name.
 lint: install-test

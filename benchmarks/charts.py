@@ -27,7 +27,7 @@ COMMAND = "python benchmarks/charts.py"
 H200 = {
     "h200-llama3-8b-2026-11-23.jsonl": "Llama-3.1-8B, bf16, one H200",
     "h200-x2-llama3-8b-2026-11-22.jsonl": "Llama-3.1-8B, bf16, two H200",
-    "h200-x4-llama3-70b-2026-11-22.jsonl": "Llama-3.1-70B, bf16, four H200",
+    "h200-x4-llama3-70b-2026-11-26.jsonl": "Llama-3.1-70B, bf16, four H200",
 }
 CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"  # the newest run of these
 SIZE = 2  # bytes of an element of bf16

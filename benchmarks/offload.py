@@ -11,7 +11,6 @@ Weights are random, of Qwen3-30B-A3B unless another shape or a directory is name
 experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
 of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
 experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
---copy-cost F has the choice take copies for F times as dear as they were measured: whether it is right about them.
 Each number in --offload is a job.
 
 With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
@@ -48,10 +47,8 @@ import torch
 from phalanx.benchmarks import step, timeline
 from phalanx.benchmarks.shapes import CONFIGS
 from phalanx.kernels.moe import host_service
-from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.host_service import Service
 from phalanx.rank.model.base import Model
-from phalanx.rank.model.experts import offload
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.host_buffers import HostView
@@ -62,7 +59,6 @@ from phalanx.rank.scheduler.replica import Replica
 from torch import Tensor
 
 ZIPF = "PHALANX_BENCH_ZIPF"  # the exponent, for the ranks
-COPY_COST = "PHALANX_BENCH_COPY_COST"  # as --copy-cost, for the ranks
 TIMELINE = "PHALANX_BENCH_TIMELINE"  # set: as --timeline, for the ranks
 PROFILED = 6  # decode steps beside torch's profiler
 DRAWS = 1 << 13  # choices of a layer, which are used in turn
@@ -208,23 +204,12 @@ def route_by_zipf(exponent: float) -> None:
     Router.forward = forward  # type: ignore[method-assign]
 
 
-def make_copies_dearer(factor: float) -> None:
-    measure = offload.measure
-
-    def dearer(*given: Any) -> Costs:
-        costs = measure(*given)
-        return costs._replace(copy=factor * costs.copy)
-
-    offload.measure = dearer  # type: ignore[assignment]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3-30b-a3b", help="a shape, or a directory with a config.json")
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
-    parser.add_argument("--copy-cost", type=float, help="times as dear that the choice takes copies for")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -238,8 +223,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.zipf is not None:
         os.environ[ZIPF] = str(asked.zipf)
-    if asked.copy_cost is not None:
-        os.environ[COPY_COST] = str(asked.copy_cost)
     if asked.timeline and (asked.device == "cpu" or not torch.cuda.is_available()):
         parser.error("--timeline is of a GPU")
     if asked.timeline:
@@ -282,8 +265,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--rank"]:
         if ZIPF in os.environ:
             route_by_zipf(float(os.environ[ZIPF]))
-        if COPY_COST in os.environ:
-            make_copies_dearer(float(os.environ[COPY_COST]))
         budget = Budget()
         step.become_rank(OffloadRank)
     main()

@@ -76,7 +76,7 @@ def random_fp8(outputs: int, inputs: int, unit: int = 0) -> Packed:
     """With a scale for each `unit` inputs of an output, or as --isq fp8. Of normal weights, as power, which bounds many
     rows, depends on what is multiplied."""
     encoded = e4m3.encode_reference(randn(outputs, inputs), unit or e4m3.unit_of(inputs))
-    packed = floats.pack_linear(floats.pack(*encoded))
+    packed = floats.pack_for_device(floats.pack(*encoded))
     assert isinstance(packed, Packed)
     return packed
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import secrets
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,6 +28,9 @@ FIRST = (
     "kernels/moe/test_moe.py", "launcher/commands/test_pull.py", "rank/model/experts/test_quantised.py",
     "launcher/commands/test_chat.py", "test_wheel.py",
 )  # fmt: skip
+
+# C++ operations: their tests have the threads that there are, or choose.
+THREADED = re.compile(r"/tests/kernels/(cpp/|moe/test_host_|.*_cpu\.py$)")
 
 # Until all is imported: that makes millions of objects and no garbage, which the collector would look for in vain.
 gc.disable()
@@ -103,6 +108,20 @@ def own_tmpdir(tmp_path_factory):
     with leftovers.own_tmpdir():
         yield
         assert not wait(lambda: leftovers.marked(SESSION), PATIENCE), "left behind by fixtures of the whole session"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(request):
+    """What tests compute is so small that torch's threads get in each other's way: where other workers use the cores,
+    each waits for the other and spins meanwhile."""
+    torch = sys.modules.get("torch")
+    if torch is None or THREADED.search(str(request.path)):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

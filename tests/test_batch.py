@@ -28,32 +28,32 @@ def checkpoint(tmp_path_factory):
 
 def test_a_file_of_requests(checkpoint, tmp_path):
     """Two ranks under the supervisor; stopped with Ctrl-C, started again, and a third time for nothing."""
-    names = requests(tmp_path / "in.jsonl", 120, 60)
+    names = requests(tmp_path / "in.jsonl", 60)
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("nonsense\n")
     command = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8",
                "--ordered", "--summary", "sum.json")  # fmt: skip
     journal = tmp_path / "out.jsonl.journal"
     with Job(tmp_path, *command, *SLOW) as job:
-        job.until(lambda: finished(journal) > 20)
+        job.until(lambda: finished(journal) > 10)
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 75, job.output
         assert "stopping, asked to by a signal: " in job.output and "the same command goes on there" in job.output
         assert not job.left()
     done = finished(journal)
-    assert 20 < done < 120 and files(tmp_path) == {"out.jsonl.journal", "sum.json"}
+    assert 10 < done < 60 and files(tmp_path) == {"out.jsonl.journal", "sum.json"}
     with Job(tmp_path, *command) as job:
         assert job.end() == 0, job.output
         assert f"going on after {done} finished requests" in job.output
         assert not job.left()
     assert list(answers(tmp_path / "out.jsonl")) == names
     assert [(one["line"], one["error"]["code"]) for one in read(tmp_path / "out.errors.jsonl")] == [
-        (121, "invalid_json")
+        (61, "invalid_json")
     ]
     assert files(tmp_path) == {"out.jsonl", "out.errors.jsonl", "sum.json"}
     told = json.loads((tmp_path / "sum.json").read_text())
-    assert told["total"] == {**told["total"], "requests": 121, "answered": 120, "failed": 1}
-    assert told["run"]["requests"] == 121 - done and told["energy_joules"] is None
+    assert told["total"] == {**told["total"], "requests": 61, "answered": 60, "failed": 1}
+    assert told["run"]["requests"] == 61 - done and told["energy_joules"] is None
     with Job(tmp_path, *command) as job:
         assert job.end() == 0
         assert f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n" == job.output

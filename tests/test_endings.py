@@ -70,7 +70,7 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
 )
 def test_the_first_signal_drains(checkpoint, number):
     with Server(checkpoint, *ARGUMENTS) as server:
-        stream = Stream(server, 2500)  # more than is computed before the next request
+        stream = Stream(server, 1200)  # more than is computed before the next request
         server.process.send_signal(number)
         until = time.monotonic() + 15
         status = 200
@@ -84,6 +84,7 @@ def test_the_first_signal_drains(checkpoint, number):
         assert not server.left()
 
 
+@pytest.mark.long
 def test_the_second_signal_stops(checkpoint):
     with Server(checkpoint, *ARGUMENTS) as server:
         streams = [Stream(server) for _ in range(2)]

@@ -1,6 +1,7 @@
 """The order of the house: a room imports only from rooms further down, relatively, and light rooms stay light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,13 @@ def modules():
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imports(name: str, path: Path):
-    """The package's modules that a file imports, by name, with line numbers."""
+@functools.cache
+def imports(name: str, path: Path) -> list[tuple[str, int, bool]]:
+    """What a file imports: names of modules, lines, and whether it is relative."""
+    return list(found_imports(name, path))
+
+
+def found_imports(name: str, path: Path):
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -35,23 +36,32 @@ def files() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    return [
-        (place, node)
-        for place, text in files()
-        if place.endswith(".py")
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+class Function(NamedTuple):
+    place: str
+    name: str
+    line: int
+    lines: int
+    arguments: int
+
+
+@functools.cache
+def functions() -> list[Function]:
+    """Python's. Their trees are not kept: the garbage collector would go through millions of nodes again and again."""
+    found = []
+    for place, text in files():
+        for node in ast.walk(ast.parse(text)) if place.endswith(".py") else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+                found.append(Function(place, node.name, node.lineno, node.end_lineno - node.lineno + 1, count))
+    return found
 
 
 def test_files():
     assert not [(place, lines) for place, text in files() if (lines := text.count("\n")) > FILE]
 
 
-def test_functions(functions):
-    lengths = [(place, node.name, node.end_lineno - node.lineno + 1) for place, node in functions]
+def test_functions():
+    lengths = [(one.place, one.name, one.lines) for one in functions()]
     for place, text in files():
         if (suffix := Path(place).suffix) in BRACED:
             found = braces.functions(text, script=suffix == ".js")
@@ -88,10 +98,5 @@ def test_functions_are_found_by_their_braces():
         list(braces.functions("void f() { if (x) {"))
 
 
-def test_constructors(functions):
-    counts = [
-        (place, node.lineno, len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs) - 1)
-        for place, node in functions
-        if node.name == "__init__"
-    ]
-    assert not [one for one in counts if one[2] > ARGUMENTS]
+def test_constructors():
+    assert not [one for one in functions() if one.name == "__init__" and one.arguments - 1 > ARGUMENTS]

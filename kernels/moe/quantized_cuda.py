@@ -124,8 +124,7 @@ def choose_cut(tiles: int, stack: Stack, gated: bool) -> Cut:
 
 def choose_pipeline(stack: Stack) -> PipelineConfig | None:
     """None: its format is slower there, or x does not fit."""
-    layout: Layout = stack.packed.layout
-    return quantized_pipeline.choose(stack.shape[2], layout) if layout.header in quantized_pipeline.HEADERS else None
+    return quantized_pipeline.choose(stack.shape[2], stack.packed.layout)
 
 
 def expert_up(

@@ -11,6 +11,7 @@
 #include "mma.cuh"
 #include "pairs.cuh"
 #include "tile_sums.cuh"
+#include "load_runs.cuh"
 #include FORMAT
 #include "piece_mma.cuh"
 
@@ -21,17 +22,32 @@ constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instructio
 constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
 constexpr int WIDE = ROWS + 1;
 
-// A piece of each strip times 32 inputs of all rows at a time.
+// A lane's row of x, and there its part of a piece's inputs: where that begins.
+__device__ inline unsigned part_of_x(int lane) {
+    return BY_RUNS ? lane / 4 * PITCH + lane % 4 * 32 : lane % 8 * PITCH + lane / 8 * 16;
+}
+
+// A piece of each strip times 32 inputs of all rows at a time, or twice 32.
 __device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
+    constexpr int LOADED = BY_RUNS ? 2 : 1;  // times 32 inputs of x that are loaded together
 #pragma unroll
-    for (int p = 0; p < SPAN / 32; p++) {
-        unsigned b[TILES][4];
+    for (int p = 0; p < SPAN / 32; p += LOADED) {
+        unsigned b[LOADED][TILES][4];
 #pragma unroll
-        for (int j = 0; j < TILES; j++) ldmatrix(b[j], x_from + j * 8 * PITCH + p * 64);
-        float whole[TILES][PARTS][4] = {};
-        if (MINIMA) sum_up_rows(b, whole);
+        for (int j = 0; j < TILES; j++) {
+            const unsigned from = x_from + j * 8 * PITCH + p * 64;
+            if constexpr (BY_RUNS)
+                load_runs(b[0][j], b[LOADED - 1][j], from);
+            else
+                ldmatrix(b[0][j], from);
+        }
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) multiply_piece(pieces[o], 2 * p, b, whole, sum[o]);
+        for (int n = 0; n < LOADED; n++) {
+            float whole[TILES][PARTS][4] = {};
+            if (MINIMA) sum_up_rows(b[n], whole);
+#pragma unroll
+            for (int o = 0; o < STRIPS; o++) multiply_piece(pieces[o], 2 * (p + n), b[n], whole, sum[o]);
+        }
     }
 }
 
@@ -125,8 +141,7 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     load(0);
     keep(0);
     __syncthreads();
-    // A lane's row of x, and there its eight of the first piece's inputs.
-    const unsigned x_from = smem_address(xs) + lane % 8 * PITCH + group * SPAN * 2 + lane / 8 * 16;
+    const unsigned x_from = smem_address(xs) + group * SPAN * 2 + part_of_x(lane);
     float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {

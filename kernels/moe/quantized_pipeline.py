@@ -10,19 +10,18 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, device_caps
-from ..quantized import int4_cuda, super_blocks_cuda
+from ..quantized import e4m3_wide, int4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
     from .moe import Groups
 
-# Formats that it reads faster than quantized_experts.cu does: not those with a scale for each 32 codes of 8 bits.
-HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER
+# Formats that it reads faster than quantized_experts.cu does, not those with a scale for each 32 codes of 8 bits, and
+# the warps that multiply, each with a ring. 15 and one that brings x are four for each scheduler. 11 take 2 % less of
+# Q4_K with 16 and 64 tokens and 4 % more with one.
+WARPS = {int4_cuda.HEADER: 15, super_blocks_cuda.HEADER: 15, e4m3_wide.LAYOUT.header: 8}
 ROWS = 8  # of x in a tile
-# That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
-# 64 tokens and 4 % more with one, but 9 % more of FP8's bytes, which Q6_K of Q4_K_M's down GEMMs has about as many of.
-WARPS = 15
 PART = 2600  # bytes of a copy, at most
 LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory
 MOST_STAGES = 8
@@ -42,8 +41,12 @@ class PipelineConfig(NamedTuple):
 
 
 @functools.cache
-def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | None:
-    """Long runs, where enough of them fit beside x. None: they do not."""
+def choose(inputs: int, layout: Layout, warps: int = 0) -> PipelineConfig | None:
+    """Long runs, where enough of them fit beside x. None: they do not, or the format is slower here. warps: chosen by
+    the format unless given."""
+    warps = warps or WARPS.get(layout.header, 0)
+    if not warps:
+        return None
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
         room = (WHOLE_SHARED - buffers * _bytes_of_x(inputs)) // warps

@@ -54,18 +54,9 @@ def kept_bits(inputs: int, device: torch.device) -> float:
     return floats.kept_bits(inputs, unit_of(inputs), device)
 
 
-def stack_bits(inputs: int, device: torch.device) -> float:
-    """The same of a stack's weights."""
-    return floats.kept_bits(inputs, unit_of(inputs), device, experts=True)
-
-
 def pack(codes: Tensor, scales: Tensor) -> floats.Packed:
-    """What `linear` likes best on their device."""
-    return floats.pack_linear(floats.pack(codes, scales))
+    """What GEMMs like best on their device."""
+    return floats.pack_for_device(floats.pack(codes, scales))
 
 
-def pack_experts(codes: Tensor, scales: Tensor) -> floats.Packed:
-    return floats.pack_experts(floats.pack(codes, scales))
-
-
-FORMS = (pack_experts, floats.pack)  # of a stack's weights: CPUs do not take those with NaN as others
+FORMS = (pack, floats.pack)  # of a stack's weights: CPUs do not take those with NaN as others

@@ -19,6 +19,12 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     }
 }
 
+// Codes as raw_mma.cuh takes them: no faster way to widen them leaves anything to take off.
+constexpr bool RAW = false;
+constexpr int TOGETHER = 1;
+template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) { codes<E>(piece, step, a); }
+template <class E> __device__ inline float2 offsets(const Piece&, int) { return {}; }
+
 // Weights of inputs 16 step to 16 step + 15, rounded once, as the first operand of a matmul.
 template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
     const float2 by = scales(piece, step);

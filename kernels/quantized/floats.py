@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -62,23 +61,15 @@ def pack(codes: Tensor, scales: Tensor) -> Floats:
     return Floats(codes.view(torch.uint8).contiguous(), scales.contiguous())
 
 
-def pack_linear(plain: Floats) -> Packed:
-    """A weight [O, I] of e4m3 as `linear` likes it best on its device."""
-    return _pack(plain, e4m3_wide if e4m3_wide.takes(plain.inputs, plain.unit) else e4m3_cuda)
-
-
-def pack_experts(plain: Floats) -> Packed:
-    """A weight of e4m3 as grouped GEMMs like it best."""
-    return _pack(plain, e4m3_cuda)
-
-
-def _pack(plain: Floats, form: ModuleType) -> Packed:
+def pack_for_device(plain: Floats) -> Packed:
+    """A weight [O, I] of e4m3 as GEMMs on its device like it best."""
     if e4m3_cpu.takes(plain.codes, plain.unit):
         return e4m3_cpu.pack(plain.codes, plain.scales)
     if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    scales = plain.scales if form is e4m3_wide else plain.scales.repeat_interleave(plain.unit // form.GROUP, 1)
-    return form.pack(plain.codes, scales)
+    if e4m3_wide.takes(plain.inputs, plain.unit):
+        return e4m3_wide.pack(plain.codes, plain.scales)
+    return e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(plain.unit // e4m3_cuda.GROUP, 1))
 
 
 def in_pieces(inputs: int, unit: int) -> bool:
@@ -86,10 +77,10 @@ def in_pieces(inputs: int, unit: int) -> bool:
     return inputs % e4m3_cuda.GROUP == 0 and unit % e4m3_cuda.GROUP == 0
 
 
-def kept_bits(inputs: int, unit: int, device: torch.device, experts: bool = False) -> float:
-    """What `pack_linear` or `pack_experts` keeps of a weight with its share of its scale."""
+def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
+    """What `pack_for_device` keeps of a weight with its share of its scale."""
     if device.type == "cuda" and in_pieces(inputs, unit):
-        form = e4m3_wide if e4m3_wide.takes(inputs, unit) and not experts else e4m3_cuda
+        form = e4m3_wide if e4m3_wide.takes(inputs, unit) else e4m3_cuda
         return form.PIECE * 8 / (16 * form.GROUP)
     return 8 + 32 / unit
 

@@ -18,6 +18,7 @@ from . import (
     e4m3,
     e4m3_cpu,
     e4m3_cuda,
+    e4m3_wide,
     floats,
     int4_cpu,
     int4_cuda,
@@ -98,7 +99,7 @@ def of_gpu(stack: Any) -> Any:
     elif isinstance(packed, e4m3_cpu.Packed):
         if not floats.in_pieces(packed.inputs, packed.unit):
             return _floats(stack)
-        codec, made = e4m3, pieces_cuda.Packed(_e4m3(packed), packed.outputs, e4m3_cuda.LAYOUT)
+        codec, made = e4m3, _e4m3(packed)
     else:
         return stack
     return Stack(cast(Any, codec), made, stack.shape)
@@ -167,12 +168,19 @@ def _int4(packed: int4_cpu.Packed) -> pieces_cuda.Packed:
     return pieces_cuda.Packed(whole, packed.outputs, int4_cuda.layout(scaled, packed.zeros))
 
 
-def _e4m3(packed: e4m3_cpu.Packed) -> Tensor:
+def _e4m3(packed: e4m3_cpu.Packed) -> pieces_cuda.Packed:
     strips, inputs, _ = packed.codes.shape
-    codes = packed.codes.view(strips, inputs // 32, 2, 2, 4, 2, 2, 8)  # strip group s e t b h g
-    scales = packed.scales.repeat_interleave(packed.unit // e4m3_cuda.GROUP, 1).unflatten(2, (2, 8)).mT
-    made = codes.permute(0, 1, 7, 4, 2, 6, 5, 3), scales.contiguous().view(torch.uint8)
-    return torch.cat([one.reshape(strips, inputs // 32, -1) for one in made], 2)
+    wide = e4m3_wide.takes(inputs, packed.unit)
+    group = e4m3_wide.GROUP if wide else e4m3_cuda.GROUP
+    codes = packed.codes.view(strips, inputs // group, group // 16, 2, 4, 2, 2, 8)  # strip group run e t b h g
+    scales = packed.scales.repeat_interleave(packed.unit // group, 1).unflatten(2, (2, 8))  # strip group h g
+    if wide:
+        of_half = codes.permute(0, 1, 6, 2, 7, 4, 5, 3).reshape(strips, -1, 2, e4m3_wide.CODES)
+        made = torch.cat((of_half, scales.contiguous().view(torch.uint8)), 3).flatten(2)
+        return pieces_cuda.Packed(made, packed.outputs, e4m3_wide.layout(packed.unit))
+    each = codes.permute(0, 1, 7, 4, 2, 6, 5, 3), scales.mT.contiguous().view(torch.uint8)
+    made = torch.cat([one.reshape(strips, inputs // group, -1) for one in each], 2)
+    return pieces_cuda.Packed(made, packed.outputs, e4m3_cuda.LAYOUT)
 
 
 def _floats(stack: Stack) -> Floats:

@@ -7,6 +7,7 @@
 // [outputs] is added.
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "load_runs.cuh"
 #include FORMAT
 
 constexpr int THREADS = WARPS * 32;
@@ -19,11 +20,7 @@ constexpr int GROUPS = SPAN / SCALED, STEPS_OF_GROUP = SCALED / 16;  // of a pie
 __device__ inline void load_rows(unsigned from, unsigned (&b)[SPAN / 32][4]) {
     if constexpr (BY_RUNS) {
 #pragma unroll
-        for (int q = 0; q < SPAN / 64; q++) {
-            const uint4 low = load_shared16(from + q * 128), high = load_shared16(from + q * 128 + 16);  // of a run
-            b[2 * q][0] = low.x, b[2 * q][1] = high.x, b[2 * q][2] = low.y, b[2 * q][3] = high.y;
-            b[2 * q + 1][0] = low.z, b[2 * q + 1][1] = high.z, b[2 * q + 1][2] = low.w, b[2 * q + 1][3] = high.w;
-        }
+        for (int q = 0; q < SPAN / 64; q++) load_runs(b[2 * q], b[2 * q + 1], from + q * 128);
     } else {
 #pragma unroll
         for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], from + p * 64);

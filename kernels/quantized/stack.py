@@ -21,9 +21,8 @@ Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n
 
 
 class Codec(Protocol):
-    """A file of this folder. One whose `pack` makes several forms, or another than experts have, has FORMS: functions
-    like it, to be tried in turn until one makes the same form of all experts' weights. Where experts have another,
-    `stack_bits` is what `kept_bits` is of linears."""
+    """A file of this folder. One whose `pack` makes several forms has FORMS: functions like it, to be tried in turn
+    until one makes the same form of all experts' weights."""
 
     @property
     def pack(self) -> Callable[..., Any]:

@@ -1,22 +1,16 @@
 // A GPU's block on a CPU, for tests: each thread is a fiber, and what kernels/cuda/*.cuh do by assembly is written out.
 //
-// It stands in place of common.cuh, tma.cuh, async_copy.cuh, mma.cuh, wgmma.cuh and pairs.cuh. Warps run in random order.
+// It stands in place of common.cuh, tma.cuh, async_copy.cuh, mma.cuh, wgmma.cuh and pairs.cuh. cuda_model.cpp has what is
+// the same for all kernels: it is compiled once, where a header's templates would be for each. Warps run in random order.
 // A copy poisons its target and lands some time later: what is read or written too early shows. So does what the kernel
 // before writes, if it is told: it is there once a block waits for that. Asynchronous GEMMs of tiles take place when they
 // are waited for. Clusters are of one block. All fibers waiting with no copy under way is a deadlock. Memory that may be
 // read is told, the rest is an error.
 
-#include <ucontext.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
-#include <numeric>
-#include <random>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -48,136 +42,24 @@ static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
 
 namespace model {
-constexpr int MOST = 1024, STACK = 64 << 10, SMEM = 228 << 10;
-struct Warp {
-    int arrived, generation;
-    unsigned slots[2][32][8];
-};
-struct NamedBarrier {
-    int arrived, generation;
-};
-struct Write {  // what the kernel before writes, which has not ended until a block waits for it
-    char* to;
-    std::vector<char> before, after;
-};
+constexpr int SMEM = 228 << 10;
 struct Fiber {
-    ucontext_t context;
     Dim thread;
-    bool done;
-    std::function<bool()> ready;  // what it waits for
-    std::shared_ptr<int> copying;  // its copies under way that no barrier counts, of the group that may still grow
-    std::vector<std::shared_ptr<int>> groups;  // those of older groups
-    std::vector<std::vector<std::function<void()>>> gemms;  // groups under way; the last one may still grow
 };
-static ucontext_t scheduler;
-static Fiber fibers[MOST];
-static Warp warps[MOST / 32];
-static NamedBarrier named_barriers[16];
-static Fiber* now;
-static Dim block, grid, threads;
-static std::vector<std::function<void()>> copies;  // under way
-static std::mt19937 draw;
-static const char *readable_from, *readable_to, *x_from, *x_to;
-static std::function<void()> body;
-alignas(1024) static unsigned char smem[SMEM];
-static const char* failed;  // why, if so
-static std::vector<Write> writes;
-static bool waited;  // this block has
+extern Fiber* now;
+extern Dim block, grid, threads;
+extern unsigned char smem[SMEM];
 
-// Of a thread: it ends there, and so does the launch.
-static void fail(const char* what) {
-    failed = what;
-    swapcontext(&now->context, &scheduler);
-}
-
-static void wait_until(std::function<bool()> ready) {
-    if (ready()) return;
-    now->ready = std::move(ready);
-    swapcontext(&now->context, &scheduler);
-}
+void fail(const char* what);  // of a thread: it ends there, and so does the launch
+void wait_until(std::function<bool()> ready);
+unsigned (*together(const unsigned* mine, int n))[8];  // all lanes hand in n words and get everybody's
+void meet(int number, int count);
 static int lane() { return now->thread.x % 32; }
-
-// All lanes hand in n words and get everybody's.
-static unsigned (*together(const unsigned* mine, int n))[8] {
-    Warp& warp = warps[now->thread.x / 32];
-    const int generation = warp.generation;
-    auto slots = warp.slots[generation & 1];
-    memcpy(slots[lane()], mine, n * 4);
-    if (++warp.arrived == 32) warp.arrived = 0, warp.generation++;
-    wait_until([&warp, generation] { return warp.generation != generation; });
-    return slots;
-}
-static void meet(int number, int count) {
-    NamedBarrier& barrier = named_barriers[number];
-    const int generation = barrier.generation;
-    if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
-    wait_until([&barrier, generation] { return barrier.generation != generation; });
-}
 static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
     return smem + address;
 }
-static const char* readable(const void* from, int bytes) {
-    const char* p = (const char*)from;
-    if (p < readable_from || p + bytes > readable_to) fail("weights are read past their end");
-    if ((p - readable_from) % min(bytes, 16)) fail("weights are read where they are not aligned");
-    return p;
-}
-static void entry() {
-    body();
-    now->done = true;
-    swapcontext(&now->context, &scheduler);
-}
-
-static void run_block() {
-    alignas(64) static char stacks[MOST * STACK];  // of each library: takes memory where threads have run alone
-    const int count = threads.x;
-    copies.clear();
-    waited = false;
-    for (const Write& one : writes) memcpy(one.to, one.before.data(), one.before.size());
-    memset(smem, 0xff, SMEM);
-    memset(warps, 0, sizeof warps);
-    memset(named_barriers, 0, sizeof named_barriers);
-    for (int i = 0; i < count; i++) {
-        Fiber& fiber = fibers[i];
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
-        fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = nullptr;
-        fiber.thread = {i, 0, 0}, fiber.done = false, fiber.gemms = {{}}, fiber.copying = std::make_shared<int>(0), fiber.groups.clear(), fiber.ready = [] { return true; };
-        makecontext(&fiber.context, entry, 0);
-    }
-    const int all = count / 32;
-    for (int left = count, pass = 0, slow = 0; left; pass++) {
-        if (pass % 50 == 0) slow = draw() % all;  // this warp goes on only when no other can
-        bool moved = false;
-        auto go = [&](int w) {
-            for (int i = w * 32; i < w * 32 + 32; i++) {
-                if (fibers[i].done || !fibers[i].ready()) continue;
-                now = fibers + i, moved = true;
-                swapcontext(&scheduler, &now->context);
-                if (failed) return;
-                left -= now->done;
-            }
-        };
-        const int begin = draw() % all;
-        for (int w = 0; w < all; w++)
-            if ((begin + w) % all != slow) go((begin + w) % all);
-        if (!copies.empty() && (!moved || draw() % 4 == 0)) {
-            const size_t i = draw() % copies.size();
-            const auto land = copies[i];
-            copies.erase(copies.begin() + i);
-            land();
-            moved = true;
-        }
-        if (!moved) go(slow);
-        if (!moved) failed = "all threads wait for each other";
-        if (failed) return;
-    }
-    for (int i = 0; i < count; i++)
-        if (fibers[i].gemms.size() > 1) failed = "the block ended before its gemms came";
-    if (!copies.empty()) failed = "the block ended before a copy came";
-}
+const char* readable(const void* from, int bytes);
 }  // namespace model
 
 #define threadIdx (model::now->thread)
@@ -244,11 +126,7 @@ template <class E, int N> struct alignas(sizeof(E) * N) Vec {
     E x[N];
 };
 template <class E> static float2 unpack(unsigned x) { return {to_float(half_of<E>(x, 0)), to_float(half_of<E>(x, 1))}; }
-static void grid_wait() {
-    if (model::waited) return;
-    model::waited = true;
-    for (const auto& one : model::writes) memcpy(one.to, one.after.data(), one.after.size());
-}
+void grid_wait();
 static void launch_dependents() {}
 static uint4 stream16(const void* from) {
     uint4 y;
@@ -306,7 +184,7 @@ template <class E> static E __ldcg(const E* x) { return *x; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
 static int add_one(int* x) { return atomicAdd(x, 1); }
 static void __threadfence() {}
-static void wait_for_count(const int* count, int least) { model::wait_until([=] { return *count >= least; }); }
+void wait_for_count(const int* count, int least);
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned y = 0;
@@ -325,35 +203,12 @@ struct TensorMap {
     const char* start;
     int rows, columns, height;
 };
-namespace model {
-static void settle(Barrier* barrier) {
-    if (barrier->pending < 0) fail("more arrivals at a barrier than it has");
-    if (!barrier->pending && !barrier->bytes) barrier->pending = barrier->arrivals, barrier->phase++;
-}
-static void copy(unsigned to, int bytes, std::function<void()> land, Barrier* barrier) {
-    at(to + bytes - 16, 16);
-    memset(at(to, 16), 0xff, bytes);
-    copies.push_back([=] {
-        land();
-        barrier->bytes -= bytes;
-        settle(barrier);
-    });
-}
-}  // namespace model
 static void mbarrier_init(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
 static void fence_mbarrier_init() {}
 static void fence_async_proxy() {}
-static void mbarrier_arrive(Barrier* barrier) {
-    barrier->pending--;
-    model::settle(barrier);
-}
-static void mbarrier_expect(Barrier* barrier, int bytes) {
-    barrier->bytes += bytes;
-    mbarrier_arrive(barrier);
-}
-static void mbarrier_wait(Barrier* barrier, int round) {
-    model::wait_until([=] { return (barrier->phase & 1) != (round & 1); });
-}
+void mbarrier_arrive(Barrier* barrier);
+void mbarrier_expect(Barrier* barrier, int bytes);
+void mbarrier_wait(Barrier* barrier, int round);
 static bool elected() { return model::lane() == 0; }
 static void mbarrier_arrive_if(bool arrives, Barrier* barrier) {
     if (arrives) mbarrier_arrive(barrier);
@@ -362,28 +217,8 @@ static void release_stage(Barrier* empty) {
     __syncwarp();
     if (model::lane() == 0) mbarrier_arrive(empty);
 }
-static void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier) {
-    if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk copy is not of whole 16 bytes");
-    const char* start = (const char*)from;
-    if (start < model::x_from || start + bytes > model::x_to)
-        model::readable(start, 16), model::readable(start + bytes - 16, 16);
-    model::copy(to, bytes, [=] { memcpy(model::smem + to, start, bytes); }, barrier);
-}
-static void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier) {
-    if (to % 1024) model::fail("a swizzled box does not begin at a multiple of 1024");
-    const TensorMap box = *map;
-    auto land = [=] {
-        for (int r = 0; r < box.height; r++)
-            for (int c = 0; c < 8; c++) {
-                unsigned char* place = model::smem + to + r * 128 + (c ^ r % 8) * 16;
-                memset(place, 0, 16);
-                const int first = input + c * 8;
-                if (row + r < box.rows && first < box.columns)
-                    memcpy(place, box.start + ((size_t)(row + r) * box.columns + first) * 2, 16);
-            }
-    };
-    model::copy(to, box.height * 128, land, barrier);
-}
+void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier);
+void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier);
 
 #include "cuda_model_copies.h"
 #include "cuda_model_wgmma.h"

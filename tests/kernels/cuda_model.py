@@ -6,7 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,33 +15,12 @@ from phalanx.kernels import jit
 
 from ..kept import kept, version
 
-HEADER = Path(__file__).with_suffix(".h")
-COMMAND = ("-Og", "-fno-exceptions", "-fno-rtti", "-std=c++17", "-fPIC", "-w")
+HEADER, SHARED = (Path(__file__).with_suffix(ending) for ending in (".h", ".cpp"))
+# hidden: each library has its own model.
+COMMAND = ("-Og", "-fno-exceptions", "-fno-rtti", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
 REPLACED = ("common.cuh", "tma.cuh", "async_copy.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
-LAUNCH = """
-extern "C" void write(char* to, const char* before, const char* after, int bytes) {{
-    model::writes.push_back({{to, {{before, before + bytes}}, {{after, after + bytes}}}});
-}}
-extern "C" const char* launch(const char* from, const char* to, int gx, int gy, int threads, int seed, void** args,
-                              const char* x_from, const char* x_to, int any_order) {{
-    model::readable_from = from, model::readable_to = to, model::draw.seed(seed);
-    model::x_from = x_from, model::x_to = x_to;
-    model::grid = {{gx, gy, 1}}, model::threads = {{threads, 1, 1}};
-    model::failed = nullptr;
-    std::vector<int> blocks(gx * gy);
-    std::iota(blocks.begin(), blocks.end(), 0);
-    if (any_order) std::shuffle(blocks.begin(), blocks.end(), model::draw);
-    for (int b : blocks) {{
-        model::block = {{b % gx, b / gx, 0}};
-        model::body = [=] {{ {call}; }};
-        model::run_block();
-        if (model::failed) break;
-    }}
-    model::waited = false, grid_wait(), model::writes.clear();
-    return model::failed;
-}}
-"""
+RUN = "void run_kernel(void** args) {{ {call}; }}"
 
 
 class Box(ctypes.Structure):
@@ -51,30 +30,32 @@ class Box(ctypes.Structure):
 
 
 class Builder:
-    """Compiles kernels, each once, and before them the header that takes most of a compiler's time."""
+    """Compiles kernels, each once, and before them what is the same for all."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._built: dict[str, ctypes.CDLL] = {}
-        self._headers = sorted(HEADER.parent.glob(f"{HEADER.stem}*.h"))
-        self._ready = False
+        self._copied = [*sorted(HEADER.parent.glob(f"{HEADER.stem}*.h")), SHARED]
+        self._shared: Path | None = None
 
     def build(self, source: str, sizes: dict) -> ctypes.CDLL:
         """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
         text = model_text(source, sizes)
         if text not in self._built:
-            inputs = (*COMMAND, version(_compiler()), *(one.read_text() for one in self._headers), text)
-            self._built[text] = ctypes.CDLL(str(kept(lambda library: self._make(text, library), *inputs)))
+            self._built[text] = ctypes.CDLL(str(self._kept(lambda library: self._make(text, library), text)))
         return self._built[text]
 
+    def _kept(self, make: Callable[[Path], object], text: str) -> Path:
+        return kept(make, *COMMAND, version(_compiler()), *(one.read_text() for one in self._copied), text)
+
     def _make(self, text: str, library: Path) -> None:
-        if not self._ready:
-            for one in self._headers:
+        if self._shared is None:
+            for one in self._copied:
                 shutil.copy(one, self._folder)
             self._compile("-x", "c++-header", HEADER.name, "-o", f"{HEADER.name}.gch")
-            self._ready = True
+            self._shared = self._kept(lambda made: self._compile("-c", SHARED.name, "-o", str(made)), "")
         (self._folder / "kernel.cpp").write_text(text)
-        self._compile("-shared", "kernel.cpp", "-o", str(library))
+        self._compile("-shared", "kernel.cpp", "-x", "none", str(self._shared), "-o", str(library))
 
     def _compile(self, *words: str) -> None:
         command = [_compiler(), *COMMAND, *words]
@@ -111,7 +92,7 @@ def model_text(source: str, sizes: dict) -> str:
         for key, value in sizes.items()
         if not isinstance(value, str)
     ]
-    return "\n".join([f'#include "{HEADER.name}"', *given, text, LAUNCH.format(call=call)])
+    return "\n".join([f'#include "{HEADER.name}"', *given, text, RUN.format(call=call)])
 
 
 def launch(

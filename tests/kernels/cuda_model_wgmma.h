@@ -8,12 +8,12 @@ static unsigned long long descriptor_at(unsigned long long descriptor, int bytes
     return smem_descriptor((unsigned)descriptor + bytes, 16);
 }
 static void wgmma_fence() {}
-static void wgmma_commit() { model::now->gemms.emplace_back(); }
-template <int N> static void wgmma_wait() {
-    auto& groups = model::now->gemms;
-    for (; groups.size() > N + 1; groups.erase(groups.begin()))
-        for (auto& gemm : groups[0]) gemm();
-}
+void wgmma_commit();
+namespace model {
+void add_gemm(std::function<void()> gemm);
+void wait_for_gemms(int left);
+}  // namespace model
+template <int N> static void wgmma_wait() { model::wait_for_gemms(N); }
 template <int N> static void fence_registers(float (&)[N]) {}
 template <int N> static void set_registers(bool) {}
 // c and a are read when it takes place: what is overwritten before shows.
@@ -22,7 +22,7 @@ static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b
     static_assert(!ACROSS);
     float* const sums = c;
     const unsigned* const rows = a;
-    model::now->gemms.back().push_back([=] {
+    model::add_gemm([=] {
         auto slots = model::together(rows, 4);
         const int lane = model::lane();
         float x[2][16];
@@ -56,7 +56,7 @@ static float of_e4m3(unsigned char x) {
 template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     float* const sums = c;
     const int first = model::now->thread.x % 128 / 32 * 16 + model::lane() / 4, second = model::lane() % 4 * 2;
-    model::now->gemms.back().push_back([=] {
+    model::add_gemm([=] {
         for (int r = 0; r < N; r++) {
             const int row = first + r / 2 % 2 * 8, column = second + r / 4 * 8 + r % 2;
             double sum = add ? sums[r] : 0;

@@ -249,27 +249,30 @@ def test_a_killed_rank_raises(checkpoint):
 PROGRAM = """
 import sys, time
 from phalanx import LLM, AsyncLLM, SamplingParams
-model = LLM(sys.argv[1], device="cpu", mem=64, dtype="f32", np=2)
+model = LLM(sys.argv[1], device="cpu", mem=64, dtype="f32", np={ranks})
 print(model._host._directory, model._host._process.pid, *model._host._link.ready.pids, flush=True)
 {then}
 """
+GENERATES = "while True: model.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))"
 
 
 @pytest.mark.parametrize(
-    ("then", "number", "code"),
+    ("ranks", "then", "number", "code"),
     [
-        ("pass", None, 0),
-        pytest.param("raise SystemExit(3)", None, 3, marks=pytest.mark.long),
-        ("time.sleep(60)", signal.SIGKILL, -9),
-        pytest.param("time.sleep(60)", signal.SIGTERM, -15, marks=pytest.mark.long),
-        pytest.param("time.sleep(60)", signal.SIGINT, -2, marks=pytest.mark.long),
-        ("while True: model.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))", signal.SIGINT, -2),
+        (1, "pass", None, 0),
+        pytest.param(2, "pass", None, 0, marks=pytest.mark.long),
+        pytest.param(2, "raise SystemExit(3)", None, 3, marks=pytest.mark.long),
+        (2, "time.sleep(60)", signal.SIGKILL, -9),
+        pytest.param(2, "time.sleep(60)", signal.SIGTERM, -15, marks=pytest.mark.long),
+        pytest.param(2, "time.sleep(60)", signal.SIGINT, -2, marks=pytest.mark.long),
+        (1, GENERATES, signal.SIGINT, -2),
+        pytest.param(2, GENERATES, signal.SIGINT, -2, marks=pytest.mark.long),
     ],
-    ids=["falls-off", "exits", "killed", "terminated", "ctrl-c", "ctrl-c-in-generate"],
+    ids=["falls-off", "falls-off-2", "exits", "killed", "terminated", "ctrl-c", "in-generate", "in-generate-2"],
 )
-def test_the_job_ends_with_the_program(checkpoint, then, number, code):
+def test_the_job_ends_with_the_program(checkpoint, ranks, then, number, code):
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(then=then), checkpoint],
+        [sys.executable, "-c", PROGRAM.format(ranks=ranks, then=then), checkpoint],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -279,7 +282,7 @@ def test_the_job_ends_with_the_program(checkpoint, then, number, code):
     try:
         directory, *words = program.stdout.readline().split()
         running = [int(pid) for pid in words]
-        assert len(running) == 3
+        assert len(running) == 1 + ranks
         if number:
             time.sleep(0.3)  # it generates by then; a signal that comes before ends it alike
             program.send_signal(number)

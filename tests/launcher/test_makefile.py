@@ -225,3 +225,13 @@ def test_no_wheelhouse_for_a_torch_that_is_elsewhere(make):
     assert done.returncode == 2
     assert "make wheelhouse TORCH=cpu or cuda, and there make install TORCH=site WHEELS=DIR\n" in done.stderr
     assert not [call for call in make.calls() if "download" in call]
+
+
+def test_a_dry_run_of_the_tests_runs_nothing(make):
+    assert make("install-test").returncode == 0 and make.calls()
+    for name in ("pytest", "ruff", "mypy"):
+        make.program(name, f"#!/bin/sh\necho {name} >> {make.log}\n")
+        (make.place / "venv" / "bin" / name).symlink_to(make.bin / name)
+    done = make("-n", "test")
+    assert (done.returncode, done.stderr, make.calls()) == (0, "", [])
+    assert 'pytest -m "not long"' in done.stdout and "ruff check" in done.stdout

@@ -94,7 +94,7 @@ def check(engine: Engine, kind: str, prompts, expected, logits, drawn) -> None:
 
 
 # The short suite has each way of cutting a model once, as threads or under mpirun; the model path is the same.
-SHORT_THREADS = [("llama", 1, 1), ("llama", 3, 1)]
+SHORT_THREADS = [("llama", 3, 1)]
 SHORT_MPI = [("llama", 2, 2)]
 
 

@@ -145,15 +145,6 @@ def expected(checkpoint):
     return functools.cache(lambda name: Expected.of(checkpoint(name), SERVED[name]))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The models are so small that more of them only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def answers(request, checkpoint, tmp_path_factory):
     """(layout, name) -> what the ranks answer: one job for all architectures of a layout that are tested now."""

@@ -20,14 +20,16 @@ are the same for each layer of all models; `NAME`, the architecture's, where it 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
 
 
-def supported() -> list[str]:
+@functools.cache  # who reads a file asks for the name of each tensor
+def supported() -> tuple[str, ...]:
     """The names of all architectures."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
 
 
 def spelled(architecture: str) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
@@ -228,7 +229,12 @@ def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) 
 def _beside(
     stack: HostStack, streamer: Streamer, on_cpu: Callable[[], float], cpu: float, copied: float
 ) -> tuple[float, float]:
-    """How many times as long as alone the CPU and copies take beside each other. on_cpu: says seconds of an expert."""
+    """How many times as long as alone the CPU and copies take beside each other. on_cpu: says seconds of an expert.
+
+    Its first call is not counted, and no single one tells: threads that had to wake, or lost their core for once, took
+    a hundred times as long at some starts.
+    """
+    on_cpu()
     experts, one = stack.stack.size, min(streamer.at_once(stack), stack.stack.size)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
@@ -240,8 +246,9 @@ def _beside(
     while not last.query():
         times.append(on_cpu())
     last.synchronize()
-    mean = sum(times) / len(times)
-    return max(1.0, mean / cpu), max(1.0, first.elapsed_time(last) * 1e-3 / (copied * one * (turn + 1)))
+    return max(1.0, statistics.median(times) / cpu), max(
+        1.0, first.elapsed_time(last) * 1e-3 / (copied * one * (turn + 1))
+    )
 
 
 def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: Iterator[int]) -> Callable[[], float]:

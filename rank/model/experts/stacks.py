@@ -119,9 +119,7 @@ class StackOfParts:
         return [torch.cat(some) for some in zip(*each, strict=True)]
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
-        of_stack = getattr(self.part.codec, "stack_bits", None)
-        bits = of_stack(layer.inputs.width, device) if of_stack else self.part.kept_bits(device)
-        return bits * padded(layer.width) / max(layer.width, 1)
+        return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
 
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
         """Whether experts in host memory become plain weights, as the device has no form for what CPUs keep."""

@@ -70,7 +70,7 @@ class Scheme:
         if device.type == "cuda" and not self.in_pieces(layer):
             return 8 + 32 / self.unit(layer.inputs)
         filled = padded(layer.width) / max(layer.width, 1)
-        return floats.kept_bits(layer.inputs.width, self.unit(layer.inputs), device, experts=True) * filled
+        return floats.kept_bits(layer.inputs.width, self.unit(layer.inputs), device) * filled
 
     def make(self, layer: StackedLinear) -> Matrices:
         made = floats.pack(*map(layer.in_order, self.decode(layer)))
@@ -122,7 +122,7 @@ class Part(StoredPart):
     def finish(self) -> None:
         made = self.scheme.decode(self)
         self.drop()
-        self.hold(floats.pack_linear(made))
+        self.hold(floats.pack_for_device(made))
 
 
 def block_of(size: object, key: str) -> tuple[int, int]:

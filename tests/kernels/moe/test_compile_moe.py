@@ -23,6 +23,8 @@ CASES = [(*one, 0) for one in PLAIN] + [
     (torch.bfloat16, 32, 4, 2880, 2880, 4, 1 << 30, 32),
     (torch.bfloat16, 128, 8, 2048, 768, 0, 8, 128),
     (torch.float16, 128, 8, 2048, 768, 0, 1 << 30, 128),
+    (torch.bfloat16, 5, 2, 96, 80, 0, 1 << 30, 16),
+    (torch.bfloat16, 5, 2, 96, 80, 0, 96, 16),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_service
-from phalanx.kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
+from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.host_service import Service
 
@@ -34,8 +34,10 @@ class Layer:
     def part(self, x, ids, weights, made):
         calls = HostPairs(x, ids, weights, "silu").all_calls(Experts(self.w13, self.w2), self.choice.on_cpu, made)
         packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
-        call = self.choice.call(ids, self.of, 4, adopts=self.choice.way == CHEAPEST)
-        return host_service.layer(self.choice, call, packed, made, True, calls, x, ids, weights, self.of)
+        stays = self.choice.way == ADOPTED
+        call = self.choice.call(ids, self.of, 1 if stays else 4, adopts=stays or self.choice.way == CHEAPEST)
+        copies = host_service.COPIES_TO_STAY if stays else host_service.COPIES
+        return host_service.layer(self.choice, call, packed, made, copies, calls, x, ids, weights, self.of)
 
     def of_expert(self, e, x):
         gate, up = (x @ self.w13[e].T).chunk(2)
@@ -76,7 +78,8 @@ class Device:
         while int(told[0]) >> 9 != count:
             time.sleep(0)
         entries = told[1 : 1 + (int(told[0]) & 511)].tolist()
-        copied = {one & 0xFFFF for one in entries}
+        # What is copied to stay is computed by the CPU in this step.
+        copied = set() if layer.choice.way == ADOPTED else {one & 0xFFFF for one in entries}
         for one in entries:
             if one >> 16:
                 table[table == (one >> 16) - 1] = -1
@@ -95,7 +98,7 @@ class Device:
 
 
 @pytest.mark.parametrize("posted", [True, False])
-@pytest.mark.parametrize("way, slots", [(CHEAPEST, 0), (CHEAPEST, 5), (ON_CPU, 5), (COPIED, 5)])
+@pytest.mark.parametrize("way, slots", [(CHEAPEST, 0), (CHEAPEST, 5), (ON_CPU, 5), (COPIED, 5), (ADOPTED, 5)])
 def test_both_sides(way, slots, posted):
     draw, steps = torch.Generator().manual_seed(0), 30
     device = Device([Layer(way, slots, draw) for _ in range(3)], steps, draw)
@@ -118,8 +121,8 @@ def test_both_sides(way, slots, posted):
     assert len(device.wrong) == steps * len(parts) and max(device.wrong) < 1e-4
     resident, cpu, copied, adopted = service.totals[3:].tolist()
     assert (copied, adopted) == (device.copied, device.adopted) and (cpu > 0) == (way != COPIED)
-    assert (resident > 0) == (slots > 0) and (adopted > 0) == (way == CHEAPEST and slots > 0)
-    assert (copied > 0) == (way != ON_CPU)
+    assert (resident > 0) == (slots > 0) and (adopted > 0) == (way in (CHEAPEST, ADOPTED) and slots > 0)
+    assert (copied > 0) == (way in (CHEAPEST, COPIED))
     for layer, table in zip(device.layers, device.tables, strict=True):
         assert layer.of.slot_of.tolist() == table.tolist(), "both sides know the same residents"
     assert not posted or min(service.totals[:3]) > 0

@@ -38,8 +38,11 @@ CASES = [
     Case(90, 1, 2, 768, 704, "q4_k", "e4m3", 8),
     Case(5, 2, 4, 96, 32, "q8_0", "q8_0", 1),
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
+    Case(9, 2, 3, 256, 128, "e4m3_wide", "e4m3_wide", 1),
+    Case(60, 2, 3, 512, 384, "e4m3_wide", "e4m3_wide", 4, biased=True),
 ]
 PIPELINED = [
+    Case(5, 1, 2, 1024, 256, "q4_k", "q4_k", 1, biased=True, warps=15),  # several warps share each unit of up
     Case(12, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=2),
     Case(40, 2, 3, 704, 192, "int4 64 zeros", "q4_1", 1, biased=True, warps=3),
     Case(20, 2, 6, 256, 64, "q4_k", "q4_1", 1, held=Held(2, 3, 6), warps=2),
@@ -49,6 +52,10 @@ PIPELINED = [
     Case(30, 1, 2, 768, 64, "int4 64", "int4 64", 1, warps=4),
     Case(1, 1, 2, 128, 64, "q4_1", "q4_1", 1, warps=8),
     Case(3, 2, 6, 256, 64, "q6_k", "q4_1", 1, held=Held(5, 1, 6), warps=2),
+    Case(20, 2, 3, 512, 128, "e4m3_wide", "e4m3_wide", 1, biased=True, warps=3),
+    Case(2, 2, 3, 1024, 128, "e4m3_wide", "e4m3_wide", 1, warps=8),
+    Case(1, 1, 2, 1024, 64, "int4 64", "int4 64", 1, warps=15),
+    Case(7, 2, 6, 128, 256, "e4m3_wide", "q4_1", 1, held=Held(2, 3, 6), warps=2),
 ]
 
 
@@ -62,9 +69,8 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
 
 def pipeline(stack: Stack, warps: int) -> quantized_pipeline.PipelineConfig | None:
     """Of so many warps, of a format that takes it."""
-    layout = stack.packed.layout
-    taken = layout.header in quantized_pipeline.HEADERS
-    return quantized_pipeline.choose(stack.shape[2], layout, warps) if taken else None
+    taken = stack.packed.layout.header in quantized_pipeline.WARPS
+    return quantized_pipeline.choose(stack.shape[2], stack.packed.layout, warps) if taken else None
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def launched(monkeypatch, cuda_models):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:3], *PIPELINED[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:] + PIPELINED[3:])],
+    [*CASES[:3], *PIPELINED[:4], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:] + PIPELINED[4:])],
     ids=str,
 )
 def test_experts(launched, case, dtype):
@@ -158,7 +164,8 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
     [
         (1, "q4_k", "q6_k", (8, "pipeline", "pipeline")), (64, "int4 64", "q6_k", (8, "pipeline", "pipeline")),
         (128, "q4_k", "q8_0", (8, "pipeline", "cut")), (16, "e4m3", "q4_1", (8, "cut", "pipeline")),
-        (64, "e4m3", "e4m3", (8, "cut", "cut")), (128, "q8_0", "q8_0", (16, "cut", "cut")),
+        (64, "e4m3", "e4m3", (8, "cut", "cut")),
+        (64, "e4m3_wide", "e4m3_wide", (8, "pipeline", "pipeline")), (128, "q8_0", "q8_0", (16, "cut", "cut")),
         (129, "q4_k", "q4_k", (32, "cut", "cut")),
     ],
 )  # fmt: skip

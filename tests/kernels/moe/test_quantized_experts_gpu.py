@@ -23,7 +23,7 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
 ]  # fmt: skip
-PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros")]
+PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3")]
 
 
 def quantised(weight, form):

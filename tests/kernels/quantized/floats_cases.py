@@ -17,13 +17,15 @@ from ..attention.decoding import mend_interpreter
 SIZES = [(48, 128, 128), (70, 200, 8), (33, 300, 300), (16, 1200, 4), (100, 256, 64)]
 
 
-def make(outputs: int, inputs: int, unit: int, pairs: bool = False) -> Floats:
-    """Random codes, all that are numbers."""
-    codes = torch.randint(0, 256, (outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8)
+def make(outputs: int, inputs: int, unit: int, pairs: bool = False, seed: int = 0) -> Floats:
+    """Random codes, all that are numbers; the same ones for the same arguments."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8, generator=draw)
+    scales = outputs, inputs // unit
     if pairs:
-        return floats.pack(codes, torch.randint(1, 140, (outputs, inputs // unit), dtype=torch.uint8))
+        return floats.pack(codes, torch.randint(1, 140, scales, dtype=torch.uint8, generator=draw))
     codes[(codes & 0x7F) == 0x7F] = 0
-    return floats.pack(codes, torch.rand(outputs, inputs // unit) / 448)
+    return floats.pack(codes, torch.rand(scales, generator=draw) / 448)
 
 
 def rounded(x: Tensor) -> Tensor:

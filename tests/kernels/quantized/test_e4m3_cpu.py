@@ -34,7 +34,7 @@ def test_codes_of_a_row_of_zeros(isa):
 @pytest.mark.parametrize("outputs, inputs, unit", SIZES)
 def test_each_code(isa, threads, outputs, inputs, unit):
     plain = make(outputs, inputs, unit)
-    packed = floats.pack_linear(plain)
+    packed = floats.pack_for_device(plain)
     assert isinstance(packed, e4m3_cpu.Packed) and (packed.inputs, packed.unit) == (inputs, unit)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(floats.dequantize(packed, dtype), floats.dequantize(plain, dtype))
@@ -44,7 +44,7 @@ def test_each_code(isa, threads, outputs, inputs, unit):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs, inputs, unit", SIZES)
 def test_linear(isa, threads, called, dtype, outputs, inputs, unit):
-    packed = floats.pack_linear(make(outputs, inputs, unit))
+    packed = floats.pack_for_device(make(outputs, inputs, unit))
     weight = floats.dequantize(packed).double()
     for rows in (1, 2, 7, 11):
         x = torch.randn(rows, inputs + 5).to(dtype)[:, :inputs]
@@ -58,7 +58,7 @@ def test_linear(isa, threads, called, dtype, outputs, inputs, unit):
 @pytest.mark.parametrize("rows", [3, e4m3_cpu.MOST_ROWS + 1])
 def test_gated(isa, rows, monkeypatch):
     """Many rows: panels of the weight."""
-    packed = floats.pack_linear(make(70, 200, 8))
+    packed = floats.pack_for_device(make(70, 200, 8))
     monkeypatch.setitem(panels.PANEL, "cpu", 16 * 200)
     x = torch.randn(rows, 200)
     want = gated_activation_reference(x @ floats.dequantize(packed).t(), "silu")
@@ -68,6 +68,6 @@ def test_gated(isa, rows, monkeypatch):
 def test_what_has_no_numbers_stays_as_it_is():
     codes = torch.tensor([[127, 1, 2, 3]], dtype=torch.uint8)
     plain = floats.pack(codes, torch.ones(1, 1))
-    assert floats.pack_linear(plain) is plain and floats.dequantize(plain).isnan().sum() == 1
+    assert floats.pack_for_device(plain) is plain and floats.dequantize(plain).isnan().sum() == 1
     odd = make(4, 42, 42)
-    assert floats.pack_linear(odd) is odd
+    assert floats.pack_for_device(odd) is odd

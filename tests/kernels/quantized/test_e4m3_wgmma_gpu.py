@@ -19,7 +19,7 @@ BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 
 def make(outputs, inputs, unit=128):
     plain = floats_cases.make(outputs, inputs, unit)
-    packed = floats.pack_linear(floats.pack(plain.codes.cuda(), plain.scales.cuda()))
+    packed = floats.pack_for_device(floats.pack(plain.codes.cuda(), plain.scales.cuda()))
     return packed, floats.dequantize(plain).double().cuda()
 
 

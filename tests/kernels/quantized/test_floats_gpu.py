@@ -19,7 +19,7 @@ def on_gpu(packed):
 def ways(packed):
     """As Triton takes it, and in pieces where there are such."""
     plain = on_gpu(packed)
-    return [plain] if packed.pairs else list({id(one): one for one in (plain, floats.pack_linear(plain))}.values())
+    return [plain] if packed.pairs else list({id(one): one for one in (plain, floats.pack_for_device(plain))}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -41,12 +41,10 @@ def make(outputs, inputs, form="q8_0", seed=0):
         scales = (torch.rand(outputs, inputs // 32, generator=draw) / 64 - 1 / 128).half()
         return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
     if form == "e4m3":
-        torch.manual_seed(seed)
-        plain = floats_cases.make(outputs, inputs, 32)
+        plain = floats_cases.make(outputs, inputs, 32, seed=seed)
         return e4m3_cuda.pack(*plain), floats.dequantize(plain).double()
     if form == "e4m3_wide":
-        torch.manual_seed(seed)
-        plain = floats_cases.make(outputs, inputs, 128)
+        plain = floats_cases.make(outputs, inputs, 128, seed=seed)
         return e4m3_wide.pack(*plain), floats.dequantize(plain).double()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -43,14 +44,21 @@ def text(tmp_path):
     return str(file)
 
 
-def run(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx.launcher.cli", "convert", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return done.returncode, done.stderr
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """The command, its exit code and what it says. What it has another process do is done in this one, without the
+    seconds that the import of torch takes."""
+
+    class Here:
+        def __init__(self, command):
+            assert command[1:-1] == list(convert.PROGRAM)
+            self._file = command[-1]
+
+        def wait(self):
+            return program.main(self._file)
+
+    monkeypatch.setattr(convert, "subprocess", SimpleNamespace(Popen=Here))
+    return lambda *words: (convert.main([str(word) for word in words]), capfd.readouterr().err)
 
 
 def rounded_logits(checkpoint, text, scheme, units=(32, 32)):
@@ -72,7 +80,7 @@ def rounded_logits(checkpoint, text, scheme, units=(32, 32)):
         (("--to", "gptq", "--bits", "8", "--group", "32", "--no-sym", "--desc-act"), Scheme(8, 32, False, True), (1,)),
     ],
 )
-def test_what_is_written_is_what_was_rounded(checkpoint, text, tmp_path, options, scheme, tp):
+def test_what_is_written_is_what_was_rounded(run, checkpoint, text, tmp_path, options, scheme, tp):
     target = tmp_path / "made"
     code, said = run(checkpoint, target, *options, "--calibration", text, "--samples", "6", "--seqlen", "48")
     assert code == 0, said
@@ -92,7 +100,7 @@ def test_what_is_written_is_what_was_rounded(checkpoint, text, tmp_path, options
 MARLIN = dict(hidden_size=128, head_dim=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=192)
 
 
-def test_marlin(tmp_path, text):
+def test_marlin(run, tmp_path, text):
     """Linears of multiples of 64 outputs and 128 inputs; what is stored is what GPTQ rounds it to."""
     source = make_checkpoint(tmp_path / "model", **MARLIN, num_hidden_layers=2)
     words = "--group", "64", "--calibration", text, "--samples", "6", "--seqlen", "48"
@@ -107,8 +115,10 @@ def test_marlin(tmp_path, text):
 
 
 def test_fp8(checkpoint, tmp_path):
-    code, said = run(checkpoint, tmp_path / "made", "--to", "fp8")
-    assert code == 0 and f"phalanx serve {tmp_path / 'made'}" in said
+    words = "convert", str(checkpoint), str(tmp_path / "made"), "--to", "fp8"
+    command = [sys.executable, "-m", "phalanx.launcher.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and f"phalanx serve {tmp_path / 'made'}" in done.stderr
     settings = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
     stored, plain = (load_file(one / "model.safetensors") for one in (tmp_path / "made", checkpoint))
@@ -141,7 +151,7 @@ def test_a_terminal_sees_a_bar(checkpoint, tmp_path):
     assert b"encoding:   0%|" in seen and b"encoding: 100%|" in seen and b"tensor/s" in seen
 
 
-def test_a_gguf_file_has_all_that_is_needed(checkpoint, tmp_path):
+def test_a_gguf_file_has_all_that_is_needed(run, checkpoint, tmp_path):
     file = tmp_path / "made.gguf"
     code, said = run(checkpoint, file, "--to", "Q8_0")
     assert code == 0 and f"phalanx serve {file}" in said and [*tmp_path.iterdir()] == [file]
@@ -153,7 +163,7 @@ def test_a_gguf_file_has_all_that_is_needed(checkpoint, tmp_path):
     assert (got - want).abs().max() < 0.4
 
 
-def test_linears_that_do_not_fit_stay_plain(tmp_path, text):
+def test_linears_that_do_not_fit_stay_plain(run, tmp_path, text):
     source = make_checkpoint(tmp_path / "model", **SIZES | dict(intermediate_size=80))
     code, said = run(source, tmp_path / "made", "--group", "32", "--calibration", text, "--seqlen", "48")
     assert code == 0 and "; plain: gate_proj, up_proj, down_proj" in said

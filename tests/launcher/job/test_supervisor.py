@@ -18,8 +18,14 @@ pytestmark = pytest.mark.timeout(60)
 ALONE = pytest.param(1, marks=pytest.mark.long)  # without mpirun, as many other tests
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def signals():
+    """Each once in the short run; one rank, which has no mpirun, hears of the other two as it does of SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        yield pytest.param(1, number, marks=[] if number == signal.SIGTERM else [pytest.mark.long])
+        yield 2, number
+
+
+@pytest.mark.parametrize("ranks, number", list(signals()))
 def test_the_first_signal_drains(tmp_path, ranks, number):
     with serve(tmp_path, "--np", str(ranks)) as job:
         job.up(ranks).process.send_signal(number)
@@ -100,7 +106,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
         ("", "127.0.0.1"),
         ("", "0.0.0.0"),
         ("loading", "127.0.0.1"),
-        ("loading", "0.0.0.0"),
+        pytest.param("loading", "0.0.0.0", marks=pytest.mark.long),
         ("hangs", "127.0.0.1"),
         pytest.param("hangs", "0.0.0.0", marks=pytest.mark.long),
         ("rude", "127.0.0.1"),
@@ -123,7 +129,7 @@ def test_a_proxy_has_no_say_in_it(tmp_path, server, host):
         ("exit:70@1", 70, "a rank failed"),
         pytest.param("exit:71@0", 71, "a rank was stuck", marks=pytest.mark.long),
         pytest.param("exit:3@1", 3, "the model cannot be read", marks=pytest.mark.long),
-        ("exit:4@0", 4, "not enough memory"),
+        pytest.param("exit:4@0", 4, "not enough memory", marks=pytest.mark.long),
         ("exit:55@1", 1, "an error"),
     ],
 )
@@ -134,7 +140,7 @@ def test_exit_codes_of_ranks(tmp_path, fake, code, why):
         assert job.no_directory()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_is_named(tmp_path, rank):
     with serve(tmp_path, "--np", "2") as job:
         os.kill(job.up(2).rank(rank), signal.SIGKILL)
@@ -192,7 +198,9 @@ def test_grandchildren_are_cleared(tmp_path):
         assert len(job.read("child")) == 1
 
 
-@pytest.mark.parametrize("argv", [("--np", "2"), ("--np", "2", "--restarts", "1"), ("--restarts", "1")])
+@pytest.mark.parametrize(
+    "argv", [pytest.param(("--np", "2"), marks=pytest.mark.long), ("--np", "2", "--restarts", "1"), ("--restarts", "1")]
+)
 def test_the_shell_of_srun(tmp_path, argv):
     """In `srun --pty bash` this process is alone in an MPI job; the ranks that are asked for are started here."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}

@@ -1,24 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from ...checkpoints import make_checkpoint
 from . import harness
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The ranks are threads themselves, and the models so small that more of them only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

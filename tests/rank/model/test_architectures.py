@@ -250,7 +250,7 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (3, 1), (1, 2)])
+@pytest.mark.parametrize("tp, pp", [*(pytest.param(tp, 1, marks=pytest.mark.long) for tp in (1, 2)), (3, 1), (1, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(made, expected, name, tp, pp):
     path, ids = made(name), tokens(60)

@@ -74,12 +74,8 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
+def few_numbers(monkeypatch):
     monkeypatch.setattr(dummy, "PERIOD", 65_537)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def path_of(directory, name):

@@ -78,7 +78,7 @@ def held(model):
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_striped_loading_makes_the_same_bits(made, monkeypatch, name, tp):
     monkeypatch.setattr(striped, "CHUNK", 3001)  # many rounds, and chunks that end within tensors
