@@ -66,8 +66,7 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
 
 def pipeline(stack: Stack, warps: int) -> quantized_pipeline.PipelineConfig | None:
     """Of so many warps, of a format that takes it."""
-    taken = stack.packed.layout.header in quantized_pipeline.WARPS
-    return quantized_pipeline.choose(stack.shape[2], stack.packed.layout, warps) if taken else None
+    return quantized_pipeline.choose(stack.shape[2], stack.packed.layout, warps)
 
 
 @pytest.fixture
