@@ -4,9 +4,9 @@
 // of the tiles; else y [pairs, OUTPUTS] is in the pairs' own order. With BIAS, bias [experts, OUTPUTS] is added.
 //
 // A unit is two strips of a tile: of gate and of up, or neighbours. A block has a run of units, in the order of the tiles,
-// so that it sees few tiles; its warps take them in turn. Of the last ones, where they are fewer than warps, several warps
-// have a part each. Each warp has a ring of its own in shared memory, STAGES of RUN pieces of both strips, which bulk
-// copies fill on into its next units: no warp waits for another but in the end, and sums stay in registers. One more warp brings the tiles' rows of x, BUFFERS of them ahead. The down GEMM knows its tiles before its
+// so that it sees few tiles; its warps take them in turn. Each warp has a ring of its own in shared memory, STAGES of RUN
+// pieces of both strips, which bulk copies fill on into its next units: no warp waits for another, and sums stay in
+// registers. One more warp brings the tiles' rows of x, BUFFERS of them ahead. The down GEMM knows its tiles before its
 // predecessor has ended, as they are older than that, and asks for weights until then.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -37,60 +37,29 @@ struct Tiles {
     __device__ int expert(int tile) const { return __ldcg(experts + tile); }
 };
 
-// How many of `most` tiles have an expert, which the first ones do: by all of a block's threads. *used is 0 before.
-__device__ inline void count_tiles(const Tiles& tiles, int most, int* used) {
-    for (int t = threadIdx.x; t < most; t += THREADS + 32) {
-        const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
-        if (expert >= 0 && after < 0) *used = t + 1;
-    }
-}
-
-// A warp's share of a block's units `begin` to `end`: whole ones in turn, and perhaps a part of one of the last.
-struct Share {
-    int first, end;        // units in turn
-    int last, part, parts;  // the unit that several warps share, -1: none; which of its parts
-
-    __device__ Share(int warp, int begin, int end) : first(begin + warp), end(end), last(-1), part(0), parts(1) {
-        const int rest = (end - begin) % WARPS;
-        if (rest == 0) return;
-        parts = min(WARPS / rest, STEPS);
-        while (STEPS % parts) parts--;
-        this->end -= rest;
-        part = warp % parts;
-        if (warp / parts < rest) last = this->end + warp / parts;
-    }
-    __device__ int in_turn(int unit) const { return unit < end ? unit : last; }
-    // The unit after; -1: there is none.
-    __device__ int after(int unit) const { return unit < end ? in_turn(unit + WARPS) : -1; }
-    __device__ int begin_of(int unit) const { return unit < end ? 0 : part * (STEPS / parts); }  // stages
-    __device__ int end_of(int unit) const { return unit < end ? STEPS : (part + 1) * (STEPS / parts); }
-};
-
 // A warp's weights: the stages of its units, one after the other.
 struct Weights {
     const unsigned char *all, *from;  // from: what is asked for next
     const Tiles& tiles;
     const unsigned ring;
     Barrier* const full;
-    const Share& share;
+    const int end;
     int unit, step, next;  // next: the expert of the unit after
 
-    __device__ Weights(const unsigned char* all, const Tiles& tiles, unsigned ring, Barrier* full, const Share& share)
-        : all(all), from(all), tiles(tiles), ring(ring), full(full), share(share), unit(share.in_turn(share.first)), next(0) {
-        if (unit >= 0) next = tiles.expert(unit / UNITS);
+    __device__ Weights(const unsigned char* all, const Tiles& tiles, unsigned ring, Barrier* full, int unit, int end)
+        : all(all), from(all), tiles(tiles), ring(ring), full(full), end(end), unit(unit), step(0), next(0) {
+        if (unit < end) next = tiles.expert(unit / UNITS);
         find();
     }
     __device__ int strip() const { return GATED ? unit % UNITS : unit % UNITS * 2; }
     __device__ void find() {
-        if (unit < 0) return;
-        step = share.begin_of(unit);
-        from = all + ((long long)next * STRIPS + strip()) * STRIP + step * PART;
-        const int after = share.after(unit);
-        if (after >= 0) next = tiles.expert(after / UNITS);
+        if (unit >= end) return;
+        from = all + ((long long)next * STRIPS + strip()) * STRIP;
+        if (unit + WARPS < end) next = tiles.expert((unit + WARPS) / UNITS);
     }
     // By a whole warp.
     __device__ void ask(int slot) {
-        if (unit < 0) return;
+        if (unit >= end) return;
         // What is past the end is not stored.
         const int other = GATED ? WIDTH / 16 * STRIP : STRIPS % 2 == 0 || strip() + 1 < STRIPS ? STRIP : 0;
         if (elected()) {
@@ -99,7 +68,7 @@ struct Weights {
             bulk_load(ring + slot * STAGE + PART, from + other, PART, full + slot);
         }
         from += PART;
-        if (++step == share.end_of(unit)) unit = share.after(unit), find();
+        if (++step == STEPS) step = 0, unit += WARPS, find();
     }
 };
 
@@ -173,45 +142,24 @@ __device__ inline void store(const float (&sum)[2][4], const Tile& tile, int uni
     }
 }
 
-// The warp's stages of a unit, from slot and round of its ring on.
-__device__ __forceinline__ void multiply_unit(int unit, Weights& ahead, unsigned ring, Barrier* mine, unsigned x_from,
-                                              unsigned sums_at, int& slot, int& round, float (&sum)[2][4]) {
-    const int end = ahead.share.end_of(unit);
+// All of a unit's runs, from slot and round of the warp's ring on.
+__device__ __forceinline__ void multiply_unit(Weights& ahead, unsigned ring, Barrier* mine, unsigned x_from, unsigned sums_at,
+                                              int& slot, int& round, float (&sum)[2][4]) {
 #pragma unroll 1
-    for (int s = ahead.share.begin_of(unit); s < end; s++) {
+    for (int s = 0; s < STEPS; s++) {
         mbarrier_wait(mine + slot, round);
-        multiply_run(Piece(), ring + slot * STAGE, x_from + s * RUN * SPAN * 2, sums_at + s * RUN * SPAN, sum);
+        multiply_run(Piece(), ring + slot * STAGE, x_from, sums_at + s * RUN * SPAN, sum);
         // All of the warp's loads have been read before a copy writes there again.
         fence_async_proxy();
         __syncwarp();
         ahead.ask(slot);
+        x_from += RUN * SPAN * 2;
         if (++slot == STAGES) slot = 0, round++;
     }
 }
 
-// What a lane of each warp has of a shared unit goes to the warp's own ring, which is read by then; the warp with the
-// first part adds up what the next ones have. `joined` awaits all warps, also those without a part.
-__device__ inline void join(const Share& share, char* ring, Barrier* joined, float (&sum)[2][4]) {
-    const int lane = threadIdx.x % 32;
-    auto of_part = [&](int p) { return (float4*)(ring + (p - share.part) * STAGES * STAGE) + lane * 2; };
-    if (share.last >= 0 && share.part > 0)
-        for (int o = 0; o < 2; o++) of_part(share.part)[o] = make_float4(sum[o][0], sum[o][1], sum[o][2], sum[o][3]);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(joined);
-    if (share.last < 0 || share.part > 0) return;
-    mbarrier_wait(joined, 0);
-    for (int p = 1; p < share.parts; p++)
-#pragma unroll
-        for (int o = 0; o < 2; o++) {
-            const float4 more = of_part(p)[o];
-            sum[o][0] += more.x, sum[o][1] += more.y, sum[o][2] += more.z, sum[o][3] += more.w;
-        }
-}
-
-__device__ __forceinline__ void init_barriers(Barrier* full, Barrier* x_full, Barrier* x_summed, Barrier* x_empty,
-                                              Barrier* joined) {
+__device__ __forceinline__ void init_barriers(Barrier* full, Barrier* x_full, Barrier* x_summed, Barrier* x_empty) {
     for (int s = 0; s < WARPS * STAGES; s++) mbarrier_init(full + s, 1);
-    mbarrier_init(joined, WARPS);
     for (int b = 0; b < BUFFERS; b++) {
         mbarrier_init(x_full + b, 1);
         mbarrier_init(x_summed + b, 1);
@@ -226,19 +174,22 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
                    const int* tile_expert, const int* tile_start, const float* weights, T* y, int most) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[WARPS * STAGES], x_full[BUFFERS], x_summed[BUFFERS], x_empty[BUFFERS], joined;
+    __shared__ alignas(8) Barrier full[WARPS * STAGES], x_full[BUFFERS], x_summed[BUFFERS], x_empty[BUFFERS];
     __shared__ Tile held[BUFFERS];
     __shared__ int used;  // tiles
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned rings = smem_address(memory), xs = rings + WARPS * STAGES * STAGE, sums = xs + BUFFERS * ROWS * PITCH;
     if (thread == 0) {
-        init_barriers(full, x_full, x_summed, x_empty, &joined);
+        init_barriers(full, x_full, x_summed, x_empty);
         used = 0;
     }
     __syncthreads();
     if (GATED) grid_wait();
     const Tiles tiles{order, ends, tile_expert, tile_start};
-    count_tiles(tiles, most, &used);
+    for (int t = thread; t < most; t += THREADS + 32) {
+        const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
+        if (expert >= 0 && after < 0) used = t + 1;
+    }
     __syncthreads();
     const int block = blockIdx.x, units = used * UNITS, each = units / gridDim.x, more = units % gridDim.x;
     const int begin = block * each + min(block, more), end = begin + each + (block < more);
@@ -250,12 +201,9 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     }
     const unsigned ring = rings + warp * STAGES * STAGE;
     Barrier* const mine = full + warp * STAGES;
-    const Share share(warp, begin, end);
-    Weights ahead(weight, tiles, ring, mine, share);
+    Weights ahead(weight, tiles, ring, mine, begin + warp, end);
     for (int s = 0; s < STAGES; s++) ahead.ask(s);
     grid_wait();
-    char* const own = (char*)memory + (ring - rings);
-    float none[2][4] = {};
     int tile = first, slot = 0, round = 0;
     // Every warp awaits all of the block's tiles, also those that it has no unit of, and lets go of them.
     auto pass = [&](int to) {
@@ -264,7 +212,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
             release_stage(x_empty + (tile - first) % BUFFERS);
         }
     };
-    for (int unit = share.in_turn(share.first); unit >= 0; unit = share.after(unit)) {
+    for (int unit = begin + warp; unit < end; unit += WARPS) {
         pass(unit / UNITS);
         const int buffer = (tile - first) % BUFFERS;
         mbarrier_wait(x_full + buffer, (tile - first) / BUFFERS);
@@ -272,11 +220,9 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         // A lane's row of x, and there its eight of the first 32 inputs.
         const unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
         float sum[2][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
-        multiply_unit(unit, ahead, ring, mine, x_from, sums + buffer * SUMS, slot, round, sum);
-        if (unit == share.last && share.parts > 1) join(share, own, &joined, sum);
-        if (unit != share.last || share.part == 0) store(sum, held[buffer], unit, bias, y);
+        multiply_unit(ahead, ring, mine, x_from, sums + buffer * SUMS, slot, round, sum);
+        store(sum, held[buffer], unit, bias, y);
     }
-    if (share.last < 0 && share.parts > 1) join(share, own, &joined, none);
     pass(last + 1);
 #endif
 }

@@ -17,10 +17,11 @@ from ..quantized.stack import Stack
 if TYPE_CHECKING:
     from .moe import Groups
 
-# Formats that it reads faster than quantized_experts.cu does, not those with a scale for each 32 codes of 8 bits, and
-# the warps that multiply, each with a ring. 15 and one that brings x are four for each scheduler. 11 take 2 % less of
-# Q4_K with 16 and 64 tokens and 4 % more with one.
-WARPS = {int4_cuda.HEADER: 15, super_blocks_cuda.HEADER: 15, e4m3_wide.LAYOUT.header: 8}
+# Formats that it reads faster than quantized_experts.cu does: not those with a scale for each 32 codes of 8 bits.
+HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER, e4m3_wide.LAYOUT.header
+# That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
+# 64 tokens and 4 % more with one; 12 take 7 to 9 % more of FP8 with 1 to 64, and fewer warps more than that.
+WARPS = 15
 ROWS = 8  # of x in a tile
 PART = 2600  # bytes of a copy, at most
 LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory
@@ -41,11 +42,9 @@ class PipelineConfig(NamedTuple):
 
 
 @functools.cache
-def choose(inputs: int, layout: Layout, warps: int = 0) -> PipelineConfig | None:
-    """Long runs, where enough of them fit beside x. None: they do not, or the format is slower here. warps: chosen by
-    the format unless given."""
-    warps = warps or WARPS.get(layout.header, 0)
-    if not warps:
+def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | None:
+    """Long runs, where enough of them fit beside x. None: they do not, or the format is slower here."""
+    if layout.header not in HEADERS:
         return None
     pieces = inputs // layout.inputs
     for buffers in (2, 1):
