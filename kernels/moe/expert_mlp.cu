@@ -13,17 +13,26 @@
 // Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are there.
 // Blocks may wait for each other so, as items of w13 are taken first and wait for nobody's. But each block's first item is
 // its own, so that all blocks must come to a multiprocessor while others wait: no kernel beside this one may hold a
-// multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, are zero before the
-// launch and after it.
+// multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, and one of shared
+// experts' are zero before the launch and after it.
+//
+// With SORTS, each block sorts the router's choice for itself, of few pairs: no launch stands between, and what an item is
+// stands in shared memory.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is
 // overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand lost 3
 // %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
+//
+// With SHARED, experts that all tokens visit are here too, as one of SHARED inner elements: up to EVERY tokens, which each
+// item has all of, so that these weights are read once. Their own kernels would leave memory idle for half of their time.
+// Items of s13 [2 SHARED, HIDDEN] come behind the first one of each block, those of s2 [HIDDEN, SHARED] behind all of w13.
+// y is [tokens, TOP + 1, HIDDEN] then; the last of each token is theirs.
 
 constexpr int M = 128;                         // outputs' weights of an item
 constexpr int ROWS = 8 * TILES;                // pairs of an item
 constexpr int BOXES = KC / 64;                 // of a chunk
+constexpr int EVERY = 64;                      // rows of an item of shared experts
 constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
 constexpr int THREADS = M / 16 * 32;           // that multiply; two more warps bring what they need
 constexpr int WIDE = ROWS + 1;
@@ -32,68 +41,13 @@ constexpr int TURNS = 4;                       // items that one warp of a block
 #include "mma.cuh"
 #include "smem_tile.cuh"
 #include "tile_sums.cuh"
+#include "expert_items.cuh"
 
-struct Up {
-    static constexpr bool GATED = true;
-    static constexpr int INPUTS = HIDDEN, WIDTH = INNER, OUTPUTS = 2 * INNER, OUTS = M / 2;
-    static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
-};
-struct Down {
-    static constexpr bool GATED = false;
-    static constexpr int INPUTS = INNER, WIDTH = HIDDEN, OUTPUTS = HIDDEN, OUTS = M;
-    static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;
-};
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
 
 #if __CUDA_ARCH__ >= 900
-struct Item {
-    bool up;
-    int tile, expert, block, start, rows;
-};
-
-// All is loaded past the first-level cache, which another kernel may have filled before the tiles were there.
-struct Tiles {
-    const int *ends, *experts, *starts;
-    int used;
-
-    // By a warp, which counts the tiles that are needed.
-    __device__ Tiles(const int* ends, const int* experts, const int* starts, int most)
-        : ends(ends), experts(experts), starts(starts), used(0) {
-        for (int i = threadIdx.x % 32; i < most; i += 32) used += __ldcg(experts + i) >= 0;
-#pragma unroll
-        for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
-    }
-
-    __device__ int items() const { return used * (Up::BLOCKS + Down::BLOCKS); }
-    __device__ Item find(int number) const {
-        const int ups = used * Up::BLOCKS;
-        Item item;
-        item.up = number < ups;
-        item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
-        item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
-        item.expert = __ldcg(experts + item.tile), item.start = __ldcg(starts + item.tile);
-        item.rows = min(ROWS, __ldcg(ends + item.expert + 1) - item.start);
-        return item;
-    }
-};
-
-// The numbers of a block's items, from the thread that asks for weights to the other warps.
-struct Queue {
-    volatile int* numbers;
-    Barrier *posted, *read;
-
-    __device__ void post(int k, int number) const {
-        if (k >= TURNS) mbarrier_wait(read + k % TURNS, k / TURNS - 1);
-        numbers[k % TURNS] = number;
-        mbarrier_arrive(posted + k % TURNS);
-    }
-    __device__ int get(int k) const {
-        mbarrier_wait(posted + k % TURNS, k / TURNS);
-        const int number = numbers[k % TURNS];
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % TURNS);
-        return number;
-    }
+struct Maps {
+    const TensorMap *w13, *w2, *s13, *s2;
 };
 
 struct Ring {
@@ -112,11 +66,11 @@ template <class G> struct Boxes {
 
     __device__ Boxes(const TensorMap* map, int expert, int block) : map(map), row(expert * G::OUTPUTS + block * G::OUTS) {}
     __device__ void load(int chunk, unsigned to, Barrier* barrier) const {
-        mbarrier_expect(barrier, M * KC * 2);
+        mbarrier_expect(barrier, M * G::KC * 2);
 #pragma unroll
-        for (int b = 0; b < BOXES; b++, to += M * 128) {
-            tma_load(to, map, chunk * KC + b * 64, row, barrier);
-            if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * KC + b * 64, row + G::WIDTH, barrier);
+        for (int b = 0; b < G::BOXES; b++, to += M * 128) {
+            tma_load(to, map, chunk * G::KC + b * 64, row, barrier);
+            if (G::GATED) tma_load(to + G::OUTS * 128, map, chunk * G::KC + b * 64, row + G::WIDTH, barrier);
         }
     }
 };
@@ -125,7 +79,7 @@ template <class G> struct Boxes {
 // `early` will tell.
 template <class G>
 __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, const Ring& ring, int there, int& n) {
-    const Boxes<G> boxes(of_w, item.expert, item.block);
+    const Boxes<G> boxes(of_w, G::SHARES ? 0 : item.expert, item.block);
     for (int c = 0; c < G::CHUNKS; c++, n++) {
         const int stage = n % STAGES;
         ring.wait_for_room(n);
@@ -138,20 +92,21 @@ __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, co
     }
 }
 
-// One warp: an item's rows of x, of which this lane knows `mine`. Rows that the item lacks are zeros.
+// One warp: an item's rows of x, of which this lane knows `mine`, or all of x. Rows that the item lacks are zeros.
 template <class G>
 __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ring, int& n) {
-    constexpr int PIECES = KC / 8;  // of a row
+    constexpr int PIECES = G::KC / 8;  // of a row
     const int lane = threadIdx.x % 32;
     for (int c = 0; c < G::CHUNKS; c++, n++) {
         const int stage = n % STAGES;
         ring.wait_for_room(n);
-        const unsigned to = ring.at + stage * STAGE + BOXES * M * 128;
+        const unsigned to = ring.at + stage * STAGE + G::BOXES * M * 128;
 #pragma unroll
-        for (int i = 0; i < ROWS * PIECES / 32; i++) {
+        for (int i = 0; i < G::ROWS * PIECES / 32; i++) {
             const int r = (i * 32 + lane) / PIECES, piece = (i * 32 + lane) % PIECES;
-            const T* row = x + (long long)__shfl_sync(0xffffffffu, mine, r) * G::INPUTS + c * KC;
-            copy_async16(to + (piece / 8 * ROWS + r) * 128 + (piece % 8 ^ r % 8) * 16, row + piece * 8, r < rows);
+            const int from = !G::SHARES ? __shfl_sync(0xffffffffu, mine, r) : r < rows ? r : 0;
+            const T* row = x + (long long)from * G::INPUTS + c * G::KC;
+            copy_async16(to + (piece / 8 * G::ROWS + r) * 128 + (piece % 8 ^ r % 8) * 16, row + piece * 8, r < rows);
         }
         arrive_when_copied(ring.full + stage);
     }
@@ -162,7 +117,8 @@ template <class G>
 __device__ inline void store(const float* sums, const Item& item, int pairs, float weights, T* y) {
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
         const int row = i / G::OUTS, out = i % G::OUTS;
-        const long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, pairs, row);
+        long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, pairs, row);
+        if (!G::GATED && SHARED) to += to / TOP;  // behind each token's pairs is what shared experts make
         float value = sums[out * WIDE + row];
         if (G::GATED)
             value = gated<T, ACT>(value, sums[(G::OUTS + out) * WIDE + row]) * __shfl_sync(0xffffffffu, weights, row);
@@ -176,7 +132,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
-    const int pair = lane < item.rows ? __ldcg(order + item.start + lane) : 0;
+    const int pair = lane < item.rows ? look(order + item.start + lane) : 0;
     if (G::GATED) mine = __ldcg(weights + pair);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
@@ -194,26 +150,63 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten
 }
 
-// The warp that asks for weights.
-__device__ inline void weights_warp(const TensorMap* of_w13, const TensorMap* of_w2, const int* ends, const int* tile_expert,
-                                    const int* tile_start, const Ring& ring, const Queue& queue, int* taken, int most,
-                                    int experts) {
-    const int likely = blockIdx.x / Up::BLOCKS;  // the expert of the first item
-    const bool guessed = likely < experts;
-    if (guessed && elected()) {
+// The same of shared experts. A warp's 16 outputs are 8 of gate and of up each, so that a lane has both of its own. From row
+// to row y has `pitch` elements.
+template <class G>
+__device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y, int pitch, int& n) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    TileLane place(ring.at, warp, lane, G::BOXES, true);
+    if (G::GATED) place.w_from = ring.at + (lane % 16 / 8 * G::OUTS + warp * 8 + lane % 8) * 128;
+    float sum[EVERY / 8][4] = {};
+#pragma unroll 1
+    for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
+        const int stage = n % STAGES;
+        mbarrier_wait(ring.full + stage, n / STAGES);
+        if (n > start && lane == 0) mbarrier_arrive(ring.empty + (n - 1) % STAGES);  // as in multiply
+#pragma unroll
+        for (int i = 0; i < G::KC / 16; i++) multiply_step(sum, place, stage, i);
+    }
+    release_stage(ring.empty + (n - 1) % STAGES);
+    T* const to = y + item.block * G::OUTS + warp * (G::GATED ? 8 : 16) + lane / 4;
+#pragma unroll
+    for (int j = 0; j < EVERY / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = j * 8 + lane % 4 * 2 + i;
+            if (row >= item.rows) break;
+            T* const here = to + (long long)row * pitch;
+            const float a = sum[j][i], b = sum[j][i + 2];
+            if (G::GATED)
+                *here = from_float<T>(gated<T, ACT>(a, b));
+            else
+                here[0] = from_float<T>(a), here[8] = from_float<T>(b);
+        }
+    block_sync<THREADS>(1);  // all is stored
+}
+
+// The first chunks of a block's first item, if every expert has one tile; whether they are asked for.
+__device__ inline bool ask_early(const TensorMap* of_w13, const Ring& ring, int experts) {
+    const int likely = blockIdx.x / Up::BLOCKS;
+    if (likely >= experts) return false;
+    if (elected()) {
         const Boxes<Up> boxes(of_w13, likely, blockIdx.x % Up::BLOCKS);
         for (int c = 0; c < EARLY; c++) boxes.load(c, ring.at + c * STAGE, ring.early + c);
     }
     __syncwarp();
-    grid_wait();
-    const Tiles tiles(ends, tile_expert, tile_start, most);
+    return true;
+}
+
+// The warp that asks for weights.
+__device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const Ring& ring, const Queue& queue, int* taken,
+                                    bool guessed) {
     if (!elected()) return;
     const int items = tiles.items();
     int number = blockIdx.x, n = 0;
     bool right = false;
     if (guessed && number < items) {
-        const Item first = tiles.find(number);  // of w2 where few tiles are needed, maybe of the same expert
-        right = first.up && first.expert == likely;
+        // Of w2 where few tiles are needed, maybe of the same expert, or of shared experts, which have no number.
+        const Item first = tiles.find(number);
+        right = first.up && first.expert == (int)blockIdx.x / Up::BLOCKS;
     }
     if (guessed && !right)
         for (int c = 0; c < EARLY; c++) mbarrier_wait(ring.early + c, 0);
@@ -222,51 +215,103 @@ __device__ inline void weights_warp(const TensorMap* of_w13, const TensorMap* of
         if (number >= items) return;
         const Item item = tiles.find(number);
         const int before = atomicAdd(taken, 1);  // nobody waits for it before this item's weights are asked for
-        if (item.up)
-            bring_weights<Up>(of_w13, item, ring, right ? EARLY : 0, n);
-        else
-            bring_weights<Down>(of_w2, item, ring, 0, n);
+        if (SHARED && item.shared) {
+            if (item.up)
+                bring_weights<SharedUp>(maps.s13, item, ring, 0, n);
+            else
+                bring_weights<SharedDown>(maps.s2, item, ring, 0, n);
+        } else if (item.up) {
+            bring_weights<Up>(maps.w13, item, ring, right ? EARLY : 0, n);
+        } else {
+            bring_weights<Down>(maps.w2, item, ring, 0, n);
+        }
         if (before == items - 1) *taken = 0;  // each item asks once for the next
         number = gridDim.x + before;
     }
 }
 
+// One warp: until all items of G, an item's first half, are there. The last of its second half clears their count.
+template <class G, class Second> __device__ inline void wait_for_rows(int* count) {
+    wait_for_count(count, G::BLOCKS);
+    __syncwarp();  // all lanes have seen the count that the last warp to see it clears
+    if (threadIdx.x % 32 == 0 && atomicAdd(count, 1) == G::BLOCKS + Second::BLOCKS - 1) *count = 0;
+}
+
 // The warp that gathers rows.
-__device__ inline void rows_warp(const T* x, const T* h, const int* order, const Tiles& tiles, const Ring& ring,
-                                 const Queue& queue, int* done) {
+__device__ inline void rows_warp(const T* x, const T* h, const T* of_shared, const int* order, const Tiles& tiles,
+                                 const Ring& ring, const Queue& queue, int* done, int* shared_done) {
     const int lane = threadIdx.x % 32, items = tiles.items();
     for (int k = 0, n = 0;; k++) {
         const int number = queue.get(k);
         if (number >= items) break;
         const Item item = tiles.find(number);
+        if (SHARED && item.shared) {
+            if (item.up) {
+                bring_rows<SharedUp>(x, 0, item.rows, ring, n);
+            } else {
+                wait_for_rows<SharedUp, SharedDown>(shared_done);
+                bring_rows<SharedDown>(of_shared, 0, item.rows, ring, n);
+            }
+            continue;
+        }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
-            bring_rows<Up>(x, __ldcg(order + mine) / TOP, item.rows, ring, n);
+            bring_rows<Up>(x, look(order + mine) / TOP, item.rows, ring, n);
         } else {
-            int* const count = done + item.tile;
-            wait_for_count(count, Up::BLOCKS);
-            __syncwarp();  // all lanes have seen the count that the last warp to see it clears
-            if (lane == 0 && atomicAdd(count, 1) == Up::BLOCKS + Down::BLOCKS - 1) *count = 0;
+            wait_for_rows<Up, Down>(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
         }
     }
     wait_for_copies();
 }
+
+// The warps that multiply.
+__device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* order,
+                                      const float* weights, T* h, T* of_shared, T* y, int* done, int* shared_done) {
+    const TileLane place(ring.at, threadIdx.x / 32, threadIdx.x % 32);
+    const int items = tiles.items();
+    for (int k = 0, n = 0;; k++) {
+        const int number = queue.get(k);
+        if (number >= items) break;
+        const Item item = tiles.find(number);
+        if (SHARED && item.shared) {
+            if (item.up)
+                multiply_shared<SharedUp>(item, ring, of_shared, SHARED, n);
+            else
+                multiply_shared<SharedDown>(item, ring, y + (long long)TOP * HIDDEN, (TOP + 1) * HIDDEN, n);
+        } else if (item.up) {
+            multiply<Up>(item, place, ring, sums, order, weights, h, n);
+        } else {
+            multiply<Down>(item, place, ring, sums, order, weights, y, n);
+        }
+        if (item.up && threadIdx.x == 0) {  // rows of the second GEMM are stored, by threads that have met
+            __threadfence();
+            atomicAdd(item.shared ? shared_done : done + item.tile, 1);
+        }
+    }
+}
 #endif
 
+// of_shared: [tokens, SHARED]; it, s13 and s2 are anything without SHARED. With SORTS, `order` are the ids of so many pairs at
+// most, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
-expert_mlp(const T* x, const __grid_constant__ TensorMap of_w13, const __grid_constant__ TensorMap of_w2, const int* order,
+expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* order,
            const int* ends, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
-           int experts) {
+           int experts, const __grid_constant__ TensorMap s13, const __grid_constant__ TensorMap s2, T* of_shared, int tokens) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[TURNS], read[TURNS];
     __shared__ int numbers[TURNS];
+    __shared__ Sorted sorted;
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
     const int warp = threadIdx.x / 32;
+    int *const taken = done + most, *const shared_done = taken + 1;
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
+    int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
+    if (SORTS)
+        for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s, 1 + 32);  // TMA's and those of the warp that gathers
@@ -280,32 +325,23 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap of_w13, const __grid_co
         fence_mbarrier_init();
     }
     __syncthreads();
+    const Maps maps{&w13, &w2, &s13, &s2};
+    const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
+    grid_wait();
+    if (SORTS) {
+        sort_pairs(order, tokens * TOP, counts, sorted);
+        order = sorted.order, ends = sorted.ends, tile_expert = sorted.experts, tile_start = sorted.starts;
+    }
+    const Tiles tiles(ends, tile_expert, tile_start, SORTS ? MOST : most, tokens);
     if (warp == THREADS / 32) {
-        weights_warp(&of_w13, &of_w2, ends, tile_expert, tile_start, ring, queue, done + most, most, experts);
+        weights_warp(maps, tiles, ring, queue, taken, guessed);
         return;
     }
-    grid_wait();
-    const Tiles tiles(ends, tile_expert, tile_start, most);
     if (warp > THREADS / 32) {
         launch_dependents();
-        rows_warp(x, h, order, tiles, ring, queue, done);
+        rows_warp(x, h, of_shared, order, tiles, ring, queue, done, shared_done);
         return;
     }
-    const TileLane place(start, warp, threadIdx.x % 32);
-    const int items = tiles.items();
-    for (int k = 0, n = 0;; k++) {
-        const int number = queue.get(k);
-        if (number >= items) break;
-        const Item item = tiles.find(number);
-        if (item.up) {
-            multiply<Up>(item, place, ring, sums, order, weights, h, n);
-            if (threadIdx.x == 0) {  // h is stored, by threads that have met
-                __threadfence();
-                atomicAdd(done + item.tile, 1);
-            }
-        } else {
-            multiply<Down>(item, place, ring, sums, order, weights, y, n);
-        }
-    }
+    multiply_warps(tiles, ring, queue, sums, order, weights, h, of_shared, y, done, shared_done);
 #endif
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ MOST_STAGES = 12
 # Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken.
 TILES = {4: 1, 8: 2, 24: 4}
 MOST_PAIRS = max(TILES)
+MOST_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
+SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
+SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
+
+
+class SharedExperts(NamedTuple):
+    """Experts that all tokens visit, as one of S inner elements: of the others' dtype and activation, contiguous."""
+
+    w13: Tensor  # [2 S, H], gate over up
+    w2: Tensor  # [H, S]
 
 
 def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
@@ -30,13 +40,29 @@ def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     return w2.shape[1] % OUTPUTS == 0 and expert_gemm.supports(x, w13, w2)
 
 
+def takes_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
+    """Whether `expert_mlp`, where it supports x and w2, takes these too."""
+    hidden, inner = w2.shape[1:]
+    plain = jit.plain(*shared) and shared.w13.dtype == shared.w2.dtype == x.dtype
+    chunks = _chunk(hidden, inner) == 2 * SHARED_CHUNK and shared.w2.shape[1] % SHARED_CHUNK == 0
+    return plain and chunks and 0 < len(x) <= MOST_SHARED_ROWS
+
+
+def sorts(pairs: int, experts: int) -> bool:
+    """Whether each block sorts the pairs: it has shared memory for so many."""
+    return pairs <= SORTED_PAIRS and experts <= SORTED_EXPERTS
+
+
 def choose_tiles(pairs: int, experts: int) -> int:
     """Of 8 pairs, that an item has at most."""
     return next(tiles for most, tiles in TILES.items() if pairs <= most * experts)
 
 
-def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, int]:
-    """What expert_mlp.cu is compiled for."""
+def sizes(
+    hidden: int, inner: int, act: str, top: int, tiles: int, shared: int = 0, sorts: int = 0
+) -> dict[str, int]:  # fmt: skip
+    """What expert_mlp.cu is compiled for. shared: inner elements of shared experts. sorts: experts whose pairs a block
+    sorts; 0: another kernel does."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
@@ -45,6 +71,9 @@ def sizes(hidden: int, inner: int, act: str, top: int, tiles: int) -> dict[str, 
         TILES=tiles,
         ACT=ACTIVATIONS.index(act),
         TOP=top,
+        SHARED=shared,
+        SORTS=SORTED_PAIRS if sorts else 0,
+        EXPERTS=sorts,
     )
 
 
@@ -63,19 +92,32 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups, act: str, tiles: int
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups | None, act: str, tiles: int,
+    shared: SharedExperts | None = None,
+) -> Tensor:  # fmt: skip
     """[pairs, H], in the pairs' own order: the pairs' weights * w2 (act(gate) * up), of x [T, H], w13 [E, 2 I, H] and
-    w2 [E, H, I]. groups: in tiles of 8 * tiles rows."""
-    pairs, (experts, hidden, inner) = ids.numel(), w2.shape
-    shared = stages(hidden, inner, tiles)[1]
-    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, shared, **sizes(hidden, inner, act, ids.shape[1], tiles))
+    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: blocks sort, where `sorts` says so. shared: behind each
+    token's pairs is what these make, [T * (k + 1), H]."""
+    (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
+    pairs, of_shared = tokens * top, shared.w2.shape[1] if shared else 0
+    room = stages(hidden, inner, tiles)[1]
+    consts = sizes(hidden, inner, act, top, tiles, of_shared, 0 if groups else experts)
+    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, room, **consts)
     of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
     of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
-    h, y = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
-    count = len(groups.tile_expert)
-    assert count < jit.COUNTERS
+    of_s13, of_s2, inside = of_w13, of_w2, x  # what a kernel without does not touch
+    if shared:
+        of_s13 = jit.tensor_map(shared.w13.data_ptr(), 2 * of_shared, hidden, OUTPUTS // 2, hidden)
+        of_s2 = jit.tensor_map(shared.w2.data_ptr(), hidden, of_shared, OUTPUTS, of_shared)
+        inside = x.new_empty(tokens, of_shared)
+    h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
+    chosen = groups or (ids,) * 4
+    count = len(groups.tile_expert) if groups else min(experts, pairs) + pairs // (8 * tiles)
+    assert count + 1 < jit.COUNTERS
     done = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
-    kernel((blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *groups, weights, h, y, done, count, experts, shared=shared)
+    kernel(
+        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *chosen, weights, h, y, done, count, experts, of_s13, of_s2,
+        inside, tokens, shared=room,
+    )  # fmt: skip
     return y

@@ -1,4 +1,5 @@
-// Sorts pairs of a token and an expert by expert, in one block, and cuts each expert's pairs into tiles of ROWS.
+// Sorts pairs of a token and an expert by expert, in one block, and cuts each expert's pairs into tiles of ROWS. (Of few pairs
+// expert_mlp.cu does the same in expert_items.cuh.)
 //
 // ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
 // tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs

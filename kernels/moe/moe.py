@@ -22,6 +22,7 @@ from ..quantized.floats import Floats
 from ..quantized.stack import Stack
 from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
+from .expert_mlp import SharedExperts
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
 GEMV_PAIRS = 64
@@ -130,7 +131,7 @@ def expert_terms(given: Inputs) -> Tensor:
     given = given._replace(w13=w13, w2=w2)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in given.biases):
         return apart(grouped(given), ids, held)
-    if given.pairs <= min(GEMV_PAIRS, given.experts // GEMV_SHARE) and supports_gemv(x, ids, w13, w2):
+    if given.pairs <= gemv_pairs(given.experts) and supports_gemv(x, ids, w13, w2):
         return expert_gemv(given).unsqueeze(1)
     if given.pairs <= expert_mlp.MOST_PAIRS * given.experts and expert_mlp.supports(x, w13, w2):
         return apart(in_one_launch(given), ids, held)
@@ -139,18 +140,40 @@ def expert_terms(given: Inputs) -> Tensor:
     return apart(grouped(given), ids, held)
 
 
+def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedExperts) -> bool:
+    """Whether `terms_with_shared` takes x [T, H] and all experts of a layer, which have no biases, and is faster than
+    `expert_terms` and these shared experts apart."""
+    if not x.is_cuda or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+        return False
+    pairs, experts = len(x) * k, len(w13)
+    few = gemv_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
+    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.takes_shared(x, w2, shared)
+
+
+def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
+    """`expert_terms`, and behind each token's what experts make that all tokens visit: [T, k + 1, H]."""
+    x, ids, weights = (one.contiguous() for one in given[:3])
+    y = in_one_launch(given._replace(x=x, ids=ids, weights=weights), shared=shared)
+    return y.view(len(x), ids.shape[1] + 1, x.shape[1])
+
+
+def gemv_pairs(experts: int) -> int:
+    """Most pairs of the GEMVs."""
+    return min(GEMV_PAIRS, experts // GEMV_SHARE)
+
+
 def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
     """Pairs [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
     return combine(pairs, ids, held).unsqueeze(1) if held else pairs.view(*ids.shape, pairs.shape[1])
 
 
 def summed(terms: Tensor, ids: Tensor) -> Tensor:
-    """[T, H] of `expert_terms`."""
+    """[T, H] of `expert_terms` or `terms_with_shared`."""
     return terms.squeeze(1) if terms.shape[1] == 1 else combine(terms.flatten(0, 1), ids)
 
 
 def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
-    """[T, H]: the sums of each token's pairs, of [T * k, H]; of those alone whose experts are held."""
+    """[T, H]: the sums of each token's rows, of [T * n, H]; of pairs alone whose experts are held."""
     from . import moe_triton
 
     return moe_triton.combine(pairs, ids, held.ids if held else None)
@@ -255,7 +278,8 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
-    return [1, min(GEMV_PAIRS, experts // GEMV_SHARE) // k + 1] + [most * experts // k + 1 for most in sorted(borders)]
+    few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
+    return few + [most * experts // k + 1 for most in sorted(borders)]
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
@@ -309,13 +333,15 @@ def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
 
 
-def in_one_launch(given: Inputs, tiles: int = 0) -> Tensor:
-    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given."""
+def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
+    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given. shared: as
+    `expert_mlp` has them."""
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
-    groups = group(ids, len(w13), 8 * tiles, held)
-    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles)
+    sorts = held is None and expert_mlp.sorts(given.pairs, len(w13))
+    groups = None if sorts else group(ids, len(w13), 8 * tiles, held)
+    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 
 def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:

@@ -197,9 +197,10 @@ def stages(cut: TileConfig, kind: int, unit: int) -> int:
 
 
 def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
-    """[T, H]: the sums of k rows each of pairs [T * k, H], whose experts are ids [T, k]. held: those whose rows count;
-    None: all."""
-    (tokens, top), hidden, overlap = ids.shape, pairs.shape[1], overlaps(pairs)
+    """[T, H]: the sums of n rows each of pairs [T * n, H]. held: the experts whose rows count, of ids [T, n]; None:
+    all."""
+    tokens, hidden, overlap = len(ids), pairs.shape[1], overlaps(pairs)
+    top = len(pairs) // tokens
     first, experts = (held.start, len(held)) if held else (0, 0)
     y = pairs.new_empty(tokens, hidden)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))

@@ -114,6 +114,7 @@ template <> f16 from_float<f16>(float x) {
     return {(uint16_t)(sign | ((exponent + 13) * 1024 + fraction))};
 }
 static float exp2_approx(float x) { return exp2f(x); }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
 enum { SILU, GELU, GELU_TANH, RELU2 };
 template <class E, int ACT> static float gated(float gate, float up) {
     static_assert(ACT == SILU, "the model has no other activation");
@@ -166,6 +167,19 @@ template <class E> static E __shfl_sync(unsigned, E x, int lane) {  // of four b
     return x;
 }
 template <class E> static E __shfl_xor_sync(unsigned, E x, int step) { return __shfl_sync(0, x, model::lane() ^ step); }
+template <class E> static E __shfl_up_sync(unsigned, E x, int step) {
+    return __shfl_sync(0, x, model::lane() < step ? model::lane() : model::lane() - step);
+}
+static unsigned __match_any_sync(unsigned, int x) {
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; lane++) same |= (unsigned)(__shfl_sync(0, x, lane) == x) << lane;
+    return same;
+}
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static float warp_sum(float x) {
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(0, x, step);
+    return x;
+}
 template <class E> static E __ldcg(const E* x) { return *x; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
 static int add_one(int* x) { return atomicAdd(x, 1); }

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import USAGE, FatalError
-from ....kernels.moe.moe import Biases, Held, Inputs, Matrices, expert_terms, summed, tiling_rows
+from ....kernels.moe.expert_mlp import SharedExperts
+from ....kernels.moe.moe import (
+    Biases,
+    Held,
+    Inputs,
+    Matrices,
+    expert_terms,
+    summed,
+    takes_shared,
+    terms_with_shared,
+    tiling_rows,
+)  # fmt: skip
 from ....kernels.quantized.stack import Stack
 from ..formats import ChooseFormat
 from ..layers.residual import Partial
@@ -153,6 +164,7 @@ class Routed:
     x: Tensor  # [T, H]
     ids: Tensor  # [T, k] int32
     weights: Tensor  # [T, k] f32
+    shared: SharedExperts | None = None  # that they visit, too, where one kernel takes all
 
     def __len__(self) -> int:
         return len(self.x)
@@ -217,12 +229,19 @@ class FusedExperts(nn.Module):
         both.build(tuple(up), stacks.build(of_up, both, up))
         one.build(tuple(down), stacks.build(of_down, one, down))
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
+    def takes_shared(self, x: Tensor, shared: SharedExperts) -> bool:
+        """Whether `forward` takes these experts of all tokens x [T, H] and is faster than with them apart."""
+        up, down = self.gate_up_proj, self.down_proj
+        if self.host is not None or self.held or up.bias is not None or down.bias is not None:
+            return False
+        return takes_shared(x, self.top_k, up.matrices, down.matrices, shared)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, shared: SharedExperts | None = None) -> Partial:
         """x [T, H], ids [T, k] int32, weights [T, k] f32. On the device, nothing is multiplied before somebody reads
-        it."""
+        it. shared: is in the sum, too; `takes_shared` has been asked."""
         if self.host is not None:
             return Partial((self, self.host.begin(x, ids, weights)))
-        return Partial((self, Routed(x, ids, weights)))
+        return Partial((self, Routed(x, ids, weights, shared)))
 
     def multiply(self, routed: Routed | Pending) -> Tensor:
         """This rank's part of the experts' weighted sums, [T, H]."""
@@ -240,7 +259,8 @@ class FusedExperts(nn.Module):
     def _terms(self, routed: Routed) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        return expert_terms(Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held))
+        given = Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
+        return terms_with_shared(given, routed.shared) if routed.shared else expert_terms(given)
 
     @property
     def num_weights(self) -> int:

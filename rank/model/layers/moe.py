@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
+from ....kernels.moe.expert_mlp import SharedExperts
 from ....kernels.moe.router import RouterParams, route
 from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
@@ -98,4 +99,9 @@ class SharedMoE(MoE):
 
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
+        up, down = self.shared_experts.gate_up_proj.matrix, self.shared_experts.down_proj.matrix
+        if up is not None and down is not None:
+            shared = SharedExperts(up, down)
+            if self.experts.takes_shared(x, shared):
+                return self.experts(x, *self.gate(x), shared)
         return super().forward(x) + self.shared_experts(x)

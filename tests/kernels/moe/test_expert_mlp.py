@@ -9,7 +9,7 @@ from phalanx.kernels.moe import expert_mlp, moe
 from phalanx.kernels.moe.moe import Held
 
 from .. import cuda_model
-from .cases import Sizes, make, near, share_of
+from .cases import Sizes, make, make_shared, near, share_of, with_shared_reference
 
 # Of one tile and several, of every expert and few, where a block's first item is what it guesses and where it is not,
 # and with fewer chunks of an item than a block holds.
@@ -22,6 +22,7 @@ CASES = [
     (Sizes(2, 1, 5, 1024, 64, "one"), 2, None),
 ]
 COUNTED = 1000  # more than a layer's items
+NAN = float("nan")
 
 
 class Launcher:
@@ -41,7 +42,7 @@ class Launcher:
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: self.keep(real(x, *a, **k)))
 
     def keep(self, x):
-        self.made.append(x.fill_(float("nan")))
+        self.made.append(x.fill_(NAN))
         return x
 
     def kernel(self, source, name, dtype, shared=0, **sizes):
@@ -69,12 +70,70 @@ def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
     y = expert_mlp.expert_mlp(*args)
+    assert not launcher.counts.any()
+    if not held:
+        assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles), y), "blocks sort"
     if held:  # a CPU has no kernel that leaves pairs out
         here = ((ids >= held.first) & (ids < held.first + held.size)).flatten()
         assert torch.equal(y.isnan().any(1), ~here)
         y = torch.where(here[:, None], y, 0)
     near(y.view(*ids.shape, -1).float().sum(1).to(x.dtype), want, 4e-2)
     assert not launcher.counts.any()
+
+
+# Of one tile and several, fewer items of routed experts than blocks, all rows that an item has, and one.
+SHARED = [
+    (Sizes(9, 2, 4, 128, 128), 1, 64, 1),
+    (Sizes(64, 2, 3, 256, 128), 4, 128, 1),
+    (Sizes(37, 3, 4, 128, 128), 2, 192, 1),
+    (Sizes(1, 1, 5, 128, 128), 1, 256, 9),
+]
+
+
+@pytest.mark.parametrize(
+    "sizes, tiles, inner, blocks", [*SHARED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARED[2:])]
+)
+def test_shared_experts(sizes, tiles, inner, blocks, monkeypatch, cuda_models):
+    """Each token's are behind its pairs; those are as without."""
+    torch.manual_seed(3)
+    given = make(sizes, torch.bfloat16)
+    x, ids, weights, w13, w2, act, *_ = given
+    shared = make_shared(inner, given)
+    assert expert_mlp.takes_shared(x, w2, shared)
+    groups = moe.group(ids, len(w13), 8 * tiles)
+    launcher = Launcher(monkeypatch, cuda_models)
+    args = x, ids, weights, w13, w2, groups, act, tiles
+    apart = expert_mlp.expert_mlp(*args).view(*ids.shape, -1)
+    launcher.made.clear()
+    y = expert_mlp.expert_mlp(*args, shared).view(len(x), ids.shape[1] + 1, -1)
+    assert torch.equal(y[:, :-1], apart)
+    assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles, shared).view(y.shape), y), "blocks sort"
+    near(y.float().sum(1).to(x.dtype), with_shared_reference(given, shared), 4e-2)
+    assert not launcher.counts.any()
+    if blocks == 1:
+        return
+    # The model runs blocks one after the other: all rows of both second GEMMs are there from the start.
+    inside, h = (one.clone() for one in launcher.made[:2])
+    launcher.blocks, tiles_there = blocks, len(groups.tile_expert)
+    launcher.counts[:tiles_there], launcher.counts[tiles_there + 1] = COUNTED, COUNTED
+    kept = {one.shape: one for one in (inside, h)}
+    monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(kept[x.shape]) if x.shape in kept else x.fill_(NAN))
+    assert torch.equal(expert_mlp.expert_mlp(*args, shared).view(y.shape), y)
+    assert launcher.counts[tiles_there + 1] == COUNTED + inner // 64 + 128 // 128
+
+
+def test_what_it_takes_of_shared_experts():
+    given = make(Sizes(9, 2, 4, 128, 128), torch.bfloat16)
+    shared = make_shared(128, given)
+    for x, w2, those in (
+        (given.x, given.w2[..., :64], shared),  # chunks of 64
+        (given.x, given.w2, make_shared(96, given)),
+        (given.x, given.w2, shared._replace(w2=shared.w2.half())),
+        (given.x, given.w2, shared._replace(w2=shared.w2.t().contiguous().t())),
+        (given.x[:0], given.w2, shared),
+        (given.x.expand(8, 9, 128).flatten(0, 1), given.w2, shared),  # 72 tokens
+    ):
+        assert not expert_mlp.takes_shared(x, w2, those)
 
 
 @pytest.mark.parametrize("tiles", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
@@ -88,6 +147,7 @@ def test_borders_of_tiles(tiles, monkeypatch, cuda_models):
     launcher = Launcher(monkeypatch, cuda_models)
     y = expert_mlp.expert_mlp(x, ids, weights, w13, w2, moe.group(ids, len(w13), 8 * tiles), act, tiles)
     near(y, moe.fused_experts_reference(given), 4e-2)
+    assert torch.equal(expert_mlp.expert_mlp(x, ids, weights, w13, w2, None, act, tiles), y), "blocks sort"
     assert not launcher.counts.any()
 
 
@@ -110,7 +170,7 @@ def test_several_blocks(blocks, one_expert, monkeypatch, cuda_models):
     h = launcher.made[0].clone()
     assert h.isfinite().all()
     launcher.blocks, launcher.counts[: len(groups.tile_expert)] = blocks, COUNTED
-    monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(h) if x.shape == h.shape else x.fill_(float("nan")))
+    monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(h) if x.shape == h.shape else x.fill_(NAN))
     assert torch.equal(expert_mlp.expert_mlp(*args), want)
     used = int((groups.tile_expert >= 0).sum())
     assert (launcher.counts[:used] == COUNTED + 3 + 1).all(), "items of a tile: 192 / 64 of the first GEMM, 128 / 128"

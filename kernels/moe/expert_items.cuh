@@ -1,0 +1,142 @@
+// The items that expert_mlp.cu's blocks take, and in which order.
+
+// A GEMM: of an item ROWS_ rows of x, and of a chunk KC_ inputs.
+template <bool GATED_, int INPUTS_, int WIDTH_, int ROWS_ = ROWS, int KC_ = KC> struct Gemm {
+    static constexpr bool GATED = GATED_, SHARES = ROWS_ == EVERY;
+    static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_, ROWS = ROWS_, KC = KC_, BOXES = KC / 64;
+    static constexpr int OUTPUTS = GATED ? 2 * WIDTH : WIDTH, OUTS = GATED ? M / 2 : M;
+    static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
+};
+using Up = Gemm<true, HIDDEN, INNER>;
+using Down = Gemm<false, INNER, HIDDEN>;
+using SharedUp = Gemm<true, HIDDEN, SHARED, EVERY, 64>;  // a stage has room for so many inputs of all rows
+using SharedDown = Gemm<false, SHARED, HIDDEN, EVERY, 64>;
+static_assert(!SHARED || (M + EVERY) * 64 * 2 <= STAGE, "a chunk of shared experts is larger than a stage");
+static_assert(ROWS < EVERY, "lanes know the rows of an item of routed experts");
+
+#if __CUDA_ARCH__ >= 900
+struct Item {
+    bool up, shared;
+    int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
+
+    __device__ static Item of_shared(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
+};
+
+constexpr int MOST = EXPERTS + SORTS / ROWS;  // tiles, of as many pairs as a block sorts
+
+// As group.cu leaves it, in a block's shared memory.
+struct Sorted {
+    int order[SORTS + 1], ends[EXPERTS + 1], experts[MOST + 1], starts[MOST + 1];
+};
+
+// A warp: from how many pairs of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
+__device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
+    const int lane = threadIdx.x % 32;
+    int before = 0, tiles_before = 0;
+    for (int e = lane; e - lane < EXPERTS; e += 32) {
+        int n = 0;
+        for (int w = 0; w < THREADS / 32 && e < EXPERTS; w++) {
+            const int mine = counts[w][e];
+            counts[w][e] = n, n += mine;
+        }
+        const int m = (n + ROWS - 1) / ROWS;
+        int sum = n, tile_sum = m;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int a = __shfl_up_sync(0xffffffffu, sum, step), b = __shfl_up_sync(0xffffffffu, tile_sum, step);
+            if (lane >= step) sum += a, tile_sum += b;
+        }
+        const int start = before + sum - n, first = tiles_before + tile_sum - m;
+        if (e < EXPERTS) to.ends[e] = start;
+        for (int i = 0; i < m; i++) to.experts[first + i] = e, to.starts[first + i] = start + i * ROWS;
+        before += __shfl_sync(0xffffffffu, sum, 31), tiles_before += __shfl_sync(0xffffffffu, tile_sum, 31);
+    }
+    if (lane == 0) to.ends[EXPERTS] = before;
+    for (int i = tiles_before + lane; i < MOST; i += 32) to.experts[i] = -1;
+}
+
+// A block: what group.cu does, without a launch and without asking the second-level cache for each item. Pairs of one expert
+// stay in their order, as all blocks must find the same. counts: zeros.
+__device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPERTS + 1], Sorted& to) {
+    constexpr int EACH = SORTS / THREADS + !SORTS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
+    int expert[EACH], rank[EACH];
+    if (warp < THREADS / 32) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) expert[j] = first + j * 32 < pairs ? __ldcg(ids + first + j * 32) : EXPERTS;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {  // pairs past the last one are of an expert past the last one
+            const unsigned same = __match_any_sync(0xffffffffu, expert[j]), earlier = same & ((1u << lane) - 1);
+            rank[j] = counts[warp][expert[j]] + __popc(earlier);
+            __syncwarp();
+            if (!earlier) counts[warp][expert[j]] += __popc(same);
+            __syncwarp();
+        }
+    }
+    __syncthreads();
+    if (warp == 0) cut_tiles(counts, to);
+    __syncthreads();
+    if (warp < THREADS / 32)
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (expert[j] < EXPERTS) to.order[to.ends[expert[j]] + counts[warp][expert[j]] + rank[j]] = first + j * 32;
+    __syncthreads();
+}
+
+// From group.cu past the first-level cache, which another kernel may have filled before that was there.
+__device__ inline int look(const int* from) { return SORTS ? *from : __ldcg(from); }
+
+struct Tiles {
+    const int *ends, *experts, *starts;
+    int used, tokens;
+
+    // By a warp, which counts the tiles that are needed.
+    __device__ Tiles(const int* ends, const int* experts, const int* starts, int most, int tokens)
+        : ends(ends), experts(experts), starts(starts), used(0), tokens(tokens) {
+        for (int i = threadIdx.x % 32; i < most; i += 32) used += look(experts + i) >= 0;
+#pragma unroll
+        for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
+    }
+
+    __device__ int items() const {
+        return used * (Up::BLOCKS + Down::BLOCKS) + (SHARED ? SharedUp::BLOCKS + SharedDown::BLOCKS : 0);
+    }
+    __device__ Item find(int number) const {
+        const int ups = used * Up::BLOCKS;
+        if (SHARED) {
+            const int first = min((int)gridDim.x, ups);
+            if (number >= first && number < first + SharedUp::BLOCKS) return Item::of_shared(true, number - first, tokens);
+            if (number >= first) number -= SharedUp::BLOCKS;
+            if (number >= ups && number < ups + SharedDown::BLOCKS) return Item::of_shared(false, number - ups, tokens);
+            if (number >= ups) number -= SharedDown::BLOCKS;
+        }
+        Item item;
+        item.shared = false;
+        item.up = number < ups;
+        item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
+        item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
+        item.expert = look(experts + item.tile), item.start = look(starts + item.tile);
+        item.rows = min(ROWS, look(ends + item.expert + 1) - item.start);
+        return item;
+    }
+};
+
+// The numbers of a block's items, from the thread that asks for weights to the other warps.
+struct Queue {
+    volatile int* numbers;
+    Barrier *posted, *read;
+
+    __device__ void post(int k, int number) const {
+        if (k >= TURNS) mbarrier_wait(read + k % TURNS, k / TURNS - 1);
+        numbers[k % TURNS] = number;
+        mbarrier_arrive(posted + k % TURNS);
+    }
+    __device__ int get(int k) const {
+        mbarrier_wait(posted + k % TURNS, k / TURNS);
+        const int number = numbers[k % TURNS];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % TURNS);
+        return number;
+    }
+};
+#endif
