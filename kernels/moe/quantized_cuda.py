@@ -59,7 +59,7 @@ def choose_tiles(pairs: int, experts: int) -> int:
 @functools.cache
 def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> Cut:
     """For so many tiles of rows: few of them leave warps to share a strip, many want strips to share x."""
-    rows, span = 8 * tiles, layout.inputs
+    rows, span = 8 * tiles, layout.streamed or layout.inputs
     groups = next(n for n in (8, 4, 2, 1) if n * tiles <= WARPS and inputs % (span * n) == 0)
     if rows * inputs <= WHOLE:
         length = inputs
@@ -68,7 +68,7 @@ def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> Cut:
             groups //= 2
         length = lengths[-1]
     steps = length // span // groups
-    most = 2 if layout.bytes > LARGE or (gated and tiles == 8) else 4
+    most = 2 if layout.bytes * span // layout.inputs > LARGE or (gated and tiles == 8) else 4
     even = [n for n in (4, 2, 1) if n <= most and (length == inputs or steps % n == 0)]
     return Cut(tiles, groups, length, even[0])
 

@@ -17,7 +17,7 @@
 
 constexpr int ROWS = 8 * TILES, WARPS = SUBS * GROUPS, THREADS = WARPS * 32, STRIPS = 1 + GATED;  // strips of a warp
 constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_Y = (WIDTH + 15) / 16, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
-constexpr int PIECES = I / SPAN, CHUNKS = I / KC, STEPS = KC / SPAN / GROUPS;  // of a strip; a warp's in a chunk
+constexpr int CHUNKS = I / KC, STEPS = KC / STREAMED / GROUPS;  // what a warp streams of a strip in a chunk
 constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
 constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
 constexpr int WIDE = ROWS + 1;
@@ -28,10 +28,10 @@ __device__ inline unsigned part_of_x(int lane) {
 }
 
 // A piece of each strip times 32 inputs of all rows at a time, or twice 32.
-__device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
+__device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
     constexpr int LOADED = BY_RUNS ? 2 : 1;  // times 32 inputs of x that are loaded together
 #pragma unroll
-    for (int p = 0; p < SPAN / 32; p += LOADED) {
+    for (int p = 0; p < STREAMED / 32; p += LOADED) {
         unsigned b[LOADED][TILES][4];
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
@@ -52,7 +52,7 @@ __device__ inline void multiply(const Piece (&pieces)[STRIPS], unsigned x_from, 
 }
 
 // What a warp takes of the c-th chunk of x; asks for the pieces AHEAD.
-__device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Pieces (&from)[STRIPS], Piece (&ring)[AHEAD][STRIPS],
+__device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
                                                float (&sum)[STRIPS][TILES][4]) {
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -61,10 +61,10 @@ __device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Pieces (&f
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             if (STEPS % AHEAD && s + u >= STEPS) break;  // of one chunk alone
-            multiply(ring[u], chunk + (s + u) * GROUPS * SPAN * 2, sum);
+            multiply(ring[u], chunk + (s + u) * GROUPS * STREAMED * 2, sum);
             if (c * STEPS + s + u + AHEAD < STEPS * CHUNKS)
 #pragma unroll
-                for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].stream(u * GROUPS);
+                for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].get(u * GROUPS);
         }
     }
 }
@@ -108,18 +108,19 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     if (expert < 0) return;
     const int start = tile_start[blockIdx.y], rows = min(ends[expert + 1] - start, ROWS);
     const int strip = min((int)blockIdx.x * SUBS + sub, STRIPS_OF_Y - 1);  // what is past the end is not stored
-    Pieces from[STRIPS];
-    Piece ring[AHEAD][STRIPS];
+    Stream from[STRIPS];
+    Streamed ring[AHEAD][STRIPS];
 #pragma unroll
     for (int o = 0; o < STRIPS; o++) {
         const long long at = (long long)expert * STRIPS_OF_EXPERT + strip + o * STRIPS_OF_Y;
-        from[o] = Pieces(weight + (at * PIECES + group) * PIECE, lane);
+        from[o] = Stream(weight + at * (I / SPAN) * PIECE, lane);
+        from[o].advance(group);
     }
 #pragma unroll
     for (int u = 0; u < AHEAD; u++)
 #pragma unroll
         for (int o = 0; o < STRIPS; o++)
-            if (u < STEPS * CHUNKS) ring[u][o] = from[o].stream(u * GROUPS);
+            if (u < STEPS * CHUNKS) ring[u][o] = from[o].get(u * GROUPS);
     // Rows past the end repeat the last one.
     uint4 next[LOADS];
     auto load = [&](int chunk) {
@@ -141,7 +142,7 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     load(0);
     keep(0);
     __syncthreads();
-    const unsigned x_from = smem_address(xs) + group * SPAN * 2 + part_of_x(lane);
+    const unsigned x_from = smem_address(xs) + group * STREAMED * 2 + part_of_x(lane);
     float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {

@@ -11,7 +11,7 @@ template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
 }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
-template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+template <class E, class P> __device__ inline void codes(const P& piece, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const unsigned word = piece.words[2 * step + h];

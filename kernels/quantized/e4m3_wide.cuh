@@ -10,9 +10,10 @@ constexpr int SPAN = 128, SCALED = 128;                   // inputs of a piece, 
 constexpr bool MINIMA = false;
 constexpr bool BY_RUNS = true;  // word 2 s + h of a streamed piece has inputs 16 t + 2 s + {0, 8, 1, 9} of each 64
 
-struct Piece {  // a lane's part: words 2 s + h, of step s and output g + 8 h
-    unsigned words[16], scales[2];
+template <int RUNS> struct Runs {  // a lane's part of so many runs: words 2 s + h, of step s and output g + 8 h
+    unsigned words[2 * RUNS], scales[2];
 };
+typedef Runs<8> Piece;
 
 // A lane's parts of pieces in memory.
 struct Pieces {
@@ -38,6 +39,30 @@ struct Pieces {
     __device__ void advance(int pieces) { words += pieces * PIECE, scales += pieces * PIECE; }
 };
 
+// A strip as quantized_experts.cu streams it: 64 inputs at a time, as registers hold few whole pieces, of which none would
+// be on its way while another one is multiplied.
+constexpr int STREAMED = 64;
+typedef Runs<4> Streamed;
+struct Stream {
+    Pieces all;
+    int at;
+
+    Stream() = default;
+    __device__ Stream(const unsigned char* from, int lane) : all(from, lane), at(0) {}
+    __device__ Streamed get(int more) const {
+        const int offset = (at + more) / 2 * PIECE;
+        Streamed y;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint4 x = stream16(all.words + offset + h * HALF_PIECE + (at + more) % 2 * 512);
+            y.words[h] = x.x, y.words[2 + h] = x.y, y.words[4 + h] = x.z, y.words[6 + h] = x.w;
+            y.scales[h] = stream4(all.scales + offset + h * HALF_PIECE);
+        }
+        return y;
+    }
+    __device__ void advance(int count) { at += count; }
+};
+
 // From shared memory, of inputs 32 part to 32 part + 31, or of all: step s has run s, a lane's inputs as everywhere else.
 __device__ inline Piece shared_piece(unsigned from, int lane, int part = -1) {
     Piece y;
@@ -52,9 +77,9 @@ __device__ inline Piece shared_piece(unsigned from, int lane, int part = -1) {
 }
 
 // What the codes of outputs lane / 4 and 8 below are multiplied by.
-__device__ inline float2 scales(const Piece& piece, int) {
+template <int RUNS> __device__ inline float2 scales(const Runs<RUNS>& piece, int) {
     return {__uint_as_float(piece.scales[0]), __uint_as_float(piece.scales[1])};
 }
-__device__ inline float2 minima(const Piece&, int) { return {}; }
+template <int RUNS> __device__ inline float2 minima(const Runs<RUNS>&, int) { return {}; }
 
 #include "e4m3_codes.cuh"

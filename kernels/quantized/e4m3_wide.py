@@ -15,7 +15,7 @@ GROUP = 128  # inputs of a scale, and of a piece
 PIECE = 2112  # bytes of a piece
 CODES, HALF = 8 * GROUP, PIECE // 2  # bytes of half a piece: of its codes, and with its scales
 # One row of an 8B Llama's linears is 8 to 22 % faster by a GEMM of few rows than by a GEMV (H200, 2026-11-25).
-LAYOUT = Layout("e4m3_wide", GROUP, PIECE, widening=0.6, gemv_rows=0, chunk=256)
+LAYOUT = Layout("e4m3_wide", GROUP, PIECE, widening=0.6, gemv_rows=0, chunk=256, streamed=64)
 ALIKE = 4, 2, 1  # pieces with the same scales: more would be more than tensor cores add up precisely
 
 

@@ -42,6 +42,8 @@ struct Pieces {
     __device__ void advance(int pieces) { from += pieces * PIECE; }
 };
 
+#include "whole_stream.cuh"
+
 // From shared memory.
 __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     Piece y;

@@ -14,8 +14,8 @@ __device__ inline void sum_up_rows(const unsigned (&b)[TILES][4], float (&whole)
 }
 
 // Adds to sum [TILES][4]: outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1. step: of 16 inputs, the first of two.
-template <int TILES>
-__device__ inline void multiply_piece(const Piece& piece, int step, const unsigned (&b)[TILES][4],
+template <class P, int TILES>
+__device__ inline void multiply_piece(const P& piece, int step, const unsigned (&b)[TILES][4],
                                       const float (&whole)[TILES][PARTS][4], float (&sum)[TILES][4]) {
 #pragma unroll
     for (int g = 0; g < PARTS; g++) {

@@ -46,6 +46,7 @@ class Layout(NamedTuple):
     gemv_rows: int = GEMV_ROWS  # more are faster by quantized_gemm.cu
     chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
     alike: int = 1  # pieces along the inputs that have the same scales
+    streamed: int = 0  # inputs that quantized_experts.cu streams at a time, where these are not a piece's
 
 
 class Packed(NamedTuple):

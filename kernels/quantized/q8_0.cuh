@@ -31,6 +31,8 @@ struct Pieces {
     __device__ void advance(int pieces) { words += pieces * PIECE, scales += pieces * PIECE; }
 };
 
+#include "whole_stream.cuh"
+
 // From shared memory.
 __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     Piece y;

@@ -52,6 +52,8 @@ struct Pieces {
     __device__ void advance(int pieces) { from += pieces * PIECE; }
 };
 
+#include "whole_stream.cuh"
+
 // From shared memory.
 __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     return read_piece(lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); });

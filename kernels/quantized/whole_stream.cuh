@@ -1,0 +1,11 @@
+// A strip as quantized_experts.cu streams it: whole pieces of a format at a time.
+constexpr int STREAMED = SPAN;  // inputs
+typedef Piece Streamed;
+struct Stream {
+    Pieces all;
+
+    Stream() = default;
+    __device__ Stream(const unsigned char* from, int lane) : all(from, lane) {}
+    __device__ Streamed get(int more) const { return all.stream(more); }
+    __device__ void advance(int count) { all.advance(count); }
+};
