@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import mla, mla_absorb, mla_decode, mla_store_triton, mla_triton
+from phalanx.kernels.attention import mla, mla_decode, mla_store_triton, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
@@ -50,11 +50,8 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     for fill in (0, 1, 2, 4):
         name = f"CUDA, {fill} parts" if fill else "CUDA"
         versions[name] = [partial(mla_decode.decode, q, c, *rest, parts, fill) for c in caches]
-    versions["absorb, Triton"] = [
+    versions["absorb"] = [
         partial(mla_store_triton.absorb_and_store_latents, *new, c, rows.slots, up, torch.empty_like(q)) for c in caches
-    ]
-    versions["absorb, CUDA"] = [
-        partial(mla_absorb.absorb_and_store_latents, *new, c, rows.slots, up, torch.empty_like(q)) for c in caches
     ]
     versions["values"] = [partial(mla_triton.values, out, up, NOPE)]
     whole = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..norm.norm import rms_norm
 from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
-from . import mla_absorb, reference
+from . import reference
 from .attention import attend
 from .backend import AttentionMetadata, AttentionParams, Part
 
@@ -81,10 +81,7 @@ def store_and_attend(
 
     (tokens, heads, _), latent = q.shape, up.shape[2]
     queries, mixed = q.new_empty(tokens, heads, cache.shape[2]), q.new_empty(tokens, heads, latent)
-    if scales is None and mla_absorb.supports(q, latents, norm, cos_sin, cache, up):
-        mla_absorb.absorb_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, up, queries)
-    else:
-        mla_store_triton.absorb_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, up, queries, scales)
+    mla_store_triton.absorb_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, up, queries, scales)
     keys = cache[:, :, None]
     attend(Part(queries, keys, keys[..., :latent], rows, params, 0, tokens, mixed, scales))
     return mla_triton.values(mixed, up, q.shape[2] - (cache.shape[2] - latent)).flatten(1)

@@ -8,8 +8,8 @@
 // after Flash-Decoding (Dao et al. 2023).
 //
 // What has been cached in earlier steps is asked for before the kernel's predecessor has ended, as are lengths and
-// tables: whatever comes before must let no kernel start until all before it has ended, as mla_absorb.cu and absorb_kernel
-// of mla_store_triton.py do. The step's own tokens, each the last one of its sequence, and q wait for it.
+// tables: whatever comes before must let no kernel start until all before it has ended, as absorb_kernel of
+// mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
 #include "async_copy.cuh"
 #include "mma.cuh"
 

@@ -114,7 +114,6 @@ template <> f16 from_float<f16>(float x) {
     return {(uint16_t)(sign | ((exponent + 13) * 1024 + fraction))};
 }
 static float exp2_approx(float x) { return exp2f(x); }
-static float rsqrtf(float x) { return 1 / sqrtf(x); }
 enum { SILU, GELU, GELU_TANH, RELU2 };
 template <class E, int ACT> static float gated(float gate, float up) {
     static_assert(ACT == SILU, "the model has no other activation");
@@ -176,10 +175,6 @@ static unsigned __match_any_sync(unsigned, int x) {
     return same;
 }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
-static float warp_sum(float x) {
-    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(0, x, step);
-    return x;
-}
 template <class E> static E __ldcg(const E* x) { return *x; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
 static int add_one(int* x) { return atomicAdd(x, 1); }

@@ -1,7 +1,7 @@
 """What the kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
 
 import torch
-from phalanx.kernels.attention import attention_tma, mla_absorb, mla_decode
+from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import expert_gemm, expert_mlp, host_exchange, moe, quantized_cuda, quantized_pipeline, router
 from phalanx.kernels.moe.expert_gemm import ItemConfig
@@ -211,8 +211,6 @@ PROGRAMS = [
     ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6, HELD=4)),
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), ROTATE=1, NORM=0)),
     ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), ROTATE=1, NORM=0)),
-    ("mla_absorb", dict(T=torch.bfloat16, **mla_absorb.sizes(16, 192, 256, True))),
-    ("mla_absorb", dict(T=torch.float16, **mla_absorb.sizes(5, 128, 192, False))),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 5, 2))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, 8, 1))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),

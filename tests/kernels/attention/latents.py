@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from phalanx.kernels.attention import mla, mla_absorb
+from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
 from phalanx.kernels.rope import fp8_cache
@@ -192,32 +192,6 @@ def check_absorb(
 
     for tokens in (1, 5, 70):
         check(tokens)
-
-
-def check_absorb_cuda(
-    sizes: Sizes, tokens: int, interleaved: bool, dtype: torch.dtype, run, device: str = "cpu"
-) -> None:
-    """By mla_absorb.cu as by the references. run(...) is its absorb_and_store_latents."""
-    heads, nope, rope, value, latent, _ = sizes
-    norm, cos_sin = norm_and_angles(tokens, sizes, dtype, interleaved)
-    wide = torch.randn(tokens, heads * (nope + rope) + latent + rope).to(dtype)
-    up, slots = (torch.randn(heads, nope + value, latent) * latent**-0.5).to(dtype), torch.randperm(4 * tokens)[:tokens]
-    queries = torch.full((tokens, heads, latent + rope), NAN, dtype=dtype, device=device)
-    want_q, want_latents = wide.clone().split([heads * (nope + rope), latent + rope], 1)
-    want_q, (want, _) = want_q.view(tokens, heads, -1), empty_cache(tokens, latent + rope, dtype, False, "cpu")
-    mla.rope_and_store_latents_reference(want_q, want_latents, norm, cos_sin, want, slots)
-    want = want.flatten(0, 1)
-    want[slots[-1]], slots[-1] = NAN, -1
-    q, latents = wide.to(device).split([heads * (nope + rope), latent + rope], 1)
-    q, (cache, _) = q.view(tokens, heads, -1), empty_cache(tokens, latent + rope, dtype, False, device)
-    there, turn = moved(norm, cos_sin, device)
-    assert mla_absorb.supports(q, latents, there, turn, cache, up.to(device))
-    run(q, latents, there, turn, cache, slots.to(device), up.to(device), queries)
-    bound = dict(atol=1.6e-2, rtol=1.6e-2) if dtype == torch.bfloat16 else dict(atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(cache.flatten(0, 1).cpu(), want, equal_nan=True, **bound)
-    absorbed = torch.einsum("thd,hdl->thl", want_q[..., :nope].float(), up[:, :nope].float()).to(dtype)
-    torch.testing.assert_close(queries.cpu(), torch.cat((absorbed, want_q[..., nope:]), 2), **bound)
-    assert torch.equal(wide.to(device)[:, : q[0].numel()].view(q.shape), q), "q is overwritten"
 
 
 def check_decode(

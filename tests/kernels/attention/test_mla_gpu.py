@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention, mla, mla_absorb, mla_decode, mla_triton
+from phalanx.kernels.attention import attention, mla, mla_decode, mla_triton
 from phalanx.kernels.attention.backend import AttentionParams
 
 from ...devices import require_gpu
@@ -40,16 +40,6 @@ def test_store(sizes, dtype, bound):
 def test_absorb(sizes, dtype, bound):
     for interleaved in (False, True):
         latents.check_absorb(sizes, interleaved, dtype, bound, "cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads, nope", [(16, 128), (5, 64), (128, 128)])
-def test_cuda_absorb(heads, nope, dtype):
-    for tokens in (1, 9, 64, 130):
-        for interleaved in (False, True):
-            sizes = DEEPSEEK._replace(heads=heads, nope=nope)
-            run = mla_absorb.absorb_and_store_latents
-            latents.check_absorb_cuda(sizes, tokens, interleaved, dtype, run, "cuda")
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK, DEEPSEEK._replace(heads=128)])
