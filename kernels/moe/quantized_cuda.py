@@ -124,7 +124,9 @@ def choose_cut(tiles: int, stack: Stack, gated: bool) -> Cut:
 
 def choose_pipeline(stack: Stack) -> PipelineConfig | None:
     """None: its format is slower there, or x does not fit."""
-    return quantized_pipeline.choose(stack.shape[2], stack.packed.layout)
+    inputs, layout = stack.shape[2], stack.packed.layout
+    counts = quantized_pipeline.WARPS, *quantized_pipeline.FEWER
+    return next((found for n in counts if (found := quantized_pipeline.choose(inputs, layout, n))), None)
 
 
 def expert_up(

@@ -22,6 +22,7 @@ HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER, e4m3_wide.LAYOUT.header
 # That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
 # 64 tokens and 4 % more with one; 12 take 7 to 9 % more of FP8 with 1 to 64, and fewer warps more than that.
 WARPS = 15
+FEWER = 12, 8  # where rings of so many do not fit beside x, as of FP8 with 7168 inputs
 ROWS = 8  # of x in a tile
 PART = 2600  # bytes of a copy, at most
 LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory

@@ -187,3 +187,10 @@ def test_few_units_leave_the_pipeline():
     w13, w2 = (Stack(q8_0_cuda, make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
     ways = quantized_cuda.choose_ways(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
     assert isinstance(ways.up, quantized_cuda.Cut)
+
+
+def test_long_rows_leave_room_for_fewer_rings():
+    """As of DeepSeek-V3."""
+    packed = make(16, 512, "e4m3_wide")[0]
+    found = [quantized_cuda.choose_pipeline(Stack(q8_0_cuda, packed, (256, 4096, n))) for n in (2048, 7168)]
+    assert [one and one.warps for one in found] == [15, 12]
