@@ -59,11 +59,15 @@ __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
 // stay in their order, as all blocks must find the same. counts: zeros.
 __device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPERTS + 1], Sorted& to) {
     constexpr int EACH = SORTS / THREADS + !SORTS;
+    static_assert(SORTS % THREADS == 0, "all pairs have a thread");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
     int expert[EACH], rank[EACH];
     if (warp < THREADS / 32) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) expert[j] = first + j * 32 < pairs ? __ldcg(ids + first + j * 32) : EXPERTS;
+        for (int j = 0; j < EACH; j++) {
+            const unsigned id = first + j * 32 < pairs ? __ldcg(ids + first + j * 32) : EXPERTS;
+            expert[j] = id < EXPERTS ? id : EXPERTS;  // as group.cu leaves out what is no expert
+        }
 #pragma unroll
         for (int j = 0; j < EACH; j++) {  // pairs past the last one are of an expert past the last one
             const unsigned same = __match_any_sync(0xffffffffu, expert[j]), earlier = same & ((1u << lane) - 1);
