@@ -39,8 +39,8 @@ struct Pieces {
     __device__ void advance(int pieces) { words += pieces * PIECE, scales += pieces * PIECE; }
 };
 
-// A strip as quantized_experts.cu streams it: 64 inputs at a time, as registers hold few whole pieces, of which none would
-// be on its way while another one is multiplied.
+// quantized_experts.cu loads a strip through registers, 64 inputs at a time. Registers hold one whole piece of a warp's
+// strips, or two: then no load would be in flight while a piece is multiplied.
 constexpr int STREAMED = 64;
 typedef Runs<4> Streamed;
 struct Stream {

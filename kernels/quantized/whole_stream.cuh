@@ -1,4 +1,4 @@
-// A strip as quantized_experts.cu streams it: whole pieces of a format at a time.
+// quantized_experts.cu loads a strip through registers, a whole piece at a time.
 constexpr int STREAMED = SPAN;  // inputs
 typedef Piece Streamed;
 struct Stream {

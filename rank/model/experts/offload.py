@@ -246,9 +246,8 @@ def _beside(
     while not last.query():
         times.append(on_cpu())
     last.synchronize()
-    return max(1.0, statistics.median(times) / cpu), max(
-        1.0, first.elapsed_time(last) * 1e-3 / (copied * one * (turn + 1))
-    )
+    copies = first.elapsed_time(last) * 1e-3 / (one * (turn + 1))
+    return max(1.0, statistics.median(times) / cpu), max(1.0, copies / copied)
 
 
 def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: Iterator[int]) -> Callable[[], float]:

@@ -174,5 +174,5 @@ def test_gemm(rows, outputs, inputs, unit, gate, cut, dtype, launched):
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
     found = e4m3_wgmma.gemm(x, packed, cut, gate, bias)
-    bound = 5e-3 if gate else 4e-3  # where both halves are rounded before they meet, 2.6e-3 to 4e-3 were found
+    bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()
