@@ -147,7 +147,7 @@ def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedE
         return False
     pairs, experts = len(x) * k, len(w13)
     few = gemv_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
-    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.takes_shared(x, w2, shared)
+    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
 
 
 def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
@@ -339,8 +339,8 @@ def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = 
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
-    sorts = held is None and expert_mlp.sorts(given.pairs, len(w13))
-    groups = None if sorts else group(ids, len(w13), 8 * tiles, held)
+    blocks_sort = held is None and expert_mlp.blocks_sort(given.pairs, len(w13))
+    groups = None if blocks_sort else group(ids, len(w13), 8 * tiles, held)
     return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 
