@@ -44,6 +44,9 @@ constexpr int QUEUE_DEPTH = 4;                 // items that one warp of a block
 #include "tile_sums.cuh"
 #include "expert_items.cuh"
 
+// Each warp's counts of each expert's pairs lie in the place of the sums: of tiles of 8 rows those of 143 experts fit there.
+static_assert(!SORTED_PAIRS || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
+
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
 
 #if __CUDA_ARCH__ >= 900
