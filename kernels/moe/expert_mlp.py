@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..device import device_caps
 from . import expert_gemm
-
-if TYPE_CHECKING:
-    from .moe import Groups
+from .group import Groups, most_tiles
 
 OUTPUTS = 128  # of an item's weights
 WARPS = OUTPUTS // 16 + 2  # of a block
@@ -96,8 +94,8 @@ def expert_mlp(
     shared: SharedExperts | None = None,
 ) -> Tensor:  # fmt: skip
     """[pairs, H], in the pairs' own order: the pairs' weights * w2 (act(gate) * up), of x [T, H], w13 [E, 2 I, H] and
-    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: blocks sort, where `blocks_sort` says so. shared: behind each
-    token's pairs is what these make, [T * (k + 1), H]."""
+    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` says so. shared:
+    behind each token's pairs is what these make, [T * (k + 1), H]."""
     (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
     pairs, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
     memory = stages(hidden, inner, tiles)[1]
@@ -112,7 +110,7 @@ def expert_mlp(
         shared_h = x.new_empty(tokens, shared_inner)
     h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
     chosen = groups or (ids,) * 4
-    count = len(groups.tile_expert) if groups else min(experts, pairs) + pairs // (8 * tiles)
+    count = len(groups.tile_expert) if groups else most_tiles(pairs, experts, 8 * tiles)
     assert count + 1 < jit.COUNTERS
     done = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
