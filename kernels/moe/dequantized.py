@@ -7,23 +7,20 @@ instructions for each. So from so many pairs per expert on this is faster than m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-
-if TYPE_CHECKING:
-    from .moe import Groups
+from .group import Groups
 
 # Pairs per expert; of more it should be faster, by an estimate that gives 93. A border of moe.TILINGS, so that what is
 # above it is warmed up.
 LEAST_PAIRS = 96
 AT_ONCE = 1 << 27  # elements that are plain at once: 256 MB in 16 bits
 
-Multiply = Callable[[Tensor | Floats, "Groups", Tensor | None], object]
+Multiply = Callable[[Tensor | Floats, Groups, Tensor | None], object]
 
 
 def by_parts(

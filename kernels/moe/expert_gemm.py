@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, device_caps
-
-if TYPE_CHECKING:
-    from .moe import Groups
+from .group import Groups
 
 ROWS = 8  # pairs of an item
 # Pairs per expert (H200, 2026-11-25). Of 4, Triton's tiles take 2 % less of a step of Qwen3-30B-A3B, whose experts

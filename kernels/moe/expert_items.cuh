@@ -2,31 +2,31 @@
 
 // A GEMM: of an item ROWS_ rows of x, and of a chunk KC_ inputs.
 template <bool GATED_, int INPUTS_, int WIDTH_, int ROWS_ = ROWS, int KC_ = KC> struct Gemm {
-    static constexpr bool GATED = GATED_, SHARES = ROWS_ == EVERY;
+    static constexpr bool GATED = GATED_, SHARES = ROWS_ == SHARED_ROWS;
     static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_, ROWS = ROWS_, KC = KC_, BOXES = KC / 64;
     static constexpr int OUTPUTS = GATED ? 2 * WIDTH : WIDTH, OUTS = GATED ? M / 2 : M;
     static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
 };
 using Up = Gemm<true, HIDDEN, INNER>;
 using Down = Gemm<false, INNER, HIDDEN>;
-using SharedUp = Gemm<true, HIDDEN, SHARED, EVERY, 64>;  // a stage has room for so many inputs of all rows
-using SharedDown = Gemm<false, SHARED, HIDDEN, EVERY, 64>;
-static_assert(!SHARED || (M + EVERY) * 64 * 2 <= STAGE, "a chunk of shared experts is larger than a stage");
-static_assert(ROWS < EVERY, "lanes know the rows of an item of routed experts");
+using SharedUp = Gemm<true, HIDDEN, SHARED_INNER, SHARED_ROWS, 64>;  // a stage has room for so many inputs of all rows
+using SharedDown = Gemm<false, SHARED_INNER, HIDDEN, SHARED_ROWS, 64>;
+static_assert(!SHARED_INNER || (M + SHARED_ROWS) * 64 * 2 <= STAGE, "a chunk of shared experts is larger than a stage");
+static_assert(ROWS < SHARED_ROWS, "lanes know the rows of an item of routed experts");
 
 #if __CUDA_ARCH__ >= 900
 struct Item {
     bool up, shared;
     int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
 
-    __device__ static Item of_shared(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
+    __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
 };
 
-constexpr int MOST = EXPERTS + SORTS / ROWS;  // tiles, of as many pairs as a block sorts
+constexpr int MOST_TILES = EXPERTS + SORTED_PAIRS / ROWS;  // of as many pairs as a block sorts
 
 // As group.cu leaves it, in a block's shared memory.
 struct Sorted {
-    int order[SORTS + 1], ends[EXPERTS + 1], experts[MOST + 1], starts[MOST + 1];
+    int order[SORTED_PAIRS + 1], ends[EXPERTS + 1], experts[MOST_TILES + 1], starts[MOST_TILES + 1];
 };
 
 // A warp: from how many pairs of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
@@ -52,14 +52,14 @@ __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
         before += __shfl_sync(0xffffffffu, sum, 31), tiles_before += __shfl_sync(0xffffffffu, tile_sum, 31);
     }
     if (lane == 0) to.ends[EXPERTS] = before;
-    for (int i = tiles_before + lane; i < MOST; i += 32) to.experts[i] = -1;
+    for (int i = tiles_before + lane; i < MOST_TILES; i += 32) to.experts[i] = -1;
 }
 
 // A block: what group.cu does, without a launch and without asking the second-level cache for each item. Pairs of one expert
 // stay in their order, as all blocks must find the same. counts: zeros.
 __device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPERTS + 1], Sorted& to) {
-    constexpr int EACH = SORTS / THREADS + !SORTS;
-    static_assert(SORTS % THREADS == 0, "all pairs have a thread");
+    constexpr int EACH = SORTED_PAIRS / THREADS + !SORTED_PAIRS;
+    static_assert(SORTED_PAIRS % THREADS == 0, "all pairs have a thread");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
     int expert[EACH], rank[EACH];
     if (warp < THREADS / 32) {
@@ -87,8 +87,8 @@ __device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPER
     __syncthreads();
 }
 
-// From group.cu past the first-level cache, which another kernel may have filled before that was there.
-__device__ inline int look(const int* from) { return SORTS ? *from : __ldcg(from); }
+// An entry of the tables: group.cu's past the first-level cache, which another kernel may have filled before they were there.
+__device__ inline int load_index(const int* from) { return SORTED_PAIRS ? *from : __ldcg(from); }
 
 struct Tiles {
     const int *ends, *experts, *starts;
@@ -97,21 +97,23 @@ struct Tiles {
     // By a warp, which counts the tiles that are needed.
     __device__ Tiles(const int* ends, const int* experts, const int* starts, int most, int tokens)
         : ends(ends), experts(experts), starts(starts), used(0), tokens(tokens) {
-        for (int i = threadIdx.x % 32; i < most; i += 32) used += look(experts + i) >= 0;
+        for (int i = threadIdx.x % 32; i < most; i += 32) used += load_index(experts + i) >= 0;
 #pragma unroll
         for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
     }
 
     __device__ int items() const {
-        return used * (Up::BLOCKS + Down::BLOCKS) + (SHARED ? SharedUp::BLOCKS + SharedDown::BLOCKS : 0);
+        return used * (Up::BLOCKS + Down::BLOCKS) + (SHARED_INNER ? SharedUp::BLOCKS + SharedDown::BLOCKS : 0);
     }
     __device__ Item find(int number) const {
         const int ups = used * Up::BLOCKS;
-        if (SHARED) {
+        if (SHARED_INNER) {
             const int first = min((int)gridDim.x, ups);
-            if (number >= first && number < first + SharedUp::BLOCKS) return Item::of_shared(true, number - first, tokens);
+            if (number >= first && number < first + SharedUp::BLOCKS)
+                return Item::of_shared_experts(true, number - first, tokens);
             if (number >= first) number -= SharedUp::BLOCKS;
-            if (number >= ups && number < ups + SharedDown::BLOCKS) return Item::of_shared(false, number - ups, tokens);
+            if (number >= ups && number < ups + SharedDown::BLOCKS)
+                return Item::of_shared_experts(false, number - ups, tokens);
             if (number >= ups) number -= SharedDown::BLOCKS;
         }
         Item item;
@@ -119,8 +121,8 @@ struct Tiles {
         item.up = number < ups;
         item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
         item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
-        item.expert = look(experts + item.tile), item.start = look(starts + item.tile);
-        item.rows = min(ROWS, look(ends + item.expert + 1) - item.start);
+        item.expert = load_index(experts + item.tile), item.start = load_index(starts + item.tile);
+        item.rows = min(ROWS, load_index(ends + item.expert + 1) - item.start);
         return item;
     }
 };
@@ -131,15 +133,15 @@ struct Queue {
     Barrier *posted, *read;
 
     __device__ void post(int k, int number) const {
-        if (k >= TURNS) mbarrier_wait(read + k % TURNS, k / TURNS - 1);
-        numbers[k % TURNS] = number;
-        mbarrier_arrive(posted + k % TURNS);
+        if (k >= QUEUE_DEPTH) mbarrier_wait(read + k % QUEUE_DEPTH, k / QUEUE_DEPTH - 1);
+        numbers[k % QUEUE_DEPTH] = number;
+        mbarrier_arrive(posted + k % QUEUE_DEPTH);
     }
     __device__ int get(int k) const {
-        mbarrier_wait(posted + k % TURNS, k / TURNS);
-        const int number = numbers[k % TURNS];
+        mbarrier_wait(posted + k % QUEUE_DEPTH, k / QUEUE_DEPTH);
+        const int number = numbers[k % QUEUE_DEPTH];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % TURNS);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % QUEUE_DEPTH);
         return number;
     }
 };

@@ -16,38 +16,42 @@
 // multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, and one of shared
 // experts' are zero before the launch and after it.
 //
-// With SORTS, each block sorts the router's choice for itself, of few pairs: no launch stands between, and what an item is
-// stands in shared memory.
+// With SORTED_PAIRS, each block sorts the router's choice for itself, of so many pairs at most: no launch stands between,
+// and what an item is stands in shared memory.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
 // that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is
 // overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand lost 3
 // %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
 //
-// With SHARED, experts that all tokens visit are here too, as one of SHARED inner elements: up to EVERY tokens, which each
-// item has all of, so that these weights are read once. Their own kernels would leave memory idle for half of their time.
-// Items of s13 [2 SHARED, HIDDEN] come behind the first one of each block, those of s2 [HIDDEN, SHARED] behind all of w13.
-// y is [tokens, TOP + 1, HIDDEN] then; the last of each token is theirs.
+// With SHARED_INNER, shared experts, which all tokens visit, are here too, as one of so many inner elements: of up to
+// SHARED_ROWS tokens, which each item has all of, so that these weights are read once. Their own kernels would leave memory
+// idle for half of their time. Items of shared_w13 [2 SHARED_INNER, HIDDEN] come behind the first one of each block, those
+// of shared_w2 [HIDDEN, SHARED_INNER] behind all of w13. y is [tokens, TOP + 1, HIDDEN] then; the last of each token is
+// theirs.
 
 constexpr int M = 128;                         // outputs' weights of an item
 constexpr int ROWS = 8 * TILES;                // pairs of an item
 constexpr int BOXES = KC / 64;                 // of a chunk
-constexpr int EVERY = 64;                      // rows of an item of shared experts
+constexpr int SHARED_ROWS = 64;                // rows of an item of shared experts
 constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
 constexpr int THREADS = M / 16 * 32;           // that multiply; two more warps bring what they need
 constexpr int WIDE = ROWS + 1;
-constexpr int TURNS = 4;                       // items that one warp of a block may be ahead of another
+constexpr int QUEUE_DEPTH = 4;                 // items that one warp of a block may be ahead of another
 #include "tma.cuh"
 #include "mma.cuh"
 #include "smem_tile.cuh"
 #include "tile_sums.cuh"
 #include "expert_items.cuh"
 
+// Each warp's counts of each expert's pairs lie in the place of the sums: of tiles of 8 rows those of 143 experts fit there.
+static_assert(!SORTED_PAIRS || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
+
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
 
 #if __CUDA_ARCH__ >= 900
 struct Maps {
-    const TensorMap *w13, *w2, *s13, *s2;
+    const TensorMap *w13, *w2, *shared_w13, *shared_w2;
 };
 
 struct Ring {
@@ -118,7 +122,7 @@ __device__ inline void store(const float* sums, const Item& item, int pairs, flo
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
         const int row = i / G::OUTS, out = i % G::OUTS;
         long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, pairs, row);
-        if (!G::GATED && SHARED) to += to / TOP;  // behind each token's pairs is what shared experts make
+        if (!G::GATED && SHARED_INNER) to += to / TOP;  // behind each token's pairs is what shared experts make
         float value = sums[out * WIDE + row];
         if (G::GATED)
             value = gated<T, ACT>(value, sums[(G::OUTS + out) * WIDE + row]) * __shfl_sync(0xffffffffu, weights, row);
@@ -132,7 +136,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
-    const int pair = lane < item.rows ? look(order + item.start + lane) : 0;
+    const int pair = lane < item.rows ? load_index(order + item.start + lane) : 0;
     if (G::GATED) mine = __ldcg(weights + pair);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
@@ -157,7 +161,7 @@ __device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y,
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     TileLane place(ring.at, warp, lane, G::BOXES, true);
     if (G::GATED) place.w_from = ring.at + (lane % 16 / 8 * G::OUTS + warp * 8 + lane % 8) * 128;
-    float sum[EVERY / 8][4] = {};
+    float sum[SHARED_ROWS / 8][4] = {};
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
         const int stage = n % STAGES;
@@ -169,7 +173,7 @@ __device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y,
     release_stage(ring.empty + (n - 1) % STAGES);
     T* const to = y + item.block * G::OUTS + warp * (G::GATED ? 8 : 16) + lane / 4;
 #pragma unroll
-    for (int j = 0; j < EVERY / 8; j++)
+    for (int j = 0; j < SHARED_ROWS / 8; j++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = j * 8 + lane % 4 * 2 + i;
@@ -215,11 +219,11 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
         if (number >= items) return;
         const Item item = tiles.find(number);
         const int before = atomicAdd(taken, 1);  // nobody waits for it before this item's weights are asked for
-        if (SHARED && item.shared) {
+        if (SHARED_INNER && item.shared) {
             if (item.up)
-                bring_weights<SharedUp>(maps.s13, item, ring, 0, n);
+                bring_weights<SharedUp>(maps.shared_w13, item, ring, 0, n);
             else
-                bring_weights<SharedDown>(maps.s2, item, ring, 0, n);
+                bring_weights<SharedDown>(maps.shared_w2, item, ring, 0, n);
         } else if (item.up) {
             bring_weights<Up>(maps.w13, item, ring, right ? EARLY : 0, n);
         } else {
@@ -238,25 +242,25 @@ template <class G, class Second> __device__ inline void wait_for_rows(int* count
 }
 
 // The warp that gathers rows.
-__device__ inline void rows_warp(const T* x, const T* h, const T* of_shared, const int* order, const Tiles& tiles,
+__device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, const int* order, const Tiles& tiles,
                                  const Ring& ring, const Queue& queue, int* done, int* shared_done) {
     const int lane = threadIdx.x % 32, items = tiles.items();
     for (int k = 0, n = 0;; k++) {
         const int number = queue.get(k);
         if (number >= items) break;
         const Item item = tiles.find(number);
-        if (SHARED && item.shared) {
+        if (SHARED_INNER && item.shared) {
             if (item.up) {
                 bring_rows<SharedUp>(x, 0, item.rows, ring, n);
             } else {
                 wait_for_rows<SharedUp, SharedDown>(shared_done);
-                bring_rows<SharedDown>(of_shared, 0, item.rows, ring, n);
+                bring_rows<SharedDown>(shared_h, 0, item.rows, ring, n);
             }
             continue;
         }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
-            bring_rows<Up>(x, look(order + mine) / TOP, item.rows, ring, n);
+            bring_rows<Up>(x, load_index(order + mine) / TOP, item.rows, ring, n);
         } else {
             wait_for_rows<Up, Down>(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
@@ -267,16 +271,16 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* of_shared, con
 
 // The warps that multiply.
 __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* order,
-                                      const float* weights, T* h, T* of_shared, T* y, int* done, int* shared_done) {
+                                      const float* weights, T* h, T* shared_h, T* y, int* done, int* shared_done) {
     const TileLane place(ring.at, threadIdx.x / 32, threadIdx.x % 32);
     const int items = tiles.items();
     for (int k = 0, n = 0;; k++) {
         const int number = queue.get(k);
         if (number >= items) break;
         const Item item = tiles.find(number);
-        if (SHARED && item.shared) {
+        if (SHARED_INNER && item.shared) {
             if (item.up)
-                multiply_shared<SharedUp>(item, ring, of_shared, SHARED, n);
+                multiply_shared<SharedUp>(item, ring, shared_h, SHARED_INNER, n);
             else
                 multiply_shared<SharedDown>(item, ring, y + (long long)TOP * HIDDEN, (TOP + 1) * HIDDEN, n);
         } else if (item.up) {
@@ -292,16 +296,17 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 }
 #endif
 
-// of_shared: [tokens, SHARED]; it, s13 and s2 are anything without SHARED. With SORTS, `order` are the ids of so many pairs at
-// most, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are anything.
+// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With SORTED_PAIRS,
+// `order` are the pairs' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* order,
            const int* ends, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
-           int experts, const __grid_constant__ TensorMap s13, const __grid_constant__ TensorMap s2, T* of_shared, int tokens) {
+           int experts, const __grid_constant__ TensorMap shared_w13, const __grid_constant__ TensorMap shared_w2,
+           T* shared_h, int tokens) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[TURNS], read[TURNS];
-    __shared__ int numbers[TURNS];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], early[STAGES], posted[QUEUE_DEPTH], read[QUEUE_DEPTH];
+    __shared__ int numbers[QUEUE_DEPTH];
     __shared__ Sorted sorted;
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
@@ -310,7 +315,7 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
     int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
-    if (SORTS)
+    if (SORTED_PAIRS)
         for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -318,30 +323,30 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
             mbarrier_init(empty + s, THREADS / 32);
             mbarrier_init(early + s, 1);
         }
-        for (int t = 0; t < TURNS; t++) {
+        for (int t = 0; t < QUEUE_DEPTH; t++) {
             mbarrier_init(posted + t, 1);
             mbarrier_init(read + t, THREADS / 32 + 1);
         }
         fence_mbarrier_init();
     }
     __syncthreads();
-    const Maps maps{&w13, &w2, &s13, &s2};
+    const Maps maps{&w13, &w2, &shared_w13, &shared_w2};
     const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
     grid_wait();
-    if (SORTS) {
+    if (SORTED_PAIRS) {
         sort_pairs(order, tokens * TOP, counts, sorted);
         order = sorted.order, ends = sorted.ends, tile_expert = sorted.experts, tile_start = sorted.starts;
     }
-    const Tiles tiles(ends, tile_expert, tile_start, SORTS ? MOST : most, tokens);
+    const Tiles tiles(ends, tile_expert, tile_start, SORTED_PAIRS ? MOST_TILES : most, tokens);
     if (warp == THREADS / 32) {
         weights_warp(maps, tiles, ring, queue, taken, guessed);
         return;
     }
     if (warp > THREADS / 32) {
         launch_dependents();
-        rows_warp(x, h, of_shared, order, tiles, ring, queue, done, shared_done);
+        rows_warp(x, h, shared_h, order, tiles, ring, queue, done, shared_done);
         return;
     }
-    multiply_warps(tiles, ring, queue, sums, order, weights, h, of_shared, y, done, shared_done);
+    multiply_warps(tiles, ring, queue, sums, order, weights, h, shared_h, y, done, shared_done);
 #endif
 }

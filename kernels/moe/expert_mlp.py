@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +11,19 @@ from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..device import device_caps
 from . import expert_gemm
-
-if TYPE_CHECKING:
-    from .moe import Groups
+from .group import Groups, most_tiles
 
 OUTPUTS = 128  # of an item's weights
 WARPS = OUTPUTS // 16 + 2  # of a block
 # Bytes of a block: the router's blocks, of 10 KB, and those of the norm before it and of group.cu fit beside it.
-SHARED = 212 << 10
+SMEM_BYTES = 212 << 10
 MOST_STAGES = 12
 # Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken.
 TILES = {4: 1, 8: 2, 24: 4}
 MOST_PAIRS = max(TILES)
 MOST_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
-SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
+SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
 
 
 class SharedExperts(NamedTuple):
@@ -40,7 +38,7 @@ def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     return w2.shape[1] % OUTPUTS == 0 and expert_gemm.supports(x, w13, w2)
 
 
-def takes_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
+def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
     """Whether `expert_mlp`, where it supports x and w2, takes these too."""
     hidden, inner = w2.shape[1:]
     plain = jit.plain(*shared) and shared.w13.dtype == shared.w2.dtype == x.dtype
@@ -48,7 +46,7 @@ def takes_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
     return plain and chunks and 0 < len(x) <= MOST_SHARED_ROWS
 
 
-def sorts(pairs: int, experts: int) -> bool:
+def blocks_sort(pairs: int, experts: int) -> bool:
     """Whether each block sorts the pairs: it has shared memory for so many."""
     return pairs <= SORTED_PAIRS and experts <= SORTED_EXPERTS
 
@@ -59,10 +57,10 @@ def choose_tiles(pairs: int, experts: int) -> int:
 
 
 def sizes(
-    hidden: int, inner: int, act: str, top: int, tiles: int, shared: int = 0, sorts: int = 0
+    hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner: int = 0, sorted_experts: int = 0
 ) -> dict[str, int]:  # fmt: skip
-    """What expert_mlp.cu is compiled for. shared: inner elements of shared experts. sorts: experts whose pairs a block
-    sorts; 0: another kernel does."""
+    """What expert_mlp.cu is compiled for. shared_inner: inner elements of shared experts. sorted_experts: those whose
+    pairs a block sorts; 0: another kernel does."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
@@ -71,9 +69,9 @@ def sizes(
         TILES=tiles,
         ACT=ACTIVATIONS.index(act),
         TOP=top,
-        SHARED=shared,
-        SORTS=SORTED_PAIRS if sorts else 0,
-        EXPERTS=sorts,
+        SHARED_INNER=shared_inner,
+        SORTED_PAIRS=SORTED_PAIRS if sorted_experts else 0,
+        EXPERTS=sorted_experts,
     )
 
 
@@ -87,7 +85,7 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
     rows = 8 * tiles
     sums = OUTPUTS * (rows + 1) * 4
     stage = (OUTPUTS + rows) * _chunk(hidden, inner) * 2
-    count = min((SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((SMEM_BYTES - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 
 
@@ -96,28 +94,28 @@ def expert_mlp(
     shared: SharedExperts | None = None,
 ) -> Tensor:  # fmt: skip
     """[pairs, H], in the pairs' own order: the pairs' weights * w2 (act(gate) * up), of x [T, H], w13 [E, 2 I, H] and
-    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: blocks sort, where `sorts` says so. shared: behind each
-    token's pairs is what these make, [T * (k + 1), H]."""
+    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` says so. shared:
+    behind each token's pairs is what these make, [T * (k + 1), H]."""
     (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
-    pairs, of_shared = tokens * top, shared.w2.shape[1] if shared else 0
-    room = stages(hidden, inner, tiles)[1]
-    consts = sizes(hidden, inner, act, top, tiles, of_shared, 0 if groups else experts)
-    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, room, **consts)
+    pairs, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
+    memory = stages(hidden, inner, tiles)[1]
+    consts = sizes(hidden, inner, act, top, tiles, shared_inner, 0 if groups else experts)
+    kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, memory, **consts)
     of_w13 = jit.tensor_map(w13.data_ptr(), experts * 2 * inner, hidden, OUTPUTS // 2, hidden)
     of_w2 = jit.tensor_map(w2.data_ptr(), experts * hidden, inner, OUTPUTS, inner)
-    of_s13, of_s2, inside = of_w13, of_w2, x  # what a kernel without does not touch
+    of_shared_w13, of_shared_w2, shared_h = of_w13, of_w2, x  # what a kernel without does not touch
     if shared:
-        of_s13 = jit.tensor_map(shared.w13.data_ptr(), 2 * of_shared, hidden, OUTPUTS // 2, hidden)
-        of_s2 = jit.tensor_map(shared.w2.data_ptr(), hidden, of_shared, OUTPUTS, of_shared)
-        inside = x.new_empty(tokens, of_shared)
+        of_shared_w13 = jit.tensor_map(shared.w13.data_ptr(), 2 * shared_inner, hidden, OUTPUTS // 2, hidden)
+        of_shared_w2 = jit.tensor_map(shared.w2.data_ptr(), hidden, shared_inner, OUTPUTS, shared_inner)
+        shared_h = x.new_empty(tokens, shared_inner)
     h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
     chosen = groups or (ids,) * 4
-    count = len(groups.tile_expert) if groups else min(experts, pairs) + pairs // (8 * tiles)
+    count = len(groups.tile_expert) if groups else most_tiles(pairs, experts, 8 * tiles)
     assert count + 1 < jit.COUNTERS
     done = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
     kernel(
-        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *chosen, weights, h, y, done, count, experts, of_s13, of_s2,
-        inside, tokens, shared=room,
+        (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *chosen, weights, h, y, done, count, experts, of_shared_w13,
+        of_shared_w2, shared_h, tokens, shared=memory,
     )  # fmt: skip
     return y

@@ -23,13 +23,12 @@ from ..quantized.stack import Stack
 from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 from .expert_mlp import SharedExperts
+from .group import Held, group, local_experts
 
 # Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
 GEMV_PAIRS = 64
 GEMV_SHARE = 2
 GEMV_WARPS = 4  # of a block
-GROUP_THREADS = 1024
-MOST_EXPERTS = 2048  # that group.cu has shared memory for
 
 
 class TileConfig(NamedTuple):
@@ -71,18 +70,6 @@ class Biases(NamedTuple):
 
 
 UNBIASED = Biases()
-
-
-class Held(NamedTuple):
-    """The experts that a rank has, of a layer that is shared out. Pairs of others are left out of the sums."""
-
-    first: int  # the router's number of w13[0] and w2[0]
-    size: int  # E
-    total: int  # that the router chooses from
-
-    @property
-    def ids(self) -> range:
-        return range(self.first, self.first + self.size)
 
 
 class Inputs(NamedTuple):
@@ -147,7 +134,7 @@ def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedE
         return False
     pairs, experts = len(x) * k, len(w13)
     few = gemv_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
-    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.takes_shared(x, w2, shared)
+    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
 
 
 def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
@@ -212,22 +199,13 @@ def plain(stack: Matrices, dtype: torch.dtype) -> Plain:
     return stack.plain(dtype) if isinstance(stack, Stack) else stack
 
 
-def _local(ids: Tensor, experts: int, held: Held | None) -> Tensor:
-    """[pairs]: each pair's index in w13 and w2; `experts`, which is past their end, where they lack its expert."""
-    local = ids.flatten().long()
-    if held:
-        local = local - held.first
-        local = torch.where((local >= 0) & (local < experts), local, experts)
-    return local
-
-
 def on_cpu(given: Inputs) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
     x, ids, weights, w13, w2, act, biases, held = given
     if experts_cpu.supports(x, ids, w13, w2):
         return experts_cpu.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
     k, experts = ids.shape[1], w13.shape[0]
-    local = _local(ids, experts, held)
+    local = local_experts(ids, experts, held)
     order = local.argsort(stable=True)
     counts = torch.bincount(local, minlength=experts + 1).tolist()
     y = torch.zeros(x.shape, dtype=torch.float32)
@@ -282,46 +260,6 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
 
-def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """Tiles that so many pairs take at most: of each expert that has pairs the last tile may be filled in part."""
-    used = min(pairs, experts)
-    return (pairs - used) // rows + used
-
-
-class Groups(NamedTuple):
-    """Pairs sorted by expert, as group.cu makes them."""
-
-    order: Tensor  # [P] int32: pairs, expert by expert; what is past the last expert's end is undefined
-    ends: Tensor  # [E + 1] int32: where each expert's begin in `order`
-    tile_expert: Tensor  # [tiles] int32; -1: not needed
-    tile_start: Tensor  # [tiles] int32: first place in `order`
-
-
-def group(ids: Tensor, experts: int, rows: int, held: Held | None = None) -> Groups:
-    """Sort pairs [T, k] by expert and cut them into tiles of so many rows. Of pairs whose experts are not held none
-    is there."""
-    tiles = most_tiles(ids.numel(), experts, rows)
-    of = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in (ids.numel(), experts + 1, tiles, tiles)]
-    found = Groups(*of)
-    if not ids.is_cuda:
-        return _group_reference(_local(ids, experts, held), experts, rows, found)
-    assert experts <= MOST_EXPERTS
-    kernel = jit.kernel("group", "group", torch.int64, EXPERTS=experts, ROWS=rows, THREADS=GROUP_THREADS)
-    kernel((1, 1, 1), GROUP_THREADS, ids, *found, ids.numel(), tiles, held.first if held else 0)
-    return found
-
-
-def _group_reference(local: Tensor, experts: int, rows: int, found: Groups) -> Groups:
-    found.order.copy_(local.argsort(stable=True))
-    counts = torch.bincount(local, minlength=experts)[:experts]
-    found.ends.copy_(torch.cat((counts[:0].new_zeros(1), counts.cumsum(0))))
-    found.tile_expert.fill_(-1)
-    cut = [(e, at) for e in range(experts) for at in range(int(found.ends[e]), int(found.ends[e + 1]), rows)]
-    for i, (e, at) in enumerate(cut):
-        found.tile_expert[i], found.tile_start[i] = e, at
-    return found
-
-
 def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
     """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
     outputs: of an item of both GEMMs; chosen unless given."""
@@ -339,8 +277,8 @@ def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = 
     x, ids, weights, w13, w2, act, _, held = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
-    sorts = held is None and expert_mlp.sorts(given.pairs, len(w13))
-    groups = None if sorts else group(ids, len(w13), 8 * tiles, held)
+    blocks_sort = held is None and expert_mlp.blocks_sort(given.pairs, len(w13))
+    groups = None if blocks_sort else group(ids, len(w13), 8 * tiles, held)
     return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 

@@ -16,9 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..device import dot_precision, overlaps
 from ..quantized.floats import Floats
 from ..quantized.floats_triton import stored, weight_tile
+from .group import Groups
 
 if TYPE_CHECKING:
-    from .moe import Groups, TileConfig
+    from .moe import TileConfig
 
 COLUMNS = 1024  # of a program that adds up a token's experts
 

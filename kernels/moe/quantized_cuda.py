@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from ..quantized import pieces_cuda
 from ..quantized.pieces_cuda import LARGE, STRIP, Layout
 from ..quantized.stack import Stack
 from . import quantized_pipeline
+from .group import Groups
 from .quantized_pipeline import PipelineConfig
-
-if TYPE_CHECKING:
-    from .moe import Groups
 
 # Most pairs per expert → tiles of 8 rows of a block; of more it has 8. moe.tiling_rows has the same borders.
 TILES = {4: 1, 8: 2, 24: 4}

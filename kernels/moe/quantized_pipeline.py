@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +13,7 @@ from ..device import WHOLE_SHARED, device_caps
 from ..quantized import e4m3_wide, int4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
-
-if TYPE_CHECKING:
-    from .moe import Groups
+from .group import Groups
 
 # Formats that it reads faster than quantized_experts.cu does: not those with a scale for each 32 codes of 8 bits.
 HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER, e4m3_wide.LAYOUT.header

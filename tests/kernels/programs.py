@@ -3,7 +3,16 @@
 import torch
 from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.moe import expert_gemm, expert_mlp, host_exchange, moe, quantized_cuda, quantized_pipeline, router
+from phalanx.kernels.moe import (
+    expert_gemm,
+    expert_mlp,
+    group,
+    host_exchange,
+    moe,
+    quantized_cuda,
+    quantized_pipeline,
+    router,
+)  # fmt: skip
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import (
@@ -233,8 +242,8 @@ PROGRAMS = [
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
-    ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=moe.GROUP_THREADS)),
-    ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=moe.GROUP_THREADS)),
+    ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=group.THREADS)),
+    ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),
     ("embedding", dict(T=torch.float32, V=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),

@@ -99,7 +99,7 @@ def test_shared_experts(sizes, tiles, inner, blocks, monkeypatch, cuda_models):
     given = make(sizes, torch.bfloat16)
     x, ids, weights, w13, w2, act, *_ = given
     shared = make_shared(inner, given)
-    assert expert_mlp.takes_shared(x, w2, shared)
+    assert expert_mlp.supports_shared(x, w2, shared)
     groups = moe.group(ids, len(w13), 8 * tiles)
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
@@ -133,7 +133,7 @@ def test_what_it_takes_of_shared_experts():
         (given.x[:0], given.w2, shared),
         (given.x.expand(8, 9, 128).flatten(0, 1), given.w2, shared),  # 72 tokens
     ):
-        assert not expert_mlp.takes_shared(x, w2, those)
+        assert not expert_mlp.supports_shared(x, w2, those)
 
 
 @pytest.mark.parametrize("tiles", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])

@@ -51,47 +51,6 @@ def test_the_parts_of_several_ranks_add_up(sizes):
         near(moe.fused_experts(own), moe.fused_experts_reference(own), 3e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 128])
-@pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
-def test_groups_of_some_experts_have_their_pairs_alone(sizes, rows):
-    ids = make(sizes, torch.float32).ids
-    for held in shares(sizes.experts):
-        found = moe.group(ids, held.size, rows, held)
-        assert len(found.ends) == held.size + 1
-        sorted_pairs = found.order[: int(found.ends[-1])].long()
-        chosen = ids.flatten()[sorted_pairs]
-        assert torch.equal(chosen, chosen.sort().values)
-        assert sorted(sorted_pairs.tolist()) == [i for i, e in enumerate(ids.flatten().tolist()) if e in held.ids]
-        needed = found.tile_expert >= 0
-        starts = [at for e in range(held.size) for at in range(int(found.ends[e]), int(found.ends[e + 1]), rows)]
-        assert found.tile_start[needed].tolist() == starts and not needed[len(starts) :].any()
-
-
-@pytest.mark.parametrize("rows", [1, 16, 128])
-@pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
-def test_groups_cover_every_pair_once(sizes, rows):
-    ids = make(sizes, torch.float32).ids
-    found = moe.group(ids, sizes.experts, rows)
-    covered = []
-    for expert, start in zip(found.tile_expert.tolist(), found.tile_start.tolist(), strict=True):
-        if expert >= 0:
-            pairs = found.order[start : min(start + rows, int(found.ends[expert + 1]))]
-            assert len(pairs) and (ids.flatten()[pairs.long()] == expert).all()
-            covered += pairs.tolist()
-    assert sorted(covered) == list(range(ids.numel()))
-
-
-def test_no_more_tiles_are_needed():
-    """The most that any choice takes, by trying all splits of few pairs."""
-    for pairs in range(1, 9):
-        for rows in (1, 2, 3):
-            for experts in (1, 2, 3):
-                splits = [(a, b, pairs - a - b) for a in range(pairs + 1) for b in range(pairs + 1 - a)]
-                needed = max(sum(-(-n // rows) for n in s) for s in splits if not any(s[experts:]) or experts == 3)
-                assert moe.most_tiles(pairs, experts, rows) >= needed
-    assert moe.most_tiles(2048, 128, 16) == 128 + 1920 // 16
-
-
 def test_every_tiling_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {moe.tiling(n * k, experts, torch.bfloat16) for n in moe.tiling_rows(experts, k)}

@@ -137,7 +137,7 @@ def test_shared_experts_in_one_launch(tiles, tokens, spread):
         there = given._replace(**{name: getattr(given, name).to(device) for name in given._fields[:5]})
         shared = SharedExperts(*(one.to(device) for one in shared))
         assert expert_mlp.supports(there.x, there.w13, there.w2)
-        assert expert_mlp.takes_shared(there.x, there.w2, shared)
+        assert expert_mlp.supports_shared(there.x, there.w2, shared)
         y = moe.in_one_launch(there, tiles, shared).view(tokens, 5, -1)
         assert torch.equal(y[:, :-1].flatten(0, 1), moe.in_one_launch(there, tiles))
         near(moe.summed(y, there.ids), want, bound)
