@@ -15,6 +15,8 @@ static_assert(!SHARED_INNER || (M + SHARED_ROWS) * 64 * 2 <= STAGE, "a chunk of 
 static_assert(ROWS < SHARED_ROWS, "lanes know the rows of an item of routed experts");
 
 #if __CUDA_ARCH__ >= 900
+#include "expert_tiles.cuh"
+
 struct Item {
     bool up, shared;
     int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
@@ -32,27 +34,21 @@ struct Sorted {
 // A warp: from how many pairs of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
 __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
     const int lane = threadIdx.x % 32;
-    int before = 0, tiles_before = 0;
-    for (int e = lane; e - lane < EXPERTS; e += 32) {
-        int n = 0;
-        for (int w = 0; w < THREADS / 32 && e < EXPERTS; w++) {
-            const int mine = counts[w][e];
-            counts[w][e] = n, n += mine;
-        }
-        const int m = (n + ROWS - 1) / ROWS;
-        int sum = n, tile_sum = m;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int a = __shfl_up_sync(0xffffffffu, sum, step), b = __shfl_up_sync(0xffffffffu, tile_sum, step);
-            if (lane >= step) sum += a, tile_sum += b;
-        }
-        const int start = before + sum - n, first = tiles_before + tile_sum - m;
-        if (e < EXPERTS) to.ends[e] = start;
-        for (int i = 0; i < m; i++) to.experts[first + i] = e, to.starts[first + i] = start + i * ROWS;
-        before += __shfl_sync(0xffffffffu, sum, 31), tiles_before += __shfl_sync(0xffffffffu, tile_sum, 31);
-    }
-    if (lane == 0) to.ends[EXPERTS] = before;
-    for (int i = tiles_before + lane; i < MOST_TILES; i += 32) to.experts[i] = -1;
+    const Totals all = place_experts(
+        [=](int e) {
+            int n = 0;
+            for (int w = 0; w < THREADS / 32; w++) {
+                const int mine = counts[w][e];
+                counts[w][e] = n, n += mine;
+            }
+            return n;
+        },
+        [&](int e, int start, int tile, int tiles) {
+            to.ends[e] = start;
+            for (int i = 0; i < tiles; i++) to.experts[tile + i] = e, to.starts[tile + i] = start + i * ROWS;
+        });
+    if (lane == 0) to.ends[EXPERTS] = all.pairs;
+    for (int i = all.tiles + lane; i < MOST_TILES; i += 32) to.experts[i] = -1;
 }
 
 // A block: what group.cu does, without a launch and without asking the second-level cache for each item. Pairs of one expert

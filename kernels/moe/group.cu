@@ -1,10 +1,11 @@
 // Sorts pairs of a token and an expert by expert, in one block, and cuts each expert's pairs into tiles of ROWS. (Of few pairs
-// expert_mlp.cu does the same in expert_items.cuh.)
+// each block of expert_mlp.cu does the same, in shared memory: expert_items.cuh.)
 //
 // ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
 // tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs
 // of one expert come in any order: every one of them is computed for itself. Of more experts than EXPERTS, those from
 // `first` on are sorted; pairs of the others are in no tile.
+#include "expert_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles, int first) {
@@ -20,23 +21,11 @@ group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, 
         if ((unsigned)e < EXPERTS) atomicAdd(counts + e, 1);
     }
     __syncthreads();
-    if (threadIdx.x < 32) {  // running sums of pairs and of tiles, 32 experts at a time
-        int before = 0, tiles_before = 0;
-        for (int e = lane; e - lane < EXPERTS; e += 32) {
-            const int n = e < EXPERTS ? counts[e] : 0, m = (n + ROWS - 1) / ROWS;
-            int sum = n, tile_sum = m;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int a = __shfl_up_sync(0xffffffffu, sum, step), b = __shfl_up_sync(0xffffffffu, tile_sum, step);
-                if (lane >= step) sum += a, tile_sum += b;
-            }
-            if (e < EXPERTS) {
-                starts[e] = before + sum - n, first_tile[e] = tiles_before + tile_sum - m;
-                ends[e] = before + sum - n;
-            }
-            before += __shfl_sync(0xffffffffu, sum, 31), tiles_before += __shfl_sync(0xffffffffu, tile_sum, 31);
-        }
-        if (lane == 0) ends[EXPERTS] = before, total_tiles = tiles_before;
+    if (threadIdx.x < 32) {
+        const Totals all = place_experts(
+            [&](int e) { return counts[e]; },
+            [&](int e, int start, int tile, int) { starts[e] = start, first_tile[e] = tile, ends[e] = start; });
+        if (lane == 0) ends[EXPERTS] = all.pairs, total_tiles = all.tiles;
     }
     __syncthreads();
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS)

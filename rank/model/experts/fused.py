@@ -147,7 +147,9 @@ class StackedLinear(ShardedModule):
         """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
         bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
         if device.type == "cuda":
-            bits = max(bits, getattr(self.stored, "slot_bits", 0), 8.0 * dtype.itemsize * self._becomes_plain(device))
+            slot_bits = getattr(self.stored, "slot_bits", None)
+            bits = max(bits, slot_bits(self, device) if slot_bits else 0)
+            bits = max(bits, 8.0 * dtype.itemsize * self._becomes_plain(device))
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:

@@ -99,9 +99,13 @@ class SharedMoE(MoE):
 
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
-        up, down = self.shared_experts.gate_up_proj.matrix, self.shared_experts.down_proj.matrix
-        if up is not None and down is not None:
-            shared = SharedExperts(up, down)
-            if self.experts.takes_shared(x, shared):
-                return self.experts(x, *self.gate(x), shared)
+        shared = self._plain_shared()
+        if shared is not None and self.experts.takes_shared(x, shared):
+            return self.experts(x, *self.gate(x), shared)
         return super().forward(x) + self.shared_experts(x)
+
+    def _plain_shared(self) -> SharedExperts | None:
+        """For the routed experts' launch, which adds no biases: where they have none, and plain matrices."""
+        linears = self.shared_experts.gate_up_proj, self.shared_experts.down_proj
+        up, down = (None if one.biased else one.matrix for one in linears)
+        return None if up is None or down is None else SharedExperts(up, down)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Scheme:
     scale: str  # the tensor's name
     outputs: int  # that share a scale; 0: all
     inputs: int
-    slot_bits: ClassVar[int] = 9  # of a weight on a GPU whose expert lies in host memory: pieces have more scales
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)
@@ -69,6 +68,11 @@ class Scheme:
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
         if device.type == "cuda" and not self.in_pieces(layer):
             return 8 + 32 / self.unit(layer.inputs)
+        return self.slot_bits(layer, device)
+
+    def slot_bits(self, layer: StackedLinear, device: torch.device) -> float:
+        """As `kept_bits`, where experts lie in host memory as well: in pieces wherever these fit, as the other stack is
+        not asked when they are made (kernels/quantized/gpu_form.py)."""
         filled = padded(layer.width) / max(layer.width, 1)
         return floats.kept_bits(layer.inputs.width, self.unit(layer.inputs), device) * filled
 

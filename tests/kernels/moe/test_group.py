@@ -1,10 +1,11 @@
-"""Pairs sorted by expert and cut into tiles, against all pairs one by one."""
+"""Pairs sorted by expert and cut into tiles: the reference against pairs one by one, and the kernel against that."""
 
 import pytest
 import torch
-from phalanx.kernels.moe.group import group, most_tiles
+from phalanx.kernels.moe.group import THREADS, Groups, group, most_tiles
 
-from .cases import CASES, make, shares
+from .. import cuda_model
+from .cases import CASES, Sizes, make, shares
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,22 @@ def test_no_more_tiles_are_needed():
                 needed = max(sum(-(-n // rows) for n in s) for s in splits if not any(s[experts:]) or experts == 3)
                 assert most_tiles(pairs, experts, rows) >= needed
     assert most_tiles(2048, 128, 16) == 128 + 1920 // 16
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("sizes, rows", [(Sizes(300, 8, 130, 8, 8), 16), (Sizes(9, 2, 5, 8, 8, "few"), 8)])
+def test_the_kernel(sizes, rows, some, cuda_models):
+    """Thread by thread on a CPU: of more experts than a warp has lanes, and of more pairs than threads."""
+    ids = make(sizes, torch.float32).ids
+    held = shares(sizes.experts)[1] if some else None
+    experts, first = (held.size, held.first) if held else (sizes.experts, 0)
+    want = group(ids, experts, rows, held)
+    found = Groups(*(torch.full_like(one, -9) for one in want))
+    library = cuda_models.build("group", dict(T=torch.int64, EXPERTS=experts, ROWS=rows, THREADS=THREADS))
+    args = ids, *found, ids.numel(), len(found.tile_expert), first
+    cuda_model.launch(library, (1, 1, 1), THREADS, args, ids)
+    assert torch.equal(found.ends, want.ends) and torch.equal(found.tile_expert, want.tile_expert)
+    needed = want.tile_expert >= 0
+    assert torch.equal(found.tile_start[needed], want.tile_start[needed])
+    for start, end in zip(want.ends.tolist(), want.ends[1:].tolist(), strict=False):
+        assert torch.equal(found.order[start:end].sort().values, want.order[start:end])

@@ -180,6 +180,9 @@ def test_deepseek_v3(shape):
     assert held["attention"] == pytest.approx(61 * ((187_105_280 - plain) * linear + plain * 2), rel=1e-9)
     assert held["MLP"] == pytest.approx((3 * 396_361_728 + 58 * 44_040_192) * linear, rel=1e-9)
     assert held["experts"] == pytest.approx(58 * 256 * 44_040_192 * linear + 2 * 58 * (1_835_264 + 256), rel=1e-9)
+    # so do experts that are on the host as well, 192 of 256 here
+    (stage,) = memory.stages(model, Layout(1, offload=64), ASKED.context)
+    assert stage.resident == pytest.approx(58 * 192 * 44_040_192 * linear, rel=1e-9)
     # the cache holds the latent, 512 + 64 elements of 2 bytes in 61 layers, whole on every rank
     for tp in (1, 8):
         assert memory.stages(model, Layout(tp), ASKED.context)[0].kv_token == 61 * 576 * 2

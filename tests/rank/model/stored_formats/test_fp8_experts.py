@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.quantized import e4m3, e4m3_cpu, gpu_form
+from phalanx.kernels.quantized.stack import stack
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.load import load
-from phalanx.rank.model.shard import even, whole
+from phalanx.rank.model.shard import Shard, even, whole
 from phalanx.rank.model.stored_formats.fp8 import Scheme
 
 from ..harness import distance, run_steps, tokens
@@ -92,3 +95,28 @@ def test_gpus_have_gate_up_and_down_in_pieces_or_neither(ranks, gate_up, down, i
         for one, bits in ((up, gate_up), (back, down)):
             assert scheme.in_pieces(one) == in_pieces
             assert scheme.kept_bits(one, torch.device("cuda")) == bits
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize(
+    "inputs, outputs, bits",
+    [
+        (256, 32, 8.25),
+        (192, 32, 9),  # 64 inputs share a scale: in pieces of 32
+        (192, 20, 9 * 32 / 20),
+        (48, 32, 10),  # no pieces
+    ],
+)
+def test_a_slot_has_room_for_what_gpus_make_of_host_memory(inputs, outputs, bits):
+    """Of blocks of 128 x 128, which cuts between ranks part."""
+    scheme, shard, cuda = Scheme("weight_scale_inv", 128, 128), Shard(768, inputs, inputs), torch.device("cuda")
+    unit = scheme.unit(shard)
+    made = stack(
+        e4m3, lambda _: (torch.zeros(outputs, inputs, dtype=torch.uint8), torch.ones(outputs, inputs // unit)),
+        (3, outputs, inputs),
+    )  # fmt: skip
+    assert isinstance(made.packed, e4m3_cpu.Packed)
+    held = sum(x.nbytes for x in gpu_form.parts(gpu_form.of_gpu(made)).tensors)
+    assert held == 3 * outputs * inputs * bits / 8
+    layer = SimpleNamespace(inputs=shard, outputs=(whole(outputs),), width=outputs)
+    assert scheme.slot_bits(layer, cuda) == bits
