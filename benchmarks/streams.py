@@ -6,7 +6,8 @@ A server whose model only takes its time (serving/paced.py) generates for --stre
 a client of its own, an event a token; and all as the choices of a few answers that are sent whole at the end. Both give
 scheduler and model the same steps. The pace is the server's own, from a request's first token to its last
 (phalanx_time_per_output_token_seconds). The exit code is 1 unless the median round of streams is at most --most times
-the median one without. Clients run beside the server, on the same cores.
+the median one without, and where that one has no time between its tokens. Clients run beside the server, on the same
+cores.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
         found["streams"].append(await pace(client, streams, True))
     rounds = {name: [round(1e3 * one, 3) for one in values[1:]] for name, values in found.items()}  # the first warms up
     medians = {name: statistics.median(values) for name, values in rounds.items()}
+    if not medians["whole"]:  # the server process stood still meanwhile
+        raise Failure("the server saw all tokens of an answer at once: nothing to compare with; ask for more --tokens")
     return {
         "streams": asked.streams,
         "step_ms": asked.step_ms,

@@ -239,6 +239,7 @@ PROGRAMS = [
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 2, 2816, 64))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 768, "silu", 8, 1, 0, 128))),
     ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1))),
+    ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1, 128, 8))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),

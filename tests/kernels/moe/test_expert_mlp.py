@@ -12,12 +12,14 @@ from .. import cuda_model
 from .cases import Sizes, make, make_shared, near, share_of, with_shared_reference
 
 # Of one tile and several, of every expert and few, where a block's first item is what it guesses and where it is not,
-# and with fewer chunks of an item than a block holds.
+# and with fewer chunks of an item than a block holds. Of more experts than the warp that cuts tiles has lanes, and more
+# pairs than threads that sort.
 CASES = [
     (Sizes(9, 2, 4, 128, 64), 1, None),
     (Sizes(40, 2, 3, 256, 128), 2, None),
     (Sizes(6, 2, 9, 128, 128, "few"), 2, None),
     (Sizes(50, 2, 3, 128, 128), 4, None),
+    (Sizes(100, 4, 41, 128, 64), 2, None),
     (Sizes(12, 3, 9, 128, 64), 1, Held(3, 3, 9)),
     (Sizes(2, 1, 5, 1024, 64, "one"), 2, None),
 ]
@@ -57,7 +59,7 @@ class Launcher:
 
 
 @pytest.mark.parametrize(
-    "sizes, tiles, held", [*CASES[:4], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[4:])]
+    "sizes, tiles, held", [*CASES[:5], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[5:])]
 )
 def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     torch.manual_seed(0)
@@ -93,10 +95,11 @@ SHARED = [
 @pytest.mark.parametrize(
     "sizes, tiles, inner, blocks", [*SHARED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARED[2:])]
 )
-def test_shared_experts(sizes, tiles, inner, blocks, monkeypatch, cuda_models):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+def test_shared_experts(sizes, tiles, inner, blocks, dtype, monkeypatch, cuda_models):
     """Each token's are behind its pairs; those are as without."""
     torch.manual_seed(3)
-    given = make(sizes, torch.bfloat16)
+    given = make(sizes, dtype)
     x, ids, weights, w13, w2, act, *_ = given
     shared = make_shared(inner, given)
     assert expert_mlp.supports_shared(x, w2, shared)

@@ -40,6 +40,8 @@ CASES = [
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
     Case(9, 2, 3, 256, 128, "e4m3_wide", "e4m3_wide", 1),
     Case(60, 2, 3, 512, 384, "e4m3_wide", "e4m3_wide", 4, biased=True),
+    Case(40, 2, 3, 1536, 128, "e4m3_wide", "e4m3_wide", 4),
+    Case(70, 1, 2, 128, 640, "e4m3_wide", "e4m3_wide", 8),
 ]
 PIPELINED = [
     Case(12, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=2),
@@ -62,6 +64,11 @@ def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack,
     packed = pieces_cuda.Packed(torch.cat([one.pieces for one, _ in made]), experts * strips, made[0][0].layout)
     codec: Any = None
     return Stack(codec, packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
+
+
+def gemms(case: Case) -> tuple[tuple[str, int, bool], ...]:
+    """Format and inputs of both, and whether it is gated."""
+    return (case.up, case.hidden, True), (case.down, case.inner, False)
 
 
 def pipeline(stack: Stack, warps: int) -> quantized_pipeline.PipelineConfig | None:
@@ -123,6 +130,13 @@ def test_experts(launched, case, dtype):
     want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
     assert got.isfinite().all() and len(launched) == 2
     assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("form", ["q4_k", "int4 64", "e4m3", "e4m3_wide"])
+def test_some_cases_have_several_chunks(form):
+    inputs = [(one.tiles, n, gated) for one in CASES for of, n, gated in gemms(one) if of == form]
+    layout = make(16, 512, form)[0].layout
+    assert any(quantized_cuda.choose(tiles, n, layout, gated).inputs < n for tiles, n, gated in inputs)
 
 
 @pytest.mark.parametrize("size", [2500, 3e-4])

@@ -10,7 +10,7 @@ import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
 from phalanx.kernels.moe import dequantized, moe, quantized_cuda
 from phalanx.kernels.moe.moe import Biases, Held
-from phalanx.kernels.quantized import affine
+from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda
 from phalanx.kernels.quantized.stack import stack
 
 from ...devices import needs_tma, require_gpu
@@ -22,6 +22,7 @@ KINDS = [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)]  # of the error's norm b
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
+    ("e4m3 narrow", "e4m3 narrow"),
 ]  # fmt: skip
 PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3")]
 
@@ -37,6 +38,10 @@ def quantised(weight, form):
         if "zeros" in form:
             zeros[1:] = torch.randint(0, 16, zeros[1:].shape, dtype=torch.int16, device="cuda")  # not the first one's
         return stack(affine, lambda e: (codes[e], scales[e], zeros[e]), weight.shape)
+    if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in pieces of 32
+        made = stack(e4m3, lambda e: e4m3.encode_reference(weight[e], 64), weight.shape)
+        assert made.packed.layout == e4m3_cuda.LAYOUT
+        return made
     codec = importlib.import_module(f"phalanx.kernels.quantized.{form}")
     return stack(codec, lambda e: codec.encode(weight[e]), weight.shape)
 
@@ -101,7 +106,9 @@ def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, hel
 
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
-@pytest.mark.parametrize("up, down", [("q4_k", "q6_k"), ("q8_0", "q8_0")])
+@pytest.mark.parametrize(
+    "up, down", [("q4_k", "q6_k"), ("q8_0", "q8_0"), ("e4m3 narrow", "e4m3 narrow"), ("e4m3", "e4m3")]
+)
 def test_tiles(up, down, tiles, spread):
     for tokens in (1, 9, 100):
         check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
