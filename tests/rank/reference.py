@@ -23,7 +23,8 @@ def through_gguf(weight: torch.Tensor, kind: str) -> torch.Tensor:
 class Reference:
     def __init__(self, path, isq="none"):
         """isq: the format whose dequantised weights it has, gguf-py's: in all linears, the head too."""
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # Eager attention: transformers 5.17's other kind leaves out Gemma 2's soft caps.
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         for module in self.model.modules():
             if isq != "none" and isinstance(module, torch.nn.Linear):
                 module.weight = torch.nn.Parameter(through_gguf(module.weight.detach(), isq))

@@ -162,8 +162,9 @@ MODELS = {
         model_type="deepseek_v3", q_lora_rank=None, first_k_dense_replace=0, n_shared_experts=2, n_group=1,
         topk_group=1, norm_topk_prob=False, rope_interleave=False,
     ),
-    "minimax_m2": dict(
+    "minimax_m2": dict(  # transformers before 5.18 does not read rotary_dim
         model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
     "minimax_m2 few keys": dict(
         model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,

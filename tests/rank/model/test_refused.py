@@ -9,6 +9,7 @@ import transformers
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank.model import architectures
+from phalanx.rank.model.architectures import minimax_m2
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
 from phalanx.rank.model.measure import GroupRank, build
@@ -189,3 +190,9 @@ def test_how_much_of_a_head_is_rotated_where_config_json_does_not_say(made, tmp_
     change = {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": None}
     config = read_config(copy(made(name), tmp_path, change))
     assert config.raw["rope_parameters"]["partial_rotary_factor"] == share
+
+
+def test_how_much_of_a_head_minimax_m2_rotates_where_rotary_dim_alone_says_it(made, tmp_path):
+    path = copy(made("minimax_m2"), tmp_path, {"rope_parameters": None, "rope_theta": 10000.0})
+    args = minimax_m2.Args.from_config(read_config(path))
+    assert args.rope(0) == {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
