@@ -247,6 +247,8 @@ PROGRAMS = [
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),
     ("embedding", dict(T=torch.float32, V=1)),
+    ("block_rows", dict(T=torch.bfloat16, V=8, THREADS=256, SPREAD=0)),
+    ("block_rows", dict(T=torch.bfloat16, V=1, THREADS=256, SPREAD=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),
     ("argmax", dict(T=torch.float32, V=1)),
     ("logits", dict(T=torch.bfloat16, V=8)),
