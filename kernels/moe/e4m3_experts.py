@@ -30,12 +30,13 @@ CUTS = {
 }
 
 
-def takes(w13: Stack, w2: Stack, found: DeviceCaps) -> bool:
+def takes(w13: object, w2: object, found: DeviceCaps) -> bool:
     """Whether these are the weights and the GPU for it."""
-    return found.hopper and all(_wide(one.packed) for one in (w13, w2))
+    return found.hopper and _wide(w13) and _wide(w2)
 
 
-def _wide(packed: object) -> bool:
+def _wide(stack: object) -> bool:
+    packed = stack.packed if isinstance(stack, Stack) else None
     return isinstance(packed, pieces_cuda.Packed) and packed.layout.header == e4m3_wide.LAYOUT.header
 
 

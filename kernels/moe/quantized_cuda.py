@@ -104,7 +104,7 @@ class Ways(NamedTuple):
         return self.up.rows
 
 
-def multiplies_codes(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> bool:
+def multiplies_codes(pairs: int, experts: int, w13: object, w2: object, found: DeviceCaps) -> bool:
     """Whether `choose_ways` is faster than GEMMs of weights that are dequantised first."""
     return pairs <= dequantized.LEAST_PAIRS * experts or e4m3_experts.takes(w13, w2, found)
 

@@ -10,12 +10,8 @@
 // tiles, whose first chunks come while the sums of the tile before are stored.
 //
 // One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits before
-// the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: with the first operand in registers,
-// tensor cores would multiply e4m3 no faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv
-// 2412.19437, 3.3.2), so that those of each RUN of chunks are scaled and added up in f32: with SETS of two, while the next
-// run is multiplied; else while other warpgroups' are. With GATED, W is a gate matrix over an up matrix, whose halves of
-// pieces alternate in a tile, and y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are
-// whatever lies there.
+// the kernel's predecessor has ended. e4m3_ring.cuh has what multiplies them. With GATED, W is a gate matrix over an up
+// matrix, and y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are whatever lies there.
 #include "e4m3_ring.cuh"
 
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
