@@ -20,13 +20,14 @@ from ..quantized.stack import Stack
 from ..quantized.wgmma_cuts import blocks_at_once
 from .group import Groups
 
-# Most pairs per expert → cuts of both GEMMs, which have the same rows. Tiles have room for the pairs of most experts.
-# moe.tiling_rows has the same borders.
+# Most pairs per expert → cuts of both GEMMs, which have the same rows. Tiles have room for the pairs of most experts, as
+# by counts of bytes and cycles tensor cores take no longer for 192 rows than memory for the weights. Of more rows two
+# blocks share x, which they would read as often as weights otherwise. moe.tiling_rows has the same borders.
 CUTS = {
     24: (Cut(128, 32, 1), Cut(128, 32, 1)),
     48: (Cut(128, 64, 1), Cut(128, 64, 1)),
-    96: (Cut(128, 128, 1), Cut(128, 128, 1)),
-    1 << 30: (Cut(128, 128, 1, share=2), Cut(128, 128, 1, share=2)),
+    96: (Cut(128, 128, 1, share=2), Cut(128, 128, 1, share=2)),
+    1 << 30: (Cut(128, 192, 1, share=2, matmul=192), Cut(128, 192, 1, share=2, matmul=192)),
 }
 
 

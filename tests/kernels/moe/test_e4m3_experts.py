@@ -44,6 +44,7 @@ CASES = [
     Case(90, 2, 3, 256, 256, 128, Cut(64, 64, 1, matmul=32), Cut(64, 64, 1, matmul=32)),
     Case(150, 1, 2, 512, 256, 256, Cut(64, 128, 1), Cut(64, 128, 1), biased=True),
     Case(300, 1, 1, 128, 128, 128, SMALL, SMALL),  # more tiles than a band has
+    Case(250, 1, 2, 512, 512, 512, Cut(64, 192, 1, matmul=192), Cut(64, 192, 1, matmul=192)),
 ]
 
 
@@ -127,7 +128,7 @@ def test_what_it_is_for():
         return quantized_cuda.choose_ways(8 * tokens, 128, *stacks(up, down), caps)
 
     assert isinstance(ways(128).up, quantized_pipeline.PipelineConfig)
-    for tokens, rows in ((129, 32), (384, 32), (385, 64), (1000, 128), (1 << 15, 128)):
+    for tokens, rows in ((129, 32), (384, 32), (385, 64), (1000, 128), (1 << 15, 192)):
         found = ways(tokens)
         assert all(isinstance(one, Cut) and one.rows == rows for one in found)
         assert quantized_cuda.multiplies_codes(8 * tokens, 128, *stacks("e4m3_wide", "e4m3_wide"), HOPPER)
