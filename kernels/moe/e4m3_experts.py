@@ -20,9 +20,9 @@ from ..quantized.stack import Stack
 from ..quantized.wgmma_cuts import blocks_at_once
 from .group import Groups
 
-# Most pairs per expert → cuts of both GEMMs, which have the same rows. Tiles have room for the pairs of most experts, as
-# by counts of bytes and cycles tensor cores take no longer for 192 rows than memory for the weights. Of more rows two
-# blocks share x, which they would read as often as weights otherwise. moe.tiling_rows has the same borders.
+# Most pairs per expert → cuts of both GEMMs, which have the same rows. Tiles have room for the pairs of most experts:
+# tensor cores take no longer for 192 rows than memory for the weights, by counts of bytes and cycles. From 128 rows on
+# two blocks share x, of which a tile has as many bytes as of weights. moe.tiling_rows has the same borders.
 CUTS = {
     24: (Cut(128, 32, 1), Cut(128, 32, 1)),
     48: (Cut(128, 64, 1), Cut(128, 64, 1)),

@@ -9,8 +9,8 @@ e4m3_pairs(const T* x, const int* order, const int* ends, const float* weights, 
     const int place = blockIdx.x;
     grid_wait();
     launch_dependents();
-    if (place >= ends[EXPERTS]) return;
-    const int pair = order[place];
+    const int last = ends[EXPERTS], pair = order[place];  // both under way at once
+    if (place >= last) return;
     if (threadIdx.x == 0) by_place[place] = weights[pair];
     const long long row = TOP ? pair / max(TOP, 1) : place;
     encode_row((const uint4*)x, row * RUNS, codes, (long long)place * RUNS, scales + place);

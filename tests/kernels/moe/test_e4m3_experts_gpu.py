@@ -139,7 +139,7 @@ def test_the_way_that_is_chosen(blocks_end):
             assert torch.equal(y, moe.fused_experts(given)) and y.isfinite().all()
             want = with_plain_rows(given, up, down)
             apart = (y.double() - want).norm() / want.norm()
-            assert apart < 0.06, (tokens, apart.item())  # inputs of both GEMMs lose about 0.026 each in e4m3
+            assert apart < 0.08, (tokens, apart.item())  # gate, up and the inputs of down are off by 0.026 each
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
     call, chosen = moe.fused_experts, quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, CAPS)
     eight = isinstance(chosen.up, e4m3_wgmma.Cut) and not (tiles or pipeline or plain)
-    if eight:  # what is rounded another way after the first GEMM's rounding is off by a sixteenth
-        bound = max(bound, 2e-2)
+    if eight:  # of what the first GEMM makes some is rounded another way, and then off by a sixteenth to an eighth
+        bound = max(bound, 3e-2)
     if plain:
         call = lambda one: summed(moe.grouped(one), one)  # noqa: E731
     if tiles or pipeline:
