@@ -122,7 +122,7 @@ def compile_quantized(layers: Layers) -> None:
                 if isinstance(way, quantized_cuda.Cut):
                     sizes = quantized_cuda.sizes(weight, way, act, top, False)
                     programs.append(jit.variant("quantized_experts", torch.bfloat16, **sizes))
-                else:
+                elif isinstance(way, quantized_pipeline.PipelineConfig):
                     sizes = quantized_pipeline.sizes(weight, way, act, top, False)
                     programs.append(jit.variant("quantized_pipeline", torch.bfloat16, **sizes))
     jit.compile_ahead(programs, torch.device("cuda"))

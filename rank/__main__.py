@@ -100,7 +100,7 @@ class Rank:
             plans, results = lines[grid.replica]
             reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(results, self.watch) if reports else None))
-        tiers = [HostTier(limits.host_blocks, limits.least_swap) for _ in lines]
+        tiers = [HostTier(*limits.host_blocks) for _ in lines]
         counts = limits.blocks, limits.block_size, limits.prefix_cache
         pools = [Blocks(*counts, tier, Snapshots(limits.snapshots)) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]

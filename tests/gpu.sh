@@ -41,7 +41,7 @@ part() {
 rank=tests/rank
 worker=$rank/worker
 part topology 30 nvidia-smi topo -m
-part kernels-small 540 "${several[@]}" tests/kernels/{activation,collective,embedding,norm,rope,sampling}/*_gpu.py \
+part kernels-small 540 "${several[@]}" tests/kernels/{activation,cache,collective,embedding,norm,rope,sampling}/*_gpu.py \
     tests/kernels/*_gpu.py
 part kernels-attention 540 "${several[@]}" tests/kernels/attention/*_gpu.py
 part kernels-recurrent 540 "${several[@]}" tests/kernels/recurrent/*_gpu.py

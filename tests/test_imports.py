@@ -51,6 +51,7 @@ ROOMS = (
     "kernels.norm",
     "kernels.activation",
     "kernels.embedding",
+    "kernels.cache",
     "kernels.sampling",
     "kernels.cpp",
     "kernels.jit",

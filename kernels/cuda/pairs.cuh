@@ -41,3 +41,13 @@ template <> __device__ inline unsigned add_pairs<f16>(unsigned a, unsigned b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+
+// Two floats in e4m3, the first in the lower byte, rounded to nearest even; what is larger than 448 becomes that, NaN stays
+// NaN. For sm_90 and later.
+__device__ inline unsigned e4m3_pair(float first, float second) {
+    unsigned short y = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(second), "f"(first));
+#endif
+    return y;
+}

@@ -37,6 +37,7 @@ template <int N> __device__ inline void set_registers(bool more) {
 }
 
 // The registers of a sum, by their number.
+#define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -97,6 +98,8 @@ WGMMA(f16, "f16")
                      : __VA_ARGS__                                                                                      \
                      : "l"(a), "l"(b), "r"((int)add));                                                                  \
     }
+OF_E4M3(16, D8, "%8", "%9", "%10", EIGHT(c, 0))
+OF_E4M3(32, D16, "%16", "%17", "%18", SIXTEEN(c, 0))
 OF_E4M3(64, D32, "%32", "%33", "%34", SIXTEEN(c, 0), SIXTEEN(c, 16))
 OF_E4M3(96, D48, "%48", "%49", "%50", SIXTEEN(c, 0), SIXTEEN(c, 16), SIXTEEN(c, 32))
 OF_E4M3(128, D64, "%64", "%65", "%66", SIXTY_FOUR(c, 0))

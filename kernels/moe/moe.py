@@ -20,7 +20,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import dequantized, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
+from . import dequantized, e4m3_experts, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
 from .expert_gemm import ItemConfig
 from .expert_mlp import SharedExperts
 from .group import Held, group, local_experts
@@ -112,8 +112,8 @@ def expert_terms(given: Inputs) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
     if quantized_cuda.supports(x, w13, w2):
-        way = in_pieces if given.pairs <= dequantized.LEAST_PAIRS * given.experts else grouped
-        return apart(way(given), ids, held)
+        codes = quantized_cuda.multiplies_codes(given.pairs, given.experts, w13, w2, device_caps(x.device))
+        return apart((in_pieces if codes else grouped)(given), ids, held)
     w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
     given = given._replace(w13=w13, w2=w2)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in given.biases):
@@ -256,6 +256,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
+    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.CUTS)[:-1]}
     few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 

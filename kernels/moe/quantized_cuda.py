@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import jit
 from ..device import DeviceCaps
-from ..quantized import pieces_cuda
+from ..quantized import e4m3_wgmma, pieces_cuda
 from ..quantized.pieces_cuda import LARGE, STRIP, Layout
 from ..quantized.stack import Stack
-from . import quantized_pipeline
+from . import dequantized, e4m3_experts, quantized_pipeline
 from .group import Groups
 from .quantized_pipeline import PipelineConfig
 
@@ -90,19 +90,29 @@ def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, j
     )
 
 
+Way = Cut | PipelineConfig | e4m3_wgmma.Cut
+
+
 class Ways(NamedTuple):
     """How both GEMMs are computed; their tiles have the same rows."""
 
-    up: Cut | PipelineConfig
-    down: Cut | PipelineConfig
+    up: Way
+    down: Way
 
     @property
     def rows(self) -> int:
         return self.up.rows
 
 
+def multiplies_codes(pairs: int, experts: int, w13: object, w2: object, found: DeviceCaps) -> bool:
+    """Whether `choose_ways` is faster than GEMMs of weights that are dequantised first."""
+    return pairs <= dequantized.LEAST_PAIRS * experts or e4m3_experts.takes(w13, w2, found)
+
+
 def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Ways:
     """Of so many pairs of all experts."""
+    if pairs > e4m3_experts.MOST_OF_16_BITS * experts and e4m3_experts.takes(w13, w2, found):
+        return Ways(*e4m3_experts.choose(pairs, experts))
     units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
     if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
         up, down = (choose_pipeline(one) for one in (w13, w2))
@@ -128,7 +138,7 @@ def choose_pipeline(stack: Stack) -> PipelineConfig | None:
 
 
 def expert_up(
-    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, way: Cut | PipelineConfig,
+    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, way: Way,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; way: of the groups'
@@ -138,9 +148,7 @@ def expert_up(
     return h
 
 
-def expert_down(
-    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, way: Cut | PipelineConfig, bias: Tensor | None = None
-) -> Tensor:
+def expert_down(h: Tensor, weights: Tensor, w2: Stack, groups: Groups, way: Way, bias: Tensor | None = None) -> Tensor:
     """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups. weights: of the bias."""
     y = h.new_empty(len(h), w2.shape[1])
     _launch(h, w2, groups, weights, y, "", 1, way, bias)
@@ -149,10 +157,12 @@ def expert_down(
 
 def _launch(
     x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int,
-    cut: Cut | PipelineConfig, bias: Tensor | None,
+    cut: Way, bias: Tensor | None,
 ) -> None:  # fmt: skip
     if isinstance(cut, PipelineConfig):
         return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, cut, bias)
+    if isinstance(cut, e4m3_wgmma.Cut):
+        return e4m3_experts.launch(x, stack, groups, weights, y, act, top, cut, bias)
     memory = shared(cut, stack.shape[2], bool(act))
     of = sizes(stack, cut, act, top, bias is not None)
     kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)

@@ -1,61 +1,11 @@
-// x [rows, I] in e4m3 with a scale for each row, max|x| / 448, as e4m3_wgmma.cu takes it: codes [rows, I], scales [rows].
-// Numbers down to a 28672nd of the row's largest keep all their bits, and what smaller ones lose is nothing beside it. In
-// each 16 inputs, byte 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a piece (e4m3_wide.cuh): the order of
-// inputs means nothing to a sum. A block has a row. For sm_90 and later.
-
-constexpr int RUNS = I / 16, PER = (RUNS + THREADS - 1) / THREADS;  // runs of 16 inputs: of a row, and of a thread
-
-// Rounded to nearest even; what is larger than 448 becomes that, NaN stays NaN.
-__device__ inline unsigned e4m3_pair(float first, float second) {
-    unsigned short y = 0;
-#if __CUDA_ARCH__ >= 900
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(second), "f"(first));
-#endif
-    return y;
-}
+// x [rows, I] in e4m3 with a scale for each row, as e4m3_encode.cuh makes it and e4m3_wgmma.cu takes it: codes [rows, I],
+// scales [rows]. A block has a row. For sm_90 and later.
+#include "e4m3_encode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 e4m3_rows(const T* x, uint4* codes, float* scales) {
-    __shared__ float of_warps[THREADS / 32];
     const long long first = (long long)blockIdx.x * RUNS;
-    uint4 held[PER][2];
-    float most = 0;
-    auto largest = [&](unsigned pair) {
-        const float2 two = unpack<T>(pair);
-        most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
-    };
     grid_wait();
     launch_dependents();
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int run = threadIdx.x + i * THREADS;
-#pragma unroll
-        for (int h = 0; h < 2; h++) held[i][h] = run < RUNS ? ((const uint4*)x)[(first + run) * 2 + h] : uint4{};
-    }
-#pragma unroll
-    for (int i = 0; i < PER; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            largest(held[i][h].x), largest(held[i][h].y), largest(held[i][h].z), largest(held[i][h].w);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) most = fmaxf(most, of_warps[w]);
-    const float by = most > 0 ? 448 / most : 0;
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int run = threadIdx.x + i * THREADS;
-        const uint4 low = held[i][0], high = held[i][1];
-        const unsigned lows[] = {low.x, low.y, low.z, low.w}, highs[] = {high.x, high.y, high.z, high.w};
-        unsigned words[4];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            const float2 a = unpack<T>(lows[t]), b = unpack<T>(highs[t]);
-            words[t] = e4m3_pair(a.x * by, b.x * by) | e4m3_pair(a.y * by, b.y * by) << 16;
-        }
-        if (run < RUNS) codes[first + run] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    if (threadIdx.x == 0) scales[blockIdx.x] = most / 448;
+    encode_row((const uint4*)x, first, codes, first, scales + blockIdx.x);
 }

@@ -25,7 +25,7 @@ from .wgmma_cuts import blocks_at_once
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
-MOST_THREADS = 512  # of a block of e4m3_rows.cu
+MOST_THREADS = 512  # of a block of e4m3_encode.cuh
 CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
     ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
         return self.split * self.share * self.over
 
     def run(self, alike: int) -> int:
-        """Chunks that tensor cores add up, as in e4m3_wgmma.cu."""
+        """Chunks that tensor cores add up, as in e4m3_ring.cuh."""
         return min(alike, 2 if self.rows > self.n else 4)
 
     def height(self, rows: int) -> int:
@@ -111,7 +111,7 @@ def variants(
         assert isinstance(packed, Packed)
         fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
         cut = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
-        yield jit.variant("e4m3_rows", dtype, **_rows_sizes(packed.inputs))
+        yield jit.variant("e4m3_rows", dtype, **row_sizes(packed.inputs))
         yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias, packed.layout.alike))
 
 
@@ -235,14 +235,14 @@ def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [T, I] and scales f32 [T]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(len(x), device=x.device)
-    sizes = _rows_sizes(x.shape[1])
+    sizes = row_sizes(x.shape[1])
     kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, **sizes)
     kernel((len(x), 1, 1), sizes["THREADS"], x, codes, scales)
     return codes, scales
 
 
-def _rows_sizes(inputs: int) -> dict[str, int]:
-    """A thread has two runs of 16 inputs, or more of long rows."""
+def row_sizes(inputs: int) -> dict[str, int]:
+    """What e4m3_encode.cuh is compiled for: a thread has two runs of 16 inputs, or more of long rows."""
     return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MOST_THREADS))
 
 

@@ -17,9 +17,11 @@ from .places import Hash, Places
 class HostTier:
     """The host blocks of one replica, the same on each of its ranks. All methods take constant time a block."""
 
-    def __init__(self, count: int, least: int = 1):
-        """count: host blocks. least: as many blocks in one go are copied back sooner than computed again."""
-        self.count, self.least = count, least
+    def __init__(self, count: int, least: int = 1, most: int = 1 << 30):
+        """count: host blocks. least: as many blocks in one go are copied back sooner than computed again. most: once a
+        plan copies as many back, the next sequence that needs some waits for the next plan, as all of a step's
+        sequences wait for its copies."""
+        self.count, self.least, self.most = count, least, most
         self.places = Places(count)
         # Of the plan that is being written: the block that is copied to each host block. A tier smaller than what one
         # plan evicts gives a host block more than once, and the last copy alone counts: they have no order.
@@ -35,6 +37,11 @@ class HostTier:
     @property
     def num_used(self) -> int:
         return len(self.places)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the plan copies back as many blocks as it should."""
+        return len(self._in) // 2 >= self.most
 
     def store(self, block: int, digest: Hash) -> None:
         """Keep a block that the pool evicts, unless it is here already or all host blocks are being read."""

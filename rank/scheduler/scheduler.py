@@ -52,8 +52,7 @@ class Scheduler:
         """Queue a request. hashes: of the prompt's full blocks, as far as they are known. expected: how many of the
         prompt's tokens will probably be in the prefix cache. grammar: the request's, compiled.
 
-        Raises ValueError for a used id, and for a sequence that can become longer than max_model_len: it might never
-        be admitted.
+        Raises ValueError for a used id, and for a sequence that may outgrow max_model_len: it might never be admitted.
         """
         length = len(request.tokens) // 4 + request.sampling.max_tokens
         if length > self.max_model_len or request.id in self._by_id:
@@ -171,12 +170,13 @@ class Scheduler:
                 break
             hits, count = self._find_prefix(sequence, step, budget)
             computed = len(hits) * self.blocks.size
-            needed = self._blocks_for(computed + count) - len(hits)
+            needed, in_host = self._blocks_for(computed + count) - len(hits), IN_HOST in hits
             spare = len(self.running)  # a block for each: without it the new one would soon be preempted
-            if needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits):
+            full = needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits)
+            if full or (in_host and self.blocks.tier.busy):
                 break
             self.waiting.pop(0)
-            self.counters.swapped_in += IN_HOST in hits and sequence.cached_tokens >= 0
+            self.counters.swapped_in += in_host and sequence.cached_tokens >= 0
             sequence.blocks = self.blocks.hold(hits, sequence.hashes) + self.blocks.allocate(needed)
             sequence.row = heapq.heappop(self._free_rows)
             sequence.num_computed = computed

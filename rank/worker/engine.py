@@ -34,7 +34,7 @@ from .model_runner import ModelRunner
 from .profile_run import profile_run, token_seconds
 from .sampler import Sampler
 from .state import BatchState
-from .swap import NEVER, CopyCost, Swap
+from .swap import NEVER, CopyCost, HostBlocks, Swap
 
 log = logging.getLogger("phalanx")
 T = TypeVar("T")
@@ -43,6 +43,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
 # A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
 CPU_STEP = 1e12  # additions and multiplications of a rank
+LONGEST_WAIT = 0.01  # seconds that copies of blocks should delay a step by
 SWAP_TIMED = {"cpu": 64, "cuda": 2048}  # tokens of the step that says how fast blocks are computed
 FEW = 4  # tokens that a step may have whatever the weights
 
@@ -73,8 +74,7 @@ class Limits(NamedTuple):
     token_budget: int  # of a step
     prefix_cache: bool  # whether prompts may begin with blocks of others
     snapshots: int = 0  # of sequences' states; 0: no layer keeps any, or there is no prefix cache
-    host_blocks: int = 0  # of the KV cache, in host memory
-    least_swap: int = 1  # of these, what is copied back sooner than computed again
+    host_blocks: HostBlocks = HostBlocks()
 
 
 class LoadRefused(errors.FatalError):
@@ -115,7 +115,7 @@ class Engine:
         blocks, max_model_len, snapshots = self._size_cache(max_num_seqs, block_size, peak)
         caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs + snapshots))
         shares, may_swap = self._may_share(snapshots)
-        swap, least = self._host_tier(caches, block_size, budget) if may_swap else (None, 1)
+        swap, in_host = self._host_tier(caches, block_size, budget) if may_swap else (None, HostBlocks())
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
@@ -123,8 +123,7 @@ class Engine:
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
         self._served = True
-        host_blocks = len(swap.host) if swap is not None else 0
-        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, host_blocks, least)
+        return Limits(blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host)
 
     def unload(self) -> None:
         """Give all memory back that `load` took. The runner has finished: a plan said stop."""
@@ -342,14 +341,11 @@ class Engine:
                 model.cache_specs(), blocks, block_size, self._cache_dtype, self.place.device, rows
             )
 
-    def _host_tier(self, caches: cache_spec.Caches, block_size: int, budget: int) -> tuple[Swap | None, int]:
-        """The cache's host blocks, as many on each rank, and how many of them are worth a copy.
-
-        None where no copy is, or none are asked for.
-        """
+    def _host_tier(self, caches: cache_spec.Caches, block_size: int, budget: int) -> tuple[Swap | None, HostBlocks]:
+        """The cache's host blocks, as many on each rank. None where no copy is worth it, or none are asked for."""
         asked, place, model = self.options.kvcache_mem_cpu, self.place, self.model
         if not asked:
-            return None, 1
+            return None, HostBlocks()
         specs = model.cache_specs()
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
@@ -368,18 +364,19 @@ class Engine:
                 return Swap(specs, caches, block_size, self._cache_dtype, count)
 
         swap = self._together(make)
-        cost = swap.measure()
-        slowest = place.world.all_gather(torch.tensor([*cost, compute])).view(-1, 3).amax(0).tolist()
-        least = CopyCost(*slowest[:2]).least_blocks(slowest[2])
-        figures = f"a block is copied back in {slowest[1] * 1e6:.0f} us and computed in {slowest[2] * 1e6:.0f} us"
+        mine = torch.tensor([*swap.measure(), compute])
+        *copy, compute = place.world.all_gather(mine).view(-1, 3).amax(0).tolist()  # of the slowest
+        cost = CopyCost(*copy)
+        least = cost.least_blocks(compute)
+        figures = f"a block is copied back in {cost.block * 1e6:.0f} us and computed in {compute * 1e6:.0f} us"
         if least == NEVER:
             self._say(f"--kvcache-mem-cpu is not used: {figures}")
-            return None, 1
+            return None, HostBlocks()
         self._say(
             f"KV cache in host memory: {count * block_size} tokens in {count} blocks, "
             f"{count * block_bytes / kv_cache.MIB:.0f} MiB a rank; {figures}, so {least} or more come back"
         )
-        return swap, least
+        return swap, HostBlocks(count, least, cost.blocks_in(LONGEST_WAIT))
 
     def _free_of_host(self, caches: cache_spec.Caches) -> int:
         """What weights, experts in host memory too, and a CPU's cache leave of this rank's share of the host.

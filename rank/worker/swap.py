@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import host_memory
+from ...kernels.cache.block_rows import BlockRows
 from .. import protocol
 from ..model.cache_spec import Caches, CacheSpec
 
@@ -24,7 +25,6 @@ BUFFER = 32 << 20  # bytes of a buffer on the device; each direction has two
 NEVER = 1 << 30  # more blocks than any sequence has
 TIMED = 9  # blocks of the larger copy that is timed
 ROUNDS = 5
-UNITS = torch.int64, torch.int32, torch.int16, torch.uint8  # what rows are copied as: the widest that fits
 
 
 class CopyCost(NamedTuple):
@@ -38,6 +38,18 @@ class CopyCost(NamedTuple):
         gain = compute - self.block
         return min(NEVER, math.floor(self.start / gain) + 1) if gain > 0 else NEVER
 
+    def blocks_in(self, seconds: float) -> int:
+        """As many as are copied in that time, at least one."""
+        return max(1, min(NEVER, int(seconds / self.block) if self.block else NEVER))
+
+
+class HostBlocks(NamedTuple):
+    """Of a replica, the same on each of its ranks, as HostTier has them."""
+
+    total: int = 0
+    least: int = 1
+    most: int = 1
+
 
 class Swap:
     """One rank's host blocks. Once steps run, it is used in the step thread alone."""
@@ -45,14 +57,13 @@ class Swap:
     def __init__(self, specs: Sequence[CacheSpec], caches: Caches, block_size: int, dtype: torch.dtype, count: int):
         """caches: of the layers with these specs. dtype: as in allocate. count: host blocks. Raises MemoryError."""
         pairs = zip(specs, caches, strict=True)
-        tensors = [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
-        rows = [x.view(len(x), -1).view(torch.uint8) for x in tensors]
-        unit = next(kind for kind in UNITS if all(x.shape[1] % kind.itemsize == 0 for x in rows))
-        self._parts = [x.view(unit) for x in rows]  # [blocks, units of a block] of each tensor
-        self._widths = [x.shape[1] for x in self._parts]
-        self.device = self._parts[0].device
+        self._blocks = BlockRows(
+            [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
+        )
+        self.count = len(self._blocks.parts[0])
+        self.device = self._blocks.parts[0].device
         cuda = self.device.type == "cuda"
-        self.host = host_memory.zeros((count, sum(self._widths)), unit, cuda)
+        self.host = host_memory.zeros((count, self._blocks.width), self._blocks.unit, cuda)
         self._lanes = (_Lane(self.host, self.device), _Lane(self.host, self.device)) if cuda else None
         self._used: dict[int, torch.cuda.Event] = {}  # by host block: after the last copy from it or to it
 
@@ -65,18 +76,18 @@ class Swap:
 
     def store(self, blocks: list[int], places: list[int]) -> None:
         """Copy blocks of the cache to these host blocks."""
+        numbers = self._numbers(blocks)
         if self._lanes is None:
-            for here, part in zip(self.host.split(self._widths, 1), self._parts, strict=True):
-                here[places] = part[blocks]
+            rows = self.host.new_empty(len(blocks), self._blocks.width)
+            self._blocks.gather(numbers, rows)
+            self.host[places] = rows
             return
         lane = self._lanes[0]
         step = torch.cuda.current_stream()
-        for some, there in lane.pieces(blocks, places):
+        for some, there in lane.pieces(numbers, places):
             buffer, free = lane.next_buffer()
             step.wait_event(free)
-            at = torch.tensor(some).to(self.device, non_blocking=True)  # else the host would wait for the device
-            for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
-                here.copy_(part.index_select(0, at))
+            self._blocks.gather(some, buffer[: len(some)])
             lane.stream.wait_stream(step)
             self._wait(lane.stream, there)
             with torch.cuda.stream(lane.stream):
@@ -87,13 +98,13 @@ class Swap:
 
     def load(self, places: list[int], blocks: list[int]) -> None:
         """Copy these host blocks to blocks of the cache."""
+        numbers = self._numbers(blocks)
         if self._lanes is None:
-            for here, part in zip(self.host.split(self._widths, 1), self._parts, strict=True):
-                part[blocks] = here[places]
+            self._blocks.spread(self.host[places], numbers)
             return
         lane = self._lanes[1]
         step = torch.cuda.current_stream()
-        for there, some in lane.pieces(places, blocks):
+        for some, there in lane.pieces(numbers, places):
             buffer, free = lane.next_buffer()
             lane.stream.wait_event(free)
             self._wait(lane.stream, there)
@@ -102,10 +113,12 @@ class Swap:
                     row.copy_(self.host[place], non_blocking=True)
             self._note(lane.stream, there)
             step.wait_stream(lane.stream)
-            at = torch.tensor(some).to(self.device, non_blocking=True)  # else the host would wait for the device
-            for here, part in zip(buffer[: len(some)].split(self._widths, 1), self._parts, strict=True):
-                part.index_copy_(0, at, here)
+            self._blocks.spread(buffer[: len(some)], some)
             free.record()
+
+    def _numbers(self, blocks: list[int]) -> Tensor:
+        """On the device."""
+        return torch.tensor(blocks).to(self.device, non_blocking=True)  # else the host would wait for the device
 
     def _wait(self, stream: torch.cuda.Stream, places: Iterable[int]) -> None:
         """The two directions have streams of their own: before a host block's next copy, its last one must be done."""
@@ -119,7 +132,7 @@ class Swap:
 
     def measure(self) -> CopyCost:
         """What copies into the cache cost here. Overwrites the cache's first blocks."""
-        most = min(TIMED, len(self.host), len(self._parts[0]))
+        most = min(TIMED, len(self.host), self.count)
         one, several = self._seconds(1), self._seconds(most)
         block = (several - one) / (most - 1) if most > 1 else one
         return CopyCost(max(0.0, one - block), max(0.0, block))
@@ -147,10 +160,10 @@ class _Lane:
         self._free = [torch.cuda.Event() for _ in range(2)]  # recorded once its last reader is enqueued
         self._turn = 0
 
-    def pieces(self, one: list[int], other: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """As much of both lists as a buffer holds."""
-        for i in range(0, len(one), self.rows):
-            yield one[i : i + self.rows], other[i : i + self.rows]
+    def pieces(self, numbers: Tensor, places: list[int]) -> Iterator[tuple[Tensor, list[int]]]:
+        """As much of both as a buffer holds."""
+        for i in range(0, len(places), self.rows):
+            yield numbers[i : i + self.rows], places[i : i + self.rows]
 
     def next_buffer(self) -> tuple[Tensor, torch.cuda.Event]:
         """A buffer, and the event after which it may be written; its user records that again."""

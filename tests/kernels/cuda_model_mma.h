@@ -17,6 +17,17 @@ template <class E> static unsigned fma_pairs(unsigned a, unsigned b, unsigned c)
     const float2 x = unpack<E>(a), y = unpack<E>(b), z = unpack<E>(c);
     return pack<E>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
 }
+static unsigned e4m3_of(float x) {
+    const unsigned sign = float_as_uint(x) >> 31 << 7;
+    const float size = fabsf(x);
+    if (std::isnan(x)) return 0x7f;
+    if (size >= 448) return sign | 0x7e;
+    int exponent;
+    frexpf(size, &exponent);
+    if (size == 0 || exponent < -5) exponent = -5;
+    return sign | ((exponent + 6) * 8 + (int)nearbyintf(ldexpf(size, 4 - exponent)) - 8);  // 8 to 16 of 8, less at the least
+}
+static unsigned e4m3_pair(float first, float second) { return e4m3_of(first) | e4m3_of(second) << 8; }
 static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);
     const int lane = model::lane();

@@ -4,6 +4,7 @@ import torch
 from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import (
+    e4m3_experts,
     expert_gemm,
     expert_mlp,
     group,
@@ -67,6 +68,12 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
     stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
     return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
+
+
+def e4m3_experts_of(dtype, inputs, outputs, cut, act, bias, alike):
+    packed = pieces_cuda.Packed(torch.empty(0), 0, WIDE._replace(alike=alike))
+    stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
+    return "e4m3_experts", dict(T=dtype, **e4m3_experts.sizes(stack, cut, act, bias))
 
 
 def by_groups(rows, inputs, way, gate, bias, layout):
@@ -205,6 +212,16 @@ PROGRAMS = [
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", True, INT4_ZEROS))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, WIDE))),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 32, 1), "silu", False, 1),
+    e4m3_experts_of(torch.float16, 768, 2048, Cut(128, 16, 1, matmul=16), "", True, 2),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 64, 1), "silu", True, 4),
+    e4m3_experts_of(torch.bfloat16, 1408, 2048, Cut(128, 128, 1, 2), "", False, 1),
+    e4m3_experts_of(torch.bfloat16, 2048, 2816, Cut(192, 128, 1, 2), "gelu_tanh", False, 4),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 192, 1, 2, matmul=96), "silu", False, 4),
+    e4m3_experts_of(torch.bfloat16, 768, 2048, Cut(192, 128, 1), "", False, 1),
+    e4m3_experts_of(torch.bfloat16, 768, 2048, Cut(128, 256, 1, 2, matmul=128), "", False, 2),
+    ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_experts.pairs_sizes(128, 2048, 8))),
+    ("e4m3_pairs", dict(T=torch.float16, **e4m3_experts.pairs_sizes(60, 14336, 0))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),
@@ -247,6 +264,8 @@ PROGRAMS = [
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS)),
     ("embedding", dict(T=torch.bfloat16, V=8)),
     ("embedding", dict(T=torch.float32, V=1)),
+    ("block_rows", dict(T=torch.bfloat16, V=8, THREADS=256, SPREAD=0)),
+    ("block_rows", dict(T=torch.bfloat16, V=1, THREADS=256, SPREAD=1)),
     ("argmax", dict(T=torch.bfloat16, V=8)),
     ("argmax", dict(T=torch.float32, V=1)),
     ("logits", dict(T=torch.bfloat16, V=8)),

@@ -75,6 +75,24 @@ def test_a_prefix_comes_back_from_host_memory():
     assert stats.host_loads > 0 and 0 < stats.host_blocks_used <= stats.host_stores <= stats.host_blocks_total == 64
 
 
+def test_a_sequence_waits_for_the_next_plan_where_this_one_copies_enough_back():
+    engine = Engine(blocks=24, tier=HostTier(64, most=6), max_model_len=60)
+    prompts = {name: [i, *range(30)] for i, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        engine.scheduler.add(request(name, prompt, 5))
+        engine.run()
+    for name, prompt in prompts.items():
+        engine.scheduler.add(request(name + "2", prompt, 5))
+    tier, loaded = engine.scheduler.blocks.tier, []
+    before = tier.loaded
+    while engine.step():
+        if tier.loaded > before:
+            loaded.append(tier.loaded - before)
+            before = tier.loaded
+    assert len(loaded) > 1 and max(loaded) == 7, "each has seven blocks, and the first of them are more than enough"
+    assert all(engine.tokens[name + "2"] == alone(prompt, 5) for name, prompt in prompts.items())
+
+
 def test_a_preempted_sequence_comes_back_from_host_memory():
     engine = Engine(blocks=12, tier=HostTier(64), max_model_len=48)
     prompts = {str(i): [i, i + 1, i + 2] for i in range(3)}
@@ -91,7 +109,8 @@ def test_whatever_comes_tokens_are_those_of_a_sequence_alone(seed):
     """Requests that share beginnings, and aborts, with pools and tiers too small for them."""
     draw = random.Random(seed)
     engine = Engine(
-        blocks=draw.randint(12, 20), tier=HostTier(draw.choice([1, 3, 20, 60]), draw.choice([1, 1, 3])),
+        blocks=draw.randint(12, 20),
+        tier=HostTier(draw.choice([1, 3, 20, 60]), draw.choice([1, 1, 3]), draw.choice([1, 4, 60])),
         budget=draw.randint(3, 30), max_model_len=48, stages=draw.choice([1, 1, 2]),
     )  # fmt: skip
     check_random_requests(engine, draw, 28, 48)

@@ -1,0 +1,224 @@
+// Grouped GEMMs of experts whose weights are e4m3 in wide pieces (e4m3_wide.cuh), by Hopper's asynchronous tensor-core
+// instructions of 8 bits: for sm_90a alone. x [pairs, I] is e4m3 with a scale for each row, in the order of group.cu, as
+// e4m3_pairs.cu makes it, so that the pairs of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With
+// GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in that order; else y [pairs, OUTPUTS] is in the
+// pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
+//
+// A tile has up to ROWS pairs of one expert and OUTS outputs of y, or a cluster SHARE of these side by side, which have x in
+// common. Blocks stay and go on from tile to tile: e4m3_ring.cuh has what multiplies, and the ring, which one warp fills on
+// into the next tiles. It asks for weights before the kernel's predecessor has ended, as the order of pairs is older than
+// that. All tiles of an expert are neighbours, those with the same weights first, so that these come from memory once. Rows
+// of a tile past its pairs are other pairs', or whatever lies there: they are multiplied and not stored.
+#include "e4m3_ring.cuh"
+
+constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;                      // of y
+constexpr int STRIPS = (OUTPUTS + 15) / 16, STRIPS_OF_Y = WIDTH / 16;     // of 16 outputs, of an expert
+constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);      // tiles, or clusters of them, of the same pairs
+constexpr int BAND = 16;  // runs of pairs that take all columns before others do: the second-level cache has their x
+static_assert(SPLIT == 1 && OVER == 1 && WIDTH % 16 == 0 && OUTS % 16 == 0);
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+struct Item {
+    int expert, first, row, rows;  // first output of y; first place in the order of pairs, and how many
+};
+
+// What says where an item is. It is asked for in two steps, each long before it is needed.
+struct Lookup {
+    int expert, start, begin, end;  // expert -1: there is no such item
+};
+
+// Tiles of pairs and columns, expert by expert. Read past the first-level cache, which another kernel may have filled
+// before they were there.
+struct Items {
+    const int *ends, *experts, *starts;
+    int tiles;  // of pairs, at most
+
+    __device__ Lookup seek(int index) const {
+        const int tile = index / COLUMNS;
+        if (tile >= tiles) return {-1, 0, 0, 0};
+        return {__ldcg(experts + tile), __ldcg(starts + tile), 0, 0};
+    }
+    __device__ void find(Lookup& at) const {
+        if (at.expert < 0) return;
+        at.begin = __ldcg(ends + at.expert), at.end = __ldcg(ends + at.expert + 1);
+    }
+    // An expert's items are counted on from the first of its tiles of pairs: of a band all tiles have a column in turn.
+    __device__ Item item(int index, const Lookup& at) const {
+        const int runs = (at.end - at.begin + ROWS - 1) / ROWS;
+        const int mine = index % COLUMNS + (at.start - at.begin) / ROWS * COLUMNS;
+        const int band = mine / (BAND * COLUMNS) * BAND, here = min(BAND, runs - band), rest = mine - band * COLUMNS;
+        const int row = at.begin + (band + rest % here) * ROWS, column = rest / here * SHARE + cluster_rank() % SHARE;
+        return {at.expert, column * OUTS, row, min(ROWS, at.end - row)};
+    }
+};
+
+// The chunks of this block's items, one after the other.
+struct Walk {
+    const Items& items;
+    int index = blockIdx.x / SHARE, chunk = 0;
+    Lookup next;
+    Item item;
+    Place place;
+
+    __device__ Walk(const Items& items) : items(items) {
+        next = items.seek(index);
+        items.find(next);
+        go_on();
+    }
+    __device__ inline bool more() const { return item.expert >= 0; }
+    __device__ inline void go_on() {
+        item.expert = -1;
+        if (next.expert >= 0) item = items.item(index, next);
+        index += gridDim.x / SHARE;
+        next = items.seek(index);
+    }
+    __device__ inline void advance() {
+        place.advance();
+        if (++chunk == (CHUNKS + 1) / 2) items.find(next);
+        if (chunk < CHUNKS) return;
+        chunk = 0;
+        go_on();
+    }
+};
+
+// The items' parts of the weights and of x, chunk by chunk, by one lane.
+__device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
+                               Barrier* empty, const Items& items) {
+    const int column = cluster_rank() % SHARE;
+    constexpr int ALONG = GATED ? 1 : 2;  // halves that lie side by side there and here
+    auto ask = [&](const Walk& at) {      // for a chunk's weights
+        Barrier* const barrier = full + at.place.stage;
+        const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
+        const int strip = at.item.first / 16;
+        const int last = WIDTH % (OUTS * SHARE) ? STRIPS_OF_Y - 1 - strip : HALVES;  // what is past the end is not stored
+        const long long first = (long long)(at.item.expert * STRIPS + strip) * PIECES + at.chunk;
+        mbarrier_expect(barrier, W_BYTES + X_BYTES);
+#pragma unroll
+        for (int i = 0; i < HALVES; i += ALONG) {
+            const int half = GATED ? i / 2 : i, there = (GATED ? i % 2 * STRIPS_OF_Y : 0) + min(half / 2, last);
+            bulk_load(to + i * HALF_PIECE, weight + (first + there * PIECES) * PIECE + half % 2 * HALF_PIECE,
+                      ALONG * HALF_PIECE, barrier);
+        }
+    };
+    auto ask_x = [&](const Walk& at) {
+        constexpr int PART = ROWS / SHARE;
+        Barrier* const barrier = full + at.place.stage;
+        const unsigned to = ring + at.place.stage * STAGE + column * PART * SPAN;
+        const int input = at.chunk * (SPAN / 2), row = at.item.row + column * PART;  // input: in elements of two bytes
+        if constexpr (SHARE > 1)
+            tma_load_multicast(to, of_x, input, row, barrier, (1 << SHARE) - 1);
+        else
+            tma_load(to, of_x, input, row, barrier);
+    };
+    Walk first(items), next(items);
+#pragma unroll 1
+    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
+#pragma unroll 1
+    for (; next.more(); next.advance()) {
+        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
+        ask(next);
+        ask_x(next);
+    }
+}
+
+// What a lane knows of an item's rows lane + 32 j.
+struct Rows {
+    float scales[HELD], weights[HELD];
+    int pairs[HELD];
+
+    __device__ Rows(const Item& item, const float* of_x, const float* by_place, const int* order) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            const int row = threadIdx.x % 32 + j * 32;
+            const bool mine = row < item.rows;
+            scales[j] = mine ? of_x[item.row + row] : 0;
+            weights[j] = mine && (GATED || BIAS) ? by_place[item.row + row] : 0;
+            pairs[j] = mine && !GATED ? __ldcg(order + item.row + row) : 0;
+        }
+    }
+};
+
+// An item's sums: pairs of rows become pairs of outputs.
+__device__ inline void store_sums(const float (&sum)[ROWS / 2], const Rows& of, const Item& item, const T* bias, T* y) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = item.first + warp * (GATED ? 8 : 16), column = first + (GATED ? t * 2 : t % 2 * 8 + t / 2 * 4);
+    auto added = [&](int out, int half) {
+        return BIAS && out < WIDTH ? to_float(bias[(long long)item.expert * OUTPUTS + half * WIDTH + out]) : 0;
+    };
+    const float low = added(first + g, 0), high = GATED ? added(first + g, 1) : added(first + g + 8, 0);
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; j++) {
+        if (j * 8 >= item.rows) break;
+        const float* const v = sum + j * 4;
+        const bool mine = j * 8 + g < item.rows && column < WIDTH;
+        float even = 0, odd = 0;  // the weights of rows 2 t and 2 t + 1
+        if constexpr (GATED || BIAS) {
+            even = __shfl_sync(0xffffffffu, of.weights[j / 4], j % 4 * 8 + t * 2);
+            odd = __shfl_sync(0xffffffffu, of.weights[j / 4], j % 4 * 8 + t * 2 + 1);
+        }
+        if constexpr (GATED) {
+            even *= gated<T, ACT>(v[0] + low, v[2] + high), odd *= gated<T, ACT>(v[1] + low, v[3] + high);
+            const unsigned two = transpose_8x8(pack<T>(even, odd));
+            if (mine) *(unsigned*)(y + (long long)(item.row + j * 8 + g) * WIDTH + column) = two;
+        } else {
+            unsigned a = transpose_8x8(pack<T>(v[0] + low * even, v[1] + low * odd));
+            unsigned b = transpose_8x8(pack<T>(v[2] + high * even, v[3] + high * odd));
+            swap_lanes(a, b, 1);  // four outputs side by side
+            const long long pair = __shfl_sync(0xffffffffu, of.pairs[j / 4], j % 4 * 8 + g);
+            if (mine) *(uint2*)(y + pair * WIDTH + column) = make_uint2(a, b);
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
+e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, const float* by_place, const unsigned char* weight,
+             const T* bias, const int* order, const int* ends, const int* tile_expert, const int* tile_start, T* y,
+             int tiles) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint4 memory[];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
+    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
+    const int thread = threadIdx.x;
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s, 1);
+            mbarrier_init(empty + s, THREADS / 32 * SHARE);
+        }
+        fence_mbarrier_init();
+    }
+    if constexpr (CLUSTER > 1)
+        cluster_sync();  // the other's barriers are there, too
+    else
+        __syncthreads();
+    const Items items{ends, tile_expert, tile_start, tiles};
+    if (thread >= THREADS) {
+        if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
+        if (thread / 32 == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, items);
+    } else {
+        if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
+        grid_wait();
+        int index = blockIdx.x / SHARE;
+        Lookup next = items.seek(index);
+        items.find(next);
+        Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty};
+#pragma unroll 1
+        while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
+            const Item item = items.item(index, next);
+            const Rows rows(item, x_scales, by_place, order);
+            index += gridDim.x / SHARE;
+            next = items.seek(index);
+            float sum[ROWS / 2];
+            multiply(chunks, sum);
+            items.find(next);
+            scale_rows(rows.scales, sum);
+            store_sums(sum, rows, item, bias, y);
+        }
+        if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while the other may write there
+    }
+#endif
+}

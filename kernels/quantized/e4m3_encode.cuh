@@ -1,0 +1,50 @@
+// A row of I elements in e4m3 with a scale, max|x| / 448, by a block of THREADS: as e4m3_ring.cuh takes it. Numbers down to a
+// 28672nd of the row's largest keep all their bits, and what smaller ones lose is nothing beside it. In each 16 inputs, byte
+// 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a piece (e4m3_wide.cuh): the order of inputs means nothing to a
+// sum.
+#include "pairs.cuh"
+
+constexpr int RUNS = I / 16, PER = (RUNS + THREADS - 1) / THREADS;  // runs of 16 inputs: of a row, and of a thread
+
+// from, to: a row's first runs there.
+__device__ inline void encode_row(const uint4* x, long long from, uint4* codes, long long to, float* scale) {
+    __shared__ float of_warps[THREADS / 32];
+    uint4 held[PER][2];
+    float most = 0;
+    auto largest = [&](unsigned pair) {
+        const float2 two = unpack<T>(pair);
+        most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
+    };
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int run = threadIdx.x + i * THREADS;
+#pragma unroll
+        for (int h = 0; h < 2; h++) held[i][h] = run < RUNS ? x[(from + run) * 2 + h] : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            largest(held[i][h].x), largest(held[i][h].y), largest(held[i][h].z), largest(held[i][h].w);
+#pragma unroll
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) most = fmaxf(most, of_warps[w]);
+    const float by = most > 0 ? 448 / most : 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int run = threadIdx.x + i * THREADS;
+        const uint4 low = held[i][0], high = held[i][1];
+        const unsigned lows[] = {low.x, low.y, low.z, low.w}, highs[] = {high.x, high.y, high.z, high.w};
+        unsigned words[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const float2 a = unpack<T>(lows[t]), b = unpack<T>(highs[t]);
+            words[t] = e4m3_pair(a.x * by, b.x * by) | e4m3_pair(a.y * by, b.y * by) << 16;
+        }
+        if (run < RUNS) codes[to + run] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    if (threadIdx.x == 0) *scale = most / 448;
+}

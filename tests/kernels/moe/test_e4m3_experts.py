@@ -1,0 +1,152 @@
+"""FP8 experts by tensor cores of 8 bits: for which it is, and the kernels thread by thread on a CPU."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda, quantized_pipeline
+from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda
+from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.stack import Stack
+
+from .. import cuda_model
+from ..cuda_model import Box
+from ..quantized.test_pieces_cuda import make as weight_of
+from .e4m3_cases import check_codes, check_down, check_up, stack_of
+
+HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
+
+
+class Case(NamedTuple):
+    tokens: int
+    k: int
+    experts: int
+    hidden: int
+    inner: int
+    unit: int  # inputs that share a scale, of both GEMMs
+    up: Cut
+    down: Cut
+    spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
+    biased: bool = False
+    held: Held | None = None
+
+
+SMALL = Cut(128, 16, 1, matmul=16)
+CASES = [
+    Case(12, 2, 3, 256, 128, 128, SMALL, SMALL),
+    Case(40, 3, 5, 256, 384, 128, Cut(128, 32, 1), Cut(64, 32, 1), "few", True),
+    Case(1, 2, 4, 128, 128, 128, Cut(64, 16, 1), SMALL),
+    Case(70, 1, 2, 512, 256, 256, Cut(128, 64, 1), Cut(128, 64, 1), "one"),
+    Case(50, 2, 6, 384, 128, 128, Cut(192, 16, 1), Cut(192, 16, 1), held=Held(2, 3, 6)),
+    Case(90, 2, 3, 256, 256, 128, Cut(64, 64, 1, matmul=32), Cut(64, 64, 1, matmul=32)),
+    Case(150, 1, 2, 512, 256, 256, Cut(64, 128, 1), Cut(64, 128, 1), biased=True),
+    Case(300, 1, 1, 128, 128, 128, SMALL, SMALL),  # more tiles than a band has
+    Case(250, 1, 2, 512, 512, 512, Cut(64, 192, 1, matmul=192), Cut(64, 192, 1, matmul=192)),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """Kernels run in the model, on three multiprocessors and in few stages; new tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0, cluster=1):
+            assert cluster == 1 and (source == "e4m3_pairs" or grid[0] <= 3)
+            weights = next(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.uint8)
+            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
+
+        return launch
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(e4m3_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
+    poison = lambda x: x.fill_(float("nan") if x.is_floating_point() else 0x7F)  # noqa: E731
+    new, empty = torch.Tensor.new_empty, torch.empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(new(x, *a, **k)))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+
+
+def chosen(case):
+    """ids [T, k] int32."""
+    among = {"any": case.experts, "few": case.k + 1, "one": case.k}[case.spread]
+    experts = torch.randperm(case.experts)[:among]
+    return torch.stack([experts[torch.randperm(among)[: case.k]] for _ in range(case.tokens)]).int()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "case", [*CASES[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:])], ids=str
+)
+def test_experts(launched, case, dtype):
+    """Blocks have several items, the ring goes round, and tiles are not whole."""
+    torch.manual_seed(0)
+    held = case.held or Held(0, case.experts, case.experts)
+    w13, up = stack_of(held.size, 2 * case.inner, case.hidden, case.unit)
+    w2, down = stack_of(held.size, case.hidden, case.inner, case.unit)
+    x = torch.randn(case.tokens, case.hidden).to(dtype)
+    ids, weights = chosen(case), torch.rand(case.tokens, case.k)
+    of_up, of_down = (torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down))
+    groups = moe.group(ids, held.size, case.up.rows, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", case.up, of_up)
+    check_up(h, x, weights, groups, up, case.k, "silu", of_up)
+    last = int(groups.ends[-1])
+    assert h[last:].isnan().all(), "what is of no pair stays as it is"
+    y = quantized_cuda.expert_down(h, weights, w2, groups, case.down, of_down)
+    check_down(y, h, weights, groups, down, of_down)
+    elsewhere = torch.ones(len(y), dtype=torch.bool)
+    elsewhere[groups.order[:last].long()] = False
+    assert y[elsewhere].isnan().all()
+
+
+@pytest.mark.parametrize("inputs, dtype", [(256, torch.bfloat16), (1152, torch.float16)])
+@pytest.mark.parametrize("top", [0, 3])
+def test_rows_of_pairs(launched, inputs, dtype, top):
+    torch.manual_seed(0)
+    ids, weights = torch.randint(0, 6, (11, 3)).int(), torch.rand(11, 3)
+    groups = moe.group(ids, 4, 16, Held(1, 4, 6))
+    x = torch.randn(11 if top else 33, inputs).to(dtype)
+    x[2] = 0
+    found = e4m3_experts.encode(x, groups, weights, top, 64)
+    assert found[0].shape == (64, inputs)
+    check_codes(found, x, groups, weights, top, e4m3_wgmma.encode_rows_reference(x))
+
+
+def test_what_it_is_for():
+    def stacks(up, down):
+        return (
+            Stack(q8_0_cuda, weight_of(16, 512, form)[0], (128, *shape))
+            for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
+        )
+
+    def ways(tokens, up="e4m3_wide", down="e4m3_wide", caps=HOPPER):
+        return quantized_cuda.choose_ways(8 * tokens, 128, *stacks(up, down), caps)
+
+    assert isinstance(ways(64).up, quantized_pipeline.PipelineConfig)
+    for tokens, rows in ((65, 32), (384, 32), (385, 64), (1025, 192), (1 << 15, 128)):
+        found = ways(tokens)
+        assert all(isinstance(one, Cut) and one.rows == rows for one in found)
+        assert quantized_cuda.multiplies_codes(8 * tokens, 128, *stacks("e4m3_wide", "e4m3_wide"), HOPPER)
+    blackwell = DeviceCaps(148, "sm_100", True, True, False)
+    for found in (ways(129, caps=blackwell), ways(129, down="e4m3"), ways(129, up="q4_k")):
+        assert all(isinstance(one, quantized_cuda.Cut) for one in found)
+    assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell)
+    assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER)
+
+
+def test_cuts():
+    for up, down in e4m3_experts.CUTS.values():
+        assert up.rows == down.rows and up.split == down.split == up.over == down.over == 1
+        for cut in (up, down):
+            assert e4m3_wgmma.stages(cut)[1] <= 227 << 10
+
+
+def test_every_cut_is_warmed_up():
+    for experts, k in ((128, 8), (8, 2), (60, 4)):
+        used = {e4m3_experts.choose(n * k, experts) for n in moe.tiling_rows(experts, k)}
+        assert used == set(e4m3_experts.CUTS.values())
