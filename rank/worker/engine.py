@@ -30,8 +30,9 @@ from ..model.load_memory import OthersRefuse
 from ..model.weights.local_copy import make_local_copy
 from ..options import Options
 from . import graphs, kv_cache
+from .microbatches import microbatch_tokens
 from .model_runner import ModelRunner
-from .profile_run import profile_run, token_seconds
+from .profile_run import profile_run, step_seconds
 from .sampler import Sampler
 from .state import BatchState
 from .swap import NEVER, CopyCost, HostBlocks, Swap
@@ -111,6 +112,8 @@ class Engine:
         self._expect(budget)
         sampler = Sampler(max_num_seqs, self.model.vocab_size, device)
         peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
+        sizes = budget, block_size, device, self._cache_dtype
+        microbatch = microbatch_tokens(self.model, place.mesh, world, self._say, *sizes)
         watch.begin("making room for the KV cache")
         blocks, max_model_len, snapshots = self._size_cache(max_num_seqs, block_size, peak)
         caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs + snapshots))
@@ -118,7 +121,7 @@ class Engine:
         swap, in_host = self._host_tier(caches, block_size, budget) if may_swap else (None, HostBlocks())
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
-        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap)
+        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch)
         self.runner.ready.wait()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
@@ -349,7 +352,9 @@ class Engine:
         specs = model.cache_specs()
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
-        compute = block_size * token_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
+        compute = (
+            block_size * step_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype) / tokens
+        )
         memory = asked * kv_cache.MIB
         self._together(lambda: kv_cache.check_host(memory, self._free_of_host(caches)))
         count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)

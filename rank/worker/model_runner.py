@@ -24,9 +24,7 @@ from ... import errors
 from ...comm import custom_allreduce
 from ...comm.mesh import Mesh
 from ...comm.watchdog import LocalWatchdog
-from ...kernels.collective import allreduce
 from ...kernels.cpp import ops
-from ...kernels.device import device_caps
 from ...kernels.gemm import autotune
 from .. import protocol
 from ..model.base import Model
@@ -44,7 +42,6 @@ from .token_masks import RowMasks, TokenMasks
 from .upload import Upload
 
 log = logging.getLogger("phalanx")
-MIN_MICROBATCH_TOKENS = 1024  # fewer would not fill the GPU with the GEMMs' tiles
 
 
 class DeviceOutput(NamedTuple):
@@ -111,18 +108,6 @@ def _to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def min_microbatch_tokens(model: Model, mesh: Mesh, device: torch.device) -> int:
-    """The fewest tokens of a microbatch. Two of them hide one's all-reduces behind the other's GEMMs.
-
-    0: steps are not split. That is so on CPUs, which cannot overlap them, on GPUs other than Hopper, where cuDNN
-    computes whole prompts, and where experts are in host memory, as a rank has the buffers of one step. All-reduces
-    that the kernels of allreduce.py support are too fast to be worth hiding.
-    """
-    if device.type != "cuda" or mesh.tensor.size == 1 or not device_caps(device).hopper or model.offload is not None:
-        return 0
-    return max(MIN_MICROBATCH_TOKENS, allreduce.SLOT // (model.hidden_size * model.dtype.itemsize) + 1)
-
-
 @functools.cache
 def step_stream(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream of all steps on this GPU. The default stream cannot be captured; and the models of a job share
@@ -142,8 +127,10 @@ class ModelRunner:
         caches: Caches,
         watch: LocalWatchdog,
         swap: Swap | None = None,
+        microbatch_tokens: int = 0,
     ):
-        """swap: the cache's host blocks, where there are any."""
+        """swap: the cache's host blocks, where there are any. microbatch_tokens: the fewest of a microbatch; 0: steps
+        stay whole."""
         self.model = model
         self.swap = swap
         self.mesh = mesh
@@ -162,7 +149,7 @@ class ModelRunner:
         self._upload = Upload(self.device)
         self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
         self._token_masks = TokenMasks(len(state.length), self._upload)
-        self._min_microbatch_tokens = min_microbatch_tokens(model, mesh, self.device)
+        self._microbatch_tokens = microbatch_tokens
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
         self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
@@ -271,7 +258,7 @@ class ModelRunner:
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         if self._graphs is not None and self._graphs.supports(scheduled) and not every:
             return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
-        last_token_only, min_tokens = self.mesh.last, self._min_microbatch_tokens
+        last_token_only, min_tokens = self.mesh.last, self._microbatch_tokens
         if every:
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(

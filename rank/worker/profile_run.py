@@ -24,6 +24,7 @@ from .sampler import Sampler, tp_argmax
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
+TIMED = 2  # runs of a step that is timed; the shorter one counts
 # Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
 # These lists have one length of each range. Prompt tokens in a step:
 PROMPTS = 2, 3, 9, 17, 33, 65
@@ -72,22 +73,26 @@ def profile_run(
 
 
 @torch.no_grad()
-def token_seconds(
-    model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device, kept: torch.dtype | None = None
-) -> float:
-    """Seconds that a token of a prompt takes on this rank, in a step of so many. Collective over the tensor group."""
-    batch = prompts(model, tokens, block_size, Upload(device), kept)
+def step_seconds(
+    model: Model, mesh: Mesh, tokens: int, block_size: int, device: torch.device, kept: torch.dtype | None = None,
+    min_tokens: int = 0,
+) -> float:  # fmt: skip
+    """Seconds that a step of so many prompt tokens takes on this rank. Collective over the tensor group.
+
+    min_tokens: of a microbatch, as in build_batches.
+    """
+    batches = _prompts(model, tokens, block_size, Upload(device), kept, min_tokens)
     times = []
-    for _ in range(3):
+    for _ in range(TIMED):
         hidden = None
         if not mesh.first:
             hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
         started = time.perf_counter()
-        model.forward([batch], hidden)
+        model.forward(batches, hidden)
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    return min(times) / tokens
+    return min(times)
 
 
 def small_steps(
@@ -121,16 +126,31 @@ def last_token_only(
 
 def prompts(model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None) -> Batch:
     """A step of prompts as long as the model takes, all rows through all layers: no step needs more memory."""
+    (batch,) = _prompts(model, tokens, block_size, upload, kept, 0)
+    return batch
+
+
+def _prompts(
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None, min_tokens: int
+) -> list[Batch]:
     longest = min(tokens, model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
-    return _step(model, sorted(counts, key=lambda count: count > 1), block_size, upload, kept)
+    return _batches(model, sorted(counts, key=lambda count: count > 1), block_size, upload, kept, False, min_tokens)
 
 
 def _step(
     model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool = False
 ) -> Batch:
+    (batch,) = _batches(model, counts, block_size, upload, kept, samples, 0)
+    return batch
+
+
+def _batches(
+    model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool,
+    min_tokens: int,
+) -> list[Batch]:  # fmt: skip
     """A step of prompts with these token counts, all in the same blocks of the same caches. samples: of the last layer,
-    only their last tokens are computed."""
+    only their last tokens are computed. min_tokens: as in build_batches."""
     n = len(counts)
     state = BatchState(n, max(counts), block_size)
     blocks = state.table.shape[1]
@@ -140,5 +160,4 @@ def _step(
     work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros)
     last = torch.zeros(n, dtype=torch.int64, device=upload.device)
     caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, kept or model.dtype, upload.device, n)
-    (batch,), _ = build_batches(state, work, last, caches, upload, last_token_only=samples)
-    return batch
+    return build_batches(state, work, last, caches, upload, samples, min_tokens)[0]

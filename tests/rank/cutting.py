@@ -5,7 +5,7 @@ import sys
 
 from phalanx.kernels.collective import allreduce
 from phalanx.rank import __main__ as main
-from phalanx.rank.worker import batch_builder, model_runner
+from phalanx.rank.worker import batch_builder, engine
 
 
 def cut_at(*arguments, real=batch_builder.microbatch_split):
@@ -17,7 +17,7 @@ def cut_at(*arguments, real=batch_builder.microbatch_split):
 
 batch_builder.TILE = 4
 batch_builder.microbatch_split = cut_at
-model_runner.min_microbatch_tokens = lambda *_: 2
+engine.microbatch_tokens = lambda *_: 2
 if os.environ.get("SUMS") == "nccl":
     allreduce.supports = lambda *_: False
 os._exit(main.main())

@@ -8,8 +8,7 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.rank import protocol
-from phalanx.rank.worker import model_runner as module
-from phalanx.rank.worker.model_runner import ModelRunner, min_microbatch_tokens
+from phalanx.rank.worker.model_runner import ModelRunner
 from phalanx.rank.worker.pooler import Pooler
 from phalanx.rank.worker.prompt_scorer import PromptScorer
 from phalanx.rank.worker.token_masks import TokenMasks
@@ -50,31 +49,6 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner._enter(protocol.Plan(step=1, freed=protocol.pack_u16([1, 3])))
     assert runner._pooler.empty and runner._scorer.empty
     assert runner.sampler.calls == ([] if rank else [1, 2, 3, -1, -3])
-
-
-@pytest.mark.parametrize(
-    "device, ranks, hidden, dtype, least",
-    [
-        ("cpu", 2, 8192, torch.bfloat16, 0),
-        ("hopper", 1, 8192, torch.bfloat16, 0),
-        ("hopper", 4, 8192, torch.bfloat16, 1024),
-        ("hopper", 4, 4096, torch.bfloat16, 1025),  # more than kernels add up
-        ("hopper", 2, 4096, torch.float32, 1024),
-        ("hopper", 2, 1024, torch.bfloat16, 4097),
-        ("ampere", 4, 8192, torch.bfloat16, 0),
-    ],
-)
-def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtype, least, monkeypatch):
-    caps = SimpleNamespace(hopper=device == "hopper")
-    monkeypatch.setattr(module, "device_caps", lambda _: caps)
-    model = SimpleNamespace(hidden_size=hidden, dtype=dtype, offload=None)
-    mesh, place = (
-        SimpleNamespace(tensor=SimpleNamespace(size=ranks)),
-        torch.device("cpu" if device == "cpu" else "cuda"),
-    )
-    assert min_microbatch_tokens(model, mesh, place) == least
-    model.offload = object()  # experts in host memory
-    assert min_microbatch_tokens(model, mesh, place) == 0
 
 
 class Watch:

@@ -37,6 +37,18 @@ def test_the_largest_step():
     assert rest.query_lens == [1, 21, 21, 21] and rest.num_decodes == 1, "single tokens come first"
 
 
+@pytest.mark.parametrize("min_tokens, parts", [(0, 1), (128, 1), (16, 2)])
+def test_a_step_that_is_timed(min_tokens, parts, monkeypatch):
+    """Whole, and in two microbatches where both are long enough."""
+    monkeypatch.setattr("phalanx.rank.worker.batch_builder.TILE", 16)
+    timed = model(24)
+    timed.forward = lambda batches, hidden: seen.append([batch.query_lens for batch in batches])
+    seen, mesh = [], SimpleNamespace(first=True)
+    assert profile_run.step_seconds(timed, mesh, 72, BLOCK, CPU, None, min_tokens) >= 0
+    assert len(seen) == profile_run.TIMED and all(one == seen[0] for one in seen)
+    assert sum(map(sum, seen[0])) == 72 and len(seen[0]) == parts
+
+
 @pytest.mark.parametrize("longest", [2, 100])
 def test_the_step_of_last_tokens_only(longest):
     batch = profile_run.last_token_only(model(100), longest, BLOCK, Upload(CPU))
