@@ -49,6 +49,8 @@ class StackedLinear(ShardedModule):
         self.adds_bias = True  # of a sum over ranks one does
         self.stored: StoredStack | None = None
         self.packed: Matrices | None = None  # what `stored` makes
+        self.fixed = 0  # experts, the first ones, that `stored` makes apart, for the device
+        self.of_fixed: Matrices | None = None
         self.cut(inputs, outputs)
 
     def cut(self, inputs: Shard, outputs: tuple[Shard, ...]) -> None:
@@ -136,6 +138,12 @@ class StackedLinear(ShardedModule):
         """Whether the device's kernels have no form for what CPUs keep of it: then it is plain on both."""
         becomes = getattr(self.stored, "becomes_plain", None)
         return becomes is not None and becomes(self, device)
+
+    def fix(self, count: int, device: torch.device) -> None:
+        """Before it is loaded: have `stored` make the first experts apart, for the device, where it packs for hosts and
+        the device takes what it packs."""
+        direct = getattr(self.stored, "packs_for_host", False) and not self._becomes_plain(device)
+        self.fixed = count if direct else 0
 
     def host_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of its weights in host memory, in a model of this dtype on this device. Asked before they are loaded."""
