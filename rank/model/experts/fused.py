@@ -154,10 +154,11 @@ class StackedLinear(ShardedModule):
     def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
         bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
-        if device.type == "cuda":
-            slot_bits = getattr(self.stored, "slot_bits", None)
-            bits = max(bits, slot_bits(self, device) if slot_bits else 0)
-            bits = max(bits, 8.0 * dtype.itemsize * self._becomes_plain(device))
+        slot_bits = getattr(self.stored, "slot_bits", None)
+        if device.type == "cuda" and slot_bits:
+            bits = slot_bits(self, device) or bits
+        if self._becomes_plain(device):
+            bits = 8.0 * dtype.itemsize
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:

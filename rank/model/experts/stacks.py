@@ -124,6 +124,13 @@ class StackOfParts:
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
 
+    def slot_bits(self, layer: Stacked, device: torch.device) -> float:
+        """As `kept_bits` of a GPU, where experts lie in host memory as well: super-blocks have its own form there."""
+        here = self.kept_bits(layer, device)
+        if super_blocks.form_of(self.part.codec) is not None:
+            return here
+        return max(here, self.kept_bits(layer, torch.device("cpu")))
+
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
         """Whether experts in host memory become plain weights, as the device has no form for what CPUs keep."""
         form = super_blocks.form_of(self.part.codec)
