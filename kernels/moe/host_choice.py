@@ -54,19 +54,22 @@ class Residency(NamedTuple):
 
 
 class Choice:
-    """Of a layer's E experts; each step's takes the place of the one before."""
+    """Of a layer's E experts in host memory; each step's takes the place of the one before."""
 
-    def __init__(self, experts: int, first: int, costs: Costs, way: int):
-        """first: the router's number of expert 0."""
+    def __init__(self, experts: int, first: int, costs: Costs, way: int, fixed: int = 0):
+        """first: the router's number of expert 0. fixed: experts that are on the device alone, those just before it;
+        they are counted with the resident ones."""
         self.first, self.costs, self.way = first, costs, way
-        self.counts = np.zeros(experts, np.int64)  # pairs of a token and each expert
+        counts = np.zeros(experts + fixed, np.int64)  # pairs of a token and each expert
+        self.counts, self.of_fixed = counts[:experts], counts[experts:]  # the same memory
         self.cpu = np.full(experts, -1)  # an expert's own number where the CPU computes it; else -1
-        # How many are resident, on the CPU, copied; pairs of those on the CPU; how many of the copied become resident.
+        # How many are resident or fixed, on the CPU, copied; pairs of those on the CPU; how many of the copied become
+        # resident.
         self.found = np.zeros(5, np.int64)
         self._copied, self._adopted = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
         self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
         self._key: tuple[object, ...] = ()  # of the call that is kept: decode steps make the same again and again
-        results = self.counts, self.cpu, self._copied, self._adopted, self.found
+        results = counts, self.cpu, self._copied, self._adopted, self.found
         self.results = [torch.from_numpy(one) for one in results]  # the same memory, as C++ fills it
 
     @property
@@ -93,14 +96,16 @@ class Choice:
     def call(self, ids: Tensor, of: Residency, limit: int, adopts: bool, way: int | None = None) -> tuple[int, bytes]:
         """The operation as ops.call_array takes it. The tensors have to stay. way: another one than `way`."""
         way = self.way if way is None else way
-        sizes = ids.numel(), len(self.counts), len(of.expert_in), self.first, way, limit, int(adopts)
+        experts, fixed = len(self.counts), len(self.of_fixed)
+        sizes = ids.numel(), experts, len(of.expert_in), self.first, way, limit, int(adopts), fixed
         costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
         tensors = ids, *map(torch.from_numpy, of), *self.results
         return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
 
     def _choose_reference(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> None:
         local = ids.numpy().reshape(-1) - self.first
-        experts = len(self.counts)
+        experts, fixed = len(self.counts), len(self.of_fixed)
+        self.of_fixed[:] = np.bincount(local[(local >= -fixed) & (local < 0)] + fixed, minlength=fixed)
         self.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
         of.scores[:] = of.scores * DECAY + (self.counts > 0)
         chosen = np.flatnonzero((self.counts > 0) & (of.slot_of < 0))
@@ -128,6 +133,7 @@ class Choice:
                 of.slot_of[of.expert_in[slot]] = -1
                 of.expert_in[slot], of.slot_of[expert] = expert, slot
         resident, made = int((self.counts > 0).sum()) - len(chosen), int((self._adopted[:most] >= 0).sum())
+        resident += int((self.of_fixed > 0).sum())
         self.found[:] = resident, len(here), most, self.counts[here].sum(), made
 
     def _slot_for(self, expert: int, of: Residency) -> int:

@@ -70,8 +70,9 @@ class Slots(NamedTuple):
     """Where `collect` puts experts that become resident."""
 
     parts: Tensor  # `table` of what has been copied and of the slots; for `collect_only` `arrivals`
-    table: Tensor  # int32 [experts of the router] each one's slot, or as many as there are slots
+    table: Tensor  # int32 [experts of the router] each one's slot, or `none`
     expert_in: Tensor  # int64 [slots]
+    none: int  # slots, with those that experts never leave: these are the last ones, of which nothing here knows
 
 
 @functools.cache
@@ -163,7 +164,7 @@ def collect(
     blocks, adopted = -(-y.numel() // (4 * THREADS)), (y, y, y, y, y, y, 0, 0, 0)
     if fetched is not None and slots is not None:
         blocks += ADOPTING
-        of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, len(slots.expert_in)
+        of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
         adopted = fetched.found, fetched.slots, fetched.of, *of_slots
     kernel((blocks, 1, 1), THREADS, *args, exchange.state, exchange.made, y.numel(), *adopted)
     return y
@@ -176,7 +177,7 @@ def collect_only(
     y = torch.empty_like(like)
     kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(True))
     blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
-    of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, len(slots.expert_in)
+    of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
     where = resident, made, y, exchange.state, exchange.made, exchange.list
     kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
     return y

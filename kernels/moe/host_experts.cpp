@@ -23,12 +23,13 @@ struct Choose {
     int64_t* slot_of;  // [experts]; -1: not resident
     double* scores;  // [experts]
     int64_t* expert_in;  // [slots]; one whose expert is not resident is not to be used
-    int64_t* counts;  // [experts] pairs of each
+    int64_t* counts;  // [experts + fixed] pairs of each
     int64_t* cpu;  // [experts] its number where the CPU computes it; else -1
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* adopted;  // [experts] the slots of those; -1: none
     int64_t* found;  // how many are resident, computed by the CPU, and copied; pairs of those of the CPU; how many are adopted
     int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
+    int64_t fixed;  // experts that are on the device alone; the router has them just before expert 0, `counts` last
     double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
     double noise, least;  // as in residents.py
 };
@@ -89,12 +90,15 @@ int64_t adopt(const Choose& a, int64_t copies) {
 
 void choose(const Choose& a, int part, int) {
     if (part) return;
-    int64_t used = 0, missing = 0, pairs = 0;
-    for (int64_t e = 0; e < a.experts; e++) a.counts[e] = 0, a.cpu[e] = -1;
+    int64_t used = 0, missing = 0, pairs = 0, used_fixed = 0;
+    const int64_t all = a.experts + a.fixed;
+    for (int64_t e = 0; e < all; e++) a.counts[e] = 0;
+    for (int64_t e = 0; e < a.experts; e++) a.cpu[e] = -1;
     for (int64_t p = 0; p < a.pairs; p++) {
         int64_t e = a.ids[p] - a.first;
-        if (e >= 0 && e < a.experts) a.counts[e]++;
+        if (e >= -a.fixed && e < a.experts) a.counts[e < 0 ? e + all : e]++;
     }
+    for (int64_t e = a.experts; e < all; e++) used_fixed += a.counts[e] > 0;
     for (int64_t e = 0; e < a.experts; e++) {
         a.scores[e] = a.scores[e] * a.decay + (a.counts[e] > 0);
         used += a.counts[e] > 0;
@@ -120,7 +124,7 @@ void choose(const Choose& a, int part, int) {
         a.cpu[e] = e;
         pairs += a.counts[e];
     }
-    a.found[0] = used - missing, a.found[1] = missing - most, a.found[3] = pairs;
+    a.found[0] = used - missing + used_fixed, a.found[1] = missing - most, a.found[3] = pairs;
     if (a.way == 3) most = fewest;
     a.found[2] = most;
     a.found[4] = adopt(a, most);

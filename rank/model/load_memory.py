@@ -22,34 +22,57 @@ from .weights.striped import Striped
 
 def place(
     model: Model,
-    experts: ExpertRoom,
     layers: int,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     host_room: int | None,
     sharers: int = 1,
 ) -> tuple[int, int | None]:
-    """Choose which of the stage's experts and layers are in host memory. Returns the bytes that they take of the
-    device's memory, less those of `weight_memory` that they do not, and what they leave of the host's. Raises
-    FatalError where they do not fit there.
+    """Choose which of the stage's layers are in host memory, beside the experts of `model.offload`. Returns the bytes
+    that they take of the device's memory, less those of `weight_memory` that they do not, and what they leave of the
+    host's. Raises FatalError where they do not fit there.
 
     dtypes: the model's and the checkpoint's. sharers: ranks of this node whose experts are the same memory.
     """
-    need, (dtype, stored) = 0, dtypes
-    if experts:
-        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
-        offload = model.offload = Offload(fused, experts, dtype, device)
+    need, (dtype, stored), offload = 0, dtypes, model.offload
+    if offload is not None:
+        _check_fixed(offload, host_room)
         host = offload.host_bytes // sharers
         need = offload.resident_bytes + (host if device.type == "cpu" else 0)
         there, here = (_read(model, stored, packed_there) for packed_there in (True, False))
-        need -= min(there, offload.resident_bytes)  # resident sets get memory when nothing is read any more
-        host_room = left_of_host(host + here, "experts", device, host_room)
+        # Slots get memory when nothing is read any more, but for what fixed experts take.
+        need -= min(there, offload.resident_bytes - offload.fixed * offload.slot_bytes)
+        host_room = left_of_host(host + here + offload.parting_bytes, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     return need, host_room
+
+
+def fix(offload: Offload, read: int, room: int | None, group: HostComm | None) -> None:
+    """Choose how many experts of each layer are on the device alone, as the host has no room for them.
+
+    read: bytes that loading takes of the host besides. room: that are free there; None: unlimited. group: ranks of this
+    node whose experts are the same memory; collective over it.
+    """
+    count = offload.fewest_fixed(room, read, 1 if group is None else group.size)
+    if group is not None:  # all free memory is not seen at the same time
+        count = int(group.all_gather(torch.tensor([count], dtype=torch.int64)).max())
+    offload.fix(count)
+
+
+def _check_fixed(offload: Offload, room: int | None) -> None:
+    """Raise FatalError where the host and the slots on the device together cannot hold the experts."""
+    if offload.fixed and offload.fixed > min(offload.slots, offload.experts - 1):
+        raise FatalError(
+            f"this rank's experts take {offload.all_bytes / 1e9:.2f} GB of the host's memory, but "
+            f"{(room or 0) / 1e9:.2f} GB are free for it, and {offload.resident_bytes / 1e9:.2f} GB of its GPU's are "
+            f"for experts, {offload.slots} of each layer's {offload.experts}, where {offload.fixed} are to be: use "
+            "more ranks (--tp, --ep, --pp) or a node with more memory; `phalanx fit` shows what fits",
+            MEMORY,
+        )
 
 
 def _read(model: Model, stored: torch.dtype, packed_there: bool) -> int:
@@ -75,9 +98,14 @@ def place_together(
     room, host_room = rooms
     group = sharers(mesh) if experts else None
     several = 1 if group is None else group.size
+    if experts:
+        fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
+        model.offload = Offload(fused, experts, dtypes[0], device)
+        left_for_experts = None if host_room is None else host_room - layers
+        fix(model.offload, _read(model, dtypes[1], packed_there=False), left_for_experts, group)
 
     def work() -> int:
-        need, left = place(model, experts, layers, dtypes, device, host_room, several)
+        need, left = place(model, layers, dtypes, device, host_room, several)
         need += weight_memory(model.sharded_modules(), source, *dtypes, device)
         check(need, room, source, left, device)
         return need

@@ -27,6 +27,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     offload: int = 0  # experts of a layer on each rank that are in host memory alone; 0: none lies there
+    fixed: int = 0  # and that are on the GPU alone, as the host's memory cannot hold all
 
     @property
     def ranks(self) -> int:
@@ -59,7 +60,8 @@ class Stage:
     state: int = 0  # bytes of what is kept of one sequence as a whole
     slots: int = 0  # bytes on the device that experts and layers in the host's memory are copied to
     parked: int = 0  # of `host`, bytes of layers, which each rank has for itself
-    resident: int = 0  # of `weights`, bytes of experts that are in the host's memory as well
+    resident: int = 0  # of `weights`, bytes of experts that are in the host's memory as well, and of fixed ones
+    parting: int = 0  # bytes that the host needs more while fixed experts are loaded
 
     def blocks(self, room: float, rows: int, longest: int) -> int:
         """How many fit into `room` bytes beside the states of so many sequences and snapshots of them, which may not
@@ -125,10 +127,11 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
     bytes of layers that may be in host memory."""
     made = []
     for one in shape.stage_shapes(layout.tp, layout.pp, layout.ep):
-        weights, host, resident = dict.fromkeys(KINDS, 0.0), 0.0, 0.0
+        weights, host, resident, largest = dict.fromkeys(KINDS, 0.0), 0.0, 0.0, 0.0
         for part in one.weights:
             if part.expert and layout.offload:
-                host += part.host * part.copies
+                host += part.host * max(0, part.copies - layout.fixed)
+                largest = max(largest, part.host * part.copies)
                 resident += part.slot * max(0, part.copies - layout.offload)
             elif not part.shared:
                 weights[part.kind] += part.bytes * part.copies
@@ -141,7 +144,8 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
         state = sum(layer.state for layer in one.layers)
         rope = context * shape.ranks[layout.tp].rope
         slots, held = moved.slots + (BUFFERS if host else 0), round(host) + moved.bytes
-        made.append(Stage(len(one.layers), whole, held, rope, kv, state, slots, moved.bytes, round(resident)))
+        parting = round(largest) if layout.fixed else 0
+        made.append(Stage(len(one.layers), whole, held, rope, kv, state, slots, moved.bytes, round(resident), parting))
     return tuple(made)
 
 

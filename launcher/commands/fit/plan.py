@@ -15,6 +15,7 @@ from .speed import Speed, predict
 
 BUDGET = {True: 512, False: 8192}  # tokens of a step, by whether it is a CPU; rank/worker/engine.py
 SPARED = 0.15  # of a GPU, for cache and steps beside resident experts; rank/model/experts/offload.py
+HOST_SPARED = 0.05  # of a host, for all else, where it cannot hold all experts; ibid.
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def estimates(
         if movable and (plain is None or plain.memory.problem):
             most = split(shape.experts, one.ep)
             count = min(offload, most) or fewest_in_host(shape, one, cluster, asked)
-            found.append(estimate(shape, dataclasses.replace(one, offload=count), cluster, asked))
+            split_up = dataclasses.replace(one, offload=count)
+            fixed = fewest_fixed(shape, split_up, cluster, asked, most)
+            found.append(estimate(shape, dataclasses.replace(split_up, fixed=fixed), cluster, asked))
     return found
 
 
@@ -121,6 +124,18 @@ def fewest_in_host(shape: ModelShape, layout: Layout, cluster: Cluster, asked: W
 
     counts = range(1, most + 1)
     return next((count for fits in (everything, spared) if (count := _first(counts, fits))), most)
+
+
+def fewest_fixed(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload, most: int) -> int:
+    """Experts of a layer that each rank has on the GPU alone, of those that are there, as the host's memory cannot hold
+    all: the fewest with which it holds the others. most: experts of a layer on a rank."""
+
+    def lacks(fixed: int) -> float:
+        one = dataclasses.replace(layout, fixed=fixed)
+        return _host_lacks(memory_fit(shape, one, asked, cluster.device, _budget(one, cluster, asked)), one, cluster)
+
+    counts = range(1, min(most - layout.offload, most - 1) + 1)
+    return _first(counts, lambda fixed: not lacks(fixed)) if lacks(0) else 0
 
 
 def _first(counts: range, fits: Callable[[int], bool]) -> int:
@@ -155,8 +170,9 @@ def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:
     """Bytes that a host lacks for the experts, once for all its replicas, and for the layers that it is to hold."""
     here = min(layout.ranks, cluster.per_node)
     experts = max(stage.host - stage.parked for stage in held.stages) * min(layout.tp * layout.pp, here)
-    host = experts + max(stage.parked for stage in held.stages) * here
-    return max(0.0, host - cluster.host_memory) if cluster.host_memory else 0.0
+    host = experts + max(stage.parked + stage.parting for stage in held.stages) * here
+    room = cluster.host_memory * (1 - HOST_SPARED if layout.fixed else 1)
+    return max(0.0, host - room) if cluster.host_memory else 0.0
 
 
 def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> str:

@@ -55,6 +55,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
         words = " ".join(f"{text!s:>{width}}" for text, (_, width) in zip(left, COLUMNS, strict=False))
         if layout.offload:
             words += f"  {layout.offload} experts a layer in host memory alone"
+            words += f", {layout.fixed} on the GPU alone" if layout.fixed else ""
         remarks = "; ".join(remark for remark in (one.verdict, one.unserved) if remark)
         lines.append(f"{'>' if one is chosen else ' '} {words}  {remarks}".rstrip())
     return lines
@@ -80,10 +81,14 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
     stage = max(one.memory.stages, key=lambda stage: stage.host - stage.parked)
     fewest, few, many = (round(seconds * 1e6) for seconds in (FEWEST_FIXED, FEW_FIXED, FIXED))
     running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
+    resident, on_gpu, lie = f"{held - layout.offload} resident", "resident", "all"
+    if layout.fixed:  # which serving finds by itself
+        resident = f"{layout.fixed} fixed on the GPU alone, {held - layout.offload - layout.fixed} resident"
+        on_gpu, lie = "of both", str(held - layout.fixed)
     lines = [
         f"Experts on a rank: {layout.offload} of a layer's {held} in host memory alone "
-        f"(--num-experts-offload-per-rank {layout.offload}), {held - layout.offload} resident; "
-        f"{gb(stage.resident)} GB resident, {gb(stage.host - stage.parked)} GB on the host, where all of them lie; "
+        f"(--num-experts-offload-per-rank {layout.offload}), {resident}; "
+        f"{gb(stage.resident)} GB {on_gpu}, {gb(stage.host - stage.parked)} GB on the host, where {lie} of them lie; "
         f"{one.speed.tokens_per_s:.0f} tokens/s for {running}"
     ]
     if host is not None:
@@ -149,6 +154,7 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
     layout, held, stage = one.layout, one.memory, one.memory.heaviest
     return {
         "tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "offload": layout.offload,
+        "fixed": layout.fixed,
         "fits": one.runs, "verdict": one.verdict or "everything asked for fits", "short": round(held.short),
         "served": not one.unserved, "why_not_served": one.unserved,
         "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),

@@ -64,19 +64,19 @@ class FewTokens:
             self.capacity = self.stack.size
 
     def adopts_into(self, slots: Buffer, table: Tensor, expert_in: Tensor) -> None:
-        """Copied experts may become resident there."""
+        """Copied experts may become resident in the first ones, as many as `expert_in` has."""
         if not len(expert_in):  # then much is missing, of which copies take a part
             return
-        device, costs = self.streamer.device, self.choice.costs
+        device, costs, none = self.streamer.device, self.choice.costs, slots.stack.size
         if costs.cpu[0] <= DEARER * costs.copy and (moves := self.streamer.moves(self.layer)):
             arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
             if host_exchange.arrive(arriving):
-                self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in)
+                self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in, none)
         if self.stack is None:
             return
         parts = [Part(*both) for both in zip(self._ready, slots.tensors, strict=True)]
         if host_exchange.adopts(parts):
-            self._slots = Slots(host_exchange.table(parts, device), table, expert_in)
+            self._slots = Slots(host_exchange.table(parts, device), table, expert_in, none)
 
     def _arrivals(self, pairs: int) -> Slots | None:
         """Where an expert becomes resident in a step that is launched for so many pairs, of which the CPU computes all

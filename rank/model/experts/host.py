@@ -4,6 +4,10 @@ A step knows which experts its tokens have chosen. Those in the layer's resident
 Of the others, the CPU computes some where they lie while copies of the rest come to the device (host_choice.py).
 With very many tokens nearly every expert is chosen: then nobody waits to learn which, and all others are copied.
 
+Where the host's memory cannot hold all experts of a layer, the rank's first ones are fixed: they are on the device
+alone, in the last slots, and never leave them. Here experts are numbered from the first one in host memory on, and the
+fixed ones come last.
+
 Captured steps of few tokens are whole (few_tokens.py). Others are in pieces around the host's part
 (kernels/graph_pieces.py): a piece ends with copies of the layer's tokens and choices to the host; the next one computes
 the resident experts meanwhile.
@@ -12,7 +16,7 @@ the resident experts meanwhile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,36 +55,53 @@ class Shared:
 
 
 class HostExperts:
-    """One layer's experts in host memory, some of them in `slots` on the device as well."""
+    """One layer's experts in host memory, some of them in `slots` on the device as well, and its fixed ones there."""
 
     def __init__(
-        self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared
-    ):
-        """biases: on the device. held: the router's numbers of the experts in `layer`. costs: of its format."""
-        self.layer, self.act, self.held, self.slots, self.shared = layer, act, held, slots, shared
-        self.biases = biases
+        self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared,
+        fixed: HostStack | None = None,
+    ):  # fmt: skip
+        """biases: on the device, of all experts of the rank. held: the router's numbers of these. costs: of the layer's
+        format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last slots."""
+        self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
+        self.fixed = held.size - layer.stack.size
+        self.held = Held(held.first + self.fixed, layer.stack.size, held.total)  # of those in host memory
+        self.biases = _each(biases, lambda x: x.roll(-self.fixed, 0) if self.fixed else x)
         self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
-        self.host_biases = host_biases(biases)
-        self.set = Residents(held.size, slots.stack.size)
+        self.biases_of_all = host_biases(biases)  # in the router's order
+        self.host_biases = _each(self.biases_of_all, lambda x: x[self.fixed :])
+        self.set = Residents(self.held.size, slots.stack.size - self.fixed)
         self._steps = 0
-        self._choice = Choice(held.size, held.first, costs, NUMBERS[shared.way])
+        self._choice = Choice(self.held.size, self.held.first, costs, NUMBERS[shared.way], self.fixed)
         # Of the router's numbers, the slot on the device; as many as there are slots: it has none.
-        self._slot = torch.from_numpy(self._numbers(self.set.slot_of, self.set.slots)).to(self.device)
-        self._in_slot = torch.arange(self.set.slots, device=self.device)  # each slot's expert, for biases
+        numbers = self._numbers(self.set.slot_of, slots.stack.size)
+        numbers[held.first : self.held.first] = self.set.slots + np.arange(self.fixed)
+        self._slot = torch.from_numpy(numbers).to(self.device)
+        in_slot = np.concatenate((np.arange(self.set.slots), self.held.size + np.arange(self.fixed)))
+        self._in_slot = torch.from_numpy(in_slot).to(self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._fewer: FewTokens | None = None
         self._operations: bool | None = None
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
-            for mine, theirs in zip(slots.tensors, buffer.tensors, strict=True):
-                mine[some[0] : some[-1] + 1] = theirs[: len(some)]
+            self._fill(some[0], buffer, len(some))
+        at_once = shared.streamer.at_once(layer)
+        for first in range(0, self.fixed, at_once):
+            assert fixed is not None, "the layer lacks experts"
+            for some, buffer in shared.streamer.copies(fixed, np.arange(first, min(first + at_once, self.fixed))):
+                self._fill(self.set.slots + some[0], buffer, len(some))
+
+    def _fill(self, slot: int, buffer: Buffer, count: int) -> None:
+        """So many slots from this one on, with the buffer's first experts."""
+        for mine, theirs in zip(self.slots.tensors, buffer.tensors, strict=True):
+            mine[slot : slot + count] = theirs[:count]
 
     def seconds(self, pairs: int) -> float:
         """Of the longest step with so many pairs of a token and an expert, all experts chosen equally often."""
         costs, missing = self._choice.costs, self.held.size - self.set.slots
         cpu = float(costs.of_rows(np.array(pairs / self.held.total)))
         if not self.on_gpu:
-            return self.held.size * cpu
+            return (self.held.size + self.fixed) * cpu
         return missing * (cpu if self.shared.way == CPU else costs.copy)
 
     # -- a step
@@ -98,13 +119,13 @@ class HostExperts:
                 steps = self.shared.buffers.steps
                 assert steps is not None
                 numbers = few_tokens.send(x, ids, weights, self._slot, view, steps.exchange)
-                if self.set.slots:
+                if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
             view.send(x, ids, weights)
-            if self.set.slots:
+            if self.slots.stack.size:
                 on_host(view.sent, len(x))
-        if self.set.slots:
+        if self.slots.stack.size:
             pending.made = self._on_device(x, ids, weights, self.slots.stack, self._slot, self._in_slot)
         return pending
 
@@ -116,7 +137,7 @@ class HostExperts:
         if view is None:
             self._drain()
             missing = np.flatnonzero(self.set.slot_of < 0)
-            self._count(self.set.slots, 0, len(missing))
+            self._count(self.slots.stack.size, 0, len(missing))
             made = pending.made
             for part in self._streamed(*pending.parts, missing, keep=False):
                 made = part if made is None else made.add_(part)
@@ -149,7 +170,7 @@ class HostExperts:
             copies, streamer = self.shared.way != CPU, self.shared.streamer
             self._fewer = FewTokens(self.layer, streamer, self._choice, self.set.arrays, self._kept, copies)
             if self.shared.way == AUTO:
-                self._fewer.adopts_into(self.slots, self._slot, self._in_slot)
+                self._fewer.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
         if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
             return None
         rows = x.shape[1] * x.element_size() % 16 == 0 and x.shape[1] % 4 == 0
@@ -192,7 +213,7 @@ class HostExperts:
 
         What is copied is launched first, so that copies and the CPU work at the same time."""
         self._drain()
-        view.wait(fresh=not self.set.slots)
+        view.wait(fresh=not self.slots.stack.size)
         choice, out = self._choose(view.ids[:tokens]), view.out[:tokens]
         if choice.found[2] or not choice.found[1]:
             out.zero_()
@@ -235,15 +256,20 @@ class HostExperts:
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
         choice = self._choose(ids.contiguous())
-        counts = choice.counts
-        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.host_biases, self.held.first)
-        resident = torch.from_numpy(self.set.slot_of)
-        pairs.add(self.slots.stack, resident, int(counts[self.set.slot_of >= 0].sum()))
-        pairs.add(self.layer.stack, choice.on_cpu, int(choice.found[3]))
+        counts, first = choice.counts, self.held.first - self.fixed
+        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first)
+
+        def add(stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1) -> None:
+            of_all = np.concatenate((np.full(self.fixed, fixed), at))
+            pairs.add(stack, torch.from_numpy(of_all), count)
+
+        resident, slots_of_fixed = int(counts[self.set.slot_of >= 0].sum()), self.set.slots + np.arange(self.fixed)
+        add(self.slots.stack, self.set.slot_of, resident + int(choice.of_fixed.sum()), slots_of_fixed)
+        add(self.layer.stack, choice.cpu, int(choice.found[3]))
         for some, buffer in self.shared.streamer.copies(self.layer, choice.copied):
-            at = torch.full((len(counts),), -1)
-            at[torch.from_numpy(some)] = torch.arange(len(some))
-            pairs.add(buffer.stack, at, int(counts[some].sum()))
+            at = np.full(len(counts), -1)
+            at[some] = np.arange(len(some))
+            add(buffer.stack, at, int(counts[some].sum()))
             if self.shared.way == RESIDENT:
                 self._adopt(some, buffer)
         self._move()
@@ -270,7 +296,7 @@ class HostExperts:
             slot = self.set.least(chosen)
             if slot < 0:
                 return
-            self._set_slot(self.set.leave(slot), self.set.slots)
+            self._set_slot(self.set.leave(slot), self.slots.stack.size)
             for mine, theirs in zip(self.slots.tensors, buffer.tensors, strict=True):
                 mine[slot].copy_(theirs[index])
             self._enter(expert, slot)
@@ -283,7 +309,7 @@ class HostExperts:
         if wanted is None:
             return
         expert, slot = wanted
-        self._set_slot(self.set.leave(slot), self.set.slots)
+        self._set_slot(self.set.leave(slot), self.slots.stack.size)
         self.shared.streamer.replace(self.slots, slot, self.layer, expert)
         self._enter(expert, slot)
 
@@ -304,6 +330,10 @@ class HostExperts:
         found = np.full(self.held.total, none, np.int32)
         found[self.held.first : self.held.first + self.held.size] = np.where(at < 0, none, at)
         return found
+
+
+def _each(biases: Biases, change: Callable[[Tensor], Tensor]) -> Biases:
+    return Biases(*(None if one is None else change(one) for one in biases))
 
 
 class Pending:

@@ -35,6 +35,7 @@ ROUNDS = 5
 TOGETHER = 10e-3  # seconds for which copies run beside the CPU
 AWAKE = 5e-3  # seconds that threads look for more before they sleep: the CPU may have no experts for tens of layers
 SPARED = 0.15  # of a GPU's free memory that is left for the cache and steps, where experts overflow to the host
+HOST_SPARED = 0.05  # of the host's that is left for all else, where it cannot hold all experts
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ def overflowing(
     """What of this rank's experts goes to host memory, where the user has not said it: nothing where all ranks' weights
     fit, and never on CPUs.
 
-    memory: bytes of all weights on this rank's device. room: that are free there; None: unlimited. All ranks have
-    experts in host memory or none, as that changes how steps are cut. Collective over the world, on GPUs.
+    memory: bytes that loading all weights takes of this rank's device. room: that are free there; None: unlimited. All
+    ranks have experts in host memory or none, as that changes how steps are cut. Collective over the world, on GPUs.
     """
     if device.type != "cuda" or room is None:
         return ON_DEVICE
@@ -83,8 +84,10 @@ def overflowing(
             rank,
             figures[rank][1] / 1e9,
         )
-    experts = sum(one.kept_bytes(dtype, device) for layer in layers for one in (layer.gate_up_proj, layer.down_proj))
-    return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - (need - experts) - BUFFERS * BUFFER))
+    moved = {one for layer in layers for one in (layer.gate_up_proj, layer.down_proj)}
+    kept = [one for one in model.modules() if isinstance(one, ShardedModule) and not one.shared and one not in moved]
+    others = sum(one.kept_bytes(dtype, device) for one in kept)
+    return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - others - BUFFERS * BUFFER))
 
 
 class Offload:
@@ -97,40 +100,79 @@ class Offload:
         self._stacks: list[HostStack] = []
         self._node: NodeCopy | None = None
         self.sharers = 1  # ranks of the node whose experts are the same memory
-        self.slots, self.host_bytes, self.slot_bytes = 0, 0, 0  # slot_bytes: of one expert of each layer on the device
+        self.fixed = 0  # of each layer's experts, the first ones, which are on the device alone and never leave it
+        self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
+        self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
+        self.parting_bytes = 0  # that the host needs more while experts are loaded
+        self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
-        self.host_bytes = sum(one.host_bytes(dtype, device) for one in stacks)
+        sizes = [one.host_bytes(dtype, device) for one in stacks]
+        self.all_bytes = self.host_bytes = sum(sizes)
+        self._largest = max(sizes)
         self.slot_bytes = sum(one.slot_bytes(dtype, device) for one in stacks)
         self._count()
         for one in stacks:
             one.in_host = True
             one.packed_there = device.type == "cuda" and getattr(one.stored, "packs_for_host", False)
 
+    @property
+    def experts(self) -> int:
+        """Of a layer, on this rank."""
+        return self.layers[0].down_proj.experts.width if self.layers else 0
+
+    def fewest_fixed(self, room: int | None, read: int, sharers: int) -> int:
+        """How many experts of each layer have to be fixed; all where even that is too few. room: bytes that are free
+        for experts in the host's memory; None: unlimited. read: what loading takes there besides. sharers: ranks of
+        this node whose experts are the same memory."""
+        if self.device.type != "cuda" or room is None or self.all_bytes // sharers + read <= room:
+            return 0
+        left = room * (1 - HOST_SPARED) - read - self._largest  # a stack is there twice while it is parted
+        fits = left * sharers // (self.all_bytes / self.experts)
+        return self.experts - max(0, int(fits))
+
+    def fix(self, count: int) -> None:
+        """Before the weights are loaded: so many experts of each layer are fixed."""
+        if count:
+            self.fixed, self.parting_bytes = count, self._largest
+            self.host_bytes = self.all_bytes * (self.experts - count) // self.experts
+
     def share(self, group: HostComm) -> None:
         """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
         stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
         if stacks:
-            self._node = NodeCopy(stacks, [one.host_bytes(self.dtype, self.device) for one in stacks], group)
+            sizes = [one.host_bytes(self.dtype, self.device) for one in stacks]
+            hosted = [size * (self.experts - self.fixed) // self.experts for size in sizes]
+            self._node = NodeCopy(stacks, hosted, group)
             self.sharers = group.size if self._node.memory is not None else 1
         else:
             self.sharers = group.size
 
     def keep(self, module: ShardedModule) -> None:
         """Once a module is loaded."""
-        if self._node is not None and isinstance(module, StackedLinear) and module.in_host:
-            module.hold(self._node.place(module, self._form(module.matrices)))
+        if not (isinstance(module, StackedLinear) and module.in_host) or (self._node is None and not self.fixed):
+            return
+        hosted = self._form(module.matrices)
+        if self.fixed:
+            parts = gpu_form.parts(hosted)
+            self._fixed[module] = parts.of([x[: self.fixed].to(self.device, copy=True) for x in parts.tensors])
+            hosted = parts.of([x[self.fixed :] for x in parts.tensors])
+        placed = hosted if self._node is None else self._node.place(module, hosted)
+        if placed is hosted and self.fixed:  # a part of memory that is given back
+            cuda, parts = self.device.type == "cuda", gpu_form.parts(hosted)
+            placed = parts.of([host_memory.pinned(x) if cuda else x.clone() for x in parts.tensors])
+        module.hold(placed)
 
     def _count(self) -> None:
-        experts = self.layers[0].down_proj.experts.width
         if self.room.offload:
-            self.slots = max(0, experts - self.room.offload)
+            self.slots = max(0, self.experts - self.room.offload)
         else:
-            self.slots = min(experts, self.room.memory // max(1, self.slot_bytes))
+            self.slots = min(self.experts, self.room.memory // max(1, self.slot_bytes))
 
     @property
     def resident_bytes(self) -> int:
+        """Of all slots."""
         return self.slots * self.slot_bytes
 
     def pin(self) -> int:
@@ -148,6 +190,7 @@ class Offload:
         cuda, stacks = self.device.type == "cuda", self._stacks
         self.slot_bytes = sum(one.there.nbytes(1) for one in stacks)
         self._count()
+        self.slots = max(self.slots, self.fixed)
         streamer = Streamer(stacks, self.device)
         if cuda:
             ops.stay_awake(AWAKE)
@@ -161,8 +204,17 @@ class Offload:
             slots = stack.there.empty(self.slots, self.device)
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
-            layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared)
+            fixed = self._take_fixed(layer)
+            layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared, fixed)
+        if cuda and self.fixed:
+            torch.cuda.empty_cache()  # their memory before they had slots, in pieces
         return self._told(stacks[0], costs[stacks[0].form])
+
+    def _take_fixed(self, layer: FusedExperts) -> HostStack | None:
+        """A layer's fixed experts, as they came to the device."""
+        if not self.fixed:
+            return None
+        return HostStack(Experts(*map(self._fixed.pop, (layer.gate_up_proj, layer.down_proj))), self.device)
 
     def longest_step(self, tokens: int) -> float:
         """Seconds that this rank's experts take of a step of so many tokens, by what was measured."""
@@ -171,10 +223,13 @@ class Offload:
     def _told(self, stack: HostStack, costs: Costs) -> str:
         size = sum(x[0].nbytes for x in stack.tensors)
         weights = sum(math.prod(one.shape[1:]) for one in stack.stack)
+        fixed = f"{self.fixed} more fixed on the device alone, {self.fixed * self.slot_bytes / 1e9:.2f} GB; "
+        fixed = fixed if self.fixed else ""
         shared = f" that {self.sharers} ranks of a node share" if self.sharers > 1 else " a rank"
         return (
             f"experts: {stack.stack.size} a layer in host memory, {self.host_bytes / 1e9:.2f} GB{shared}; "
-            f"{self.slots} of them resident, {self.resident_bytes / 1e9:.2f} GB; the CPU reads "
+            f"{self.slots - self.fixed} of them resident, {(self.slots - self.fixed) * self.slot_bytes / 1e9:.2f} GB; "
+            f"{fixed}the CPU reads "
             f"{1e-9 * size / costs.cpu[0]:.1f} GB/s and computes {2e-9 * weights * TIMED_ROWS[-1] / costs.cpu[-1]:.0f} "
             f"GFLOP/s (an expert of {', '.join(map(str, TIMED_ROWS))} tokens: "
             f"{', '.join(f'{1e6 * one:.0f}' for one in costs.cpu)} us), copies "

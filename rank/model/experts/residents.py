@@ -1,4 +1,4 @@
-"""Experts in host memory: which of a layer's are on the device as well."""
+"""Experts in host memory: which of a layer's are on the device as well. Fixed experts are not among them."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from phalanx.kernels.moe import host_choice
 from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 
 
-def made(compiled, monkeypatch, ids, of, costs, way, first=0, limit=1 << 30, adopts=False):
+def made(compiled, monkeypatch, ids, of, costs, way, first=0, limit=1 << 30, adopts=False, fixed=0):
     with monkeypatch.context() as patch:
         if not compiled:
             patch.setattr(host_choice.ops, "available", lambda: False)
-        choice = Choice(len(of.slot_of), first, costs, way)
+        choice = Choice(len(of.slot_of), first, costs, way, fixed)
         choice.choose(ids, of, limit, adopts)
     return choice
 
@@ -35,19 +35,21 @@ def test_both_agree(monkeypatch, way, adopts):
         before = residency(draw, experts)
         costs = Costs(tuple(np.sort(draw.random(4))), draw.random(), 1 + draw.random(), 1 + draw.random())
         both = []
-        limit = int(draw.integers(0, 9))
+        limit, fixed = int(draw.integers(0, 9)), turn % 3
         for compiled in (True, False):
             of = Residency(*(one.copy() for one in before))
-            one = made(compiled, monkeypatch, ids, of, costs, way, turn % 5, limit, adopts)
-            both.append((one.counts, one.cpu, one.copied, one.adopted, one.found, *of))
+            one = made(compiled, monkeypatch, ids, of, costs, way, turn % 5, limit, adopts, fixed)
+            both.append((one.counts, one.cpu, one.copied, one.adopted, one.found, *of, one.of_fixed))
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
-        counts, cpu, copied, adopted, found, slot_of, _, expert_in = both[0]
+        counts, cpu, copied, adopted, found, slot_of, _, expert_in, of_fixed = both[0]
         assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (before.slot_of < 0)))
         assert way != CHEAPEST or len(copied) <= limit
         assert way != ADOPTED or len(copied) == found[4] <= min(limit, 1) and (cpu[copied] == copied).all()
         served = found[:2] if way == ADOPTED else found[:3]
-        assert found[3] == counts[cpu >= 0].sum() and served.sum() == (counts > 0).sum()
+        assert found[3] == counts[cpu >= 0].sum() and served.sum() == (counts > 0).sum() + (of_fixed > 0).sum()
+        before_first = [turn % 5 - fixed + one for one in range(fixed)]
+        assert of_fixed.tolist() == [int((ids == one).sum()) for one in before_first]
         for expert, slot in zip(copied, adopted, strict=True):
             assert slot == slot_of[expert] and (slot < 0 or (expert_in[slot] == expert and slot))
         assert found[4] == (adopted >= 0).sum() == (slot_of != before.slot_of).sum() / 2

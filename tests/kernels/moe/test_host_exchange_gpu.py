@@ -15,6 +15,7 @@ from ..gpu import poison  # noqa: F401
 require_gpu()
 
 EXPERTS, ROUTER, FIRST, K, HIDDEN, MOST, SLOTS = 24, 64, 8, 4, 256, 16, 6
+NONE = SLOTS + 3  # behind slots that experts never leave
 WIDTHS = 48, 4096 * 3 + 16  # bytes of an expert
 
 
@@ -39,14 +40,14 @@ class Pair:
         self.here = [torch.zeros(MOST, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
         self.slots = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
         expert_in = torch.arange(SLOTS)
-        table = torch.full((ROUTER,), SLOTS, dtype=torch.int32)
+        table = torch.full((ROUTER,), NONE, dtype=torch.int32)
         table[FIRST : FIRST + SLOTS] = torch.arange(SLOTS, dtype=torch.int32)
         self.want_table, self.want_in, self.want_slots = table, expert_in, [x.cpu() for x in self.slots]
         cuda = torch.device("cuda")
         self.parts = host_exchange.table([Part(*both) for both in zip(self.there, self.here, strict=True)], cuda)
         adopting = [Part(*both) for both in zip(self.here, self.slots, strict=True)]
         assert host_exchange.adopts(adopting) and host_exchange.supports(cuda)
-        self.of_slots = Slots(host_exchange.table(adopting, cuda), table.to(cuda), expert_in.to(cuda))
+        self.of_slots = Slots(host_exchange.table(adopting, cuda), table.to(cuda), expert_in.to(cuda), NONE)
 
     def tell(self, experts, slots):
         flags = self.exchange.list
@@ -58,7 +59,7 @@ class Pair:
         for expert, slot in zip(experts, slots, strict=True):
             if slot < 0:
                 continue
-            self.want_table[FIRST + int(self.want_in[slot])] = SLOTS
+            self.want_table[FIRST + int(self.want_in[slot])] = NONE
             self.want_table[FIRST + expert], self.want_in[slot] = slot, expert
             for mine, theirs in zip(self.want_slots, self.there, strict=True):
                 mine[slot] = theirs[expert]

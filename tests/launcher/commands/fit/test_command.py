@@ -124,6 +124,26 @@ def test_experts(fit):
     ) in out
 
 
+def test_experts_that_host_and_gpu_hold_together_alone(fit):
+    """As few as the host needs are fixed on the GPU. Its steps stay the same; with too little of both nothing fits."""
+    words = ("Qwen3-30B-A3B", "--gpu-mem", "24", "--concurrency", "1", "--host-mem")
+    found = {gib: json.loads(fit(*words, gib, "--json")[1]) for gib in ("256", "53", "40", "20")}
+    layouts = {gib: one["layouts"][-1] for gib, one in found.items()}
+    assert (layouts["256"]["fixed"], layouts["256"]["host_bytes"]) == (0, 48 * 603_979_776 * 2)
+    each, largest = 48 * 603_979_776 * 2 / 128, 603_979_776 * 2 * 2 / 3
+    for gib in ("53", "40"):
+        one = layouts[gib]
+        assert one["fixed"] > 0 and one["host_bytes"] == round((128 - one["fixed"]) * each)
+        assert one["host_bytes"] + largest <= int(gib) * devices.GIB * 0.95 < one["host_bytes"] + largest + each
+        assert one["fits"] and one["decode_ms"] == layouts["256"]["decode_ms"]
+    assert found["20"]["best"] is None and "too little on a host" in layouts["20"]["verdict"]
+    code, out, _ = fit(*words, "40")
+    fixed, resident = layouts["40"]["fixed"], 128 - layouts["40"]["offload"] - layouts["40"]["fixed"]
+    assert code == 0 and f" experts a layer in host memory alone, {fixed} on the GPU alone" in out
+    assert f"{fixed} fixed on the GPU alone, {resident} resident; " in out
+    assert f"GB on the host, where {128 - fixed} of them lie; " in out
+
+
 def test_a_given_number_of_experts_in_host_memory(fit):
     """It fits without; --offload says how many all the same."""
     words = ("--gpus", "4", "--gpu-mem", "80", "--concurrency", "16", "--json")

@@ -88,7 +88,7 @@ class Played:
         return y
 
     def enter(self, slots, expert, slot, first):
-        slots.table[first + slots.expert_in[slot]] = len(slots.expert_in)
+        slots.table[first + slots.expert_in[slot]] = slots.none
         slots.table[first + expert] = slot
         slots.expert_in[slot] = expert
         self.adopted += 1

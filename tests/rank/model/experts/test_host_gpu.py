@@ -8,7 +8,7 @@ from phalanx.kernels.graph_pieces import Pieces
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.experts import few_tokens, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, Offload
 from phalanx.rank.model.load import load
 
 from ....devices import require_gpu
@@ -216,3 +216,47 @@ def test_what_does_not_fit_goes_to_the_host(checkpoint):
 
     (offload,) = threads.run(rank, 1)
     assert offload is not None and offload.slots == 0 and offload.host_bytes > 0
+
+
+@pytest.mark.parametrize("isq", ["none", "q4k", "q8_0", "fp8"])
+@pytest.mark.parametrize("way, fixed", [("auto", 3), ("auto", 7), ("cpu", 3), ("stream", 3), ("resident", 3)])
+@torch.no_grad()
+def test_fixed(wide, isq, way, fixed, monkeypatch):
+    """Of ten experts three are on the host alone and some on the GPU alone: eager and captured steps, and prompts."""
+    monkeypatch.setattr(Offload, "fewest_fixed", lambda *_: fixed)
+    plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
+    layer, offload = experts(wide, ExpertRoom(3, way=way), "bf16", isq=isq)
+    slots = [x[-fixed:].clone() for x in layer.host.slots.tensors]
+    assert layer.host.layer.stack.size == 10 - fixed and all(x.is_pinned() for x in layer.host.layer.tensors)
+    for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
+        given = tokens(plain, count, turn, torch.bfloat16)
+        torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
+    x, ids, weights = tokens(plain, 4, 0, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer(x, ids, weights).local()
+        torch.cuda.synchronize()
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        for turn in range(60):
+            given = tokens(plain, 4, turn // 20, torch.bfloat16)  # the same again and again: some become resident
+            for static, new in zip((x, ids, weights), given, strict=True):
+                static.copy_(new)
+            pieces.replay(4)
+            torch.testing.assert_close(y, plain(*given).local(), atol=5e-2, rtol=5e-2)
+        torch.cuda.synchronize()
+    layer.host._drain()
+    assert offload.counters.resident > 0 and (way != "auto" or (offload.counters.loaded > 0) == (fixed < 7))
+    assert all(torch.equal(a[-fixed:], b) for a, b in zip(layer.host.slots.tensors, slots, strict=True))
+    assert layer.host._slot[:fixed].tolist() == [7 - fixed + one for one in range(fixed)]
+
+
+@pytest.mark.parametrize("isq", ["none", "q4k"])
+@torch.no_grad()
+def test_what_does_not_fit_on_the_host_is_fixed(wide, isq):
+    plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
+    _, whole = experts(wide, ExpertRoom(2), "bf16", isq=isq)
+    layer, offload = experts(wide, ExpertRoom(2), "bf16", isq=isq, host_room=int(0.9 * whole.all_bytes))
+    assert 0 < offload.fixed <= offload.slots == 8 and offload.host_bytes < 0.9 * whole.all_bytes
+    for turn, count in enumerate((1, 16, 600)):
+        given = tokens(plain, count, turn, torch.bfloat16)
+        torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)

@@ -27,21 +27,23 @@ def test_both_beside_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "on_gpu, way, slots, tokens, seconds",
+    "on_gpu, way, fixed, slots, tokens, seconds",
     [
-        (False, "auto", 4, 40, 8 * 4.0),  # 40 tokens of 2 of 16 experts: 5 for each; 8 are here
-        (False, "auto", 4, 1024, 8 * 64.0 * 2),  # twice what was timed
-        (False, "auto", 4, 1, 8 * 1.0),
-        (True, "cpu", 2, 1024, 6 * 128.0),
-        (True, "auto", 2, 1024, 6 * 3.0),
-        (True, "stream", 8, 1024, 0.0),
+        (False, "auto", 0, 4, 40, 8 * 4.0),  # 40 tokens of 2 of 16 experts: 5 for each; 8 are here
+        (False, "auto", 0, 4, 1024, 8 * 64.0 * 2),  # twice what was timed
+        (False, "auto", 0, 4, 1, 8 * 1.0),
+        (False, "auto", 3, 1, 40, 8 * 4.0),
+        (True, "cpu", 0, 2, 1024, 6 * 128.0),
+        (True, "auto", 0, 2, 1024, 6 * 3.0),
+        (True, "auto", 3, 2, 1024, 3 * 3.0),
+        (True, "stream", 0, 8, 1024, 0.0),
     ],
 )
-def test_the_longest_step(on_gpu, way, slots, tokens, seconds):
+def test_the_longest_step(on_gpu, way, fixed, slots, tokens, seconds):
     """Two layers alike, and one on the device."""
     costs = Costs((1.0, 3.0, 15.0, 64.0), 3.0)
     one = HostExperts.__new__(HostExperts)
-    one.on_gpu, one.held = on_gpu, Held(0, 8, 16)
+    one.on_gpu, one.fixed, one.held = on_gpu, fixed, Held(fixed, 8 - fixed, 16)
     one.set, one.shared, one._choice = (SimpleNamespace(slots=slots), SimpleNamespace(way=way),
                                         SimpleNamespace(costs=costs))  # fmt: skip
     layer = SimpleNamespace(host=one, top_k=2)
