@@ -74,19 +74,35 @@ def stack(
     encoded: of the i-th of these parts, from 0 on. in_host: the stack is for CPUs, in host memory, whatever the device
     that encodes and packs; pinned, where that is a GPU.
     """
+    return parted(codec, encoded, shape, at_once, in_host, 0)[1]
+
+
+def parted(
+    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
+) -> tuple[Stack, Stack]:
+    """`stack` of the first experts and of the others, in one form. The first stay on the device that packs them."""
+    parts = (range(first), False), (range(first, shape[0]), in_host)
     for form in getattr(codec, "FORMS", (codec.pack,)):
-        packed = _packed(form, encoded, shape, at_once, in_host)
-        if packed is not None:
-            return Stack(codec, packed, shape)
+        both = _packed(form, encoded, shape, at_once, in_host, parts)
+        if both:
+            one, other = (
+                Stack(codec, packed, (len(some), *shape[1:])) for packed, (some, _) in zip(both, parts, strict=True)
+            )
+            return one, other
     raise ValueError(f"{codec} packs the weights of {shape[0]} experts into several forms")
 
 
 def _packed(
-    form: Callable[..., Any], encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool
-) -> Any:
-    """None: not all experts' weights have one form."""
+    form: Callable[..., Any],
+    encoded: Encoded,
+    shape: tuple[int, int, int],
+    at_once: int,
+    in_host: bool,
+    parts: Sequence[tuple[range, bool]],
+) -> list[Any]:
+    """Of each part, which experts and whether in host memory. Empty: not all experts' weights have one form."""
     made: Any = None
-    room: list[Any] = []
+    rooms: list[list[Any]] = []
     experts, room_of_one = shape[0], padded(shape[1])
     for first in range(0, experts, at_once):
         count = min(at_once, experts - first)
@@ -98,20 +114,28 @@ def _packed(
             one = one._replace(outputs=room_of_one)
         if made is None:
             made = one
-            room = [_room(x, experts, in_host) if isinstance(x, Tensor) else x for x in one]
+            rooms = [[_room(x, len(some), host) if isinstance(x, Tensor) else x for x in one] for some, host in parts]
         if not _alike(one, made):
             _wait(made, in_host)
-            return None
-        for to, x in zip(room, one, strict=True):
-            if isinstance(x, Tensor):
-                to[first : first + count].copy_(x, non_blocking=True)
+            return []
+        for (some, _), room in zip(parts, rooms, strict=True):
+            begin, end = max(first, some.start), min(first + count, some.stop)
+            for to, x in zip(room, one, strict=True):
+                if isinstance(x, Tensor) and begin < end:
+                    mine = x[begin - first : end - first]
+                    to[begin - some.start : end - some.start].copy_(mine, non_blocking=True)
     _wait(made, in_host)
-    stacked = type(made)(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
-    return stacked._replace(outputs=experts * room_of_one) if "outputs" in stacked._fields else stacked
+    return [_flat(type(made), room, len(some) * room_of_one) for (some, _), room in zip(parts, rooms, strict=True)]
+
+
+def _flat(kind: type[Any], room: Sequence[Any], outputs: int) -> Any:
+    """A packed form of tensors [experts, ...]."""
+    made = kind(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in room))
+    return made._replace(outputs=outputs) if "outputs" in made._fields else made
 
 
 def _room(x: Tensor, experts: int, in_host: bool) -> Tensor:
-    """Memory for all experts' tensors like x [n, ...]."""
+    """Memory for so many experts' tensors like x [n, ...]."""
     shape = experts, *x.shape[1:]
     return host_memory.zeros(shape, x.dtype, pin=True) if in_host and x.is_cuda else x.new_empty(shape)
 

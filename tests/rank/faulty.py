@@ -1,6 +1,7 @@
 """A rank that raises, hangs or sleeps where FAULT says: "PLACE:RANK:STEP".
 
-PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, pin, cgroup, swap or experts. limit:
+PLACE is join, load, slow, stripe, start, step, memory, host-memory, hang, limit, pin, cgroup, swap, experts or fixed.
+fixed: on all ranks so many experts of a layer are on the device alone, as if the host lacked memory. limit:
 the rank's address space may grow by STEP MB once it asks for host memory. pin: all ranks pin what they would beside a
 GPU, by a driver that locks no more than STEP MB of one. cgroup: its cgroup is that of the folders in
 CGROUPS. swap: it is killed in its STEPth copy to host blocks. experts: those in host memory take 2 s a layer, on all
@@ -132,6 +133,8 @@ elif place == "cgroup":
         kv_cache.PROC, kv_cache.SYS = Path(os.environ["CGROUPS"], "proc"), Path(os.environ["CGROUPS"], "sys")
 elif place == "swap":
     Swap.store = store
+elif place == "fixed":
+    offload.Offload.fewest_fixed = lambda self, *_: int(step)
 elif place == "start":
     ModelRunner._prepare = prepare
 else:

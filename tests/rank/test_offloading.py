@@ -88,6 +88,29 @@ def test_ranks(checkpoint, expected, tp, pp, ep):
     assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
 
 
+@pytest.mark.parametrize(
+    "layout, way",
+    [
+        (dict(), "auto"),
+        *(pytest.param(dict(), way, marks=pytest.mark.long) for way in ("cpu", "stream", "resident")),
+        pytest.param(dict(tp=2), "auto", marks=pytest.mark.long),
+        pytest.param(dict(tp=2, ep=2), "auto", marks=pytest.mark.long),
+        pytest.param(dict(dp=2), "auto", marks=pytest.mark.long),
+    ],
+)
+def test_fixed_experts(checkpoint, expected, monkeypatch, layout, way):
+    """On the device alone, as with all there, half or none; they count as resident."""
+    monkeypatch.setenv("FAULT", "fixed:0:1")
+    program, out = (str(Path(__file__).parent / "faulty.py"),), 2 if "ep" in layout else 5
+    more = dict(num_experts_offload_per_rank=out, expert_placement=way, program=program)
+    got, log, stats = answers(checkpoint, 2 if layout else 1, **layout, **more)
+    assert got == expected()
+    held = 5 if "ep" in layout else 10
+    told = rf"experts: {held - 1} a layer in host memory, .*; {held - 1 - out} of them resident, .*; 1 more fixed on"
+    assert re.search(told, log), log
+    assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """With blocks of 128 KiB, of which few fit into the smallest cache."""

@@ -49,6 +49,8 @@ class StackedLinear(ShardedModule):
         self.adds_bias = True  # of a sum over ranks one does
         self.stored: StoredStack | None = None
         self.packed: Matrices | None = None  # what `stored` makes
+        self.fixed = 0  # experts, the first ones, that `stored` makes apart, for the device
+        self.of_fixed: Matrices | None = None
         self.cut(inputs, outputs)
 
     def cut(self, inputs: Shard, outputs: tuple[Shard, ...]) -> None:
@@ -137,6 +139,12 @@ class StackedLinear(ShardedModule):
         becomes = getattr(self.stored, "becomes_plain", None)
         return becomes is not None and becomes(self, device)
 
+    def fix(self, count: int, device: torch.device) -> None:
+        """Before it is loaded: have `stored` make the first experts apart, for the device, where it packs for hosts and
+        the device takes what it packs."""
+        direct = getattr(self.stored, "packs_for_host", False) and not self._becomes_plain(device)
+        self.fixed = count if direct else 0
+
     def host_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of its weights in host memory, in a model of this dtype on this device. Asked before they are loaded."""
         if self._becomes_plain(device):
@@ -146,10 +154,11 @@ class StackedLinear(ShardedModule):
     def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
         bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
-        if device.type == "cuda":
-            slot_bits = getattr(self.stored, "slot_bits", None)
-            bits = max(bits, slot_bits(self, device) if slot_bits else 0)
-            bits = max(bits, 8.0 * dtype.itemsize * self._becomes_plain(device))
+        slot_bits = getattr(self.stored, "slot_bits", None)
+        if device.type == "cuda" and slot_bits:
+            bits = slot_bits(self, device) or bits
+        if self._becomes_plain(device):
+            bits = 8.0 * dtype.itemsize
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
     def plain_bytes(self, stored: torch.dtype) -> int:

@@ -107,7 +107,7 @@ class Offload:
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
-        stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
+        stacks = self._linears()
         sizes = [one.host_bytes(dtype, device) for one in stacks]
         self.all_bytes = self.host_bytes = sum(sizes)
         self._largest = max(sizes)
@@ -116,6 +116,9 @@ class Offload:
         for one in stacks:
             one.in_host = True
             one.packed_there = device.type == "cuda" and getattr(one.stored, "packs_for_host", False)
+
+    def _linears(self) -> list[StackedLinear]:
+        return [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
 
     @property
     def experts(self) -> int:
@@ -136,11 +139,13 @@ class Offload:
         """Before the weights are loaded: so many experts of each layer are fixed."""
         if count:
             self.fixed, self.parting_bytes = count, self._largest
+            for one in self._linears():
+                one.fix(count, self.device)
             self.host_bytes = self.all_bytes * (self.experts - count) // self.experts
 
     def share(self, group: HostComm) -> None:
         """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
-        stacks = [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
+        stacks = self._linears()
         if stacks:
             sizes = [one.host_bytes(self.dtype, self.device) for one in stacks]
             hosted = [size * (self.experts - self.fixed) // self.experts for size in sizes]
@@ -154,12 +159,16 @@ class Offload:
         if not (isinstance(module, StackedLinear) and module.in_host) or (self._node is None and not self.fixed):
             return
         hosted = self._form(module.matrices)
-        if self.fixed:
+        if module.of_fixed is not None:
+            self._fixed[module], module.of_fixed = module.of_fixed, None
+            if self._node is None:
+                return
+        elif self.fixed:
             parts = gpu_form.parts(hosted)
             self._fixed[module] = parts.of([x[: self.fixed].to(self.device, copy=True) for x in parts.tensors])
             hosted = parts.of([x[self.fixed :] for x in parts.tensors])
         placed = hosted if self._node is None else self._node.place(module, hosted)
-        if placed is hosted and self.fixed:  # a part of memory that is given back
+        if placed is hosted and self.fixed and not module.fixed:  # a part of memory that is given back
             cuda, parts = self.device.type == "cuda", gpu_form.parts(hosted)
             placed = parts.of([host_memory.pinned(x) if cuda else x.clone() for x in parts.tensors])
         module.hold(placed)

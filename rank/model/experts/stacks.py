@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import super_blocks, super_blocks_cuda
-from ....kernels.quantized.stack import padded, stack
+from ....kernels.quantized.stack import padded, parted
 from ..formats import ChooseFormat, MakePart, Part
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
@@ -40,6 +40,8 @@ class Stacked(Protocol):
     layout: ExpertLayout
     model_dtype: torch.dtype
     in_host: bool
+    fixed: int
+    of_fixed: Matrices | None
 
     @property
     def width(self) -> int: ...
@@ -103,7 +105,8 @@ class StackOfParts:
             made = self.encoded(layer, first, count)
             return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
 
-        made = stack(cast(Any, self.part.codec), encoded, shape, at_once, layer.in_host)
+        of_fixed, made = parted(cast(Any, self.part.codec), encoded, shape, at_once, layer.in_host, layer.fixed)
+        layer.of_fixed = of_fixed if layer.fixed else None
         self.drop()
         return made
 
@@ -120,6 +123,13 @@ class StackOfParts:
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return self.part.kept_bits(device) * padded(layer.width) / max(layer.width, 1)
+
+    def slot_bits(self, layer: Stacked, device: torch.device) -> float:
+        """As `kept_bits` of a GPU, where experts lie in host memory as well: super-blocks have its own form there."""
+        here = self.kept_bits(layer, device)
+        if super_blocks.form_of(self.part.codec) is not None:
+            return here
+        return max(here, self.kept_bits(layer, torch.device("cpu")))
 
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
         """Whether experts in host memory become plain weights, as the device has no form for what CPUs keep."""

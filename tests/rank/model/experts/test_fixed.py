@@ -8,7 +8,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, FatalError
 from phalanx.rank.model import load_memory
-from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
+from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear, tensors_of
 from phalanx.rank.model.experts.offload import HOST_SPARED, ON_DEVICE, ExpertRoom, Offload
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.dummy import Dummy
@@ -62,7 +62,7 @@ def test_ranks(made, fix, tp, pp, ep):
     assert distance(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("isq", ["q4k", "q6k", "q8_0", "fp8"])
+@pytest.mark.parametrize("isq", ["q4k", "q6k", "q4_0", "q8_0", "fp8"])
 def test_quantised(made, fix, isq):
     ids = [tokens(30)]
     (want,) = run_steps(made("qwen3_moe"), ids, isq=isq, experts=ExpertRoom(offload=3))
@@ -90,6 +90,33 @@ def test_what_is_fixed_is_not_in_host_memory(made, fix):
     ((_, alone),) = threads.run(rank, 1)
     for sharers, held in threads.run(rank, 2):
         assert sharers == 2 and all(torch.equal(a, b) for a, b in zip(held, alone, strict=True))
+
+
+@pytest.mark.parametrize("isq", ["none", "q4k", "q4_0", "fp8"])
+def test_the_host_never_has_more_than_was_checked(made, fix, monkeypatch, isq):
+    """The experts that stay there and one stack: as each is loaded, and when it has been parted."""
+    fix(4)
+    keep, took = Offload.keep, []
+
+    def kept(self, module):
+        def held():
+            stacks = [one for one in self._linears() if not all(x.is_meta for x in tensors_of(one.matrices))]
+            tensors = [x for one in stacks for x in tensors_of(one.matrices)]
+            return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+        if isinstance(module, StackedLinear):
+            took.append(held())
+            keep(self, module)
+            took.append(held())
+
+    monkeypatch.setattr(Offload, "keep", kept)
+
+    def rank(world):
+        return load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=ExpertRoom(offload=4), isq=isq).offload
+
+    (offload,) = threads.run(rank, 1)
+    assert 0 < max(took) <= offload.host_bytes + offload.parting_bytes and took[-1] == offload.host_bytes
+    assert (max(took) == took[-1]) == (isq != "none"), "what is packed is never there as a whole"
 
 
 def test_counters(made, fix):

@@ -14,7 +14,7 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import gpu_form, pieces_cuda, q4_0, q4_1, q5_0, q8_0
+from phalanx.kernels.quantized import gpu_form, pieces_cuda, q4_0, q4_1, q4_k, q5_0, q5_k, q6_k, q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
@@ -241,6 +241,19 @@ def test_what_has_no_form_on_a_gpu_is_counted_as_plain(codec, inputs):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cuda) is not gpu_form.supports(made)
     assert not StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cpu)
+
+
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize("codec", [q4_0, q4_1, q4_k, q5_k, q6_k, q8_0])
+def test_a_slot_takes_what_gpus_make_of_host_memory(codec):
+    """Exactly that of super-blocks, and at most of others."""
+    made = stack(codec, lambda _: codec.encode(torch.randn(32, 512)), (2, 32, 512))
+    part = SimpleNamespace(codec=codec, kept_bits=lambda device: codec.kept_bits(512, device))
+    layer, like = SimpleNamespace(width=32), StackOfParts.__new__(StackOfParts)
+    like.part = part
+    held = sum(x.nbytes for x in gpu_form.parts(gpu_form.of_gpu(made)).tensors)
+    counted = like.slot_bits(layer, torch.device("cuda")) * 2 * 32 * 512 / 8
+    assert held == counted if codec in (q4_1, q4_k, q5_k, q6_k) else held <= counted
 
 
 def changed(path, tmp_path, **settings):
