@@ -101,7 +101,8 @@ def place_together(
     if experts:
         fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
         model.offload = Offload(fused, experts, dtypes[0], device)
-        left_for_experts = None if host_room is None else host_room - layers
+        others = sum(one.kept_bytes(dtypes[0], device) for one in model.sharded_modules() if not one.in_host)
+        left_for_experts = None if host_room is None else host_room - min(layers, others)
         fix(model.offload, _read(model, dtypes[1], packed_there=False), left_for_experts, group)
 
     def work() -> int:

@@ -129,7 +129,7 @@ class Offload:
         """How many experts of each layer have to be fixed; all where even that is too few. room: bytes that are free
         for experts in the host's memory; None: unlimited. read: what loading takes there besides. sharers: ranks of
         this node whose experts are the same memory."""
-        if self.device.type != "cuda" or room is None or self.all_bytes // sharers + read <= room:
+        if self.device.type != "cuda" or not self.layers or room is None or self.all_bytes // sharers + read <= room:
             return 0
         left = room * (1 - HOST_SPARED) - read - self._largest  # a stack is there twice while it is parted
         fits = left * sharers // (self.all_bytes / self.experts)

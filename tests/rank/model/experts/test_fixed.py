@@ -177,14 +177,14 @@ def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
     assert played.sent == (0 if way == "resident" else 24)
 
 
-def placed(path, room, host_room, ranks=1, dtype=torch.float32):
-    """What ranks with a GPU would do, and the bytes of one expert of all layers."""
+def placed(path, room, host_room, ranks=1, pp=1, layers=0):
+    """What ranks with a GPU would do. layers: bytes of these that may be in host memory."""
 
     def rank(world):
-        grid = mesh.build(world, 1, 1)
+        grid = mesh.build(world, 1, pp)
         model = load(path, grid, load_format="dummy")
-        rooms, dtypes = (None, host_room), (dtype, torch.float32)
-        need = load_memory.place_together(model, grid, (room, 0), dtypes, torch.device("cuda"), rooms, Dummy())
+        rooms, dtypes = (None, host_room), (torch.float32, torch.float32)
+        need = load_memory.place_together(model, grid, (room, layers), dtypes, torch.device("cuda"), rooms, Dummy())
         return need, model.offload
 
     return threads.run(rank, ranks)
@@ -208,6 +208,23 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
             assert one.fixed == 0 or one.host_bytes // ranks + one.parting_bytes <= (1 - HOST_SPARED) * host_room
             seen.add(one.fixed)
     assert {0, 4, 5, 6} <= seen
+
+
+def test_a_stage_without_experts_fixes_none(tmp_path):
+    sizes = {"num_hidden_layers": 24, "mlp_only_layers": [*range(12)]}
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | sizes), ExpertRoom(offload=4)
+    whole = max(one.all_bytes for _, one in placed(path, room, None, 2, pp=2))
+    assert sorted(one.fixed > 0 for _, one in placed(path, room, int(0.95 * whole), 2, pp=2)) == [False, True]
+    with pytest.raises(FatalError):
+        placed(path, room, -1, 2, pp=2)
+
+
+def test_layers_in_host_memory_leave_experts_less_of_it(tmp_path):
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
+    ((_, whole),) = placed(path, room, None)
+    some = whole.all_bytes // 10
+    fixed = [placed(path, room, whole.all_bytes + some, layers=size)[0][1].fixed for size in (0, 2 * some)]
+    assert fixed[0] == 0 < fixed[1]
 
 
 def test_what_both_cannot_hold_is_refused(made):
