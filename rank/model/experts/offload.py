@@ -158,6 +158,8 @@ class Offload:
         """Once a module is loaded."""
         if not (isinstance(module, StackedLinear) and module.in_host) or (self._node is None and not self.fixed):
             return
+        if self.fixed and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what packing took: else more and more of it would have tensors in it that stay
         hosted = self._form(module.matrices)
         if module.of_fixed is not None:
             self._fixed[module], module.of_fixed = module.of_fixed, None
@@ -197,6 +199,8 @@ class Offload:
         if not self.layers:
             return ""
         cuda, stacks = self.device.type == "cuda", self._stacks
+        if cuda:
+            torch.cuda.empty_cache()  # what loading took, before slots fill the device
         self.slot_bytes = sum(one.there.nbytes(1) for one in stacks)
         self._count()
         self.slots = max(self.slots, self.fixed)
