@@ -41,9 +41,9 @@ def microbatch_tokens(
     if not least or 2 * least > tokens:
         return least
     mine = [step_seconds(model, mesh, tokens, block_size, device, kept, one) for one in (0, least)]
-    whole, halves = world.all_gather(torch.tensor(mine)).view(-1, 2).amax(0).tolist()
-    chosen = least if halves < whole else 0
+    whole, split = world.all_gather(torch.tensor(mine)).view(-1, 2).amax(0).tolist()
+    chosen = least if split < whole else 0
     done = f"so steps of {2 * least} prompt tokens and more are" if chosen else "so no step is"
-    both = f"{whole * 1e3:.0f} ms, and {halves * 1e3:.0f} ms in two microbatches"
+    both = f"{whole * 1e3:.0f} ms, and {split * 1e3:.0f} ms in two microbatches"
     say(f"a step of {tokens} tokens takes {both}, {done} cut")
     return chosen

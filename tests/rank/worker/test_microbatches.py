@@ -41,7 +41,7 @@ class World:
 
 
 @pytest.mark.parametrize(
-    "whole, halves, tokens, chosen, said",
+    "whole, split, tokens, chosen, said",
     [
         (
             4.0,
@@ -55,9 +55,9 @@ class World:
         (0.0, 0.0, 2047, 1024, ""),  # no step is so long
     ],
 )
-def test_the_faster_way_on_the_slowest_rank(whole, halves, tokens, chosen, said, monkeypatch):
+def test_the_faster_way_on_the_slowest_rank(whole, split, tokens, chosen, said, monkeypatch):
     monkeypatch.setattr(module, "min_microbatch_tokens", lambda *_: 1024)
-    monkeypatch.setattr(module, "step_seconds", lambda *given: halves if given[-1] else whole)
+    monkeypatch.setattr(module, "step_seconds", lambda *given: split if given[-1] else whole)
     told = []
     assert microbatch_tokens(None, None, World(), told.append, tokens, 16, torch.device("cuda")) == chosen
     assert bool(told) == bool(said) and all(said in one for one in told)
