@@ -231,7 +231,7 @@ def attentions(table: Table) -> None:
     draw = random.Random(0)
     for batch in (64, 256, 512):
         decode_attention(table, f"{batch} of 64 to 1400", [draw.randint(64, 1400) for _ in range(batch)])
-    for batch, length in itertools.product((1, 16), (1024, 8192, 32768)):
+    for batch, length in itertools.product((1, 16, 64), (1024, 8192, 32768)):
         fp8_attention(table, batch, length)
     for batch, length in ((1, 8192), (16, 1024)):
         prompt_attention(table, batch, length)

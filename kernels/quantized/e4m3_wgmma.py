@@ -25,6 +25,7 @@ from .wgmma_configs import blocks_at_once
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
+SMALLEST = 1e-35  # as in e4m3_encode.cuh
 MOST_THREADS = 512  # of a block of e4m3_encode.cuh
 TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -249,10 +250,11 @@ def row_sizes(inputs: int) -> dict[str, int]:
 
 
 def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448."""
+    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448. Rows of nothing above SMALLEST are
+    zeros."""
     most = x.float().abs().amax(1, keepdim=True)
     by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
-    values = torch.where(most > 0, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
     codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
     return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
