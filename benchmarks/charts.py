@@ -29,6 +29,8 @@ H200 = {
     "h200-x2-llama3-8b-2026-11-22.jsonl": "Llama-3.1-8B, bf16, two H200",
     "h200-x4-llama3-70b-2026-11-26.jsonl": "Llama-3.1-70B, bf16, four H200",
 }
+# In place of a file's own lines of the mixed load: the newest that both engines have from one machine, and their day.
+MIXED = {"h200-llama3-8b-2026-11-23.jsonl": ("h200-vllm-2026-11-26.jsonl", "2026-11-26")}
 CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"  # the newest run of these
 SIZE = 2  # bytes of an element of bf16
 CONTEXT = 128 + (32 + 256) // 2  # tokens of a sequence in the steps between the 32nd and the 256th new token
@@ -61,6 +63,10 @@ def beside_peers() -> list[Group]:
     groups = []
     for name, title in (H200 | on_cpus()).items():
         lines = [line for line in read(name) if line["config"] in LLAMAS]
+        newer, day = MIXED.get(name, ("", ""))
+        if newer:
+            mixed = [line for line in read(newer) if line["config"] in LLAMAS and line["what"] == "mixed"]
+            lines = [line for line in lines if line["what"] != "mixed"] + mixed
         peer = next(line for line in lines if line["engine"] != "phalanx")
         engine = peer["engine"].replace("vllm", "vLLM")
         if engine == "llama.cpp":
@@ -71,6 +77,8 @@ def beside_peers() -> list[Group]:
                 unit = "ms" if what == "decode" else "s"
                 ratio = theirs / ours
                 words = f"{ratio:.2f}: {_three(ours)} {unit} beside {_three(theirs)}"
+                if what == "mixed" and newer:
+                    words += f" ({day})"
                 bars.append(Bar(f"decode {batch}" if what == "decode" else "mixed, 512", ratio, words))
         groups.append(Group(f"{title}, beside {engine} {peer['version']}; {peer['date']}", bars))
     return groups

@@ -115,8 +115,8 @@ def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
     if skinny.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
-    for cut in tile_configs(rows, outputs, inputs):
-        versions["m{}k{}s{}".format(*cut)] = [partial(skinny.pipelined, x, w, cut) for w in weights]
+    for config in tile_configs(rows, outputs, inputs):
+        versions["m{}k{}s{}".format(*config)] = [partial(skinny.pipelined, x, w, config) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
 
@@ -203,7 +203,7 @@ class Layers:
 
 
 def layers(table: Table, shapes: str) -> None:
-    """Microseconds of eight layers by the library's GEMMs, as they are chosen, and with one GEMM cut in another way."""
+    """Microseconds of eight layers by the library's GEMMs, as they are chosen, and with one GEMM in other tiles."""
     if table.only not in "8 layers":
         return
     chosen: dict[str, Callable[..., Tensor]] = {"qkv": linear, "o": linear, "gate_up": gated_linear, "down": linear}
@@ -215,12 +215,12 @@ def layers(table: Table, shapes: str) -> None:
             is_gated = name == "gate_up"
             versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
             if rows <= skinny.GEMV_ROWS:
-                for way in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
-                    ours = partial(skinny.gemv, gate="silu" if is_gated else "", way=way)
-                    versions[f"{name} gemv {way[0]}"] = [partial(made.run, chosen | {name: ours})]
-            for cut in tile_configs(rows, *shape):
-                ours = partial(skinny.pipelined, cut=cut, gate="silu" if is_gated else "")
-                versions["{} m{}k{}s{}".format(name, *cut)] = [partial(made.run, chosen | {name: ours})]
+                for warp in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
+                    ours = partial(skinny.gemv, gate="silu" if is_gated else "", config=warp)
+                    versions[f"{name} gemv {warp[0]}"] = [partial(made.run, chosen | {name: ours})]
+            for config in tile_configs(rows, *shape):
+                ours = partial(skinny.pipelined, config=config, gate="silu" if is_gated else "")
+                versions["{} m{}k{}s{}".format(name, *config)] = [partial(made.run, chosen | {name: ours})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)
 
@@ -231,7 +231,7 @@ def attentions(table: Table) -> None:
     draw = random.Random(0)
     for batch in (64, 256, 512):
         decode_attention(table, f"{batch} of 64 to 1400", [draw.randint(64, 1400) for _ in range(batch)])
-    for batch, length in itertools.product((1, 16), (1024, 8192, 32768)):
+    for batch, length in itertools.product((1, 16, 64), (1024, 8192, 32768)):
         fp8_attention(table, batch, length)
     for batch, length in ((1, 8192), (16, 1024)):
         prompt_attention(table, batch, length)

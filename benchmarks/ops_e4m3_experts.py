@@ -1,12 +1,12 @@
-"""FP8 experts on Hopper: by tensor cores of 8 bits, beside what else multiplies them, and each part in every cut.
+"""FP8 experts on Hopper: by tensor cores of 8 bits, beside what else multiplies them, and each part in every config.
 
     python benchmarks/ops_e4m3_experts.py [--shapes qwen3-30b-a3b] [--rows 64 256 2048] [--unit 128] [--json FILE]
 
 One line by number of rows has whole layers, without the sum over a token's experts: bf16; FP8 as it is chosen, by tiles
 of quantized_experts.cu, dequantised first. The next ones have the parts: the sort of pairs, rows that become e4m3, and
-both GEMMs by cut: outputs x rows of a tile / rows of a matmul, and blocks that share x. The limit is that of bytes in
-FP8, or twice the arithmetic of bf16. Rows choose experts at random. --unit: inputs that share a scale; 0: as with
-`--isq fp8`, 128: as in checkpoints.
+both GEMMs by config: outputs x rows of a tile / rows of a matmul, and blocks that share x. The limit is that of
+bytes in FP8, or twice the arithmetic of bf16. Rows choose experts at random. --unit: inputs that share a scale; 0: as
+with `--isq fp8`, 128: as in checkpoints.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Inputs
 from phalanx.kernels.quantized import e4m3
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 ROWS = 64, 128, 256, 512, 2048, 8192
-CUTS = (
-    Cut(128, 16, 1, matmul=16), Cut(128, 32, 1), Cut(128, 32, 1, 2), Cut(256, 32, 1), Cut(128, 64, 1),
-    Cut(128, 64, 1, 2), Cut(192, 64, 1), Cut(128, 128, 1), Cut(128, 128, 1, 2), Cut(192, 128, 1), Cut(192, 128, 1, 2),
-    Cut(128, 192, 1, matmul=192), Cut(128, 192, 1, 2, matmul=192), Cut(128, 192, 1, 2, matmul=96),
-    Cut(128, 256, 1, matmul=128), Cut(128, 256, 1, 2, matmul=128),
+TILES = (
+    E4m3Config(128, 16, 1, matmul=16), E4m3Config(128, 32, 1), E4m3Config(128, 32, 1, 2), E4m3Config(256, 32, 1),
+    E4m3Config(128, 64, 1), E4m3Config(128, 64, 1, 2), E4m3Config(192, 64, 1), E4m3Config(128, 128, 1),
+    E4m3Config(128, 128, 1, 2), E4m3Config(192, 128, 1), E4m3Config(192, 128, 1, 2),
+    E4m3Config(128, 192, 1, matmul=192), E4m3Config(128, 192, 1, 2, matmul=192), E4m3Config(128, 192, 1, 2, matmul=96),
+    E4m3Config(128, 256, 1, matmul=128), E4m3Config(128, 256, 1, 2, matmul=128),
 )  # fmt: skip
 
 
-def cuts(pairs: float) -> Iterator[Cut]:
+def configs(pairs: float) -> Iterator[E4m3Config]:
     """Those that may be the fastest of so many pairs per expert."""
-    return (cut for cut in CUTS if cut.rows <= max(32, 4 * pairs) and cut.rows * 8 >= min(pairs, 512))
+    return (config for config in TILES if config.rows <= max(32, 4 * pairs) and config.rows * 8 >= min(pairs, 512))
 
 
-def name(cut: Cut) -> str:
-    return f"{cut.outputs}x{cut.rows}/{cut.n}" + (f" share {cut.share}" if cut.share > 1 else "")
+def name(config: E4m3Config) -> str:
+    return f"{config.outputs}x{config.rows}/{config.n}" + (f" share {config.share}" if config.share > 1 else "")
 
 
 def stacks(layers: Layers, unit: int) -> list[tuple[Stack, Stack]]:
@@ -72,11 +73,11 @@ def whole(bf16: list[Inputs], given: list[Inputs]) -> dict[str, list[Call]]:
     }
     if one.pairs <= 96 * one.experts:
         tiles = quantized_cuda.choose_tiles(one.pairs, one.experts)
-        ways = quantized_cuda.cut_ways(tiles, one.w13, one.w2)
-        versions[f"tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, ways) for one in given]
+        kernels = quantized_cuda.tiled_configs(tiles, one.w13, one.w2)
+        versions[f"tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, kernels) for one in given]
     up, down = e4m3_experts.choose(one.pairs, one.experts)
     versions[f"8 bits, tiles of {up.rows}"] = [
-        partial(moe.in_pieces, one, quantized_cuda.Ways(up, down)) for one in given
+        partial(moe.in_pieces, one, quantized_cuda.KernelConfigs(up, down)) for one in given
     ]
     return versions
 
@@ -90,20 +91,22 @@ def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
         "down": {},
     }
     y = given[0].x.new_empty(given[0].pairs, given[0].x.shape[1])
-    for cut in cuts(given[0].pairs / experts):
+    for config in configs(given[0].pairs / experts):
         of: dict[str, list[Call]] = {"of x": [], "of h": [], "up": [], "down": []}
         for one in given:
             assert isinstance(one.w13, Stack) and isinstance(one.w2, Stack)
-            groups = group(one.ids, experts, cut.rows)
+            groups = group(one.ids, experts, config.rows)
             h = torch.randn(one.pairs, one.w2.shape[2], device="cuda").to(one.x.dtype)
             of_x = partial(e4m3_experts.encode, one.x, groups, one.weights, top, 256)
             of_h = partial(e4m3_experts.encode, h, groups, one.weights, 0, 256)
             of["of x"].append(of_x)
             of["of h"].append(of_h)
-            of["up"].append(partial(e4m3_experts.multiply, of_x(), one.w13, groups, torch.empty_like(h), "silu", cut))
-            of["down"].append(partial(e4m3_experts.multiply, of_h(), one.w2, groups, y, "", cut))
+            of["up"].append(
+                partial(e4m3_experts.multiply, of_x(), one.w13, groups, torch.empty_like(h), "silu", config)
+            )
+            of["down"].append(partial(e4m3_experts.multiply, of_h(), one.w2, groups, y, "", config))
         found["rows"] |= {part: of[part] for part in ("of x", "of h")}
-        found["up"][name(cut)], found["down"][name(cut)] = of["up"], of["down"]
+        found["up"][name(config)], found["down"][name(config)] = of["up"], of["down"]
     return found
 
 
@@ -113,17 +116,19 @@ def compile_ahead(given: list[Inputs], rows: list[int]) -> None:
     top, experts, found = given[0].ids.shape[1], given[0].experts, device_caps(torch.device("cuda"))
     programs = []
     for n in rows:
-        used = {*cuts(n * top / experts), *e4m3_experts.choose(n * top, experts)}
-        sizes = [e4m3_experts.sizes(one, cut, act, False) for cut in used for one, act in ((w13, "silu"), (w2, ""))]
+        used = {*configs(n * top / experts), *e4m3_experts.choose(n * top, experts)}
+        sizes = [
+            e4m3_experts.sizes(one, config, act, False) for config in used for one, act in ((w13, "silu"), (w2, ""))
+        ]
         programs += [jit.variant("e4m3_experts", torch.bfloat16, **one) for one in sizes]
         tiles = quantized_cuda.choose_tiles(n * top, experts)
-        for ways in (
-            quantized_cuda.cut_ways(tiles, w13, w2),
-            quantized_cuda.choose_ways(n * top, experts, w13, w2, found),
+        for kernels in (
+            quantized_cuda.tiled_configs(tiles, w13, w2),
+            quantized_cuda.choose_kernels(n * top, experts, w13, w2, found),
         ):
-            for weight, way, act, k in ((w13, ways.up, "silu", top), (w2, ways.down, "", 1)):
-                if isinstance(way, quantized_cuda.Cut):
-                    of = quantized_cuda.sizes(weight, way, act, k, False)
+            for weight, kernel, act, k in ((w13, kernels.up, "silu", top), (w2, kernels.down, "", 1)):
+                if isinstance(kernel, quantized_cuda.ExpertTileConfig):
+                    of = quantized_cuda.sizes(weight, kernel, act, k, False)
                     programs.append(jit.variant("quantized_experts", torch.bfloat16, **of))
     jit.compile_ahead(programs, torch.device("cuda"))
 

@@ -106,24 +106,24 @@ def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(1).to(torch.uint8), scales, zeros
 
 
-def ways_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.Ways]:
+def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.KernelConfigs]:
     """Of few pairs per expert."""
-    found = {f"tiles of {8 * tiles}": quantized_cuda.cut_ways(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
+    found = {f"tiles of {8 * tiles}": quantized_cuda.tiled_configs(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
     up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))
-    return found | {"pipelined": quantized_cuda.Ways(up, down)} if up and down else found
+    return found | {"pipelined": quantized_cuda.KernelConfigs(up, down)} if up and down else found
 
 
 def compile_quantized(layers: Layers) -> None:
     """All of `ways_of`, several at a time."""
     programs = []
     for (w13, w2), *_ in layers.quantized.values():
-        for ways in ways_of(w13, w2).values():
-            for weight, way, act, top in ((w13, ways.up, "silu", layers.shape.top_k), (w2, ways.down, "", 1)):
-                if isinstance(way, quantized_cuda.Cut):
-                    sizes = quantized_cuda.sizes(weight, way, act, top, False)
+        for kernels in kernels_of(w13, w2).values():
+            for weight, kernel, act, top in ((w13, kernels.up, "silu", layers.shape.top_k), (w2, kernels.down, "", 1)):
+                if isinstance(kernel, quantized_cuda.ExpertTileConfig):
+                    sizes = quantized_cuda.sizes(weight, kernel, act, top, False)
                     programs.append(jit.variant("quantized_experts", torch.bfloat16, **sizes))
-                elif isinstance(way, quantized_pipeline.PipelineConfig):
-                    sizes = quantized_pipeline.sizes(weight, way, act, top, False)
+                elif isinstance(kernel, quantized_pipeline.PipelineConfig):
+                    sizes = quantized_pipeline.sizes(weight, kernel, act, top, False)
                     programs.append(jit.variant("quantized_pipeline", torch.bfloat16, **sizes))
     jit.compile_ahead(programs, torch.device("cuda"))
 
@@ -158,14 +158,14 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
         many = rows * layers.shape.top_k > 64 * layers.shape.experts
         if many:
             versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
-        for title, ways in ways_of(*stacks[0]).items():
+        for title, kernels in kernels_of(*stacks[0]).items():
             if not many or title == "tiles of 64":
-                versions[f"{name}, {title}"] = [partial(moe.in_pieces, one, ways) for one in pairs]
+                versions[f"{name}, {title}"] = [partial(moe.in_pieces, one, kernels) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
 
-def cuts() -> Iterator[TileConfig]:
+def configs() -> Iterator[TileConfig]:
     for rows, outputs, inputs, warps, stages in itertools.product(
         (16, 32, 64, 128), (32, 64, 128, 256), (64, 128), (4, 8), (2, 3, 4)
     ):
@@ -191,21 +191,21 @@ def tune(layers: Layers, rows: int) -> None:
         ys = [one.x.new_empty(one.pairs, one.x.shape[1]) for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []
         downs: list[tuple[float, tuple[int, ...]]] = []
-        for cut in (one for one in cuts() if one.rows == height):
-            both = cut._replace(outputs=cut.outputs // 2)
+        for config in (one for one in configs() if one.rows == height):
+            both = config._replace(outputs=config.outputs // 2)
             up: list[Call] = [
                 partial(moe_triton.expert_up, *one[:3], moe.plain(one.w13, one.x.dtype), g, silu, both, None, h)
                 for one, g, h in zip(calls, groups, hs, strict=True)
             ]
             down: list[Call] = [
-                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, cut, one.weights, None, y)
+                partial(moe_triton.expert_down, h, moe.plain(one.w2, h.dtype), g, config, one.weights, None, y)
                 for h, g, one, y in zip(hs, groups, calls, ys, strict=True)
             ]
-            for found, one, way in ((ups, up, both), (downs, down, cut)):
+            for found, one, kernel in ((ups, up, both), (downs, down, config)):
                 try:
-                    found.append((round(measure(one, 12, 5), 1), tuple(way)))
+                    found.append((round(measure(one, 12, 5), 1), tuple(kernel)))
                 except Exception as error:  # too much shared memory, or too many registers
-                    print(f"{tuple(way)}: {error!r}"[:100], flush=True)
+                    print(f"{tuple(kernel)}: {error!r}"[:100], flush=True)
         print(f"{rows} rows, limit {limit:.1f}, tiles of {height}: up {sorted(ups)[:4]} down {sorted(downs)[:4]}",
               flush=True)  # fmt: skip
 

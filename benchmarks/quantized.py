@@ -5,8 +5,8 @@
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
 all linears of a model of 32 such layers take. fp8 has scales as --isq fp8, mostly for each 512 inputs, and
-fp8-128 stands beside it, with those of blocks. --ways: also every other way to cut a GEMM, compiled beforehand. --fit:
-writes what GEMMs of many rows are cut by to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
+fp8-128 stands beside it, with those of blocks. --ways: also every other kernel and tile, compiled beforehand. --fit:
+writes the costs of GEMMs of many rows to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
 those that make weights in registers.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from phalanx.benchmarks import cuts_fit
+from phalanx.benchmarks import configs_fit
 from phalanx.benchmarks.ops_table import BANDWIDTH, BF16, FLOPS, SHAPES, copies, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
@@ -39,7 +39,7 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
-    wgmma_cuts,
+    wgmma_configs,
 )
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
@@ -93,7 +93,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 
 
 def gemvs(layout: Layout) -> list[pieces_cuda.GemvConfig]:
-    return [way._replace(ahead=way.ahead // (1 + (layout.bytes > pieces_cuda.LARGE))) for way in GEMVS]
+    return [config._replace(ahead=config.ahead // (1 + (layout.bytes > pieces_cuda.LARGE))) for config in GEMVS]
 
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -108,72 +108,72 @@ def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     return gated_linear(x, weight, gate) if gate else linear(x, weight)
 
 
-def ways(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
-    """Every way to compute it: a function of x, packed and gate."""
+def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
+    """Every kernel and config that computes it: a function of x, packed and gate."""
     rows, found = len(x), dict[str, Any]()
-    eights = _e4m3_cuts(rows, packed.inputs, packed.layout, gate)
+    eights = _e4m3_configs(rows, packed.inputs, packed.layout, gate)
     for eight in eights:
         found["e{}n{}s{}x{}w{}m{}".format(*eight)] = partial(_e4m3, eight)
     if eights:
         return found
     if rows <= pieces_cuda.MOST_GEMV_ROWS:
-        for way in gemvs(packed.layout):
-            fits = pieces_cuda.gemv_shared(rows, packed.inputs, way.strips) <= pieces_cuda.GEMV_SHARED
-            if fits and (not gate or way.strips == 2):
-                found["gemv{}a{}b{}".format(*way)] = partial(_gemv, way)
+        for strip in gemvs(packed.layout):
+            fits = pieces_cuda.gemv_shared(rows, packed.inputs, strip.strips) <= pieces_cuda.GEMV_SHARED
+            if fits and (not gate or strip.strips == 2):
+                found["gemv{}a{}b{}".format(*strip)] = partial(_gemv, strip)
     for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
         found["grouped{}r{}".format(*one)] = partial(_grouped, one)
     if rows <= pieces_cuda.MOST_ROWS:
-        for cut in pieces_cuda.tile_configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
-            found["m{}k{}t{:d}".format(*cut)] = partial(_gemm, cut)
-    for many in _wgmma_cuts(rows, packed.inputs, packed.layout, gate):
+        for config in pieces_cuda.tile_configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
+            found["m{}k{}t{:d}".format(*config)] = partial(_gemm, config)
+    for many in _wgmma_configs(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
     for both in _wgmma_parts(rows, packed.outputs, packed.inputs, packed.layout, gate):
-        first, rest = ("m{}n{}k{}".format(*cut[:3]) for cut in (both.first, both.rest))
+        first, rest = ("m{}n{}k{}".format(*config[:3]) for config in (both.first, both.rest))
         found[f"{first}+{rest}@{both.columns}"] = partial(_parts, both)
     return found
 
 
-def _gemv(way: pieces_cuda.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.gemv(x, packed, way, gate)
+def _gemv(config: pieces_cuda.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.gemv(x, packed, config, gate)
 
 
-def _grouped(way: pieces_cuda.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.grouped(x, packed, way, gate)
+def _grouped(config: pieces_cuda.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.grouped(x, packed, config, gate)
 
 
-def _gemm(cut: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.gemm(x, packed, cut, gate)
+def _gemm(config: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.gemm(x, packed, config, gate)
 
 
-def _wgmma(cut: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.wgmma(x, packed, cut, gate)
+def _wgmma(config: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.wgmma(x, packed, config, gate)
 
 
-def _parts(way: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.wgmma_parts(x, packed, way, gate)
+def _parts(config: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.wgmma_parts(x, packed, config, gate)
 
 
-def _e4m3(cut: e4m3_wgmma.Cut, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return e4m3_wgmma.gemm(x, packed, cut, gate)
+def _e4m3(config: e4m3_wgmma.E4m3Config, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return e4m3_wgmma.gemm(x, packed, config, gate)
 
 
-def _e4m3_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.Cut]:
+def _e4m3_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.E4m3Config]:
     wide, hopper = layout.header == e4m3_wide.LAYOUT.header, device_caps(torch.device("cuda")).hopper
     taken = wide and hopper and rows >= e4m3_wgmma.LEAST_ROWS
-    return list(e4m3_wgmma.cuts(rows, inputs, layout.alike, bool(gate))) if taken else []
+    return list(e4m3_wgmma.configs(rows, inputs, layout.alike, bool(gate))) if taken else []
 
 
-def _wgmma_cuts(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
-    taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_cuts.ROWS
-    return list(wgmma_cuts.configs(rows, inputs, layout, bool(gate))) if taken else []
+def _wgmma_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
+    taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_configs.ROWS
+    return list(wgmma_configs.configs(rows, inputs, layout, bool(gate))) if taken else []
 
 
 def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaParts]:
-    """Of any rows, whether `choose` takes two parts of so many or not; their cuts are among those that stand alone."""
+    """Of any rows, whether `choose` takes two parts or not; their configs are among those that stand alone."""
     caps = device_caps(torch.device("cuda"))
-    taken = caps.hopper and rows in wgmma_cuts.ROWS
-    return list(wgmma_cuts.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
+    taken = caps.hopper and rows in wgmma_configs.ROWS
+    return list(wgmma_configs.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) -> None:
@@ -181,24 +181,24 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
     for outputs, inputs, gate in shapes:
         layout = FORMATS[form](16, inputs).layout
         for n in rows:
-            eights = _e4m3_cuts(n, inputs, layout, gate)
+            eights = _e4m3_configs(n, inputs, layout, gate)
             for eight in eights:
                 sizes = e4m3_wgmma.sizes(inputs, eight, gate, False, layout.alike)
                 wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
             if eights:
                 continue
             if n <= pieces_cuda.MOST_GEMV_ROWS:
-                for way in gemvs(layout):
-                    sizes = pieces_cuda._gemv_sizes(n, inputs, way, gate, False, layout)
+                for strip in gemvs(layout):
+                    sizes = pieces_cuda._gemv_sizes(n, inputs, strip, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
             for one in grouped_gemv.configs(n, inputs, layout, bool(gate)):
                 sizes = pieces_cuda._grouped_sizes(n, inputs, one, gate, False, layout)
                 wanted.append(jit.variant("grouped_gemv", BF16, **sizes))
             if n <= pieces_cuda.MOST_ROWS:
-                for cut in pieces_cuda.tile_configs(n, outputs, inputs, layout, bool(gate)):
-                    sizes = pieces_cuda._gemm_sizes(n, inputs, cut, gate, False, layout)
+                for config in pieces_cuda.tile_configs(n, outputs, inputs, layout, bool(gate)):
+                    sizes = pieces_cuda._gemm_sizes(n, inputs, config, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemm", BF16, **sizes))
-            for many in _wgmma_cuts(n, inputs, layout, gate):
+            for many in _wgmma_configs(n, inputs, layout, gate):
                 sizes = pieces_cuda._wgmma_sizes(inputs, many, gate, False, layout)
                 wanted.append(jit.variant("quantized_wgmma", BF16, **sizes))
     jit.compile_ahead(wanted, device)
@@ -227,7 +227,7 @@ def bench(
         if others:
             versions[BESIDE[form]] = [partial(by_pieces, x, p, gate) for p in others]
         if all_ways:
-            versions |= {k: [partial(f, x, p, gate) for p in pieces] for k, f in ways(x, pieces[0], gate).items()}
+            versions |= {k: [partial(f, x, p, gate) for p in pieces] for k, f in kernels_of(x, pieces[0], gate).items()}
         times = {key: round(measure(calls), 2) for key, calls in versions.items()}
         rate, share = bytes_ / times[form] / 1e6, limit / times[form]
         about = dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, alike=pieces[0].layout.alike)
@@ -250,12 +250,12 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="8b")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES)
-    parser.add_argument("--ways", action="store_true", help="every way to cut a GEMM")
+    parser.add_argument("--ways", action="store_true", help="every kernel and tile of a GEMM")
     parser.add_argument("--json", help="append raw lines to this file")
-    parser.add_argument("--fit", metavar="FILE", help="fit the choice of cuts to these lines")
+    parser.add_argument("--fit", metavar="FILE", help="fit the choice of configs to these lines")
     asked = parser.parse_args()
     if asked.fit:
-        cuts_fit.fit(asked.fit)
+        configs_fit.fit(asked.fit)
         return
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), device_caps(torch.device("cuda")))

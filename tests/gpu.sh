@@ -48,6 +48,10 @@ part kernels-recurrent 540 "${several[@]}" tests/kernels/recurrent/*_gpu.py
 part kernels-gemm 540 "${several[@]}" tests/kernels/gemm/*_gpu.py
 part kernels-moe 540 "${several[@]}" tests/kernels/moe/*_gpu.py
 part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
+# In C++: hosts of GPUs have AMX, which other machines may lack.
+part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels/cpp/test_*.py \
+    tests/kernels/collective/test_shm_allreduce.py tests/kernels/moe/test_host_{choice,experts,service}.py \
+    tests/kernels/moe/test_moved_nibbles.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
 part worker 120 "${tests[@]}" $worker/test_swap.py $worker/test_batch_builder.py $worker/test_decode_batch.py

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from .batch import Job, answers, files, finished, read, requests
 from .checkpoints import make_checkpoint
@@ -162,6 +164,18 @@ def test_a_deadline(checkpoint, tmp_path):
                 assert time.monotonic() - start < 25
                 assert not job.left()
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
+
+
+def test_why_the_ranks_refuse_is_said_once(checkpoint, tmp_path):
+    path = shutil.copytree(checkpoint, tmp_path / "damaged")
+    state = load_file(path / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight"]
+    save_file(state, path / "model.safetensors")
+    requests(tmp_path / "in.jsonl", 3)
+    with Job(tmp_path, str(path), "--np", "1", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl") as job:
+        assert job.end() == 3, job.output
+        assert job.output.count("has no tensor model.layers.0.mlp.up_proj.weight") == 1, job.output
+        assert "phalanx: stopped (exit code 3)\n" in job.output
 
 
 @pytest.mark.long

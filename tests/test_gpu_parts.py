@@ -37,6 +37,13 @@ def test_every_test_of_gpus_is_in_a_part_and_every_path_is_there(run):
     assert len(given) == len(set(given)) + 2, "of test_served.py there are three parts, of others one"
 
 
+def test_kernels_in_cpp_are_a_part(run):
+    (line,) = run("kernels-cpu")[0].values()
+    kernels = ROOT / "tests/kernels"
+    there = {one for one in kernels.rglob("test_*.py") if "cpu" in one.name or one.parent.name == "cpp"}
+    assert there and {str(one.relative_to(ROOT)) for one in there} <= set(line.split())
+
+
 def test_each_part_ends_within_a_call(run):
     parts, _ = run()
     assert all(0 < int(line.split()[0]) + 60 <= CALL for line in parts.values())

@@ -27,7 +27,7 @@ from . import gemm_reduce_scatter
 from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain
 
 METHOD = 2  # of choosing; files that were made by another one are not read
-GAIN = 0.98  # of the first way's time that another may take to be chosen
+GAIN = 0.98  # of the first algorithm's time that another may take to be chosen
 SLOWER = 1.15  # times the fastest: not measured again
 NEAREST = 3  # are measured again
 LEADERS = 2  # of a number of rows, which are measured for all others, too
@@ -95,9 +95,9 @@ def _measure(
     """
     trial = Benchmark(library, sizes, weights, max(counts), peers)
     own = {rows: trial.own(rows) for rows in counts}
-    leaders = [way for rows, ways in own.items() for way in near(ways, trial.times(rows, ways))[:LEADERS]]
+    leaders = [algo for rows, algos in own.items() for algo in near(algos, trial.times(rows, algos))[:LEADERS]]
     return [
-        fastest(partial(trial.times, rows), list(dict.fromkeys((*ways[:1], *leaders)))) for rows, ways in own.items()
+        fastest(partial(trial.times, rows), list(dict.fromkeys((*algos[:1], *leaders)))) for rows, algos in own.items()
     ]
 
 
@@ -117,56 +117,56 @@ class Benchmark:
         self._works: dict[tuple[int, Algo], bool] = {}
 
     def own(self, rows: int) -> list[Algo]:
-        """The ways for so many rows; the first is taken unless another is faster. Empty: there is none."""
+        """The algorithms for so many rows; the first is taken unless another is faster. Empty: there is none."""
         proposals: list[Algo] = [*self._library.proposals(self._sizes, rows)]
         return proposals if self._peers else [None, *proposals]
 
-    def times(self, rows: int, ways: list[Algo]) -> list[float]:
+    def times(self, rows: int, algos: list[Algo]) -> list[float]:
         """Milliseconds of each; infinite where the library refuses."""
-        calls = [self._call(rows, way) for way in ways]
-        for way, call in zip(ways, calls, strict=True):
-            if (rows, way) not in self._works:  # which loads the kernel, too
-                self._works[rows, way] = call(next(self._turns)) is not False
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
-        torch.cuda._sleep(AHEAD * self._launches * len(ways))
-        for way, call, (start, end) in zip(ways, calls, marks, strict=True):
+        calls = [self._call(rows, algo) for algo in algos]
+        for algo, call in zip(algos, calls, strict=True):
+            if (rows, algo) not in self._works:  # which loads the kernel, too
+                self._works[rows, algo] = call(next(self._turns)) is not False
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in algos]
+        torch.cuda._sleep(AHEAD * self._launches * len(algos))
+        for algo, call, (start, end) in zip(algos, calls, marks, strict=True):
             start.record()
-            for _ in range(self._launches if self._works[rows, way] else 0):
+            for _ in range(self._launches if self._works[rows, algo] else 0):
                 call(next(self._turns))
             end.record()
         torch.cuda.current_stream().synchronize()
         taken = [start.elapsed_time(end) for start, end in marks]
-        return [ms if self._works[rows, way] else math.inf for way, ms in zip(ways, taken, strict=True)]
+        return [ms if self._works[rows, algo] else math.inf for algo, ms in zip(algos, taken, strict=True)]
 
-    def _call(self, rows: int, way: Algo) -> Callable[[Tensor], Any]:
+    def _call(self, rows: int, algo: Algo) -> Callable[[Tensor], Any]:
         x, y = self._x[:rows], self._y[:rows]
-        if way is None:
+        if algo is None:
             return lambda weight: torch.mm(x, weight.t(), out=y)
-        plan = self._library.plan_of(way, self._sizes, rows)
+        plan = self._library.plan_of(algo, self._sizes, rows)
         if self._peers is None:
             return partial(self._library.run, plan, x, y=y.data_ptr())
         peers = self._peers
         return lambda weight: self._library.run(plan, x, weight, gemm_reduce_scatter.address(rows, weight, peers))
 
 
-def near(ways: list[Algo], times: list[float]) -> list[Algo]:
+def near(algos: list[Algo], times: list[float]) -> list[Algo]:
     """Which of these took the least time or little more, the fastest first."""
     limit = SLOWER * min(times, default=0)
-    return [way for ms, way in sorted(zip(times, ways, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
+    return [algo for ms, algo in sorted(zip(times, algos, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
 
 
-def fastest(times: Callable[[list[Algo]], list[float]], ways: list[Algo]) -> Algo:
-    """Of these ways the first, unless another takes at most GAIN of its time; None where none works."""
-    best = dict(zip(ways, times(ways), strict=True))
-    fast = near(ways, list(best.values()))[:NEAREST]
+def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo]) -> Algo:
+    """The first of these algorithms, unless another takes at most GAIN of its time; None where none works."""
+    best = dict(zip(algos, times(algos), strict=True))
+    fast = near(algos, list(best.values()))[:NEAREST]
     if not fast:
         return None
-    usual, *_ = ways
+    usual, *_ = algos
     again = list(dict.fromkeys([usual, *fast]))
     for _ in range(ROUNDS if len(again) > 1 else 0):
         again.reverse()  # a clock that falls meanwhile is nobody's disadvantage
-        for way, taken in zip(again, times(again), strict=True):
-            best[way] = min(best[way], taken)
+        for algo, taken in zip(again, times(again), strict=True):
+            best[algo] = min(best[algo], taken)
     first = min(fast, key=best.__getitem__)
     return first if best[first] <= GAIN * best[usual] else usual
 
@@ -187,7 +187,7 @@ def remembered(about: list[Any], measure: Callable[[], list[list[Algo]]]) -> tup
         if (found := _read(file, about)) is not None:
             return found, True
         found = measure()
-        text = json.dumps({"about": about, "choices": [[way and way.hex() for way in row] for row in found]})
+        text = json.dumps({"about": about, "choices": [[algo and algo.hex() for algo in row] for row in found]})
         with contextlib.suppress(OSError):  # a full disk costs the next start seconds
             jit.atomic_write(file, text.encode())
     return found, False
@@ -197,9 +197,9 @@ def _read(file: Path, about: list[Any]) -> list[list[Algo]] | None:
     """None: there is no file, it is damaged, or it belongs to something else."""
     try:
         kept = json.loads(file.read_text())
-        found = [[None if way is None else bytes.fromhex(way) for way in row] for row in kept["choices"]]
+        found = [[None if algo is None else bytes.fromhex(algo) for algo in row] for row in kept["choices"]]
         whole = kept["about"] == about and [len(row) for row in found] == [len(gemm[-1]) for gemm in about[-1]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    valid = all(way is None or len(way) == ALGORITHM for row in found for way in row)
+    valid = all(algo is None or len(algo) == ALGORITHM for row in found for algo in row)
     return found if whole and valid else None

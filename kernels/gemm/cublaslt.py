@@ -123,8 +123,8 @@ class Library:
 
     def _plan(self, sizes: GemmShape, rows: int) -> Plan | None:
         """By the choice made for so many rows; None: torch's."""
-        way = self.choices[sizes][rows]
-        return None if way is None else self.plan_of(way, sizes, rows)
+        algo = self.choices[sizes][rows]
+        return None if algo is None else self.plan_of(algo, sizes, rows)
 
     def _layouts(self, sizes: GemmShape, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
         dtype, outputs, inputs, parts, apart = sizes

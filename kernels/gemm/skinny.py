@@ -31,7 +31,7 @@ MOST_STAGES = 16
 
 
 class TileConfig(NamedTuple):
-    """How pipelined_gemm.cu cuts a GEMM."""
+    """The tiles of pipelined_gemm.cu."""
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
@@ -44,7 +44,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         return False
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return False
-    return jit.plain(x, weight) and _way(x, weight) is not None
+    return jit.plain(x, weight) and _config(x, weight) is not None
 
 
 def skinny_linear(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -52,15 +52,15 @@ def skinny_linear(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None
 
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
-    way = _way(x, weight)
-    if isinstance(way, TileConfig):
-        return pipelined(x, weight, way, gate, bias)
+    config = _config(x, weight)
+    if isinstance(config, TileConfig):
+        return pipelined(x, weight, config, gate, bias)
     return gemv(x, weight, gate, bias)
 
 
 def supports_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `normed_linear` takes these and is faster than a norm before."""
-    if x.numel() > NORMED or not supports(x, weight, bias) or _way(x, weight) != "gemv":
+    if x.numel() > NORMED or not supports(x, weight, bias) or _config(x, weight) != "gemv":
         return False
     return x.dtype == residual.dtype == norm_weight.dtype and jit.plain(residual, norm_weight)
 
@@ -89,16 +89,16 @@ def variants(
     """What the GEMM of so many rows, each, is compiled as; norm: behind a norm, where `normed_linear` takes it."""
     outputs, inputs = weight.shape
     for n in rows:
-        way = _choose(n, outputs, inputs, found) if weight.element_size() == 2 else None
-        if isinstance(way, TileConfig):
+        config = _choose(n, outputs, inputs, found) if weight.element_size() == 2 else None
+        if isinstance(config, TileConfig):
             whole = whole_tiles(n, found)
-            yield jit.variant("pipelined_gemm", weight.dtype, **_pipelined_sizes(n, inputs, way, gate, bias, whole))
-        elif way:
-            how = *_gemv_way(n, outputs, found, gate), gate, bias, norm and n * inputs <= NORMED
+            yield jit.variant("pipelined_gemm", weight.dtype, **_pipelined_sizes(n, inputs, config, gate, bias, whole))
+        elif config:
+            how = *_gemv_config(n, outputs, found, gate), gate, bias, norm and n * inputs <= NORMED
             yield jit.variant("gemv", weight.dtype, **_gemv_sizes(n, inputs, *how))
 
 
-def _gemv_way(rows: int, outputs: int, found: DeviceCaps, gate: str) -> tuple[int, int]:
+def _gemv_config(rows: int, outputs: int, found: DeviceCaps, gate: str) -> tuple[int, int]:
     """Outputs of a warp, and how many accesses it has under way: two where all blocks are there at once, two on each
     multiprocessor."""
     at_once = outputs <= 2 * GEMV_WARPS * 2 * found.num_sms
@@ -118,23 +118,23 @@ def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: 
     )
 
 
-def _pipelined_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, whole: bool) -> dict[str, int]:
-    count, _ = stages(cut, rows, whole)
+def _pipelined_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, whole: bool) -> dict[str, int]:
+    count, _ = stages(config, rows, whole)
     tiles = _row_tiles(rows, whole)
     return dict(
         I=inputs,
-        M=cut.outputs,
-        KC=cut.inputs,
+        M=config.outputs,
+        KC=config.inputs,
         STAGES=count,
         TILES=tiles,
         **gate_sizes(gate),
         BIAS=int(bias),
         WHOLE=int(whole),
-        SPLIT=cut.split,
+        SPLIT=config.split,
     )
 
 
-def _way(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
+def _config(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
     outputs, inputs = weight.shape
     return _choose(len(x), outputs, inputs, device_caps(x.device))
 
@@ -152,7 +152,7 @@ def whole_tiles(rows: int, found: DeviceCaps) -> bool:
 def choose(
     rows: int, outputs: int, inputs: int, num_sms: int, staging: bool, whole: bool = False
 ) -> TileConfig | Literal["gemv"] | None:
-    """The fastest way for these sizes; None: the library's. whole: tiles take all 64 rows."""
+    """The fastest config for these sizes; None: the library's. whole: tiles take all 64 rows."""
     if rows <= GEMV_ROWS and inputs % 512 == 0 and outputs % 64 == 0 and rows * inputs * 2 <= GEMV_SHARED:
         return "gemv"
     if not staging:
@@ -186,11 +186,11 @@ def _splits(height: int, outputs: int, inputs: int, num_sms: int, split: int) ->
 
 def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:
     """All that `pipelined` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
-    for cut in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
-        divides = outputs % cut.outputs == inputs % (cut.inputs * cut.split) == 0
-        fits = rows <= MOST_ROWS and stages(cut, rows, whole)[0] > 1
-        if fits and divides and _splits(cut.outputs, outputs, inputs, num_sms, cut.split):
-            yield cut
+    for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
+        divides = outputs % config.outputs == inputs % (config.inputs * config.split) == 0
+        fits = rows <= MOST_ROWS and stages(config, rows, whole)[0] > 1
+        if fits and divides and _splits(config.outputs, outputs, inputs, num_sms, config.split):
+            yield config
 
 
 def gemv(
@@ -199,14 +199,14 @@ def gemv(
     gate: str = "",
     bias: Tensor | None = None,
     norm: tuple[Tensor, Tensor, float, Tensor] | None = None,
-    way: tuple[int, int] | None = None,
+    config: tuple[int, int] | None = None,
 ) -> Tensor:
     """norm: of x and this residual, by this weight and epsilon, which leaves their sum here.
 
-    way: outputs of a warp, two with a `gate`, and accesses to each row that it has under way; chosen unless given.
+    config: outputs of a warp, two with a `gate`, and accesses to each row that it has under way; chosen unless given.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    outs, ahead = way or _gemv_way(rows, outputs, device_caps(x.device), gate)
+    outs, ahead = config or _gemv_config(rows, outputs, device_caps(x.device), gate)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     sizes = _gemv_sizes(rows, inputs, outs, ahead, gate, bias is not None, norm is not None)
     kernel = jit.kernel("gemv", "gemv", x.dtype, x.nbytes, **sizes)
@@ -219,23 +219,23 @@ def gemv(
     return y
 
 
-def pipelined(x: Tensor, weight: Tensor, cut: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def pipelined(x: Tensor, weight: Tensor, config: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """By tensor cores, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     found = device_caps(x.device)
     whole = whole_tiles(rows, found)
-    _, shared = stages(cut, rows, whole)
+    _, shared = stages(config, rows, whole)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     kernel = jit.kernel(
         "pipelined_gemm", "pipelined_gemm", x.dtype, shared,
-        **_pipelined_sizes(rows, inputs, cut, gate, bias is not None, whole),
+        **_pipelined_sizes(rows, inputs, config, gate, bias is not None, whole),
     )  # fmt: skip
-    blocks = min(outputs // cut.outputs * cut.split, found.num_sms)
-    threads = 32 + 32 * (4 if whole else cut.outputs // 16 * _groups(cut))
+    blocks = min(outputs // config.outputs * config.split, found.num_sms)
+    threads = 32 + 32 * (4 if whole else config.outputs // 16 * _groups(config))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
-    of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, cut.outputs // 2 if gate else cut.outputs, inputs)
+    of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, config.outputs // 2 if gate else config.outputs, inputs)
     kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs,
-           shared=shared, cluster=cut.split)  # fmt: skip
+           shared=shared, cluster=config.split)  # fmt: skip
     return y
 
 
@@ -243,17 +243,17 @@ def _row_tiles(rows: int, whole: bool) -> int:
     return 8 if whole else next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
 
 
-def _groups(cut: TileConfig) -> int:
+def _groups(config: TileConfig) -> int:
     """Warps that share a subtile of 16 outputs, as pipelined_gemm.cu has them."""
-    return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
+    return 1 if config.outputs > 64 else 2 if config.outputs > 32 else 4
 
 
-def stages(cut: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
+def stages(config: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as pipelined_gemm.cu lays it out."""
     padded = 8 * _row_tiles(rows, whole)
-    sums = 0 if whole else _groups(cut) * cut.outputs * (padded + 1) * 4
-    if cut.split > 1:
-        sums = padded * (cut.outputs + 8) * 4
-    stage = (cut.outputs + padded) * cut.inputs * 2
+    sums = 0 if whole else _groups(config) * config.outputs * (padded + 1) * 4
+    if config.split > 1:
+        sums = padded * (config.outputs + 8) * 4
+    stage = (config.outputs + padded) * config.inputs * 2
     count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums

@@ -1,6 +1,6 @@
 """FP8 experts of more than a few pairs on Hopper: x becomes e4m3, too, and tensor cores multiply in 8 bits.
 
-As linears do (kernels/quantized/e4m3_wgmma.py), whose cuts these are, of tiles that each have pairs of one expert.
+As linears do (kernels/quantized/e4m3_wgmma.py), whose configs these are; each tile has pairs of one expert.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 from .. import jit
 from ..device import DeviceCaps, device_caps
 from ..quantized import e4m3_wgmma, e4m3_wide, pieces_cuda
-from ..quantized.e4m3_wgmma import Cut
+from ..quantized.e4m3_wgmma import E4m3Config
 from ..quantized.stack import Stack
-from ..quantized.wgmma_cuts import blocks_at_once
+from ..quantized.wgmma_configs import blocks_at_once
 from .group import Groups
 
 MOST_OF_16_BITS = 4  # pairs per expert up to which quantized_pipeline.cu, which leaves x as it is, is as fast
-# Most pairs per expert → cuts of both GEMMs, which have the same rows: of an H200, by benchmarks/ops_e4m3_experts.py.
-# Tiles have room for the pairs of most experts, until tensor cores take longer than memory. moe.tiling_rows has the
-# same borders.
-CUTS = {
-    24: (Cut(128, 32, 1), Cut(128, 32, 1)),
-    64: (Cut(128, 64, 1), Cut(128, 64, 1)),
-    256: (Cut(128, 192, 1, share=2, matmul=96), Cut(128, 192, 1, matmul=192)),
-    1 << 30: (Cut(192, 128, 1), Cut(192, 128, 1)),
+# Most pairs per expert → configs of both GEMMs, which have the same rows: on an H200, by
+# benchmarks/ops_e4m3_experts.py. Tiles have room for the pairs of most experts, until tensor cores take longer than
+# memory. moe.tiling_rows has the same borders.
+TILES = {
+    24: (E4m3Config(128, 32, 1), E4m3Config(128, 32, 1)),
+    64: (E4m3Config(128, 64, 1), E4m3Config(128, 64, 1)),
+    256: (E4m3Config(128, 192, 1, share=2, matmul=96), E4m3Config(128, 192, 1, matmul=192)),
+    1 << 30: (E4m3Config(192, 128, 1), E4m3Config(192, 128, 1)),
 }
 
 
@@ -40,15 +40,15 @@ def _wide(stack: object) -> bool:
     return isinstance(packed, pieces_cuda.Packed) and packed.layout.header == e4m3_wide.LAYOUT.header
 
 
-def choose(pairs: int, experts: int) -> tuple[Cut, Cut]:
+def choose(pairs: int, experts: int) -> tuple[E4m3Config, E4m3Config]:
     """For gate and up, and for down, of so many pairs of all experts."""
-    return next(cuts for most, cuts in CUTS.items() if pairs <= most * experts)
+    return next(configs for most, configs in TILES.items() if pairs <= most * experts)
 
 
-def sizes(stack: Stack, cut: Cut, act: str, bias: bool) -> dict[str, jit.Size]:
+def sizes(stack: Stack, config: E4m3Config, act: str, bias: bool) -> dict[str, jit.Size]:
     """What e4m3_experts.cu is compiled for. act: of the gate; "": there is none."""
     _, outputs, inputs = stack.shape
-    return e4m3_wgmma.sizes(inputs, cut, act, bias, stack.packed.layout.alike) | dict(OUTPUTS=outputs)
+    return e4m3_wgmma.sizes(inputs, config, act, bias, stack.packed.layout.alike) | dict(OUTPUTS=outputs)
 
 
 def pairs_sizes(experts: int, inputs: int, top: int) -> dict[str, jit.Size]:
@@ -57,12 +57,12 @@ def pairs_sizes(experts: int, inputs: int, top: int) -> dict[str, jit.Size]:
 
 
 def launch(
-    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, cut: Cut,
+    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, config: E4m3Config,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
     """As `quantized_cuda.expert_up`, with an activation, or `expert_down` make y."""
-    rows = encode(x, groups, weights, top if act else 0, cut.rows)
-    multiply(rows, stack, groups, y, act, cut, bias)
+    rows = encode(x, groups, weights, top if act else 0, config.rows)
+    multiply(rows, stack, groups, y, act, config, bias)
 
 
 class Rows(NamedTuple):
@@ -86,15 +86,15 @@ def encode(x: Tensor, groups: Groups, weights: Tensor, top: int, least: int) -> 
 
 
 def multiply(
-    rows: Rows, stack: Stack, groups: Groups, y: Tensor, act: str, cut: Cut, bias: Tensor | None = None
+    rows: Rows, stack: Stack, groups: Groups, y: Tensor, act: str, config: E4m3Config, bias: Tensor | None = None
 ) -> None:
     """Fill y [P, outputs]."""
     _, outputs, inputs = stack.shape
-    _, shared = e4m3_wgmma.stages(cut)
-    kernel = jit.kernel("e4m3_experts", "e4m3_experts", y.dtype, shared, **sizes(stack, cut, act, bias is not None))
+    _, shared = e4m3_wgmma.stages(config)
+    kernel = jit.kernel("e4m3_experts", "e4m3_experts", y.dtype, shared, **sizes(stack, config, act, bias is not None))
     half = inputs // 2  # in elements of two bytes
-    of_x = jit.tensor_map(rows.codes.data_ptr(), len(rows.codes), half, cut.rows // cut.share, half)
-    tiles, columns = len(groups.tile_expert), -(-outputs // (cut.outputs * cut.share))
-    blocks = min(tiles * columns * cut.share, blocks_at_once(cut.cluster, device_caps(y.device).num_sms))
+    of_x = jit.tensor_map(rows.codes.data_ptr(), len(rows.codes), half, config.rows // config.share, half)
+    tiles, columns = len(groups.tile_expert), -(-outputs // (config.outputs * config.share))
+    blocks = min(tiles * columns * config.share, blocks_at_once(config.cluster, device_caps(y.device).num_sms))
     args = of_x, rows.scales, rows.weights, stack.packed.pieces, y if bias is None else bias, *groups, y, tiles
-    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
+    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)

@@ -51,29 +51,29 @@ def item_outputs(w2: Tensor, blocks: int) -> tuple[int, int]:
 
 
 def expert_up(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: str, cut: ItemConfig
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, groups: Groups, act: str, config: ItemConfig
 ) -> Tensor:
     """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H] and w13 [E, 2 I, H]."""
     h = x.new_empty(ids.numel(), w13.shape[1] // 2)
-    _launch(x, w13, groups, weights, h, act, ids.shape[1], cut)
+    _launch(x, w13, groups, weights, h, act, ids.shape[1], config)
     return h
 
 
-def expert_down(h: Tensor, w2: Tensor, groups: Groups, cut: ItemConfig) -> Tensor:
+def expert_down(h: Tensor, w2: Tensor, groups: Groups, config: ItemConfig) -> Tensor:
     """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups, and w2 [E, H, I]."""
     y = h.new_empty(len(h), w2.shape[1])
-    _launch(h, w2, groups, groups.order, y, "", 1, cut)
+    _launch(h, w2, groups, groups.order, y, "", 1, config)
     return y
 
 
-def sizes(inputs: int, outputs: int, act: str, top: int, cut: ItemConfig) -> dict[str, int]:
+def sizes(inputs: int, outputs: int, act: str, top: int, config: ItemConfig) -> dict[str, int]:
     """What expert_gemm.cu is compiled for. act: of the gate; "": there is none."""
     return dict(
         I=inputs,
         OUTPUTS=outputs,
-        M=cut.outputs,
+        M=config.outputs,
         KC=_chunk(inputs),
-        STAGES=stages(cut, inputs)[0],
+        STAGES=stages(config, inputs)[0],
         TILES=ROWS // 8,
         **gate_sizes(act),
         TOP=top,
@@ -85,30 +85,30 @@ def _chunk(inputs: int) -> int:
     return 64 if inputs % 128 else 128
 
 
-def stages(cut: ItemConfig, inputs: int) -> tuple[int, int]:
+def stages(config: ItemConfig, inputs: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as expert_gemm.cu lays it out."""
-    sums = _warps_together(cut) * cut.outputs * (ROWS + 1) * 4
-    stage = (cut.outputs + ROWS) * _chunk(inputs) * 2
+    sums = _warps_together(config) * config.outputs * (ROWS + 1) * 4
+    stage = (config.outputs + ROWS) * _chunk(inputs) * 2
     count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
     return count, 1024 + count * stage + sums
 
 
-def _warps_together(cut: ItemConfig) -> int:
+def _warps_together(config: ItemConfig) -> int:
     """Warps that share a subtile of 16 outputs."""
-    return 1 if cut.outputs > 64 else 2 if cut.outputs > 32 else 4
+    return 1 if config.outputs > 64 else 2 if config.outputs > 32 else 4
 
 
 def _launch(
-    x: Tensor, weight: Tensor, groups: Groups, scales: Tensor, y: Tensor, act: str, top: int, cut: ItemConfig
+    x: Tensor, weight: Tensor, groups: Groups, scales: Tensor, y: Tensor, act: str, top: int, config: ItemConfig
 ) -> None:
     """scales: the pairs' weights, of a gated GEMM."""
     experts, outputs, inputs = weight.shape
-    shared = stages(cut, inputs)[1]
-    kernel = jit.kernel("expert_gemm", "expert_gemm", x.dtype, shared, **sizes(inputs, outputs, act, top, cut))
+    shared = stages(config, inputs)[1]
+    kernel = jit.kernel("expert_gemm", "expert_gemm", x.dtype, shared, **sizes(inputs, outputs, act, top, config))
     of_w = jit.tensor_map(
-        weight.data_ptr(), experts * outputs, inputs, cut.outputs // 2 if act else cut.outputs, inputs
+        weight.data_ptr(), experts * outputs, inputs, config.outputs // 2 if act else config.outputs, inputs
     )
     tiles = len(groups.tile_expert)
-    blocks = min(device_caps(x.device).num_sms, tiles * (outputs // cut.outputs))
-    threads = 64 + 2 * cut.outputs * _warps_together(cut)
+    blocks = min(device_caps(x.device).num_sms, tiles * (outputs // config.outputs))
+    threads = 64 + 2 * config.outputs * _warps_together(config)
     kernel((blocks, 1, 1), threads, x, of_w, *groups, scales, y, tiles, shared=shared)

@@ -32,7 +32,7 @@ GEMV_WARPS = 4  # of a block
 
 
 class TileConfig(NamedTuple):
-    """How a grouped GEMM is cut."""
+    """The tiles of a grouped GEMM."""
 
     rows: int  # pairs of one expert
     outputs: int  # of w13: so many of gate and as many of up
@@ -256,7 +256,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
-    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.CUTS)[:-1]}
+    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1]}
     few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
@@ -283,14 +283,14 @@ def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = 
     return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 
-def in_pieces(given: Inputs, ways: quantized_cuda.Ways | None = None) -> Tensor:
-    """`pipelined` of quantised weights, where `quantized_cuda` takes them. ways: chosen unless given."""
+def in_pieces(given: Inputs, configs: quantized_cuda.KernelConfigs | None = None) -> Tensor:
+    """`pipelined` of quantised weights, where `quantized_cuda` takes them. configs: chosen unless given."""
     x, ids, weights, w13, w2, act, biases, held = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
-    ways = ways or quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, device_caps(x.device))
-    groups = group(ids, w13.shape[0], ways.rows, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, ways.up, biases.up)
-    return quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
+    configs = configs or quantized_cuda.choose_kernels(given.pairs, given.experts, w13, w2, device_caps(x.device))
+    groups = group(ids, w13.shape[0], configs.rows, held)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, configs.up, biases.up)
+    return quantized_cuda.expert_down(h, weights, w2, groups, configs.down, biases.down)
 
 
 def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:

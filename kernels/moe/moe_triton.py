@@ -154,7 +154,7 @@ def expert_up(
     w13: Tensor | Floats,
     groups: Groups,
     act: int,
-    cut: TileConfig,
+    config: TileConfig,
     bias: Tensor | None,
     h: Tensor,
 ) -> None:
@@ -162,11 +162,11 @@ def expert_up(
     before."""
     hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, overlaps(x)
     codes, scales, kind, unit = stored(w13)
-    grid = (len(groups.tile_expert) * triton.cdiv(inner, cut.outputs),)
+    grid = (len(groups.tile_expert) * triton.cdiv(inner, config.outputs),)
     expert_up_kernel[grid](
-        x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act, cut.rows,
-        cut.outputs, cut.inputs, kind, unit, bias is not None, dot_precision(x), overlap,
-        num_warps=cut.warps, num_stages=stages(cut, kind, unit), launch_pdl=overlap,
+        x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act,
+        config.rows, config.outputs, config.inputs, kind, unit, bias is not None, dot_precision(x), overlap,
+        num_warps=config.warps, num_stages=stages(config, kind, unit), launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def expert_down(
     h: Tensor,
     w2: Tensor | Floats,
     groups: Groups,
-    cut: TileConfig,
+    config: TileConfig,
     weights: Tensor,
     bias: Tensor | None,
     y: Tensor,
@@ -183,18 +183,18 @@ def expert_down(
     weights."""
     (hidden, inner), overlap = w2.shape[1:], overlaps(h)
     codes, scales, kind, unit = stored(w2)
-    grid = (len(groups.tile_expert) * triton.cdiv(hidden, cut.outputs),)
+    grid = (len(groups.tile_expert) * triton.cdiv(hidden, config.outputs),)
     expert_down_kernel[grid](
         h, codes, scales, h if bias is None else bias, *groups, weights, y, hidden, inner,
-        cut.rows, cut.outputs, cut.inputs, kind, unit, bias is not None, dot_precision(h), overlap,
-        num_warps=cut.warps, num_stages=stages(cut, kind, unit), launch_pdl=overlap,
+        config.rows, config.outputs, config.inputs, kind, unit, bias is not None, dot_precision(h), overlap,
+        num_warps=config.warps, num_stages=stages(config, kind, unit), launch_pdl=overlap,
     )  # fmt: skip
 
 
-def stages(cut: TileConfig, kind: int, unit: int) -> int:
+def stages(config: TileConfig, kind: int, unit: int) -> int:
     """Of a GEMM's loop. Where a step's inputs share no scale, each element of e4m3 has one in f32, which takes more
     shared memory than the weights do: of large tiles two stages fit."""
-    return min(cut.stages, 2) if kind == 1 and unit % cut.inputs else cut.stages
+    return min(config.stages, 2) if kind == 1 and unit % config.inputs else config.stages
 
 
 def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:

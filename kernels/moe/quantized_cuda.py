@@ -28,8 +28,8 @@ PIPELINE_PAIRS = 8  # most per expert
 PIPELINE_UNITS = 2  # least of a multiprocessor
 
 
-class Cut(NamedTuple):
-    """How a block shares out its work."""
+class ExpertTileConfig(NamedTuple):
+    """The tile of a block of quantized_experts.cu, and how its warps share it."""
 
     tiles: int  # of 8 rows
     groups: int  # of warps that share a strip
@@ -55,7 +55,7 @@ def choose_tiles(pairs: int, experts: int) -> int:
 
 
 @functools.cache
-def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> Cut:
+def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> ExpertTileConfig:
     """For so many tiles of rows: few of them leave warps to share a strip, many want strips to share x."""
     rows, span = 8 * tiles, layout.streamed or layout.inputs
     groups = next(n for n in (8, 4, 2, 1) if n * tiles <= WARPS and inputs % (span * n) == 0)
@@ -68,7 +68,7 @@ def choose(tiles: int, inputs: int, layout: Layout, gated: bool) -> Cut:
     steps = length // span // groups
     most = 2 if layout.bytes * span // layout.inputs > LARGE or (gated and tiles == 8) else 4
     even = [n for n in (4, 2, 1) if n <= most and (length == inputs or steps % n == 0)]
-    return Cut(tiles, groups, length, even[0])
+    return ExpertTileConfig(tiles, groups, length, even[0])
 
 
 def _lengths(inputs: int, unit: int, most: int) -> list[int]:
@@ -76,28 +76,28 @@ def _lengths(inputs: int, unit: int, most: int) -> list[int]:
     return [n for n in range(unit, most + 1, unit) if inputs % n == 0]
 
 
-def shared(cut: Cut, inputs: int, gated: bool) -> int:
+def shared(config: ExpertTileConfig, inputs: int, gated: bool) -> int:
     """Bytes of shared memory, as quantized_experts.cu lays it out."""
-    buffers = 1 if cut.inputs == inputs else 2
-    sums = WARPS * (1 + gated) * STRIP * (cut.rows + 1) * 4
-    return max(buffers * cut.rows * (cut.inputs * 2 + 16), sums)
+    buffers = 1 if config.inputs == inputs else 2
+    sums = WARPS * (1 + gated) * STRIP * (config.rows + 1) * 4
+    return max(buffers * config.rows * (config.inputs * 2 + 16), sums)
 
 
-def sizes(stack: Stack, cut: Cut, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
+def sizes(stack: Stack, config: ExpertTileConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
     """What quantized_experts.cu is compiled for. act: of the gate; "": there is none."""
     return quantized_pipeline.sizes_of_gemm(stack, act, top, bias) | dict(
-        TILES=cut.tiles, SUBS=WARPS // cut.groups, GROUPS=cut.groups, KC=cut.inputs, AHEAD=cut.ahead
+        TILES=config.tiles, SUBS=WARPS // config.groups, GROUPS=config.groups, KC=config.inputs, AHEAD=config.ahead
     )
 
 
-Way = Cut | PipelineConfig | e4m3_wgmma.Cut
+KernelConfig = ExpertTileConfig | PipelineConfig | e4m3_wgmma.E4m3Config
 
 
-class Ways(NamedTuple):
+class KernelConfigs(NamedTuple):
     """How both GEMMs are computed; their tiles have the same rows."""
 
-    up: Way
-    down: Way
+    up: KernelConfig
+    down: KernelConfig
 
     @property
     def rows(self) -> int:
@@ -105,28 +105,28 @@ class Ways(NamedTuple):
 
 
 def multiplies_codes(pairs: int, experts: int, w13: object, w2: object, found: DeviceCaps) -> bool:
-    """Whether `choose_ways` is faster than GEMMs of weights that are dequantised first."""
+    """Whether `choose_kernels` is faster than GEMMs of weights that are dequantised first."""
     return pairs <= dequantized.LEAST_PAIRS * experts or e4m3_experts.takes(w13, w2, found)
 
 
-def choose_ways(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Ways:
+def choose_kernels(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> KernelConfigs:
     """Of so many pairs of all experts."""
     if pairs > e4m3_experts.MOST_OF_16_BITS * experts and e4m3_experts.takes(w13, w2, found):
-        return Ways(*e4m3_experts.choose(pairs, experts))
+        return KernelConfigs(*e4m3_experts.choose(pairs, experts))
     units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
     if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
         up, down = (choose_pipeline(one) for one in (w13, w2))
         if up or down:
-            return Ways(up or choose_cut(1, w13, True), down or choose_cut(1, w2, False))
-    return cut_ways(choose_tiles(pairs, experts), w13, w2)
+            return KernelConfigs(up or tiled_config(1, w13, True), down or tiled_config(1, w2, False))
+    return tiled_configs(choose_tiles(pairs, experts), w13, w2)
 
 
-def cut_ways(tiles: int, w13: Stack, w2: Stack) -> Ways:
+def tiled_configs(tiles: int, w13: Stack, w2: Stack) -> KernelConfigs:
     """Both by quantized_experts.cu."""
-    return Ways(choose_cut(tiles, w13, True), choose_cut(tiles, w2, False))
+    return KernelConfigs(tiled_config(tiles, w13, True), tiled_config(tiles, w2, False))
 
 
-def choose_cut(tiles: int, stack: Stack, gated: bool) -> Cut:
+def tiled_config(tiles: int, stack: Stack, gated: bool) -> ExpertTileConfig:
     return choose(tiles, stack.shape[2], stack.packed.layout, gated)
 
 
@@ -138,34 +138,36 @@ def choose_pipeline(stack: Stack) -> PipelineConfig | None:
 
 
 def expert_up(
-    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, way: Way,
+    x: Tensor, weights: Tensor, w13: Stack, groups: Groups, top: int, act: str, config: KernelConfig,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; way: of the groups'
-    rows."""
+    """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; config: of the
+    groups' rows."""
     h = x.new_empty(len(groups.order), w13.shape[1] // 2)
-    _launch(x, w13, groups, weights, h, act, top, way, bias)
+    _launch(x, w13, groups, weights, h, act, top, config, bias)
     return h
 
 
-def expert_down(h: Tensor, weights: Tensor, w2: Stack, groups: Groups, way: Way, bias: Tensor | None = None) -> Tensor:
+def expert_down(
+    h: Tensor, weights: Tensor, w2: Stack, groups: Groups, config: KernelConfig, bias: Tensor | None = None
+) -> Tensor:
     """[pairs, H], in the pairs' own order, of h [pairs, I] in that of the groups. weights: of the bias."""
     y = h.new_empty(len(h), w2.shape[1])
-    _launch(h, w2, groups, weights, y, "", 1, way, bias)
+    _launch(h, w2, groups, weights, y, "", 1, config, bias)
     return y
 
 
 def _launch(
     x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int,
-    cut: Way, bias: Tensor | None,
+    config: KernelConfig, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    if isinstance(cut, PipelineConfig):
-        return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, cut, bias)
-    if isinstance(cut, e4m3_wgmma.Cut):
-        return e4m3_experts.launch(x, stack, groups, weights, y, act, top, cut, bias)
-    memory = shared(cut, stack.shape[2], bool(act))
-    of = sizes(stack, cut, act, top, bias is not None)
+    if isinstance(config, PipelineConfig):
+        return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, config, bias)
+    if isinstance(config, e4m3_wgmma.E4m3Config):
+        return e4m3_experts.launch(x, stack, groups, weights, y, act, top, config, bias)
+    memory = shared(config, stack.shape[2], bool(act))
+    of = sizes(stack, config, act, top, bias is not None)
     kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)
-    blocks = -(-y.shape[1] // (STRIP * (WARPS // cut.groups)))
+    blocks = -(-y.shape[1] // (STRIP * (WARPS // config.groups)))
     args = x, stack.packed.pieces, x if bias is None else bias, *groups, weights, y
     return kernel((blocks, len(groups.tile_expert), 1), WARPS * 32, *args, shared=memory)

@@ -56,10 +56,10 @@ def choose(inputs: int, layout: Layout, warps: int = WARPS) -> PipelineConfig | 
     return None
 
 
-def shared(cut: PipelineConfig, inputs: int, layout: Layout) -> int:
+def shared(config: PipelineConfig, inputs: int, layout: Layout) -> int:
     """Bytes of shared memory, as quantized_pipeline.cu lays it out."""
-    rings = cut.warps * cut.stages * 2 * cut.run * layout.bytes
-    return rings + cut.buffers * _bytes_of_x(inputs)
+    rings = config.warps * config.stages * 2 * config.run * layout.bytes
+    return rings + config.buffers * _bytes_of_x(inputs)
 
 
 def _bytes_of_x(inputs: int) -> int:
@@ -67,15 +67,15 @@ def _bytes_of_x(inputs: int) -> int:
     return ROWS * (inputs * 2 + 16) + inputs
 
 
-def sizes(stack: Stack, cut: PipelineConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
+def sizes(stack: Stack, config: PipelineConfig, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
     """What quantized_pipeline.cu is compiled for. act: of the gate; "": there is none."""
     return sizes_of_gemm(stack, act, top, bias) | dict(
-        WARPS=cut.warps, RUN=cut.run, STAGES=cut.stages, BUFFERS=cut.buffers
+        WARPS=config.warps, RUN=config.run, STAGES=config.stages, BUFFERS=config.buffers
     )
 
 
 def sizes_of_gemm(stack: Stack, act: str, top: int, bias: bool) -> dict[str, jit.Size]:
-    """What every kernel of quantised experts is compiled for, however it is cut."""
+    """What every kernel of quantised experts is compiled for, whatever its tiles."""
     layout: Layout = stack.packed.layout
     return dict(
         FORMAT=layout.header,
@@ -89,15 +89,15 @@ def sizes_of_gemm(stack: Stack, act: str, top: int, bias: bool) -> dict[str, jit
 
 
 def launch(
-    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, cut: PipelineConfig,
+    x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, config: PipelineConfig,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
     """As `quantized_cuda.expert_up`, with an activation, or `expert_down` make y."""
-    memory = shared(cut, stack.shape[2], stack.packed.layout)
-    of = sizes(stack, cut, act, top, bias is not None)
+    memory = shared(config, stack.shape[2], stack.packed.layout)
+    of = sizes(stack, config, act, top, bias is not None)
     kernel = jit.kernel("quantized_pipeline", "quantized_pipeline", x.dtype, memory, **of)
     tiles = len(groups.tile_expert)
     strips = -(-y.shape[1] // STRIP)
     blocks = min(device_caps(x.device).num_sms, tiles * (strips if act else -(-strips // 2)))
     args = x, stack.packed.pieces, x if bias is None else bias, *groups, weights, y, tiles
-    kernel((blocks, 1, 1), cut.warps * 32 + 32, *args, shared=memory)
+    kernel((blocks, 1, 1), config.warps * 32 + 32, *args, shared=memory)

@@ -4,6 +4,7 @@
 // sum.
 #include "pairs.cuh"
 
+constexpr float SMALLEST = 1e-35f;  // a row that has nothing larger becomes zeros: 448 / most must not be infinite
 constexpr int RUNS = I / 16, PER = (RUNS + THREADS - 1) / THREADS;  // runs of 16 inputs: of a row, and of a thread
 
 // from, to: a row's first runs there.
@@ -32,7 +33,7 @@ __device__ inline void encode_row(const uint4* x, long long from, uint4* codes, 
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < THREADS / 32; w++) most = fmaxf(most, of_warps[w]);
-    const float by = most > 0 ? 448 / most : 0;
+    const float by = most > SMALLEST ? 448 / most : 0;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int run = threadIdx.x + i * THREADS;

@@ -20,13 +20,14 @@ from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import e4m3_wide
 from .pieces_cuda import STRIP, Packed, takes
-from .wgmma_cuts import blocks_at_once
+from .wgmma_configs import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
+SMALLEST = 1e-35  # as in e4m3_encode.cuh
 MOST_THREADS = 512  # of a block of e4m3_encode.cuh
-CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
+TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
     ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
     ((192, 64, 64), ((1, 1, 1), (2, 1, 1), (4, 1, 1))),
@@ -39,13 +40,13 @@ CUTS = (  # outputs and rows of a tile, and rows of a matmul; split, share and o
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
 # For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
-LONG_CUTS = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
+LONG_TILES = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LEAST_STAGES, MOST_STAGES = 3, 8
 
 
-class Cut(NamedTuple):
-    """How e4m3_wgmma.cu cuts a GEMM."""
+class E4m3Config(NamedTuple):
+    """The tiles of e4m3_wgmma.cu."""
 
     outputs: int  # of a tile
     rows: int  # of a tile, at most
@@ -88,7 +89,7 @@ def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is the fastest way."""
+    """Whether `linear` takes x [T, I] and bias [O], and is the fastest kernel."""
     return takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
 
 
@@ -98,8 +99,8 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
     fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-    cut = choose(len(x), packed.outputs, packed.inputs, packed.layout.alike, bool(fused), device_caps(x.device))
-    y = gemm(x, packed, cut, fused, bias)
+    config = choose(len(x), packed.outputs, packed.inputs, packed.layout.alike, bool(fused), device_caps(x.device))
+    y = gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
 
@@ -110,37 +111,37 @@ def variants(
     for n in rows:
         assert isinstance(packed, Packed)
         fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-        cut = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
+        config = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
         yield jit.variant("e4m3_rows", dtype, **row_sizes(packed.inputs))
-        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, cut, fused, bias, packed.layout.alike))
+        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, config, fused, bias, packed.layout.alike))
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found: DeviceCaps) -> Cut:
-    """The fastest cut for these sizes, by a model of waves of blocks. alike: as Layout has it."""
+def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found: DeviceCaps) -> E4m3Config:
+    """The fastest config for these sizes, by a model of waves of blocks. alike: as Layout has it."""
     costs = LONG_COSTS if alike > 1 else COSTS
 
-    def of(cut: Cut) -> float:
-        return time(cut, rows, outputs, inputs, alike, found.num_sms, costs)
+    def of(config: E4m3Config) -> float:
+        return time(config, rows, outputs, inputs, alike, found.num_sms, costs)
 
-    return min(cuts(rows, inputs, alike, gated), key=of)
+    return min(configs(rows, inputs, alike, gated), key=of)
 
 
-def cuts(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[Cut]:
+def configs(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[E4m3Config]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for (outputs, height, matmul), clusters in CUTS + (LONG_CUTS if alike > 1 else ()):
+    for (outputs, height, matmul), clusters in TILES + (LONG_TILES if alike > 1 else ()):
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
         for cluster in clusters:
-            cut = Cut(outputs, height, *cluster, matmul)
-            even = outputs // (1 + gated) % (4 * cut.split) == 0
-            if even and inputs % (UNIT * cut.run(alike) * cut.split) == 0 and cut.over <= -(-rows // height):
-                yield cut
+            config = E4m3Config(outputs, height, *cluster, matmul)
+            even = outputs // (1 + gated) % (4 * config.split) == 0
+            if even and inputs % (UNIT * config.run(alike) * config.split) == 0 and config.over <= -(-rows // height):
+                yield config
 
 
 class Costs(NamedTuple):
     """What `time` reckons with: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
-    finds them in times of every cut."""
+    finds them in times of every config."""
 
     multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
     added: float  # and by how much more, if sums of each chunk are added up
@@ -188,46 +189,48 @@ LONG_COSTS = Costs(
 )
 
 
-def time(cut: Cut, rows: int, outputs: int, inputs: int, alike: int, num_sms: int, costs: Costs) -> float:
+def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, num_sms: int, costs: Costs) -> float:
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
-    at_once, height = blocks_at_once(cut.cluster, num_sms), cut.height(rows)
-    weights, of_x = cut.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
-    multiplied = cut.outputs / 64 * cut.rows / cut.n * max(16 + cut.n / 4, cut.n / 2) * 4 / 1.7 * costs.multiplied
-    multiplied *= 1 + costs.added / cut.run(alike)
-    alone = (costs.alone * cut.rows / cut.n + costs.row * cut.rows) / cut.run(alike)
+    at_once, height = blocks_at_once(config.cluster, num_sms), config.height(rows)
+    weights, of_x = config.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
+    multiplied = (
+        config.outputs / 64 * config.rows / config.n * max(16 + config.n / 4, config.n / 2) * 4 / 1.7 * costs.multiplied
+    )
+    multiplied *= 1 + costs.added / config.run(alike)
+    alone = (costs.alone * config.rows / config.n + costs.row * config.rows) / config.run(alike)
 
     def wave(count: int) -> float:
         parts = (
             multiplied,
             alone,
             (weights + of_x) / costs.ingest,
-            (weights / cut.over + of_x / cut.share) * count / costs.second_level,
-            weights * count / cut.row_tiles(rows) / costs.memory,
+            (weights / config.over + of_x / config.share) * count / costs.second_level,
+            weights * count / config.row_tiles(rows) / costs.memory,
         )
         chunk = sum(part**costs.together for part in parts) ** (1 / costs.together)
-        exchange = costs.exchange + cut.outputs * cut.rows / costs.exchanged if cut.split > 1 else 0
-        return inputs / UNIT / cut.split * chunk + exchange + costs.tile
+        exchange = costs.exchange + config.outputs * config.rows / costs.exchanged if config.split > 1 else 0
+        return inputs / UNIT / config.split * chunk + exchange + costs.tile
 
-    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    whole, rest = divmod(config.blocks(rows, outputs), at_once)
     return costs.launch + whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
-def gemm(x: Tensor, packed: Packed, cut: Cut, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def gemm(x: Tensor, packed: Packed, config: E4m3Config, gate: str = "", bias: Tensor | None = None) -> Tensor:
     (rows, inputs), outputs = x.shape, packed.outputs
-    height = cut.height(rows)
+    height = config.height(rows)
     codes, scales = encode_rows(x)
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
-    _, shared = stages(cut)
-    variant = sizes(inputs, cut, gate, bias is not None, packed.layout.alike)
+    _, shared = stages(config)
+    variant = sizes(inputs, config, gate, bias is not None, packed.layout.alike)
     kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **variant)
     of_x = jit.tensor_map(
-        codes.data_ptr(), rows, inputs // 2, height // cut.share, inputs // 2
+        codes.data_ptr(), rows, inputs // 2, height // config.share, inputs // 2
     )  # in elements of two bytes
     args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height
-    blocks = cut.blocks(rows, outputs)
-    if cut.split == 1:  # a cluster goes on to further tiles
-        blocks = min(blocks, blocks_at_once(cut.cluster, device_caps(x.device).num_sms))
-    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cut.cluster)
+    blocks = config.blocks(rows, outputs)
+    if config.split == 1:  # a cluster goes on to further tiles
+        blocks = min(blocks, blocks_at_once(config.cluster, device_caps(x.device).num_sms))
+    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)
     return y
 
 
@@ -247,37 +250,38 @@ def row_sizes(inputs: int) -> dict[str, int]:
 
 
 def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448."""
+    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448. Rows of nothing above SMALLEST are
+    zeros."""
     most = x.float().abs().amax(1, keepdim=True)
     by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
-    values = torch.where(most > 0, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
     codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
     return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
 
 
-def stages(cut: Cut) -> tuple[int, int]:
+def stages(config: E4m3Config) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
-    weights = cut.outputs // STRIP * e4m3_wide.PIECE
-    stage = -(-(cut.rows * UNIT + weights) // 1024) * 1024
+    weights = config.outputs // STRIP * e4m3_wide.PIECE
+    stage = -(-(config.rows * UNIT + weights) // 1024) * 1024
     count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     assert count >= LEAST_STAGES
-    sums = cut.rows * (cut.outputs + 4) * 4 if cut.split > 1 else 0
+    sums = config.rows * (config.outputs + 4) * 4 if config.split > 1 else 0
     return count, 1024 + max(count * stage, sums)
 
 
-def sizes(inputs: int, cut: Cut, gate: str, bias: bool, alike: int) -> dict[str, jit.Size]:
+def sizes(inputs: int, config: E4m3Config, gate: str, bias: bool, alike: int) -> dict[str, jit.Size]:
     """What e4m3_wgmma.cu is compiled for."""
     return dict(
         I=inputs,
         ALIKE=alike,
-        STAGES=stages(cut)[0],
-        ROWS=cut.rows,
-        N=cut.n,
-        GROUPS=cut.outputs // 64,
-        SPLIT=cut.split,
-        SHARE=cut.share,
-        OVER=cut.over,
+        STAGES=stages(config)[0],
+        ROWS=config.rows,
+        N=config.n,
+        GROUPS=config.outputs // 64,
+        SPLIT=config.split,
+        SHARE=config.share,
+        OVER=config.over,
         **gate_sizes(gate),
         BIAS=int(bias),
     )

@@ -39,10 +39,10 @@ def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[Gro
         return
     unit, pieces = 8 // columns(rows) * group, inputs // layout.inputs
     for run in RUNS:
-        way = GroupedConfig(1 + gated, run)
+        config = GroupedConfig(1 + gated, run)
         whole = pieces % run == run * layout.inputs % unit == unit % layout.inputs == 0
-        if whole and stages(way, rows, inputs, layout)[0] >= LEAST_STAGES:
-            yield way
+        if whole and stages(config, rows, inputs, layout)[0] >= LEAST_STAGES:
+            yield config
 
 
 def columns(rows: int) -> int:
@@ -50,22 +50,22 @@ def columns(rows: int) -> int:
     return rows if rows < 3 else MOST_ROWS
 
 
-def stages(way: GroupedConfig, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
+def stages(config: GroupedConfig, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
     """A warp's stages, and all bytes of a block's shared memory, as grouped_gemv.cu lays it out."""
     groups = rows * inputs // dict(layout.sizes)["GROUP"]
-    fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * way.strips * WARPS * 256
-    stage = WARPS * way.strips * way.run * layout.bytes
+    fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * config.strips * WARPS * 256
+    stage = WARPS * config.strips * config.run * layout.bytes
     count = min((SHARED - fixed) // stage, MOST_STAGES)
     return count, fixed + count * stage
 
 
-def sizes(way: GroupedConfig, rows: int, inputs: int, layout: Layout) -> dict[str, int]:
+def sizes(config: GroupedConfig, rows: int, inputs: int, layout: Layout) -> dict[str, int]:
     return dict(
         I=inputs,
         R=rows,
-        STRIPS=way.strips,
+        STRIPS=config.strips,
         WARPS=WARPS,
-        RUN=way.run,
-        STAGES=stages(way, rows, inputs, layout)[0],
+        RUN=config.run,
+        STAGES=stages(config, rows, inputs, layout)[0],
         BLOCKS=BLOCKS,
     )

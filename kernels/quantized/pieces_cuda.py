@@ -16,9 +16,9 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from . import grouped_gemv, wgmma_cuts
+from . import grouped_gemv, wgmma_configs
 from .grouped_gemv import GroupedConfig
-from .wgmma_cuts import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
+from .wgmma_configs import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
@@ -74,14 +74,15 @@ class GemvConfig(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """How quantized_gemm.cu cuts a GEMM."""
+    """The tiles of quantized_gemm.cu."""
 
     outputs: int  # of a tile
     inputs: int  # of a chunk
     in_turn: bool = False  # whether warps take chunks in turn, and others sum x up; otherwise warps share out chunks
 
 
-Way = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
+KernelConfig = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
+Sizes = dict[str, jit.Size]
 
 
 def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
@@ -100,18 +101,18 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
-    way, fused = _plan(len(x), packed, gate, device_caps(x.device))
-    assert way is not None, "supports() was not asked"
-    if isinstance(way, GemvConfig):
-        y = gemv(x, packed, way, fused, bias)
-    elif isinstance(way, GroupedConfig):
-        y = grouped(x, packed, way, fused, bias)
-    elif isinstance(way, WgmmaConfig):
-        y = wgmma(x, packed, way, fused, bias)
-    elif isinstance(way, WgmmaParts):
-        y = wgmma_parts(x, packed, way, fused, bias)
+    config, fused = _plan(len(x), packed, gate, device_caps(x.device))
+    assert config is not None, "supports() was not asked"
+    if isinstance(config, GemvConfig):
+        y = gemv(x, packed, config, fused, bias)
+    elif isinstance(config, GroupedConfig):
+        y = grouped(x, packed, config, fused, bias)
+    elif isinstance(config, WgmmaConfig):
+        y = wgmma(x, packed, config, fused, bias)
+    elif isinstance(config, WgmmaParts):
+        y = wgmma_parts(x, packed, config, fused, bias)
     else:
-        y = gemm(x, packed, way, fused, bias)
+        y = gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
 
@@ -132,56 +133,62 @@ def variants(
     if not isinstance(packed, Packed):
         return
     for n in rows:
-        way, fused = _plan(n, packed, gate, found)
-        if isinstance(way, GemvConfig):
-            yield jit.variant("quantized_gemv", dtype, **_gemv_sizes(n, packed.inputs, way, fused, bias, packed.layout))
-        elif isinstance(way, GroupedConfig):
-            sizes = _grouped_sizes(n, packed.inputs, way, fused, bias, packed.layout)
+        config, fused = _plan(n, packed, gate, found)
+        if isinstance(config, GemvConfig):
+            sizes = _gemv_sizes(n, packed.inputs, config, fused, bias, packed.layout)
+            yield jit.variant("quantized_gemv", dtype, **sizes)
+        elif isinstance(config, GroupedConfig):
+            sizes = _grouped_sizes(n, packed.inputs, config, fused, bias, packed.layout)
             yield jit.variant("grouped_gemv", dtype, **sizes)
-        elif isinstance(way, WgmmaConfig | WgmmaParts):
-            for cut in (way,) if isinstance(way, WgmmaConfig) else (way.first, way.rest):
-                sizes = _wgmma_sizes(packed.inputs, cut, fused, bias, packed.layout)
+        elif isinstance(config, WgmmaConfig | WgmmaParts):
+            for one in (config,) if isinstance(config, WgmmaConfig) else (config.first, config.rest):
+                sizes = _wgmma_sizes(packed.inputs, one, fused, bias, packed.layout)
                 yield jit.variant("quantized_wgmma", dtype, **sizes)
-        elif way:
-            yield jit.variant("quantized_gemm", dtype, **_gemm_sizes(n, packed.inputs, way, fused, bias, packed.layout))
+        elif config:
+            sizes = _gemm_sizes(n, packed.inputs, config, fused, bias, packed.layout)
+            yield jit.variant("quantized_gemm", dtype, **sizes)
 
 
-def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Way | None, str]:
+def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[KernelConfig | None, str]:
     """How the GEMM is computed, and the gate if that takes it: not where its halves share a strip."""
     sizes = packed.outputs, packed.inputs, packed.layout
     if gate and packed.outputs % (2 * STRIP) == 0:
-        way = choose(rows, *sizes, True, found)
-        if way:
-            return way, gate
+        config = choose(rows, *sizes, True, found)
+        if config:
+            return config, gate
     return choose(rows, *sizes, False, found), ""
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> Way | None:
-    """The fastest way for these sizes; None: weights are dequantised first."""
-    if found.hopper and rows in wgmma_cuts.ROWS and inputs % max(wgmma_cuts.LENGTHS[-1], layout.inputs) == 0:
-        return wgmma_cuts.choose(rows, outputs, inputs, layout, gated, found.num_sms)
+def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> KernelConfig | None:
+    """The fastest kernel for these sizes; None: weights are dequantised first."""
+    if found.hopper and rows in wgmma_configs.ROWS and inputs % max(wgmma_configs.LENGTHS[-1], layout.inputs) == 0:
+        return wgmma_configs.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
     if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
         return by_groups
     strips = -(-outputs // STRIP)
-    way = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
+    config = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
     if layout.bytes > LARGE:
-        way = way._replace(ahead=way.ahead // 2)
-    fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, way.strips) <= GEMV_SHARED
+        config = config._replace(ahead=config.ahead // 2)
+    fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, config.strips) <= GEMV_SHARED
     if fits and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
-        return way
-    cuts = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
-    return min(cuts, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
+        return config
+    configs = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
+    return min(configs, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
 
 
-def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, cut: TileConfig) -> tuple[float, bool, int]:
+def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, config: TileConfig) -> tuple[float, bool, int]:
     """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then
     turns first, and long chunks up to 256."""
-    tiles, weights = -(-outputs // cut.outputs), cut.outputs * layout.bytes / layout.inputs / 17
-    slower = 1.3 if cut.inputs < layout.chunk else 1
-    return -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower, not cut.in_turn, -min(cut.inputs, 256)
+    tiles, weights = -(-outputs // config.outputs), config.outputs * layout.bytes / layout.inputs / 17
+    slower = 1.3 if config.inputs < layout.chunk else 1
+    return (
+        -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower,
+        not config.in_turn,
+        -min(config.inputs, 256),
+    )
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
@@ -192,49 +199,49 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
             continue
         for length in LENGTHS:
             for in_turn in turns if length == TURN_INPUTS else (False,):
-                cut = TileConfig(height, length, in_turn)
-                whole = inputs % (length * _turns(cut)) == length % layout.inputs == 0
-                if whole and stages(cut, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(cut)):
-                    yield cut
+                config = TileConfig(height, length, in_turn)
+                whole = inputs % (length * _turns(config)) == length % layout.inputs == 0
+                if whole and stages(config, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(config)):
+                    yield config
 
 
-def gemv(x: Tensor, packed: Packed, way: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def gemv(x: Tensor, packed: Packed, config: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to MOST_GEMV_ROWS rows; a gate takes two strips."""
     rows, inputs = x.shape
-    shared = gemv_shared(rows, inputs, way.strips)
+    shared = gemv_shared(rows, inputs, config.strips)
     y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
-    sizes = _gemv_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
+    sizes = _gemv_sizes(rows, inputs, config, gate, bias is not None, packed.layout)
     kernel = jit.kernel("quantized_gemv", "quantized_gemv", x.dtype, shared, **sizes)
-    blocks = -(-len(packed.pieces) // way.strips)
+    blocks = -(-len(packed.pieces) // config.strips)
     args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
     kernel((blocks, 1, 1), GEMV_WARPS * 32, *args, shared=shared)
     return y
 
 
-def grouped(x: Tensor, packed: Packed, way: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def grouped(x: Tensor, packed: Packed, config: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to grouped_gemv.MOST_ROWS rows; a gate takes two strips."""
     rows, inputs = x.shape
     y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
-    _, shared = grouped_gemv.stages(way, rows, inputs, packed.layout)
-    sizes = _grouped_sizes(rows, inputs, way, gate, bias is not None, packed.layout)
+    _, shared = grouped_gemv.stages(config, rows, inputs, packed.layout)
+    sizes = _grouped_sizes(rows, inputs, config, gate, bias is not None, packed.layout)
     kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **sizes)
-    blocks = min(len(packed.pieces) // way.strips, grouped_gemv.BLOCKS * device_caps(x.device).num_sms)
+    blocks = min(len(packed.pieces) // config.strips, grouped_gemv.BLOCKS * device_caps(x.device).num_sms)
     args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
     kernel((blocks, 1, 1), grouped_gemv.WARPS * 32, *args, shared=shared)
     return y
 
 
-def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def gemm(x: Tensor, packed: Packed, config: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to MOST_ROWS rows, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, packed.outputs
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
-    _, shared = stages(cut, rows, packed.layout)
-    sizes = _gemm_sizes(rows, inputs, cut, gate, bias is not None, packed.layout)
+    _, shared = stages(config, rows, packed.layout)
+    sizes = _gemm_sizes(rows, inputs, config, gate, bias is not None, packed.layout)
     kernel = jit.kernel("quantized_gemm", "quantized_gemm", x.dtype, shared, **sizes)
-    blocks = min(-(-outputs // cut.outputs), device_caps(x.device).num_sms)
+    blocks = min(-(-outputs // config.outputs), device_caps(x.device).num_sms)
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    threads = _threads(cut, rows, packed.layout) + 32 * (1 + _summers(cut))
+    threads = _threads(config, rows, packed.layout) + 32 * (1 + _summers(config))
     kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
 
@@ -242,7 +249,7 @@ def gemm(x: Tensor, packed: Packed, cut: TileConfig, gate: str = "", bias: Tenso
 def wgmma(
     x: Tensor,
     packed: Packed,
-    cut: WgmmaConfig,
+    config: WgmmaConfig,
     gate: str = "",
     bias: Tensor | None = None,
     y: Tensor | None = None,
@@ -253,22 +260,22 @@ def wgmma(
     width = outputs // 2 if gate else outputs
     y = x.new_empty(rows, width) if y is None else y
     begin, end = part or (0, width)
-    _, shared = wgmma_stages(cut, packed.layout)
-    sizes = _wgmma_sizes(inputs, cut, gate, bias is not None, packed.layout)
+    _, shared = wgmma_stages(config, packed.layout)
+    sizes = _wgmma_sizes(inputs, config, gate, bias is not None, packed.layout)
     kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
-    height = -(-rows // -(-rows // cut.rows))
+    height = -(-rows // -(-rows // config.rows))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
     args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height, begin
-    blocks, cluster = cut.blocks(rows, (end - begin) * (outputs // width)), cut.split * cut.share
-    kernel((blocks, 1, 1), cut.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
+    blocks, cluster = config.blocks(rows, (end - begin) * (outputs // width)), config.split * config.share
+    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
     return y
 
 
-def wgmma_parts(x: Tensor, packed: Packed, way: WgmmaParts, gate: str = "", bias: Tensor | None = None) -> Tensor:
+def wgmma_parts(x: Tensor, packed: Packed, config: WgmmaParts, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """As `wgmma`, y's columns in two parts."""
     width = packed.outputs // 2 if gate else packed.outputs
-    y = wgmma(x, packed, way.first, gate, bias, x.new_empty(len(x), width), (0, way.columns))
-    return wgmma(x, packed, way.rest, gate, bias, y, (way.columns, width))
+    y = wgmma(x, packed, config.first, gate, bias, x.new_empty(len(x), width), (0, config.columns))
+    return wgmma(x, packed, config.rest, gate, bias, y, (config.columns, width))
 
 
 def gemv_shared(rows: int, inputs: int, strips: int) -> int:
@@ -276,79 +283,77 @@ def gemv_shared(rows: int, inputs: int, strips: int) -> int:
     return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
 
 
-def stages(cut: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
+def stages(config: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
-    padded, turns = 8 * _row_tiles(rows), _turns(cut)
-    sums = _groups(cut, rows, layout) * turns * cut.outputs * (padded + 1) * 4
-    stage = padded * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
-    if cut.in_turn:  # sums of x over 32 inputs, in two forms
-        stage += _row_tiles(rows) * (cut.inputs * 2 + 256)
+    padded, turns = 8 * _row_tiles(rows), _turns(config)
+    sums = _groups(config, rows, layout) * turns * config.outputs * (padded + 1) * 4
+    stage = padded * config.inputs * 2 + config.outputs // STRIP * (config.inputs // layout.inputs) * layout.bytes
+    if config.in_turn:  # sums of x over 32 inputs, in two forms
+        stage += _row_tiles(rows) * (config.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
     # A turn has stages of its own.
-    count = min((WHOLE_SHARED - 1024 - sums) // stage, wgmma_cuts.MOST_STAGES) // turns * turns
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, wgmma_configs.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
-def _dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:
+def _dequantize_sizes(inputs: int, layout: Layout) -> Sizes:
     return dict(I=inputs, RUN=RUN, **_format(layout))
 
 
-def _gemv_sizes(rows: int, inputs: int, way: GemvConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+def _gemv_sizes(rows: int, inputs: int, config: GemvConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     return dict(
         **_format(layout),
         I=inputs,
         R=rows,
-        STRIPS=way.strips,
-        AHEAD=way.ahead,
+        STRIPS=config.strips,
+        AHEAD=config.ahead,
         WARPS=GEMV_WARPS,
-        BLOCKS=way.blocks,
+        BLOCKS=config.blocks,
         **gate_sizes(gate),
         BIAS=int(bias),
     )
 
 
-def _grouped_sizes(
-    rows: int, inputs: int, way: GroupedConfig, gate: str, bias: bool, layout: Layout
-) -> dict[str, jit.Size]:  # fmt: skip
-    cut = grouped_gemv.sizes(way, rows, inputs, layout)
-    return dict(**_format(layout), **cut, **gate_sizes(gate), BIAS=int(bias))
+def _grouped_sizes(rows: int, inputs: int, config: GroupedConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
+    of = grouped_gemv.sizes(config, rows, inputs, layout)
+    return dict(**_format(layout), **of, **gate_sizes(gate), BIAS=int(bias))
 
 
-def _gemm_sizes(rows: int, inputs: int, cut: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+def _gemm_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     tiles = _row_tiles(rows)
     return dict(
         **_format(layout),
         I=inputs,
-        M=cut.outputs,
-        KC=cut.inputs,
-        STAGES=stages(cut, rows, layout)[0],
+        M=config.outputs,
+        KC=config.inputs,
+        STAGES=stages(config, rows, layout)[0],
         TILES=tiles,
-        MT=_strips_of_a_warp(cut.outputs, tiles),
-        GROUPS=_groups(cut, rows, layout),
-        TURNS=_turns(cut),
-        SUMMERS=_summers(cut),
-        MULTIPLY="gemm_summed" if cut.in_turn else "gemm_plain",
+        MT=_strips_of_a_warp(config.outputs, tiles),
+        GROUPS=_groups(config, rows, layout),
+        TURNS=_turns(config),
+        SUMMERS=_summers(config),
+        MULTIPLY="gemm_summed" if config.in_turn else "gemm_plain",
         **gate_sizes(gate),
         BIAS=int(bias),
     )
 
 
-def _wgmma_sizes(inputs: int, cut: WgmmaConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+def _wgmma_sizes(inputs: int, config: WgmmaConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     return dict(
         **_format(layout),
         I=inputs,
-        KC=cut.inputs,
-        STAGES=wgmma_stages(cut, layout)[0],
-        ROWS=cut.rows,
-        GROUPS=cut.outputs // 64,
-        SPLIT=cut.split,
-        SHARE=cut.share,
+        KC=config.inputs,
+        STAGES=wgmma_stages(config, layout)[0],
+        ROWS=config.rows,
+        GROUPS=config.outputs // 64,
+        SPLIT=config.split,
+        SHARE=config.share,
         **gate_sizes(gate),
         BIAS=int(bias),
     )
 
 
-def _format(layout: Layout) -> dict[str, jit.Size]:
+def _format(layout: Layout) -> Sizes:
     """What stands for the format in the kernels' sources."""
     return {"FORMAT": layout.header, **dict(layout.sizes)}
 
@@ -358,21 +363,21 @@ def takes_turns(sizes: Iterable[tuple[str, int]]) -> bool:
     return {("FACTORED", TURN_INPUTS), ("GROUP", 32), ("MINIMA", 1)} <= set(sizes)
 
 
-def _turns(cut: TileConfig) -> int:
+def _turns(config: TileConfig) -> int:
     """Warps that take chunks of a strip in turn."""
-    most = TURN_WARPS // (cut.outputs // STRIP)
-    return next(count for count in (8, 4, 2, 1) if count <= most) if cut.in_turn else 1
+    most = TURN_WARPS // (config.outputs // STRIP)
+    return next(count for count in (8, 4, 2, 1) if count <= most) if config.in_turn else 1
 
 
-def _summers(cut: TileConfig) -> int:
+def _summers(config: TileConfig) -> int:
     """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
-    return min(_turns(cut), 4 if cut.outputs <= 32 else 2 if cut.outputs <= 64 else 1) if cut.in_turn else 0
+    return min(_turns(config), 4 if config.outputs <= 32 else 2 if config.outputs <= 64 else 1) if config.in_turn else 0
 
 
-def _threads(cut: TileConfig, rows: int, layout: Layout) -> int:
+def _threads(config: TileConfig, rows: int, layout: Layout) -> int:
     """That multiply."""
-    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
-    return warps * _groups(cut, rows, layout) * _turns(cut) * 32
+    warps = config.outputs // STRIP // _strips_of_a_warp(config.outputs, _row_tiles(rows))
+    return warps * _groups(config, rows, layout) * _turns(config) * 32
 
 
 def _row_tiles(rows: int) -> int:
@@ -384,10 +389,10 @@ def _strips_of_a_warp(height: int, tiles: int) -> int:
     return 1 if tiles < 4 else next(count for count in (2, 3, 1) if height // STRIP % count == 0)
 
 
-def _groups(cut: TileConfig, rows: int, layout: Layout) -> int:
+def _groups(config: TileConfig, rows: int, layout: Layout) -> int:
     """Warps that share a chunk of a strip: as many as make WARPS, each with a piece at least."""
-    if cut.in_turn:
+    if config.in_turn:
         return 1
-    warps = cut.outputs // STRIP // _strips_of_a_warp(cut.outputs, _row_tiles(rows))
-    most = min(WARPS // warps, cut.inputs // layout.inputs)
+    warps = config.outputs // STRIP // _strips_of_a_warp(config.outputs, _row_tiles(rows))
+    most = min(WARPS // warps, config.inputs // layout.inputs)
     return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

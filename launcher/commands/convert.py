@@ -40,6 +40,7 @@ are. It runs on one GPU where there is one, else on all cores.
 _GROUP = "Convert"
 PROGRAM = ("-m", "phalanx.rank.model.convert")
 CALIBRATED = "gptq", "awq", "marlin"
+ROUNDING = "bits", "group", "sym", "desc_act", "calibration", "samples", "seqlen", "dtype"  # options of these alone
 IN_FILES = (  # of GGUF
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "iq4_nl", "iq4_xs", *mixes.MIXES, "f32",
     "f16", "bf16",
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
         say(note)
     options = chosen.options
     _check(options)
+    _refuse_unused(chosen)
     target = Path(options.target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir()) and options.to not in IN_FILES):
         raise FatalError(f"{target} is there already: name another place", USAGE)
@@ -140,6 +142,22 @@ def _check(options: ConvertOptions) -> None:
         raise FatalError("--no-sym: Marlin's layout has no zero points; use --to gptq", USAGE)
     if options.to in IN_FILES and not is_gguf(options.target):
         raise FatalError(f"{options.target}: --to {options.to} makes a GGUF file; name one that ends in .gguf", USAGE)
+
+
+def _refuse_unused(chosen: option_sources.ParsedOptions[ConvertOptions]) -> None:
+    """Options that would change nothing. In the environment or a file they may be for other conversions."""
+    to, where = chosen.options.to, "command line"
+    given = {name: origin for name, origin in chosen.origins.items() if origin.startswith(where)}
+    written = {name: origin.removeprefix(f"{where} (").removesuffix(")") for name, origin in given.items()}
+    unused = [written[name] for name in ROUNDING if name in written and to not in CALIBRATED]
+    if unused:
+        raise FatalError(
+            f"{', '.join(unused)}: --to {to} takes no option but --device; what rounds by a calibration text is --to "
+            f"{', '.join(CALIBRATED)}",
+            USAGE,
+        )
+    if to == "awq" and "sym" in written and chosen.options.sym:
+        raise FatalError(f"{written['sym']}: awq's layout always has zero points; use --to gptq", USAGE)
 
 
 def _find(model: str) -> Path:

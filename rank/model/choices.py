@@ -19,6 +19,7 @@ from .formats import ChooseFormat, Part, in_situ
 log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+CODES = "F8_E4M3", "I8"  # of safetensors: elements that mean nothing without a scale
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
 
@@ -53,6 +54,15 @@ def names_of(config: Config, model: type[Model], index: Index | None = None) -> 
     if index is None and is_gguf(config.path):
         index = read_index(config.path)
     return frozenset(map(model.rename, index.files)) if index else frozenset()
+
+
+def without_codes(names: frozenset[str], model: type[Model], index: Index | None) -> frozenset[str]:
+    """Names without those of codes, which are no plain weights: so that a linear whose scale is missing is not taken
+    for one that is not quantised."""
+    if index is None:
+        return names
+    entries = {name: index.headers[file].get(name) for name, file in index.files.items()}
+    return names - {model.rename(name) for name, entry in entries.items() if entry and entry.dtype in CODES}
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:

@@ -23,7 +23,7 @@ from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, load_memory, stored_formats
 from .base import Model
-from .choices import DTYPES, choose_dtype, choose_format, model_length, names_of
+from .choices import DTYPES, choose_dtype, choose_format, model_length, names_of, without_codes
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
@@ -117,7 +117,7 @@ def _build(config: Config, length: int, index: Index | None, quantised: tuple[st
     """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
     module = architectures.find(config.model_type)
     names = names_of(config, module.Model, index)
-    format_of = choose_format(config, *quantised, names)
+    format_of = choose_format(config, *quantised, without_codes(names, module.Model, index))
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 

@@ -70,7 +70,8 @@ def _check_fixed(offload: Offload, room: int | None) -> None:
             f"this rank's experts take {offload.all_bytes / 1e9:.2f} GB of the host's memory, but "
             f"{(room or 0) / 1e9:.2f} GB are free for it, and {offload.resident_bytes / 1e9:.2f} GB of its GPU's are "
             f"for experts, {offload.slots} of each layer's {offload.experts}, where {offload.fixed} are to be: use "
-            "more ranks (--tp, --ep, --pp) or a node with more memory; `phalanx fit` shows what fits",
+            "more ranks (--tp, --ep, --pp) or a node with more memory, or leave more experts on the GPUs "
+            "(--num-experts-offload-per-rank, --expert-memory); `phalanx fit` shows what fits",
             MEMORY,
         )
 

@@ -188,8 +188,9 @@ def render_chat(
 ) -> tuple[str, bool]:
     """The prompt's text, with MARK in what only looks like control tokens; whether it ends within the reasoning."""
     if text.template is None:
-        raise ApiError(
-            400, "this model has no chat template: use /v1/completions, or start the server with one", "messages"
+        raise bad(
+            "messages",
+            "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
         )
     tools = request.offered()
     if tools and not text.template.takes_tools:

@@ -44,7 +44,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}  # of a step
 # A CPU's steps must stay short, for the streams that run beside and for --timeout: about ten seconds of a slow one.
 CPU_STEP = 1e12  # additions and multiplications of a rank
-LONGEST_WAIT = 0.01  # seconds that copies of blocks should delay a step by
+MOST_COPIED = 0.01  # seconds of copies back after which a plan takes no further sequence that needs some
 SWAP_TIMED = {"cpu": 64, "cuda": 2048}  # tokens of the step that says how fast blocks are computed
 FEW = 4  # tokens that a step may have whatever the weights
 
@@ -285,6 +285,8 @@ class Engine:
         peak: what steps take beside weights and cache, where that is known.
         """
         options, place, model = self.options, self.place, self.model
+        if place.device.type == "cuda":
+            torch.cuda.empty_cache()  # what measuring took is free
         fraction = self._kv_fraction
         specs = model.cache_specs()
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
@@ -381,7 +383,7 @@ class Engine:
             f"KV cache in host memory: {count * block_size} tokens in {count} blocks, "
             f"{count * block_bytes / kv_cache.MIB:.0f} MiB a rank; {figures}, so {least} or more come back"
         )
-        return swap, HostBlocks(count, least, cost.blocks_in(LONGEST_WAIT))
+        return swap, HostBlocks(count, least, cost.blocks_in(MOST_COPIED))
 
     def _free_of_host(self, caches: cache_spec.Caches) -> int:
         """What weights, experts in host memory too, and a CPU's cache leave of this rank's share of the host.

@@ -11,6 +11,7 @@ from ...comm.mesh import Mesh
 from ...kernels.collective import allreduce
 from ...kernels.device import device_caps
 from ..model.base import Model
+from .batch_builder import TILE
 from .profile_run import step_seconds
 
 MIN_MICROBATCH_TOKENS = 1024  # fewer would not fill the GPU with the GEMMs' tiles
@@ -32,18 +33,27 @@ def microbatch_tokens(
     model: Model, mesh: Mesh, world: Comm, say: Callable[[str], None], tokens: int, block_size: int,
     device: torch.device, kept: torch.dtype | None = None,
 ) -> int:  # fmt: skip
-    """The fewest tokens of a microbatch; 0: steps stay whole, as a step of `tokens` is faster so on the slowest rank.
+    """The fewest tokens of a microbatch; 0: steps stay whole.
 
+    Steps of `tokens`, of half as many and so on are timed both ways, on the slowest rank, until one is faster whole.
     Two microbatches are twice as many launches, for which a host may need longer than the all-reduces take that they
-    hide. Collective over the world. say: logs. kept: as of profile_run.
+    hide, the more so the shorter the step. Collective over the world. say: logs. kept: as of profile_run.
     """
     least = min_microbatch_tokens(model, mesh, device)
-    if not least or 2 * least > tokens:
-        return least
-    mine = [step_seconds(model, mesh, tokens, block_size, device, kept, one) for one in (0, least)]
-    whole, halves = world.all_gather(torch.tensor(mine)).view(-1, 2).amax(0).tolist()
-    chosen = least if halves < whole else 0
-    done = f"so steps of {2 * least} prompt tokens and more are" if chosen else "so no step is"
-    both = f"{whole * 1e3:.0f} ms, and {halves * 1e3:.0f} ms in two microbatches"
-    say(f"a step of {tokens} tokens takes {both}, {done} cut")
+    if int(world.all_gather(torch.tensor([least])).min()) == 0:  # on one rank: all make the same collectives
+        return 0
+    if tokens % min(tokens, model.max_model_len) == 1:
+        tokens -= 1  # a prompt's single token keeps a step whole
+    chosen, told = 0, []
+    while (half := tokens // 2 // TILE * TILE) >= least:
+        mine = [step_seconds(model, mesh, tokens, block_size, device, kept, one) for one in (0, least)]
+        whole, split = world.all_gather(torch.tensor(mine)).view(-1, 2).amax(0).tolist()
+        told.append(f"{tokens} tokens take {whole * 1e3:.0f} ms, {split * 1e3:.0f} in two microbatches")
+        if split >= whole:
+            break
+        chosen = half
+        tokens //= 2
+    if told:
+        done = f"those of {2 * chosen} prompt tokens and more are split" if chosen else "none is split"
+        say(f"steps of {', of '.join(told)}: {done}")
     return chosen

@@ -60,7 +60,6 @@ class Swap:
         self._blocks = BlockRows(
             [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
         )
-        self.count = len(self._blocks.parts[0])
         self.device = self._blocks.parts[0].device
         cuda = self.device.type == "cuda"
         self.host = host_memory.zeros((count, self._blocks.width), self._blocks.unit, cuda)
@@ -132,7 +131,8 @@ class Swap:
 
     def measure(self) -> CopyCost:
         """What copies into the cache cost here. Overwrites the cache's first blocks."""
-        most = min(TIMED, len(self.host), self.count)
+        most = min(TIMED, len(self.host), len(self._blocks.parts[0]))
+        self.store([0], [0])  # compiles, as the loads do
         one, several = self._seconds(1), self._seconds(most)
         block = (several - one) / (most - 1) if most > 1 else one
         return CopyCost(max(0.0, one - block), max(0.0, block))

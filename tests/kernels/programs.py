@@ -26,7 +26,7 @@ from phalanx.kernels.quantized import (
     super_blocks,
     super_blocks_cuda,
 )
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, CAPPED=0, SINKS=0, FP8=0)
@@ -48,16 +48,16 @@ def room(sizes):
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
 
 
-def quantized_gemv(rows, inputs, way, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._gemv_sizes(rows, inputs, pieces_cuda.GemvConfig(*way), gate, bias, layout)
+def quantized_gemv(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return pieces_cuda._gemv_sizes(rows, inputs, pieces_cuda.GemvConfig(*config), gate, bias, layout)
 
 
-def quantized_gemm(rows, inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._gemm_sizes(rows, inputs, pieces_cuda.TileConfig(*cut), gate, bias, layout)
+def quantized_gemm(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return pieces_cuda._gemm_sizes(rows, inputs, pieces_cuda.TileConfig(*config), gate, bias, layout)
 
 
-def quantized_wgmma(inputs, cut, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*cut), gate, bias, layout)
+def quantized_wgmma(inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*config), gate, bias, layout)
 
 
 def e4m3_program(dtype, *sizes):
@@ -70,20 +70,20 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
     return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
-def e4m3_experts_of(dtype, inputs, outputs, cut, act, bias, alike):
+def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
     packed = pieces_cuda.Packed(torch.empty(0), 0, WIDE._replace(alike=alike))
     stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
-    return "e4m3_experts", dict(T=dtype, **e4m3_experts.sizes(stack, cut, act, bias))
+    return "e4m3_experts", dict(T=dtype, **e4m3_experts.sizes(stack, config, act, bias))
 
 
-def by_groups(rows, inputs, way, gate, bias, layout):
-    return pieces_cuda._grouped_sizes(rows, inputs, pieces_cuda.GroupedConfig(*way), gate, bias, layout)
+def by_groups(rows, inputs, config, gate, bias, layout):
+    return pieces_cuda._grouped_sizes(rows, inputs, pieces_cuda.GroupedConfig(*config), gate, bias, layout)
 
 
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
-    cut = quantized_pipeline.choose(inputs, layout)
-    return quantized_pipeline.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), cut, act, 8, bias)
+    config = quantized_pipeline.choose(inputs, layout)
+    return quantized_pipeline.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), config, act, 8, bias)
 
 
 E4M3 = e4m3_cuda.LAYOUT
@@ -165,21 +165,21 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1), "silu", True, 1),
-    e4m3_program(torch.float16, 14336, Cut(192, 64, 4), "", False, 1),
-    e4m3_program(torch.bfloat16, 4096, Cut(64, 64, 2), "silu", False, 1),
-    e4m3_program(torch.bfloat16, 4096, Cut(256, 64, 1), "", False, 1),
-    e4m3_program(torch.bfloat16, 4096, Cut(192, 128, 1, 2), "", False, 1),
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 256, 1, 1, 2), "silu", True, 1),
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1, 2, 2), "silu", True, 1),
-    e4m3_program(torch.float16, 4096, Cut(128, 192, 1, 1, 2, 96), "", True, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 128, 1), "silu", True, 1),
+    e4m3_program(torch.float16, 14336, E4m3Config(192, 64, 4), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(64, 64, 2), "silu", False, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(256, 64, 1), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(192, 128, 1, 2), "", False, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 256, 1, 1, 2), "silu", True, 1),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 128, 1, 2, 2), "silu", True, 1),
+    e4m3_program(torch.float16, 4096, E4m3Config(128, 192, 1, 1, 2, 96), "", True, 1),
     # Tensor cores add up 256 or 512 inputs: with one set of sums or two, in clusters, by parts of the rows.
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 128, 1), "silu", True, 4),
-    e4m3_program(torch.float16, 14336, Cut(192, 64, 4), "", False, 4),
-    e4m3_program(torch.bfloat16, 4096, Cut(192, 128, 1, 1, 2), "", False, 4),
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 256, 1, 2), "silu", True, 4),
-    e4m3_program(torch.bfloat16, 4096, Cut(128, 192, 1, 2, 1, 192), "silu", False, 4),
-    e4m3_program(torch.float16, 1792, Cut(128, 192, 1, 2, 1, 192), "", True, 2),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 128, 1), "silu", True, 4),
+    e4m3_program(torch.float16, 14336, E4m3Config(192, 64, 4), "", False, 4),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(192, 128, 1, 1, 2), "", False, 4),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 256, 1, 2), "silu", True, 4),
+    e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 192, 1, 2, 1, 192), "silu", False, 4),
+    e4m3_program(torch.float16, 1792, E4m3Config(128, 192, 1, 2, 1, 192), "", True, 2),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
@@ -212,14 +212,14 @@ PROGRAMS = [
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", True, INT4_ZEROS))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, WIDE))),
-    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 32, 1), "silu", False, 1),
-    e4m3_experts_of(torch.float16, 768, 2048, Cut(128, 16, 1, matmul=16), "", True, 2),
-    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 64, 1), "silu", True, 4),
-    e4m3_experts_of(torch.bfloat16, 1408, 2048, Cut(128, 128, 1, 2), "", False, 1),
-    e4m3_experts_of(torch.bfloat16, 2048, 2816, Cut(192, 128, 1, 2), "gelu_tanh", False, 4),
-    e4m3_experts_of(torch.bfloat16, 2048, 1536, Cut(128, 192, 1, 2, matmul=96), "silu", False, 4),
-    e4m3_experts_of(torch.bfloat16, 768, 2048, Cut(192, 128, 1), "", False, 1),
-    e4m3_experts_of(torch.bfloat16, 768, 2048, Cut(128, 256, 1, 2, matmul=128), "", False, 2),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 32, 1), "silu", False, 1),
+    e4m3_experts_of(torch.float16, 768, 2048, E4m3Config(128, 16, 1, matmul=16), "", True, 2),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 64, 1), "silu", True, 4),
+    e4m3_experts_of(torch.bfloat16, 1408, 2048, E4m3Config(128, 128, 1, 2), "", False, 1),
+    e4m3_experts_of(torch.bfloat16, 2048, 2816, E4m3Config(192, 128, 1, 2), "gelu_tanh", False, 4),
+    e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 192, 1, 2, matmul=96), "silu", False, 4),
+    e4m3_experts_of(torch.bfloat16, 768, 2048, E4m3Config(192, 128, 1), "", False, 1),
+    e4m3_experts_of(torch.bfloat16, 768, 2048, E4m3Config(128, 256, 1, 2, matmul=128), "", False, 2),
     ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_experts.pairs_sizes(128, 2048, 8))),
     ("e4m3_pairs", dict(T=torch.float16, **e4m3_experts.pairs_sizes(60, 14336, 0))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),

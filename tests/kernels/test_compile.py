@@ -252,7 +252,7 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
 def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
     asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
     monkeypatch.setattr(skinny, "device_caps", lambda device: found)
-    monkeypatch.setattr(skinny, "supports", lambda x, weight, bias=None: skinny._way(x, weight) is not None)
+    monkeypatch.setattr(skinny, "supports", lambda x, weight, bias=None: skinny._config(x, weight) is not None)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)

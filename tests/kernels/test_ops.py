@@ -120,8 +120,10 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     assert choose(16, outputs, inputs, 132, True) == want
     assert choose(16, outputs, inputs, 132, False) is None
     for num_sms in (78, 114, 148):  # of an H20, an H100 on PCIe, a B200
-        cut = choose(16, outputs, inputs, num_sms, True)
-        assert (cut is None) == (want is None) and (cut is None or outputs % cut.outputs == inputs % cut.inputs == 0)
+        config = choose(16, outputs, inputs, num_sms, True)
+        assert (config is None) == (want is None) and (
+            config is None or outputs % config.outputs == inputs % config.inputs == 0
+        )
     if want:
         for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
             count, shared = stages(want, rows, whole)
@@ -143,9 +145,9 @@ def test_blocks_share_a_tile_where_inputs_are_many(outputs, inputs, want):
     assert choose(64, outputs, inputs, 132, True, True) == want
     count, shared = stages(want, 64, True)
     assert count >= 2 and shared <= WHOLE_SHARED
-    for cut in tile_configs(64, outputs, inputs, 132, True):
-        assert inputs % (cut.inputs * cut.split) == outputs % cut.outputs == 0 and (
-            cut.split == 1 or cut.outputs % (8 * cut.split) == 0
+    for config in tile_configs(64, outputs, inputs, 132, True):
+        assert inputs % (config.inputs * config.split) == outputs % config.outputs == 0 and (
+            config.split == 1 or config.outputs % (8 * config.split) == 0
         )
 
 

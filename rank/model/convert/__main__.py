@@ -210,16 +210,18 @@ def _say(text: str) -> None:
 
 
 def main(file: str) -> int:
+    question = msgspec.json.decode(Path(file).read_bytes(), type=Question)
     try:
-        convert(msgspec.json.decode(Path(file).read_bytes(), type=Question))
+        convert(question)
     except FatalError as stop:
         _say(str(stop))
         return stop.code
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
+        spared = ", a host's by --dtype bf16 and fewer --samples" if question.to in layouts.LAYOUTS else ""
         _say(f"not enough memory ({str(error).splitlines()[0] if str(error) else error!r}): a GPU's is spared by "
-             "--device cpu, a host's by --dtype bf16 and fewer --samples")  # fmt: skip
+             f"--device cpu{spared}")  # fmt: skip
         return MEMORY
     return 0
 

@@ -85,7 +85,7 @@ class HostExperts:
         self._operations: bool | None = None
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             self._fill(some[0], buffer, len(some))
-        at_once = shared.streamer.at_once(layer)
+        at_once = shared.streamer.at_once(layer)  # a form's buffer is as large as the host's experts need it
         for first in range(0, self.fixed, at_once):
             assert fixed is not None, "the layer lacks experts"
             for some, buffer in shared.streamer.copies(fixed, np.arange(first, min(first + at_once, self.fixed))):

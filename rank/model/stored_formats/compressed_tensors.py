@@ -4,7 +4,7 @@ pack-quantized: weight_packed int32 [O, I * bits / 32], codes of 4 or 8 bits alo
 more by half of their range than it means; weight_scale [O, groups]; weight_zero_point int32 [O * bits / 32, groups],
 packed along the outputs in the same way, where weights are not symmetric.
 int-quantized: weight int8 [O, I], weight_scale [O, 1]. float-quantized: the same in e4m3, or with a scale [1], or one
-for each block. Activations keep their 16 or 32 bits, whatever config.json says of them.
+for each block. What becomes of activations does not follow config.json: docs/formats.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 as Llama 3.1 405B has it: weight e4m3 [O, I] and weight_scale [O, 1]. Activations keep their 16 bits."""
+"""FP8 as Llama 3.1 405B has it: weight e4m3 [O, I] and weight_scale [O, 1]."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """FP8 (e4m3; Micikevicius et al. 2022, arXiv 2209.05433), as DeepSeek-V3 and Qwen3 store it in blocks of 128 x 128 and
-others with one scale for all of a tensor. Activations keep their 16 or 32 bits, whatever scheme config.json names.
+others with one scale for all of a tensor. What becomes of activations does not
+follow config.json: docs/formats.md.
 
 Of a linear of I inputs and O outputs: weight e4m3 [O, I]; weight_scale_inv [O / 128, I / 128], which weights are
 multiplied by, or one number for all: weight_scale, which Ministral 3 calls weight_scale_inv, too. Experts have the

@@ -223,7 +223,9 @@ class BatchRun:
             self.code = errors.ERROR
             self.reason = "the time was over before one request was finished: more time is needed"
         told = self._summary(complete, failed)
-        self.progress.say(summary.text(told))
+        fatal = self.link.fatal  # its rank has printed the reason, unless a signal has stopped it
+        printed = fatal is not None and fatal.code != errors.STOPPED and self.reason == fatal.message
+        self.progress.say(summary.text(told, printed))
         if self.config.summary:
             try:
                 summary.save(told, self.config.summary)

@@ -47,10 +47,10 @@ def rate(count: float, seconds: float) -> float:
     return round(count / seconds, 3) if seconds > 0 else 0.0
 
 
-def text(summary: Summary) -> str:
-    """A few lines for people."""
+def text(summary: Summary, printed: bool = False) -> str:
+    """A few lines for people. printed: they have seen the reason."""
     run, total = summary.run, summary.total
-    lines = [f"{summary.state}: {summary.reason}"]
+    lines = [f"{summary.state} (exit code {summary.exit_code})" if printed else f"{summary.state}: {summary.reason}"]
     where = f" ({summary.errors})" if summary.errors else ""
     failed = f", {total.failed} failed{where}" if total.failed else ", none failed"
     lines.append(f"requests: {total.requests} done{failed}")

@@ -13,7 +13,7 @@ STREAM = 0x7F0123456780
 SIZES = GemmShape(BF16, 48, 32)
 
 
-def way(number):
+def algo(number):
     """The algorithm that Lib calls so."""
     return number.to_bytes(cublaslt.ALGORITHM, "little")
 

@@ -15,22 +15,22 @@ from phalanx.kernels.collective.allreduce import SymmetricMemory
 from phalanx.kernels.gemm import autotune, cublaslt, gemm_reduce_scatter
 from phalanx.kernels.gemm.cublaslt import GemmShape
 
-from .cublaslt import BF16, SIZES, Lib, check, in_memory, plain, put, way
+from .cublaslt import BF16, SIZES, Lib, algo, check, in_memory, plain, put
 
 MEASURE = autotune._measure
 
 
 class Clock:
-    """Stands for measuring: each way takes its time, the n-th time what `later` says."""
+    """Stands for measuring: each algorithm takes its time, the n-th time what `later` says."""
 
     def __init__(self, taken, later=()):
         self.taken, self.later, self.asked = dict(enumerate(taken)), list(later), []
 
-    def __call__(self, ways):
-        self.asked.append(list(ways))
+    def __call__(self, algos):
+        self.asked.append(list(algos))
         if len(self.asked) > 1 and self.later:
             self.taken.update(self.later.pop(0))
-        return [self.taken[way] for way in ways]
+        return [self.taken[algo] for algo in algos]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_ways_that_are_refused_are_left_out():
 
 
 ABOUT = [2, "a GPU", 132, 130100, [["torch.bfloat16", 48, 32, [80, 96]], ["torch.bfloat16", 32, 48, [80]]]]
-FOUND = [[way(1), None], [way(3)]]
-OTHER = [[way(2), way(2)], [way(2)]]
-HEX = way(1).hex()
+FOUND = [[algo(1), None], [algo(3)]]
+OTHER = [[algo(2), algo(2)], [algo(2)]]
+HEX = algo(1).hex()
 
 
 class Measured:
@@ -181,7 +181,7 @@ def gpu(folder, monkeypatch):
     def measure(made, sizes, weights, counts, peers):
         addresses = [weight.data_ptr() for weight in weights]
         measured.append((*sizes[1:3], counts, addresses, *([peers] if peers else [])))
-        return [way(rows % 3) if rows % 3 else None for rows in counts]
+        return [algo(rows % 3) if rows % 3 else None for rows in counts]
 
     monkeypatch.setattr(autotune, "_measure", measure)
     return measured
@@ -201,7 +201,7 @@ def test_choosing(gpu, monkeypatch):
     said = "3 of 4 GEMMs of many rows take another algorithm than torch's, measured in "
     assert line.startswith(said) and line.endswith(" s")
     chosen = cublaslt.in_use[torch.device("cpu")]
-    assert chosen.choices == {SIZES: {80: way(2), 96: None, 97: way(1)}, GemmShape(BF16, 64, 32): {80: way(2)}}
+    assert chosen.choices == {SIZES: {80: algo(2), 96: None, 97: algo(1)}, GemmShape(BF16, 64, 32): {80: algo(2)}}
     check(plain(80, 32), second)
     assert lib.gemms == 1
     said = "3 of 4 GEMMs of many rows take another algorithm than torch's, read from this node in "
@@ -250,8 +250,8 @@ def test_what_was_multiplied_is_given_back(gpu, monkeypatch):
             super().__init__(*given)
             made.append(weakref.ref(self))
 
-        def times(self, rows, ways):
-            return [1.0] * len(ways)
+        def times(self, rows, algos):
+            return [1.0] * len(algos)
 
     monkeypatch.setattr(autotune, "_measure", MEASURE)
     monkeypatch.setattr(autotune, "Benchmark", Trial)
@@ -285,7 +285,7 @@ def test_measuring(measuring):
     made, slept = measuring(Lib(proposals=4, works=(0, 1, 3)))
     weights = [plain(48, 32) for _ in range(3)]
     found = autotune._measure(made, SIZES, weights, [80, 96], None)
-    assert found == [way(3)] * 2
+    assert found == [algo(3)] * 2
     assert len(slept) == 2 * (2 + autotune.ROUNDS)
     used = {address for _, address in Event.lib.seen}
     assert used == {weight.data_ptr() for weight in weights}
@@ -293,12 +293,12 @@ def test_measuring(measuring):
 
 def test_leaders_are_measured_for_all_rows(measuring):
     made, _ = measuring(Lib(works=(0, 1, 4), proposed={80: [0, 1], 96: [1, 4], 112: []}))
-    assert autotune._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [way(4)] * 3
+    assert autotune._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [algo(4)] * 3
 
 
 def test_where_nothing_is_faster_torch_stays(measuring):
     made, _ = measuring(Lib(works=(0, 1), proposals=2))
-    assert autotune._measure(made, SIZES, [plain(48, 32)], [80], None) == [way(1)]
+    assert autotune._measure(made, SIZES, [plain(48, 32)], [80], None) == [algo(1)]
     made, _ = measuring(Lib(works=(0,), proposals=1))
     assert autotune._measure(made, SIZES, [plain(48, 32)], [80], None) == [None]
 
@@ -314,7 +314,7 @@ def test_gemms_with_reduce_scatter_are_measured_among_proposals(gpu, monkeypatch
     assert line.startswith("1 of 1 GEMMs")
     assert gpu == [(48, 32, [80], [weight.data_ptr()]), (48, 32, [97], [weight.data_ptr()], peers)]
     chosen = cublaslt.in_use[torch.device("cpu")].choices
-    assert chosen == {SIZES: {80: way(2)}, GemmShape(BF16, 48, 32, 3, 1 << 19): {97: way(1)}}
+    assert chosen == {SIZES: {80: algo(2)}, GemmShape(BF16, 48, 32, 3, 1 << 19): {97: algo(1)}}
 
 
 def test_measuring_gemms_with_reduce_scatter(measuring, monkeypatch):
@@ -323,7 +323,7 @@ def test_measuring_gemms_with_reduce_scatter(measuring, monkeypatch):
     peers, _regions = in_memory(size=2, rank=1)
     monkeypatch.setattr(gemm_reduce_scatter, "recv_buffer_at", lambda size: 0)
     weight = plain(48, 32)
-    assert autotune._measure(made, gemm_reduce_scatter.sizes(weight, peers), [weight], [80], peers) == [way(2)]
+    assert autotune._measure(made, gemm_reduce_scatter.sizes(weight, peers), [weight], [80], peers) == [algo(2)]
     Event.lib.works = ()
     assert autotune._measure(made, gemm_reduce_scatter.sizes(weight, peers), [weight], [96], peers) == [None]
 

@@ -7,7 +7,7 @@ import torch
 from phalanx.kernels.gemm import cublaslt
 from phalanx.kernels.gemm.cublaslt import nearest
 
-from .cublaslt import SIZES, Lib, check, plain, put, way
+from .cublaslt import SIZES, Lib, algo, check, plain, put
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_near_counts_serve_a_few_rows(rows, count):
 
 
 def test_chosen_gemms_go_to_the_library(monkeypatch):
-    lib = put(Lib(), {SIZES: {80: way(1), 96: None}}, monkeypatch)
+    lib = put(Lib(), {SIZES: {80: algo(1), 96: None}}, monkeypatch)
     weight = plain(48, 32)
     for rows, gemms in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
@@ -35,7 +35,7 @@ def test_chosen_gemms_go_to_the_library(monkeypatch):
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):
-    lib = put(Lib(works=(0,)), {SIZES: {80: way(0), 160: way(1)}}, monkeypatch)
+    lib = put(Lib(works=(0,)), {SIZES: {80: algo(0), 160: algo(1)}}, monkeypatch)
     weight = plain(48, 32)
     check(plain(80, 32), weight)
     assert lib.gemms == 1

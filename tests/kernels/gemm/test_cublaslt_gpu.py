@@ -48,14 +48,14 @@ def test_products_by_every_proposal(count, outputs, inputs, dtype, lib):
     """For these rows and for others; each serves all the rows that `nearest` gives it."""
     sizes = cublaslt.GemmShape(dtype, outputs, inputs)
     own = lib.proposals(sizes, count)
-    ways = dict.fromkeys(way for rows in COUNTS for way in lib.proposals(sizes, rows))
-    assert own and len(ways) > len(own)
+    algos = dict.fromkeys(algo for rows in COUNTS for algo in lib.proposals(sizes, rows))
+    assert own and len(algos) > len(own)
     weight, taken = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8, 0
     for rows in (count, count - 1, count * 7 // 8 + 1, count * 3 // 4 + 1):
         x = torch.randn(rows, inputs, device="cuda").to(dtype) / 8
         want = (x.float() @ weight.float().T).double()
-        for i, way in enumerate(ways):
-            lib.choices = {sizes: {count: way}}
+        for i, algo in enumerate(algos):
+            lib.choices = {sizes: {count: algo}}
             lib.plan.cache_clear()
             if rows == count:
                 y, after = guarded(rows, outputs, dtype)
@@ -63,7 +63,7 @@ def test_products_by_every_proposal(count, outputs, inputs, dtype, lib):
                     taken += 1
                     assert apart(y, want) < 4e-3, i
                     assert after.isnan().all(), i
-            elif way in own:
+            elif algo in own:
                 assert apart(linear(x, weight), want) < 4e-3, (rows, i)
     assert taken > 1
 

@@ -6,9 +6,9 @@ from phalanx.comm import custom_allreduce
 from phalanx.kernels.collective.allreduce import RECV_BUFFER, SENT, SymmetricMemory
 from phalanx.kernels.gemm import cublaslt, gemm_reduce_scatter
 
-from .cublaslt import BF16, SIZES, Lib, in_memory, plain, put, way
+from .cublaslt import BF16, SIZES, Lib, algo, in_memory, plain, put
 
-FIRST = way(0)
+FIRST = algo(0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_each_rank_gets_its_share_of_all_parts(monkeypatch):
     for rank in range(size):
         peers = SymmetricMemory(rank, size, regions.data_ptr(), RECV_BUFFER)
         vars(peers)["recv_buffer"] = regions[rank]
-        lib = put(Lib(), {gemm_reduce_scatter.sizes(weights[rank], peers): {rows: way(1)}}, monkeypatch)
+        lib = put(Lib(), {gemm_reduce_scatter.sizes(weights[rank], peers): {rows: algo(1)}}, monkeypatch)
         y = gemm_reduce_scatter.gemm_reduce_scatter(xs[rank], weights[rank], peers)
         assert lib.seen == [(1, weights[rank].data_ptr())]
         assert y.shape == (rows, size * share) and y.dtype == BF16 and y.data_ptr() == regions[rank].data_ptr()
@@ -70,7 +70,7 @@ def test_what_ranks_compare(monkeypatch):
     peers, _regions = in_memory(3)
     weight, device = plain(48, 32), torch.device("cpu")
     assert gemm_reduce_scatter.measured(device) == []
-    choices = {96: way(1), 80: FIRST, 112: None}
+    choices = {96: algo(1), 80: FIRST, 112: None}
     put(Lib(), {gemm_reduce_scatter.sizes(weight, peers): choices, SIZES: {80: FIRST}}, monkeypatch)
     assert gemm_reduce_scatter.measured(device) == [(48, 32, 80), (48, 32, 96)]
 

@@ -65,17 +65,17 @@ def gate(y, dtype, act="silu"):
 )
 @pytest.mark.parametrize("rows", [1, 7, 16, 29, 50, 64])
 def test_pipelined_gemms(rows, outputs, inputs, gated, dtype):
-    """Every way to cut them, twice in a row into memory that holds NaN: a race would show as a difference."""
+    """Every config, twice in a row into memory that holds NaN: a race would show as a difference."""
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
     bias = torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.double().T + bias.double()
     want = gate(want, dtype, gated) if gated else want
     found = device_caps(x.device)
-    for cut in skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found)):
-        made = [skinny.pipelined(x, weight, cut, gated, bias) for _ in range(4)]
-        assert all(apart(y, want) < 4e-3 for y in made), cut
+    for config in skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found)):
+        made = [skinny.pipelined(x, weight, config, gated, bias) for _ in range(4)]
+        assert all(apart(y, want) < 4e-3 for y in made), config
         differ = [(y != made[0]).nonzero() for y in made]
-        assert not any(map(len, differ)), (cut, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
+        assert not any(map(len, differ)), (config, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
 
 
 @needs_hopper

@@ -9,7 +9,7 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Held
 from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
@@ -27,24 +27,24 @@ class Case(NamedTuple):
     hidden: int
     inner: int
     unit: int  # inputs that share a scale, of both GEMMs
-    up: Cut
-    down: Cut
+    up: E4m3Config
+    down: E4m3Config
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
     biased: bool = False
     held: Held | None = None
 
 
-SMALL = Cut(128, 16, 1, matmul=16)
+SMALL = E4m3Config(128, 16, 1, matmul=16)
 CASES = [
     Case(12, 2, 3, 256, 128, 128, SMALL, SMALL),
-    Case(40, 3, 5, 256, 384, 128, Cut(128, 32, 1), Cut(64, 32, 1), "few", True),
-    Case(1, 2, 4, 128, 128, 128, Cut(64, 16, 1), SMALL),
-    Case(70, 1, 2, 512, 256, 256, Cut(128, 64, 1), Cut(128, 64, 1), "one"),
-    Case(50, 2, 6, 384, 128, 128, Cut(192, 16, 1), Cut(192, 16, 1), held=Held(2, 3, 6)),
-    Case(90, 2, 3, 256, 256, 128, Cut(64, 64, 1, matmul=32), Cut(64, 64, 1, matmul=32)),
-    Case(150, 1, 2, 512, 256, 256, Cut(64, 128, 1), Cut(64, 128, 1), biased=True),
+    Case(40, 3, 5, 256, 384, 128, E4m3Config(128, 32, 1), E4m3Config(64, 32, 1), "few", True),
+    Case(1, 2, 4, 128, 128, 128, E4m3Config(64, 16, 1), SMALL),
+    Case(70, 1, 2, 512, 256, 256, E4m3Config(128, 64, 1), E4m3Config(128, 64, 1), "one"),
+    Case(50, 2, 6, 384, 128, 128, E4m3Config(192, 16, 1), E4m3Config(192, 16, 1), held=Held(2, 3, 6)),
+    Case(90, 2, 3, 256, 256, 128, E4m3Config(64, 64, 1, matmul=32), E4m3Config(64, 64, 1, matmul=32)),
+    Case(150, 1, 2, 512, 256, 256, E4m3Config(64, 128, 1), E4m3Config(64, 128, 1), biased=True),
     Case(300, 1, 1, 128, 128, 128, SMALL, SMALL),  # more tiles than a band has
-    Case(250, 1, 2, 512, 512, 512, Cut(64, 192, 1, matmul=192), Cut(64, 192, 1, matmul=192)),
+    Case(250, 1, 2, 512, 512, 512, E4m3Config(64, 192, 1, matmul=192), E4m3Config(64, 192, 1, matmul=192)),
 ]
 
 
@@ -124,29 +124,29 @@ def test_what_it_is_for():
             for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
         )
 
-    def ways(tokens, up="e4m3_wide", down="e4m3_wide", caps=HOPPER):
-        return quantized_cuda.choose_ways(8 * tokens, 128, *stacks(up, down), caps)
+    def kernels_of(tokens, up="e4m3_wide", down="e4m3_wide", caps=HOPPER):
+        return quantized_cuda.choose_kernels(8 * tokens, 128, *stacks(up, down), caps)
 
-    assert isinstance(ways(64).up, quantized_pipeline.PipelineConfig)
+    assert isinstance(kernels_of(64).up, quantized_pipeline.PipelineConfig)
     for tokens, rows in ((65, 32), (384, 32), (385, 64), (1025, 192), (1 << 15, 128)):
-        found = ways(tokens)
-        assert all(isinstance(one, Cut) and one.rows == rows for one in found)
+        found = kernels_of(tokens)
+        assert all(isinstance(one, E4m3Config) and one.rows == rows for one in found)
         assert quantized_cuda.multiplies_codes(8 * tokens, 128, *stacks("e4m3_wide", "e4m3_wide"), HOPPER)
     blackwell = DeviceCaps(148, "sm_100", True, True, False)
-    for found in (ways(129, caps=blackwell), ways(129, down="e4m3"), ways(129, up="q4_k")):
-        assert all(isinstance(one, quantized_cuda.Cut) for one in found)
+    for found in (kernels_of(129, caps=blackwell), kernels_of(129, down="e4m3"), kernels_of(129, up="q4_k")):
+        assert all(isinstance(one, quantized_cuda.ExpertTileConfig) for one in found)
     assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell)
     assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER)
 
 
-def test_cuts():
-    for up, down in e4m3_experts.CUTS.values():
+def test_configs():
+    for up, down in e4m3_experts.TILES.values():
         assert up.rows == down.rows and up.split == down.split == up.over == down.over == 1
-        for cut in (up, down):
-            assert e4m3_wgmma.stages(cut)[1] <= 227 << 10
+        for config in (up, down):
+            assert e4m3_wgmma.stages(config)[1] <= 227 << 10
 
 
 def test_every_cut_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {e4m3_experts.choose(n * k, experts) for n in moe.tiling_rows(experts, k)}
-        assert used == set(e4m3_experts.CUTS.values())
+        assert used == set(e4m3_experts.TILES.values())

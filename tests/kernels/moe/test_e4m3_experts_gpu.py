@@ -1,4 +1,4 @@
-"""FP8 experts by tensor cores of 8 bits, each GEMM against f64 of the same codes: every cut, gates, odd counts."""
+"""FP8 experts by tensor cores of 8 bits, each GEMM against f64 of the same codes: every config, gates, odd counts."""
 
 import functools
 import subprocess
@@ -12,7 +12,7 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda
 from phalanx.kernels.moe.moe import Biases, Held, Inputs
 from phalanx.kernels.quantized import e4m3_wgmma
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 
 from ...devices import needs_hopper, require_gpu
 from ..gpu import poison  # noqa: F401
@@ -21,10 +21,12 @@ from .e4m3_cases import check_codes, check_down, check_up, stack_of, with_plain_
 
 require_gpu()
 pytestmark = needs_hopper
-CUTS = [
-    Cut(128, 16, 1, matmul=16), Cut(128, 32, 1), Cut(64, 32, 1), Cut(256, 32, 1), Cut(128, 64, 1), Cut(192, 64, 1, 2),
-    Cut(128, 128, 1), Cut(128, 128, 1, 2), Cut(192, 128, 1), Cut(192, 128, 1, 2), Cut(128, 192, 1, matmul=192),
-    Cut(128, 192, 1, 2, matmul=192), Cut(128, 192, 1, 2, matmul=96), Cut(128, 256, 1, 2, matmul=128),
+TILES = [
+    E4m3Config(128, 16, 1, matmul=16), E4m3Config(128, 32, 1), E4m3Config(64, 32, 1), E4m3Config(256, 32, 1),
+    E4m3Config(128, 64, 1), E4m3Config(192, 64, 1, 2), E4m3Config(128, 128, 1), E4m3Config(128, 128, 1, 2),
+    E4m3Config(192, 128, 1), E4m3Config(192, 128, 1, 2), E4m3Config(128, 192, 1, matmul=192),
+    E4m3Config(128, 192, 1, 2, matmul=192), E4m3Config(128, 192, 1, 2, matmul=96),
+    E4m3Config(128, 256, 1, 2, matmul=128),
 ]  # fmt: skip
 SMALL = Sizes(1, 4, 20, 512, 384)
 LITE = Sizes(1, 6, 24, 2048, 1408)  # but for its count of experts, as below
@@ -47,25 +49,25 @@ def inputs_of(sizes, dtype, act="silu", biased=False, held=None, unit=128):
     return Inputs(x, given.ids, given.weights, w13, w2, act, biases, held), up, down
 
 
-def check(given, up, down, cuts):
+def check(given, up, down, configs):
     """Each GEMM three times, and what lies between."""
     x, ids, weights, w13, w2, act, biases, held = given
-    groups, top = moe.group(ids, w13.shape[0], cuts[0].rows, held), ids.shape[1]
-    rows = e4m3_experts.encode(x, groups, weights, top, cuts[0].rows)
+    groups, top = moe.group(ids, w13.shape[0], configs[0].rows, held), ids.shape[1]
+    rows = e4m3_experts.encode(x, groups, weights, top, configs[0].rows)
     check_codes(rows, x, groups, weights, top, e4m3_wgmma.encode_rows_reference(x))
     last = int(groups.ends[-1])
-    h = [quantized_cuda.expert_up(x, weights, w13, groups, top, act, cuts[0], biases.up) for _ in range(3)]
+    h = [quantized_cuda.expert_up(x, weights, w13, groups, top, act, configs[0], biases.up) for _ in range(3)]
     check_up(h[0], x, weights, groups, up, top, act, biases.up)
-    assert all(torch.equal(one[:last], h[0][:last]) for one in h), ("up differs from run to run", cuts)
-    y = [quantized_cuda.expert_down(h[0], weights, w2, groups, cuts[1], biases.down) for _ in range(3)]
+    assert all(torch.equal(one[:last], h[0][:last]) for one in h), ("up differs from run to run", configs)
+    y = [quantized_cuda.expert_down(h[0], weights, w2, groups, configs[1], biases.down) for _ in range(3)]
     check_down(y[0], h[0], weights, groups, down, biases.down)
     pairs = groups.order[:last].long()
-    assert all(torch.equal(one[pairs], y[0][pairs]) for one in y), ("down differs from run to run", cuts)
+    assert all(torch.equal(one[pairs], y[0][pairs]) for one in y), ("down differs from run to run", configs)
 
 
-def compile_ahead(dtype, sizes, cuts, unit, act="silu", biased=False):
+def compile_ahead(dtype, sizes, configs, unit, act="silu", biased=False):
     w13, _, w2, _ = weights_of(sizes.experts, sizes.hidden, sizes.inner, unit)
-    made = [e4m3_experts.sizes(one, cut, gate, biased) for one, gate in ((w13, act), (w2, "")) for cut in cuts]
+    made = [e4m3_experts.sizes(one, config, gate, biased) for one, gate in ((w13, act), (w2, "")) for config in configs]
     jit.compile_ahead([jit.variant("e4m3_experts", dtype, **one) for one in made], torch.device("cuda"))
 
 
@@ -78,33 +80,33 @@ def blocks_end():
 
 
 def main():
-    compile_ahead(torch.bfloat16, SMALL, CUTS, 128)
-    for cut in CUTS:
+    compile_ahead(torch.bfloat16, SMALL, TILES, 128)
+    for config in TILES:
         for tokens, spread in ((1, "any"), (200, "any"), (300, "one")):
             torch.manual_seed(0)
-            print(cut, tokens, spread, flush=True)
-            check(*inputs_of(SMALL._replace(tokens=tokens, spread=spread), torch.bfloat16), (cut, cut))
+            print(config, tokens, spread, flush=True)
+            check(*inputs_of(SMALL._replace(tokens=tokens, spread=spread), torch.bfloat16), (config, config))
             torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 128), (torch.float16, 512)])
-def test_every_cut(blocks_end, dtype, unit):
+def test_every_config(blocks_end, dtype, unit):
     """Empty experts, one token, all tokens to one choice."""
     sizes = SMALL if unit == 128 else SMALL._replace(inner=512)
-    compile_ahead(dtype, sizes, CUTS, unit)
+    compile_ahead(dtype, sizes, TILES, unit)
     for tokens, spread in ((1, "any"), (9, "few"), (256, "any"), (256, "one"), (2000, "any"), (2000, "few")):
         given = inputs_of(sizes._replace(tokens=tokens, spread=spread), dtype, unit=unit)
-        for cut in CUTS:
-            check(*given, (cut, cut))
+        for config in TILES:
+            check(*given, (config, config))
 
 
 @pytest.mark.parametrize("sizes, dtype, unit", [(LITE, torch.bfloat16, 128), (QWEN, torch.bfloat16, 256)], ids=str)
 def test_experts_of_models(blocks_end, sizes, dtype, unit):
-    compile_ahead(dtype, sizes, {cut for cuts in e4m3_experts.CUTS.values() for cut in cuts}, unit)
+    compile_ahead(dtype, sizes, {config for configs in e4m3_experts.TILES.values() for config in configs}, unit)
     for tokens in (256, 512, 2000):
         given = inputs_of(sizes._replace(tokens=tokens), dtype, unit=unit)
-        for cuts in e4m3_experts.CUTS.values():
-            check(*given, cuts)
+        for configs in e4m3_experts.TILES.values():
+            check(*given, configs)
 
 
 @pytest.mark.parametrize("act", ["gelu_tanh", CLAMPED_SWIGLU])
@@ -117,15 +119,17 @@ def test_biases_and_activations(blocks_end, act):
 def test_experts_of_other_ranks_are_left_out(blocks_end, held):
     for tokens in (1, 90):
         given = inputs_of(Sizes(tokens, 3, 12, 512, 384), torch.bfloat16, held=Held(*held))
-        check(*given, (Cut(128, 32, 1), Cut(128, 32, 1)))
+        check(*given, (E4m3Config(128, 32, 1), E4m3Config(128, 32, 1)))
 
 
 def test_the_way_that_is_chosen(blocks_end):
     """Of any number of tokens, also as a graph of other choices."""
     for tokens in (12, 30, 100, 200, 500, 2000):
         given, up, down = inputs_of(QWEN._replace(tokens=tokens), torch.bfloat16, unit=256)
-        ways = quantized_cuda.choose_ways(given.pairs, given.experts, given.w13, given.w2, device_caps(given.x.device))
-        assert isinstance(ways.up, Cut) == (tokens > 12)
+        kernels_of = quantized_cuda.choose_kernels(
+            given.pairs, given.experts, given.w13, given.w2, device_caps(given.x.device)
+        )
+        assert isinstance(kernels_of.up, E4m3Config) == (tokens > 12)
         moe.fused_experts(given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -118,12 +118,12 @@ def test_experts(launched, case, dtype):
     weights = torch.rand(case.tokens, case.k) * down_scale
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
     groups = moe.group(ids, held.size, 8 * case.tiles, held)
-    ways = quantized_cuda.cut_ways(case.tiles, w13, w2)
+    configs = quantized_cuda.tiled_configs(case.tiles, w13, w2)
     if case.warps:
         few = [pipeline(one, case.warps) for one in (w13, w2)]
-        ways = quantized_cuda.Ways(few[0] or ways.up, few[1] or ways.down)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", ways.up, biases.up)
-    y = quantized_cuda.expert_down(h, weights, w2, groups, ways.down, biases.down)
+        configs = quantized_cuda.KernelConfigs(few[0] or configs.up, few[1] or configs.down)
+    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", configs.up, biases.up)
+    y = quantized_cuda.expert_down(h, weights, w2, groups, configs.down, biases.down)
     here = (ids >= held.first) & (ids < held.first + held.size)
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
     wide = Biases(*(None if one is None else one.float() for one in biases))
@@ -147,9 +147,9 @@ def test_sums_of_f16(launched, size):
     x = (size * torch.randn(6, 256).abs()).half()
     assert size < 1 or x.float().unflatten(1, (8, 32)).sum(2).max() > 65504
     ids = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.int32).view(6, 1)
-    groups, way = moe.group(ids, 2, 8), pipeline(w2, 2)
-    assert way is not None
-    y = quantized_cuda.expert_down(x, torch.ones(6, 1), w2, groups, way)
+    groups, config = moe.group(ids, 2, 8), pipeline(w2, 2)
+    assert config is not None
+    y = quantized_cuda.expert_down(x, torch.ones(6, 1), w2, groups, config)
     pairs = groups.order.long()
     want = (down[ids.flatten().long()[pairs]] @ x.float().unsqueeze(2)).squeeze(2)
     assert ((y[pairs].float() - want).norm() / want.norm()).item() < 5e-4
@@ -162,24 +162,26 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
     layout = make(16, 512, form)[0].layout
     for inputs in range(layout.inputs, 16384, layout.inputs):
         for gated in (False, True):
-            cut = quantized_cuda.choose(tiles, inputs, layout, gated)
-            steps = cut.inputs / layout.inputs / cut.groups
-            assert inputs % cut.inputs == 0 and steps == int(steps) > 0 and cut.groups * tiles <= 8
-            assert cut.inputs == inputs or int(steps) % cut.ahead == 0
-            assert quantized_cuda.shared(cut, inputs, gated) <= 99 << 10, "two blocks share a multiprocessor of sm_90"
+            config = quantized_cuda.choose(tiles, inputs, layout, gated)
+            steps = config.inputs / layout.inputs / config.groups
+            assert inputs % config.inputs == 0 and steps == int(steps) > 0 and config.groups * tiles <= 8
+            assert config.inputs == inputs or int(steps) % config.ahead == 0
+            assert quantized_cuda.shared(config, inputs, gated) <= 99 << 10, (
+                "two blocks share a multiprocessor of sm_90"
+            )
 
 
 @pytest.mark.parametrize(
     "tokens, up, down, found",
     [
         (1, "q4_k", "q6_k", (8, "pipeline", "pipeline")), (64, "int4 64", "q6_k", (8, "pipeline", "pipeline")),
-        (128, "q4_k", "q8_0", (8, "pipeline", "cut")), (16, "e4m3", "q4_1", (8, "cut", "pipeline")),
-        (64, "e4m3", "e4m3", (8, "cut", "cut")),
-        (64, "e4m3_wide", "e4m3_wide", (8, "pipeline", "pipeline")), (128, "q8_0", "q8_0", (16, "cut", "cut")),
-        (129, "q4_k", "q4_k", (32, "cut", "cut")),
+        (128, "q4_k", "q8_0", (8, "pipeline", "tiles")), (16, "e4m3", "q4_1", (8, "tiles", "pipeline")),
+        (64, "e4m3", "e4m3", (8, "tiles", "tiles")),
+        (64, "e4m3_wide", "e4m3_wide", (8, "pipeline", "pipeline")), (128, "q8_0", "q8_0", (16, "tiles", "tiles")),
+        (129, "q4_k", "q4_k", (32, "tiles", "tiles")),
     ],
 )  # fmt: skip
-def test_ways(tokens, up, down, found):
+def test_chosen_kernels(tokens, up, down, found):
     """Of Qwen3-30B-A3B."""
     w13, w2 = (
         Stack(q8_0_cuda, make(16, 512, form)[0], (128, *shape))
@@ -187,20 +189,20 @@ def test_ways(tokens, up, down, found):
     )
     for num_sms, has_tma in ((132, True), (132, False)):
         caps = DeviceCaps(num_sms, "sm_90a", True, has_tma, True)
-        ways = quantized_cuda.choose_ways(8 * tokens, 128, w13, w2, caps)
-        kinds = ["cut" if isinstance(one, quantized_cuda.Cut) else "pipeline" for one in ways]
-        assert ways.up.rows == ways.down.rows
+        configs = quantized_cuda.choose_kernels(8 * tokens, 128, w13, w2, caps)
+        kinds = ["tiles" if isinstance(one, quantized_cuda.ExpertTileConfig) else "pipeline" for one in configs]
+        assert configs.up.rows == configs.down.rows
         if has_tma:
-            assert (ways.rows, *kinds) == found
+            assert (configs.rows, *kinds) == found
         else:
-            assert kinds == ["cut", "cut"]
+            assert kinds == ["tiles", "tiles"]
 
 
 def test_few_units_leave_the_pipeline():
     """One token of a quarter of Qwen3-30B-A3B's experts: most warps would be idle."""
     w13, w2 = (Stack(q8_0_cuda, make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
-    ways = quantized_cuda.choose_ways(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
-    assert isinstance(ways.up, quantized_cuda.Cut)
+    configs = quantized_cuda.choose_kernels(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
+    assert isinstance(configs.up, quantized_cuda.ExpertTileConfig)
 
 
 def test_long_rows_leave_room_for_fewer_rings():

@@ -81,18 +81,18 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     assert quantized_cuda.supports(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
-    call, chosen = moe.fused_experts, quantized_cuda.choose_ways(given.pairs, given.experts, w13, w2, CAPS)
-    eight = isinstance(chosen.up, e4m3_wgmma.Cut) and not (tiles or pipeline or plain)
+    call, chosen = moe.fused_experts, quantized_cuda.choose_kernels(given.pairs, given.experts, w13, w2, CAPS)
+    eight = isinstance(chosen.up, e4m3_wgmma.E4m3Config) and not (tiles or pipeline or plain)
     if eight:  # of what the first GEMM makes some is rounded another way, and then off by a sixteenth to an eighth
         bound = max(bound, 3e-2)
     if plain:
         call = lambda one: summed(moe.grouped(one), one)  # noqa: E731
     if tiles or pipeline:
-        ways = quantized_cuda.cut_ways(tiles or 1, w13, w2)
+        configs = quantized_cuda.tiled_configs(tiles or 1, w13, w2)
         if pipeline:
-            ways = quantized_cuda.Ways(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
-            assert all(ways), "a format that takes no pipeline"
-        call = lambda one: summed(moe.in_pieces(one, ways), one)  # noqa: E731
+            configs = quantized_cuda.KernelConfigs(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
+            assert all(configs), "a format that takes no pipeline"
+        call = lambda one: summed(moe.in_pieces(one, configs), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given, eight)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())

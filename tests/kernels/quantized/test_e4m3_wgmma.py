@@ -1,11 +1,11 @@
-"""FP8 by tensor cores of 8 bits: the order of inputs, which weights and rows it is for, its cuts; thread by thread."""
+"""FP8 by tensor cores of 8 bits: the order of inputs, the weights and rows it takes, its configs; thread by thread."""
 
 import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from torch.nn.functional import silu
 
 from .. import cuda_model
@@ -76,35 +76,39 @@ def test_what_it_is_for():
     assert not e4m3_wgmma.chosen(65, plain, HOPPER)
 
 
-def test_cuts():
+def test_configs():
     for rows in (65, 100, 128, 129, 256, 8191):
-        for cut in e4m3_wgmma.cuts(rows, 4096, 4, True):
-            height = cut.height(rows)
-            assert height % (16 if cut.share > 1 else 4) == 0 and height <= cut.rows
-            assert cut.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(cut)[1] <= 227 << 10
-    assert {cut.split for cut in e4m3_wgmma.cuts(100, 384, 1, False)} == {1}
-    assert {cut.split for cut in e4m3_wgmma.cuts(100, 1536, 4, False)} == {1}
-    assert {cut.over for cut in e4m3_wgmma.cuts(100, 384, 1, False) if cut.rows == 128} == {1}
-    assert all(cut.rows % cut.n == 0 for cut in e4m3_wgmma.cuts(8191, 4096, 1, True))
+        for config in e4m3_wgmma.configs(rows, 4096, 4, True):
+            height = config.height(rows)
+            assert height % (16 if config.share > 1 else 4) == 0 and height <= config.rows
+            assert config.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(config)[1] <= 227 << 10
+    assert {config.split for config in e4m3_wgmma.configs(100, 384, 1, False)} == {1}
+    assert {config.split for config in e4m3_wgmma.configs(100, 1536, 4, False)} == {1}
+    assert {config.over for config in e4m3_wgmma.configs(100, 384, 1, False) if config.rows == 128} == {1}
+    assert all(config.rows % config.n == 0 for config in e4m3_wgmma.configs(8191, 4096, 1, True))
     found = [
-        {(cut.outputs, cut.rows, cut.n) for rows in (64, 8191) for cut in e4m3_wgmma.cuts(rows, 4096, alike, False)}
+        {
+            (config.outputs, config.rows, config.n)
+            for rows in (64, 8191)
+            for config in e4m3_wgmma.configs(rows, 4096, alike, False)
+        }
         for alike in (1, 4)
     ]
-    assert found[0] == {tile for tile, _ in e4m3_wgmma.CUTS}
-    assert found[1] == {tile for tile, _ in e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS}
-    assert [Cut(128, 256, 1).run(alike) for alike in (1, 2, 4)] == [1, 2, 2]
-    assert [Cut(128, 192, 1, matmul=192).run(alike) for alike in (2, 4)] == [2, 4]
-    assert Cut(128, 128, 1).blocks(8191, 4096) == 32 * 64
-    assert Cut(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
+    assert found[0] == {tile for tile, _ in e4m3_wgmma.TILES}
+    assert found[1] == {tile for tile, _ in e4m3_wgmma.TILES + e4m3_wgmma.LONG_TILES}
+    assert [E4m3Config(128, 256, 1).run(alike) for alike in (1, 2, 4)] == [1, 2, 2]
+    assert [E4m3Config(128, 192, 1, matmul=192).run(alike) for alike in (2, 4)] == [2, 4]
+    assert E4m3Config(128, 128, 1).blocks(8191, 4096) == 32 * 64
+    assert E4m3Config(128, 128, 1, 2, 2).blocks(257, 4097) == 34 * 4
 
 
 def test_choice_by_measured_times():
     """Of an H200 (h200-fp8-ways-2026-11-26.jsonl)."""
     for outputs, inputs, gated in ((28672, 4096, True), (4096, 14336, False)):
-        assert e4m3_wgmma.choose(8192, outputs, inputs, 4, gated, HOPPER) == Cut(192, 128, 1, 1, 2, 128)
-    assert e4m3_wgmma.choose(2048, 6144, 4096, 4, False, HOPPER) == Cut(192, 128, 1, 1, 2, 128)
-    assert e4m3_wgmma.choose(256, 28672, 4096, 4, True, HOPPER) == Cut(128, 128, 1, 1, 2, 128)
-    assert e4m3_wgmma.choose(256, 4096, 14336, 4, False, HOPPER) == Cut(128, 128, 2, matmul=128)
+        assert e4m3_wgmma.choose(8192, outputs, inputs, 4, gated, HOPPER) == E4m3Config(192, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(2048, 6144, 4096, 4, False, HOPPER) == E4m3Config(192, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(256, 28672, 4096, 4, True, HOPPER) == E4m3Config(128, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(256, 4096, 14336, 4, False, HOPPER) == E4m3Config(128, 128, 2, matmul=128)
 
 
 def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
@@ -147,22 +151,22 @@ def launched(monkeypatch, cuda_models):
 
 
 @pytest.mark.parametrize(
-    "rows, outputs, inputs, unit, gate, cut, dtype",
+    "rows, outputs, inputs, unit, gate, config, dtype",
     [
-        (70, 70, 1152, 128, "", Cut(64, 64, 1), torch.bfloat16),
-        (33, 160, 256, 128, "silu", Cut(128, 64, 1), torch.float16),
-        (131, 146, 384, 128, "", Cut(128, 128, 1), torch.float16),
-        (70, 160, 1024, 512, "silu", Cut(128, 64, 1), torch.bfloat16),
-        (37, 70, 2048, 1024, "", Cut(64, 64, 1), torch.float16),
-        (140, 66, 768, 256, "", Cut(64, 128, 1, matmul=64), torch.bfloat16),
-        pytest.param(300, 96, 128, 128, "silu", Cut(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
-        pytest.param(260, 64, 384, 128, "", Cut(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
-        (200, 276, 1024, 512, "", Cut(128, 192, 1, matmul=192), torch.float16),
-        pytest.param(300, 160, 1024, 1024, "silu", Cut(128, 256, 1), torch.bfloat16, marks=pytest.mark.long),
-        pytest.param(130, 400, 1024, 512, "", Cut(192, 128, 1), torch.bfloat16, marks=pytest.mark.long),
+        (70, 70, 1152, 128, "", E4m3Config(64, 64, 1), torch.bfloat16),
+        (33, 160, 256, 128, "silu", E4m3Config(128, 64, 1), torch.float16),
+        (131, 146, 384, 128, "", E4m3Config(128, 128, 1), torch.float16),
+        (70, 160, 1024, 512, "silu", E4m3Config(128, 64, 1), torch.bfloat16),
+        (37, 70, 2048, 1024, "", E4m3Config(64, 64, 1), torch.float16),
+        (140, 66, 768, 256, "", E4m3Config(64, 128, 1, matmul=64), torch.bfloat16),
+        pytest.param(300, 96, 128, 128, "silu", E4m3Config(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(260, 64, 384, 128, "", E4m3Config(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
+        (200, 276, 1024, 512, "", E4m3Config(128, 192, 1, matmul=192), torch.float16),
+        pytest.param(300, 160, 1024, 1024, "silu", E4m3Config(128, 256, 1), torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(130, 400, 1024, 512, "", E4m3Config(192, 128, 1), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
-def test_gemm(rows, outputs, inputs, unit, gate, cut, dtype, launched):
+def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     """Blocks have several tiles, the last ones are not whole, and the ring goes round."""
     plain, packed = packed_of(outputs, inputs, unit)
     draw = torch.Generator().manual_seed(rows)
@@ -173,6 +177,6 @@ def test_gemm(rows, outputs, inputs, unit, gate, cut, dtype, launched):
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    found = e4m3_wgmma.gemm(x, packed, cut, gate, bias)
+    found = e4m3_wgmma.gemm(x, packed, config, gate, bias)
     bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()

@@ -1,4 +1,4 @@
-"""FP8 by tensor cores of 8 bits, against f64 of the same codes: every cut, gates, biases, odd sizes."""
+"""FP8 by tensor cores of 8 bits, against f64 of the same codes: every config, gates, biases, odd sizes."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_rows(rows, inputs, dtype):
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile, clusters", e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS)
+@pytest.mark.parametrize("tile, clusters", e4m3_wgmma.TILES + e4m3_wgmma.LONG_TILES)
 @pytest.mark.parametrize(
     "outputs, inputs, unit, gate, dtype",
     [
@@ -62,17 +62,17 @@ def test_rows(rows, inputs, dtype):
         (1344, 1792, 256, "", torch.float16),
     ],
 )
-def test_every_cut(outputs, inputs, unit, gate, dtype, tile, clusters):
-    if unit == 128 and (tile, clusters) in e4m3_wgmma.LONG_CUTS:
+def test_every_config(outputs, inputs, unit, gate, dtype, tile, clusters):
+    if unit == 128 and (tile, clusters) in e4m3_wgmma.LONG_TILES:
         pytest.skip("of pieces with the same scales alone")
     packed, weight = make(outputs, inputs, unit)
     alike = packed.layout.alike
     bias = torch.randn(outputs, device="cuda").to(dtype)
-    every = e4m3_wgmma.cuts(257, inputs, alike, bool(gate))
-    cuts = [cut for cut in every if (cut.outputs, cut.rows, cut.n) == tile]
+    every = e4m3_wgmma.configs(257, inputs, alike, bool(gate))
+    configs = [config for config in every if (config.outputs, config.rows, config.n) == tile]
     wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
-    assert len(cuts) >= len(wanted) - 1
-    sizes = [e4m3_wgmma.sizes(inputs, cut, gate, True, alike) for cut in cuts]
+    assert len(configs) >= len(wanted) - 1
+    sizes = [e4m3_wgmma.sizes(inputs, config, gate, True, alike) for config in configs]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], torch.device("cuda"))
     for rows in (5, 65, 129, 256, 600, 2500):
         x = rows_of(rows, inputs, dtype)
@@ -80,9 +80,9 @@ def test_every_cut(outputs, inputs, unit, gate, dtype, tile, clusters):
         if gate:
             first, second = want.to(dtype).double().chunk(2, 1)
             want = silu(first) * second
-        for cut in cuts:
-            found = [e4m3_wgmma.gemm(x, packed, cut, gate, bias) for _ in range(3)]
-            check(found, want, (cut, rows), bool(gate))
+        for config in configs:
+            found = [e4m3_wgmma.gemm(x, packed, config, gate, bias) for _ in range(3)]
+            check(found, want, (config, rows), bool(gate))
 
 
 @needs_hopper

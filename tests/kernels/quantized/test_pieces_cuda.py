@@ -14,7 +14,7 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
-    wgmma_cuts,
+    wgmma_configs,
 )
 from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig, WgmmaParts
@@ -88,7 +88,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
-    monkeypatch.setattr(wgmma_cuts, "MOST_STAGES", 3)
+    monkeypatch.setattr(wgmma_configs, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
@@ -129,12 +129,12 @@ GEMVS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
-@pytest.mark.parametrize("rows, outputs, inputs, way, form", GEMVS)
-def test_gemv(rows, outputs, inputs, way, form, dtype, launched):
+@pytest.mark.parametrize("rows, outputs, inputs, config, form", GEMVS)
+def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(pieces_cuda.gemv(x, packed, way), want)
-    near(pieces_cuda.gemv(x, packed, way, bias=bias), want + bias.double())
+    near(pieces_cuda.gemv(x, packed, config), want)
+    near(pieces_cuda.gemv(x, packed, config, bias=bias), want + bias.double())
     assert launched == ["quantized_gemv"] * 2
 
 
@@ -206,14 +206,14 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("rows, outputs, inputs, cut, form", TILES)
-def test_gemm(rows, outputs, inputs, cut, form, launched):
+@pytest.mark.parametrize("rows, outputs, inputs, config, form", TILES)
+def test_gemm(rows, outputs, inputs, config, form, launched):
     """Blocks have several tiles, and the last one is not whole."""
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
         for _ in range(2):
-            near(pieces_cuda.gemm(x, packed, cut, bias=bias), want)
+            near(pieces_cuda.gemm(x, packed, config, bias=bias), want)
 
 
 IN_TURN = [
@@ -228,7 +228,7 @@ IN_TURN = [
 @pytest.mark.parametrize("rows, outputs, inputs, height, gated", IN_TURN)
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
-    monkeypatch.setattr(wgmma_cuts, "MOST_STAGES", 8)
+    monkeypatch.setattr(wgmma_configs, "MOST_STAGES", 8)
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, "q4_k"), inputs_of(rows, outputs, inputs, dtype)
@@ -244,21 +244,21 @@ def test_turns_are_taken_of_few_rows():
 
 
 @pytest.mark.parametrize(
-    "rows, outputs, inputs, cut, form",
+    "rows, outputs, inputs, config, form",
     [
         (9, 192, 256, TileConfig(64, 64), "q8_0"),
         (30, 160, 256, TileConfig(96, 128), "q8_0"),
         (9, 96, 256, TileConfig(32, 128), "int4 128"),
     ],
 )
-def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
+def test_gated_gemm(rows, outputs, inputs, config, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemm(x, packed, cut, "silu", bias), gate(want, x.dtype))
+    near(pieces_cuda.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
 
 
 @pytest.mark.parametrize(
-    "rows, outputs, inputs, gated, cut, dtype, form",
+    "rows, outputs, inputs, gated, config, dtype, form",
     [
         (33, 150, 512, "", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q8_0"),
         (33, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q8_0"),
@@ -271,12 +271,12 @@ def test_gated_gemm(rows, outputs, inputs, cut, form, launched):
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
     ],
 )
-def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
+def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
     """Neither the last tile of outputs nor the last one of rows is whole, and the ring goes round."""
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.to(dtype).double().T + bias.double()
     # In bf16 the scales are rounded, too.
-    near(pieces_cuda.wgmma(x, packed, cut, gated, bias), gate(want, dtype) if gated else want, 6e-3)
+    near(pieces_cuda.wgmma(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"]
 
 
@@ -284,16 +284,16 @@ def test_wgmma(rows, outputs, inputs, gated, cut, dtype, form, launched):
 def test_wgmma_in_two_parts(gated, launched):
     (packed, weight), (x, bias) = make(544, 256), inputs_of(40, 544, 256, torch.bfloat16)
     want = x.double() @ weight.bfloat16().double().T + bias.double()
-    way = WgmmaParts(WgmmaConfig(128, 64, 64, 1), 128, WgmmaConfig(192, 64, 64, 1))
-    got = pieces_cuda.wgmma_parts(x, packed, way, gated, bias)
+    config = WgmmaParts(WgmmaConfig(128, 64, 64, 1), 128, WgmmaConfig(192, 64, 64, 1))
+    got = pieces_cuda.wgmma_parts(x, packed, config, gated, bias)
     near(got, gate(want, x.dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"] * 2
 
 
 def test_two_parts_are_chosen_where_waves_are_far_from_whole():
     """Of 256 rows, 224 tiles on 132 multiprocessors."""
-    way = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
-    assert way == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
+    config = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
+    assert config == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
     assert isinstance(pieces_cuda.choose(256, 4096, 14336, q8_0_cuda.LAYOUT, False, H200), WgmmaConfig)
     for rows in (64, 192):  # of which two parts were not timed
         assert isinstance(pieces_cuda.choose(rows, 28672, 4096, q8_0_cuda.LAYOUT, True, H200), WgmmaConfig)

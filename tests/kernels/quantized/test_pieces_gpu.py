@@ -16,7 +16,7 @@ from phalanx.kernels.quantized import (
     q8_0_cuda,
     super_blocks,
     super_blocks_cuda,
-    wgmma_cuts,
+    wgmma_configs,
 )
 from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig, WgmmaParts
 from torch.nn.functional import gelu, silu
@@ -86,8 +86,8 @@ def gate(y, dtype, act="silu"):
 
 
 def bound(x, packed, act):
-    way, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
-    rounded = isinstance(way, WgmmaConfig | WgmmaParts)
+    config, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
+    rounded = isinstance(config, WgmmaConfig | WgmmaParts)
     return (ROUNDED if rounded else PLAIN) if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
 
@@ -139,13 +139,13 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
     packed, weight = make(outputs, inputs, form)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
-    for way in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
-        if pieces_cuda.gemv_shared(rows, inputs, way.strips) > 220 << 10 >> (way.blocks == 3):
+    for config in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
+        if pieces_cuda.gemv_shared(rows, inputs, config.strips) > 220 << 10 >> (config.blocks == 3):
             continue
-        check([pieces_cuda.gemv(x, packed, way, "", bias) for _ in range(3)], want, way, PLAIN)
-        if way.strips == 2:
-            found = [pieces_cuda.gemv(x, packed, way, "silu", bias) for _ in range(3)]
-            check(found, gate(want, dtype), way, EXACT_GATED)
+        check([pieces_cuda.gemv(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
+        if config.strips == 2:
+            found = [pieces_cuda.gemv(x, packed, config, "silu", bias) for _ in range(3)]
+            check(found, gate(want, dtype), config, EXACT_GATED)
 
 
 @needs_tma
@@ -157,9 +157,9 @@ def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     for gated in ("", "silu"):
-        for way in grouped_gemv.configs(rows, inputs, packed.layout, bool(gated)):
-            found = [pieces_cuda.grouped(x, packed, way, gated, bias) for _ in range(4)]
-            check(found, gate(want, dtype) if gated else want, way, EXACT_GATED if gated else PLAIN)
+        for config in grouped_gemv.configs(rows, inputs, packed.layout, bool(gated)):
+            found = [pieces_cuda.grouped(x, packed, config, gated, bias) for _ in range(4)]
+            check(found, gate(want, dtype) if gated else want, config, EXACT_GATED if gated else PLAIN)
 
 
 @needs_tma
@@ -188,18 +188,18 @@ def test_rows_far_from_zero(form):
     ],
 )
 @pytest.mark.parametrize("rows", [7, 16, 29, 64])
-def test_every_cut(rows, outputs, inputs, gated, dtype, form):
+def test_every_config(rows, outputs, inputs, gated, dtype, form):
     """Several times in a row into memory that holds NaN: a race would show as a difference."""
     packed, weight = make(outputs, inputs, form)
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    cuts = list(pieces_cuda.tile_configs(rows, outputs, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda._gemm_sizes(rows, inputs, cut, gated, True, packed.layout) for cut in cuts]
+    configs = list(pieces_cuda.tile_configs(rows, outputs, inputs, packed.layout, bool(gated)))
+    sizes = [pieces_cuda._gemm_sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
-    for cut in cuts:
-        found = [pieces_cuda.gemm(x, packed, cut, gated, bias) for _ in range(4)]
-        check(found, want, cut, EXACT_GATED if gated else PLAIN)
+    for config in configs:
+        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        check(found, want, config, EXACT_GATED if gated else PLAIN)
 
 
 @needs_hopper
@@ -218,12 +218,12 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    cuts = list(wgmma_cuts.configs(rows, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda._wgmma_sizes(inputs, cut, gated, True, packed.layout) for cut in cuts]
+    configs = list(wgmma_configs.configs(rows, inputs, packed.layout, bool(gated)))
+    sizes = [pieces_cuda._wgmma_sizes(inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
-    for cut in cuts:
-        found = [pieces_cuda.wgmma(x, packed, cut, gated, bias) for _ in range(4)]
-        check(found, want, cut, ROUNDED_GATED if gated else ROUNDED)
+    for config in configs:
+        found = [pieces_cuda.wgmma(x, packed, config, gated, bias) for _ in range(4)]
+        check(found, want, config, ROUNDED_GATED if gated else ROUNDED)
 
 
 @pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])

@@ -202,6 +202,13 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{gguf}", "{to}"), 2, "is a GGUF file"),
         (("{model}", "{to}", "--to", "q4km"), 2, "makes a GGUF file; name one that ends in .gguf"),
         (("{model}", "{to}", "--to", "marlin", "--no-sym"), 2, "--no-sym: Marlin's layout has no zero points"),
+        (("{model}", "{to}", "--to", "fp8", "--bits", "4"), 2, "--bits: --to fp8 takes no option but --device; what"),
+        (("{model}", "{to}", "--to", "fp8", "--group-size", "32"), 2, "--group-size: --to fp8 takes no option but"),
+        (("{model}", "{to}", "--to", "fp8", "--no-sym", "--samples", "9"), 2, "--no-sym, --samples: --to fp8 takes"),
+        (("{model}", "{to}.gguf", "--to", "q8_0", "--calibration", "{text}"), 2, "--calibration: --to q8_0 takes no"),
+        (("{model}", "{to}.gguf", "--to", "q4km", "--dtype", "f32"), 2, "--to gptq, awq, marlin"),
+        (("{model}", "{to}.gguf", "--to", "bf16", "--desc-act", "--seqlen", "64"), 2, "--desc-act, --seqlen: --to bf1"),
+        (("{model}", "{to}", "--to", "awq", "--sym"), 2, "--sym: awq's layout always has zero points; use --to gptq"),
         (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
         (("{to}/none", "{to}"), 2, "there is no such directory"),
         (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),
@@ -256,6 +263,17 @@ def test_the_words_of_another_engines_script(checkpoint, tmp_path, monkeypatch):
     (one,) = asked
     assert (one.to, one.bits, one.group, one.sym, one.desc_act) == ("gptq", 4, 128, True, False)
     assert (one.samples, one.seqlen) == (512, 1024)
+
+
+@pytest.mark.parametrize("words", [("--to", "awq", "--no-sym"), ("--method", "marlin", "--bits", "4", "--sym"), ()])
+def test_options_of_other_conversions_in_the_environment_are_passed_over(checkpoint, tmp_path, monkeypatch, words):
+    asked = []
+    monkeypatch.setattr(convert, "_run", lambda options, source, made, *rest: asked.append(options) or made.touch())
+    monkeypatch.setattr(convert, "_manual", lambda: CORPUS * 40)
+    monkeypatch.setenv("PHALANX_GROUP", "64")
+    target = tmp_path / ("made" if words else "made.gguf")
+    assert convert.main([str(checkpoint), str(target), *(words or ("--to", "q8_0"))]) == 0
+    assert [one.group for one in asked] == [64]
 
 
 def test_a_model_at_the_hub_is_fetched_with_its_weights(checkpoint, text, tmp_path, monkeypatch):

@@ -15,6 +15,9 @@ require_gpu()
 PROMPT, COUNT, BLOCK = 60, 80, 16  # tokens: of the prompt, which is longer than any window, and in all; of a block
 # A GPU adds up in another order than the CPU, and may be so many times as far from f32, and a little more.
 TIMES, FLOOR = 2.0, 0.02
+# Without experts, nine of ten tokens are at most so many times as far as half of them may be: roundings add up alike
+# in all tokens, and on CPUs (2026-11-26) the farthest of these nine is 1.1 to 1.9 times as far as the median.
+TAIL = 2.0
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -22,16 +25,18 @@ def test_bf16(tmp_path, name):
     path, ids = write_checkpoint(tmp_path, SERVED[name]), tokens(COUNT)
     want = Expected.of(path, SERVED[name]).logits(*ids)
     far = {device: distances(logits_of(path, ids, device), want) for device in ("cpu", "cuda")}
-    for part in range(2):
-        assert far["cuda"][part] <= TIMES * far["cpu"][part] + FLOOR, far
+    experts = any("experts" in key for key in SERVED[name] | SERVED[name].get("text_config", {}))
+    for (median, tail), (cpu, _) in zip(far["cuda"], far["cpu"], strict=True):
+        bound = TIMES * cpu + FLOOR
+        assert median <= bound and (experts or tail <= TAIL * bound), far
 
 
 def distances(found, want):
-    """Of the prompt and of what is decoded: half of the tokens' logits are not farther, as a share of the logits' root
-    mean square. The others may have visited other experts, whose scores are nearly equal."""
+    """Of the prompt and of what is decoded: half of the tokens' logits are not farther, and nine of ten, as shares of
+    the logits' root mean square. The others may have visited other experts, whose scores are nearly equal."""
     assert found.isfinite().all()
     far = (found - want).square().mean(-1).sqrt() / want.square().mean().sqrt()
-    return [float(part.median()) for part in (far[:PROMPT], far[PROMPT:])]
+    return [part.quantile(torch.tensor([0.5, 0.9])).tolist() for part in (far[:PROMPT], far[PROMPT:])]
 
 
 def logits_of(path, ids, device):

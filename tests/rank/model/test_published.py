@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 from phalanx.errors import MODEL, FatalError
+from phalanx.rank.model import architectures
 from phalanx.rank.model.choices import choose_format
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.measure import GroupRank, build
@@ -41,6 +42,24 @@ def test_meaning(tmp_path, name):
     if "text_config" in given:  # whether its head is tied, tensors say
         ours["tie_word_embeddings"] = theirs["tie_word_embeddings"]
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "size, model_type, theta, biases", [("Qwen-7B", "qwen2", 1e4, 28), ("Llama-8B", "llama", 5e5, 0)]
+)
+def test_distillations_of_deepseek_r1(tmp_path, size, model_type, theta, biases):
+    """They are what they were distilled into, not DeepSeek; the Qwen's window of 4096 tokens is switched off."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[f"deepseek-ai/DeepSeek-R1-Distill-{size}"]["config"]))
+    config = read_config(tmp_path)
+    found = architectures.find(config.model_type)
+    args = found.Args.from_config(config)
+    model = build(config, ALONE, ALONE)
+    assert config.model_type == model_type and isinstance(model, found.Model) and config.max_positions == 131072
+    for i in range(args.num_hidden_layers):
+        assert not args.attention_params(i).window and args.rope(i)["rope_theta"] == theta
+    names = [name for name, _ in model.named_parameters()]
+    assert len([name for name in names if "qkv_proj" in name and name.endswith("bias")]) == biases
+    assert not any("experts" in name or "kv_a" in name for name in names)
 
 
 @pytest.mark.parametrize(

@@ -34,30 +34,53 @@ def test_steps_are_cut_where_their_sums_go_over_nccl(device, ranks, hidden, dtyp
 
 
 class World:
-    """Two ranks, of which the other one measures 3 s both ways."""
+    """Two ranks, of which the other one measures 30 ms both ways."""
+
+    def __init__(self, least=1024):
+        self.least = least  # the other's
 
     def all_gather(self, x):
-        return torch.stack([x, torch.tensor([3.0, 3.0])])
+        return torch.stack([x, torch.tensor([0.03, 0.03]) if x.is_floating_point() else torch.tensor([self.least])])
+
+
+def choose(monkeypatch, seconds, tokens, world, longest=1 << 20, least=1024):
+    """What is chosen, and said, where a step of T tokens takes seconds[T]: whole, split."""
+    monkeypatch.setattr(module, "min_microbatch_tokens", lambda *_: least)
+    monkeypatch.setattr(module, "step_seconds", lambda *given: seconds[given[2]][given[-1] > 0])
+    told, model = [], SimpleNamespace(max_model_len=longest)
+    return microbatch_tokens(model, None, world, told.append, tokens, 16, torch.device("cuda")), told
 
 
 @pytest.mark.parametrize(
-    "whole, halves, tokens, chosen, said",
+    "seconds, tokens, chosen, said",
     [
         (
-            4.0,
-            3.5,
-            8192,
-            1024,
-            "4000 ms, and 3500 ms in two microbatches, so steps of 2048 prompt tokens and more are cut",
+            {8192: (0.1, 0.09), 4096: (0.05, 0.051)}, 8192, 4096,
+            "steps of 8192 tokens take 100 ms, 90 in two microbatches, of 4096 tokens take 50 ms, 51 in two "
+            "microbatches: those of 8192 prompt tokens and more are split",
         ),
-        (3.5, 4.0, 8192, 0, "a step of 8192 tokens takes 3500 ms, and 4000 ms in two microbatches, so no step is cut"),
-        (2.0, 1.0, 8192, 0, "3000 ms, and 3000 ms"),  # the other rank is the slower one
-        (0.0, 0.0, 2047, 1024, ""),  # no step is so long
+        (
+            {8192: (0.09, 0.1)}, 8192, 0,
+            "steps of 8192 tokens take 90 ms, 100 in two microbatches: none is split",
+        ),
+        (
+            {8192: (0.02, 0.01)}, 8192, 0,  # the other rank is the slower one
+            "steps of 8192 tokens take 30 ms, 30 in two microbatches: none is split",
+        ),
+        ({8192: (0.1, 0.09), 4096: (0.06, 0.05), 2048: (0.05, 0.04)}, 8192, 1024, "of 2048 prompt tokens and more"),
+        ({}, 2047, 0, ""),  # no step is so long
     ],
-)
-def test_the_faster_way_on_the_slowest_rank(whole, halves, tokens, chosen, said, monkeypatch):
-    monkeypatch.setattr(module, "min_microbatch_tokens", lambda *_: 1024)
-    monkeypatch.setattr(module, "step_seconds", lambda *given: halves if given[-1] else whole)
-    told = []
-    assert microbatch_tokens(None, None, World(), told.append, tokens, 16, torch.device("cuda")) == chosen
-    assert bool(told) == bool(said) and all(said in one for one in told)
+)  # fmt: skip
+def test_the_shortest_steps_that_are_faster_split_on_the_slowest_rank(seconds, tokens, chosen, said, monkeypatch):
+    found, told = choose(monkeypatch, seconds, tokens, World())
+    assert found == chosen and bool(told) == bool(said) and all(said in one for one in told)
+
+
+def test_a_prompts_single_token_is_left_out(monkeypatch):
+    found, told = choose(monkeypatch, {8191: (0.1, 0.2)}, 8192, World(), longest=8191)
+    assert found == 0 and told == ["steps of 8191 tokens take 100 ms, 200 in two microbatches: none is split"]
+
+
+def test_ranks_with_other_gpus_make_the_same_collectives(monkeypatch):
+    for least, other in ((1024, 0), (0, 1024)):
+        assert choose(monkeypatch, {}, 8192, World(other), least=least) == (0, [])

@@ -59,3 +59,8 @@ def test_more_blocks_than_buffers_hold_back_and_forth_on_a_gpu(monkeypatch):
 )
 def test_a_copy_must_be_sooner_than_computing(start, block, compute, least):
     assert CopyCost(start, block).least_blocks(compute) == least
+
+
+@pytest.mark.parametrize("block, seconds, blocks", [(42e-6, 0.01, 238), (1.0, 0.01, 1), (0.0, 0.01, NEVER)])
+def test_how_many_blocks_are_copied_in_a_time(block, seconds, blocks):
+    assert CopyCost(1.0, block).blocks_in(seconds) == blocks

@@ -144,6 +144,7 @@ def test_sizes_are_those_of_serving():
     assert found == (few_tokens.FEW, few_tokens.CPU_PAIRS, few_tokens.DEARER, host.LOOKED, host.ALL)
     assert speed.PAIRS == dequantized.LEAST_PAIRS
     assert memory.BUFFERS == streamer.BUFFERS * streamer.BUFFER and plan.SPARED == serving.SPARED
+    assert plan.HOST_SPARED == serving.HOST_SPARED
 
 
 def test_the_floor_is_reading_the_weights(predict):

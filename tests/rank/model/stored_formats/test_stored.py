@@ -158,25 +158,41 @@ def test_linears_without_a_kernel_are_told(made, caplog):
     assert "phalanx convert --to gptq --bits 8" in said
 
 
-DAMAGED = {
-    "model.layers.1.mlp.up_proj.scales": (None, "has no tensor model.layers.1.mlp.up_proj.scales"),
-    "model.layers.0.self_attn.o_proj.qweight": (None, "has no tensor model.layers.0.self_attn.o_proj.qweight"),
-    "model.layers.0.mlp.down_proj.qzeros": (
-        slice(0, 6),
-        "0.mlp.down_proj.qzeros is 6 x 24, expected 12 x 24",
-    ),
-}
+# checkpoint, tensor, what is left of it, and what is said
+DAMAGED = [
+    ("gptq", "1.mlp.up_proj.scales", None, "has no tensor {}"),
+    ("gptq", "0.self_attn.o_proj.qweight", None, "has no tensor {}"),
+    ("gptq", "0.mlp.down_proj.qzeros", slice(0, 6), "{} is 6 x 24, expected 12 x 24"),
+    ("marlin", "1.mlp.up_proj.s", None, "has no tensor {}"),
+    ("marlin", "0.self_attn.q_proj.B", None, "has no tensor {}"),
+    ("marlin", "0.mlp.down_proj.s", slice(0, 3), "{} is 3 x 192, expected 6 x 192"),
+    ("awq", "1.mlp.up_proj.scales", None, "has no tensor {}"),
+    ("awq", "0.self_attn.o_proj.qweight", None, "has no tensor {}"),
+    ("awq", "0.mlp.down_proj.qzeros", slice(0, 3), "{} is 3 x 24, expected 6 x 24"),
+    ("fp8", "1.self_attn.k_proj.weight_scale_inv", None, "has no tensor {}"),
+    ("fp8", "0.mlp.up_proj.weight", None, "has no tensor {}"),
+    ("fp8", "0.mlp.down_proj.weight_scale_inv", slice(0, 1), "{} is 1 x 3, expected 2 x 3"),
+    ("fp8 of one scale", "1.self_attn.k_proj.weight_scale", None, "has no tensor {}"),
+    ("fp8 of fbgemm", "1.self_attn.k_proj.weight_scale", None, "has no tensor {}"),
+    ("fp8 of modelopt", "1.self_attn.k_proj.weight_scale", None, "has no tensor {}"),
+    ("w4a16", "1.mlp.up_proj.weight_scale", None, "has no tensor {}"),
+    ("w4a16", "0.self_attn.o_proj.weight_packed", None, "has no tensor {}"),
+    ("w4a16, asymmetric", "0.mlp.up_proj.weight_zero_point", None, "has no tensor {}"),
+    ("w4a16", "0.mlp.down_proj.weight_scale", slice(0, 96), "{} is 96 x 6, expected 192 x 6"),
+    ("int8", "1.mlp.up_proj.weight_scale", None, "has no tensor {}"),
+    ("floats in tensors", "1.mlp.up_proj.weight_scale", None, "has no tensor {}"),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged(made, tmp_path, name):
-    path = shutil.copytree(made("gptq")[0], tmp_path / "damaged")
+@pytest.mark.parametrize("name, tensor, part, words", DAMAGED)
+def test_damaged(made, tmp_path, name, tensor, part, words):
+    path = shutil.copytree(made(name)[0], tmp_path / "damaged")
     state = load_file(path / "model.safetensors")
-    part, words = DAMAGED[name]
+    name = f"model.layers.{tensor}"
     whole = state.pop(name)
     state |= {} if part is None else {name: whole[part].contiguous()}
     save_file(state, path / "model.safetensors")
-    refused(path, errors.MODEL, words)
+    refused(path, errors.MODEL, words.format(name))
 
 
 def test_linears_whose_inputs_are_in_other_groups(made, tmp_path):

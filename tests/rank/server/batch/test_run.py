@@ -149,7 +149,9 @@ def test_the_ranks_die(stage, capsys):
         stage.scheduler.close()
 
     assert stage.start(die) == 137
-    assert "phalanx: stopped: rank 1 on two has died" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "phalanx: stopped (exit code 137)\n" in said and "rank 1 on two" not in said  # the rank has printed that
+    assert stage.summary["reason"] == "rank 1 on two has died"
     stage.scheduler_has = {}
     assert stage.start() == 0
     assert sorted(stage.ids()) == sorted(NAMES)

@@ -263,16 +263,16 @@ def test_error_of_the_engine(server):
         server.scheduler.error = None
 
 
-def test_without_template(start_server, tmp_path):
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "starcoder2"])
+def test_without_template(start_server, tmp_path, model_type):
+    """Of models that complete texts, of which no family has a template either."""
     from ..conftest import make_model
 
-    server = start_server(model=make_model(tmp_path / "base", template=None))
-    check(
-        server.post("chat/completions", messages="x"),
-        400,
-        "messages",
-        "this model has no chat template: use /v1/completions, or start the server with one",
-    )
+    model = make_model(tmp_path / "base", template=None)
+    (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+    server = start_server(model=model)
+    told = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
+    check(server.post("chat/completions", messages=[{"role": "user", "content": "x"}]), 400, "messages", told)
     assert server.post("completions", prompt="x").status == 200
 
 

@@ -1,4 +1,4 @@
-"""How quantized_wgmma.cu cuts a GEMM of 33 to 256 rows on Hopper, and which cut is the fastest."""
+"""The tiles of quantized_wgmma.cu for GEMMs of 33 to 256 rows on Hopper, and which are the fastest."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (1
 LENGTHS = (256, 128, 64)  # inputs of a chunk
 LEAST_STAGES, MOST_STAGES = 3, 16
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
-# Two parts were timed of 256 rows (H200, 2026-11-25). Of these every cut has as many tiles of rows.
+# Two parts were timed of 256 rows (H200, 2026-11-25). Of these every config has as many tiles of rows.
 PARTS_ROWS = range(193, 257)
-# Of the time of one cut, by the model, below which two parts are taken. Of gate and up of an 8B Llama it says 0.943
+# Of the time of one config, by the model, below which two parts are taken. Of gate and up of an 8B Llama it says 0.943
 # where 0.948 was timed of q8_0 (92.8 us, 88.0), and 0.946 of q4_k: both share most of what the model is off by.
 GAIN = 0.95
 
 
 class WgmmaConfig(NamedTuple):
-    """How quantized_wgmma.cu cuts a GEMM."""
+    """The tiles of quantized_wgmma.cu."""
 
     outputs: int  # of a tile
     rows: int  # of a tile, at most
@@ -39,8 +39,8 @@ class WgmmaConfig(NamedTuple):
 
 
 class WgmmaParts(NamedTuple):
-    """Two launches: of as many outputs as make whole waves of blocks by a cut with large tiles, and of the rest. Both
-    of cuts without clusters, as measured."""
+    """Two launches: of as many outputs as make whole waves of blocks with large tiles, and of the rest. Both
+    without clusters, as measured."""
 
     first: WgmmaConfig
     columns: int  # of y, that are the first's
@@ -49,7 +49,7 @@ class WgmmaParts(NamedTuple):
 
 class Costs(NamedTuple):
     """Of an H200, mostly in cycles of a multiprocessor. `benchmarks/quantized.py --fit FILE` fits them to times of all
-    cuts."""
+    configs."""
 
     matmul: float  # outputs times rows a cycle, of 16 inputs
     second_level: float  # bytes a cycle of all multiprocessors from the second-level cache
@@ -83,37 +83,37 @@ def blocks_at_once(cluster: int, num_sms: int) -> int:
 
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> WgmmaConfig | WgmmaParts:
-    """The fastest way for these sizes."""
+    """The fastest config for these sizes."""
 
-    def of(cut: WgmmaConfig, outputs: int) -> float:
-        return time(cut, rows, outputs, inputs, layout, num_sms)
+    def of(config: WgmmaConfig, outputs: int) -> float:
+        return time(config, rows, outputs, inputs, layout, num_sms)
 
-    alone, best = min((of(cut, outputs), cut) for cut in configs(rows, inputs, layout, gated))
+    alone, best = min((of(config, outputs), config) for config in configs(rows, inputs, layout, gated))
     if rows not in PARTS_ROWS:
         return best
     limit, found = GAIN * alone, None
-    for way in parts(rows, outputs, inputs, layout, gated, num_sms):
-        first = way.columns * (1 + gated)
-        both = of(way.first, first) + of(way.rest, outputs - first)
+    for config in parts(rows, outputs, inputs, layout, gated, num_sms):
+        first = config.columns * (1 + gated)
+        both = of(config.first, first) + of(config.rest, outputs - first)
         if both < limit:
-            limit, found = both, way
+            limit, found = both, config
     return found or best
 
 
 def parts(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> Iterator[WgmmaParts]:
-    """By each cut of the first launch, with the fastest of the second."""
-    alone = [cut for cut in configs(rows, inputs, layout, gated) if cut.split * cut.share == 1]
-    for cut in alone:
-        row_tiles = -(-rows // cut.rows)
-        wave = num_sms // row_tiles * cut.outputs  # outputs of a whole one
+    """By each config of the first launch, with the fastest of the second."""
+    alone = [config for config in configs(rows, inputs, layout, gated) if config.split * config.share == 1]
+    for config in alone:
+        row_tiles = -(-rows // config.rows)
+        wave = num_sms // row_tiles * config.outputs  # outputs of a whole one
         first = outputs // wave * wave
         if num_sms % row_tiles == 0 and 0 < first < outputs:
             _, rest = min((time(one, rows, outputs - first, inputs, layout, num_sms), one) for one in alone)
-            yield WgmmaParts(cut, first // (1 + gated), rest)
+            yield WgmmaParts(config, first // (1 + gated), rest)
 
 
 def time(
-    cut: WgmmaConfig, rows: int, outputs: int, inputs: int, layout: Layout, num_sms: int, costs: Costs = COSTS
+    config: WgmmaConfig, rows: int, outputs: int, inputs: int, layout: Layout, num_sms: int, costs: Costs = COSTS
 ) -> float:
     """Cycles on an H200, roughly: of the waves of blocks, each as long as its chunks.
 
@@ -121,21 +121,21 @@ def time(
     benchmarks/results/h200-quantized-ways-2026-11-25.jsonl) 169 times are off by 5.7 %, and what it chooses takes 0.2 %
     longer than the fastest, at most 4.7 %. What `--fit` finds is off by 5.4 % and chooses the same.
     """
-    row_tiles, at_once = -(-rows // cut.rows), blocks_at_once(cut.split * cut.share, num_sms)
-    weights = cut.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
+    row_tiles, at_once = -(-rows // config.rows), blocks_at_once(config.split * config.share, num_sms)
+    weights = config.outputs * layout.bytes / layout.inputs  # bytes, of 16 inputs
 
     def wave(count: int) -> float:
-        multiplied, widened = cut.outputs * cut.rows / costs.matmul, cut.outputs * layout.widening
+        multiplied, widened = config.outputs * config.rows / costs.matmul, config.outputs * layout.widening
         each = max(count / costs.second_level, 1 / costs.second_level_each)
-        second_level = (weights + cut.rows * 32 / cut.share) * each
+        second_level = (weights + config.rows * 32 / config.share) * each
         memory = weights * count / row_tiles / costs.memory
         # They overlap, but none of them wholly.
         all_parts = multiplied, widened, second_level, memory
         step = sum(part**costs.together for part in all_parts) ** (1 / costs.together)
-        exchange = costs.exchange + cut.outputs * cut.rows / costs.exchanged if cut.split > 1 else 0
-        return inputs / cut.split * (step / 16 + costs.chunk / cut.inputs) + exchange + costs.launch
+        exchange = costs.exchange + config.outputs * config.rows / costs.exchanged if config.split > 1 else 0
+        return inputs / config.split * (step / 16 + costs.chunk / config.inputs) + exchange + costs.launch
 
-    whole, rest = divmod(cut.blocks(rows, outputs), at_once)
+    whole, rest = divmod(config.blocks(rows, outputs), at_once)
     return whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
@@ -146,17 +146,17 @@ def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[Wgm
             continue
         for split, share in CLUSTERS:
             for length in LENGTHS:
-                cut = WgmmaConfig(outputs, height, length, split, share)
+                config = WgmmaConfig(outputs, height, length, split, share)
                 even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
                 whole = inputs % (length * split) == length % layout.inputs == 0
-                if even and whole and wgmma_stages(cut, layout)[0] >= LEAST_STAGES:
-                    yield cut
+                if even and whole and wgmma_stages(config, layout)[0] >= LEAST_STAGES:
+                    yield config
 
 
-def wgmma_stages(cut: WgmmaConfig, layout: Layout) -> tuple[int, int]:
+def wgmma_stages(config: WgmmaConfig, layout: Layout) -> tuple[int, int]:
     """As `stages`, as quantized_wgmma.cu lays it out: sums take the place of chunks."""
-    sums = cut.rows * (cut.outputs + 4) * 4
-    stage = cut.rows * cut.inputs * 2 + cut.outputs // STRIP * (cut.inputs // layout.inputs) * layout.bytes
+    sums = config.rows * (config.outputs + 4) * 4
+    stage = config.rows * config.inputs * 2 + config.outputs // STRIP * (config.inputs // layout.inputs) * layout.bytes
     stage = -(-stage // 1024) * 1024
     count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     return count, 1024 + max(count * stage, sums)

@@ -1,4 +1,4 @@
-"""Fits what cuts of GEMMs are chosen by to measured times of all cuts (benchmarks/quantized.py --fit)."""
+"""Fits the costs by which GEMMs' tile configurations are chosen to measured times (benchmarks/quantized.py --fit)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, super_blocks_cuda, wgmma_cuts
-from phalanx.kernels.quantized.e4m3_wgmma import Cut
+from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, super_blocks_cuda, wgmma_configs
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.pieces_cuda import Layout
-from phalanx.kernels.quantized.wgmma_cuts import WgmmaConfig
+from phalanx.kernels.quantized.wgmma_configs import WgmmaConfig
 
 OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
 # The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number says whether pieces are fetched ahead, as
@@ -30,12 +30,12 @@ LAYOUTS: dict[str, Layout] = {
 ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor in a us
 # Bytes that an H200's second level gives in a nanosecond, at most: past it, tiles that share operands cost the same as
 # others, and the first of them is chosen, though it may be a fifth slower.
-MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_cuts: dict(together=8.0)}
+MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_configs: dict(together=8.0)}
 FOUND = 3.0  # weight of what a choice loses, beside how far times are off
 
-TILES = {tile for tile, _ in e4m3_wgmma.CUTS + e4m3_wgmma.LONG_CUTS}  # files have others, too, that were not worth it
+TILES = {tile for tile, _ in e4m3_wgmma.TILES + e4m3_wgmma.LONG_TILES}  # files have others, too, that were not worth it
 
-Costs = Any  # of e4m3_wgmma or of wgmma_cuts
+Costs = Any  # of e4m3_wgmma or of wgmma_configs
 
 
 class Shape(NamedTuple):
@@ -45,14 +45,14 @@ class Shape(NamedTuple):
     outputs: int
     inputs: int
     times: dict[Any, float]
-    time: Callable[[Any, Costs], float]  # of a cut, by these costs
+    time: Callable[[Any, Costs], float]  # of a config, by these costs
 
     def reckoned(self, costs: Costs) -> dict[Any, float]:
-        return {cut: self.time(cut, costs) for cut in self.times}
+        return {config: self.time(config, costs) for config in self.times}
 
     def lost(self, reckoned: dict[Any, float]) -> float:
-        """By how much the chosen cut takes longer than the fastest."""
-        return self.times[min(reckoned, key=lambda cut: reckoned[cut])] / min(self.times.values()) - 1
+        """By how much the chosen config takes longer than the fastest."""
+        return self.times[min(reckoned, key=lambda config: reckoned[config])] / min(self.times.values()) - 1
 
 
 def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
@@ -60,10 +60,10 @@ def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
     times, sizes, alike = {}, (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
     for key, value in line.items():
         if long == (alike > 1) and (match := OF_E4M3.fullmatch(key)):
-            cut = Cut(*(int(part or 0) for part in match.groups()))
-            if (cut.outputs, cut.rows, cut.n) in TILES:
-                times[cut._replace(matmul=cut.n)] = value
-    return Shape(*sizes, times, lambda cut, costs: e4m3_wgmma.time(cut, *sizes, alike, NUM_SMS, costs) / 1e3)
+            config = E4m3Config(*(int(part or 0) for part in match.groups()))
+            if (config.outputs, config.rows, config.n) in TILES:
+                times[config._replace(matmul=config.n)] = value
+    return Shape(*sizes, times, lambda config, costs: e4m3_wgmma.time(config, *sizes, alike, NUM_SMS, costs) / 1e3)
 
 
 def of_registers(line: dict[str, Any]) -> Shape:
@@ -73,19 +73,19 @@ def of_registers(line: dict[str, Any]) -> Shape:
         if name in LAYOUTS and (match := OF_REGISTERS.fullmatch(key)):
             times[WgmmaConfig(*(int(part) for part in match.groups() if part))] = value
 
-    def time(cut: WgmmaConfig, costs: Costs) -> float:
-        return wgmma_cuts.time(cut, *sizes, LAYOUTS[name], NUM_SMS, costs) / CYCLES
+    def time(config: WgmmaConfig, costs: Costs) -> float:
+        return wgmma_configs.time(config, *sizes, LAYOUTS[name], NUM_SMS, costs) / CYCLES
 
     return Shape(*sizes, times, time)
 
 
 def off(shapes: list[Shape], costs: Costs) -> float:
-    """How bad these are: what choices lose, and how far times are off, mostly of cuts that are nearly the fastest."""
+    """How bad these are: what choices lose, and how far times are off, mostly of the nearly fastest configs."""
     total = 0.0
     for shape in shapes:
         reckoned, best = shape.reckoned(costs), min(shape.times.values())
         total += FOUND * shape.lost(reckoned)
-        errors = ((math.log(reckoned[cut] / t), best / t) for cut, t in shape.times.items())
+        errors = ((math.log(reckoned[config] / t), best / t) for config, t in shape.times.items())
         total += sum(error**2 * weight**4 for error, weight in errors) / sum(
             (best / t) ** 4 for t in shape.times.values()
         )
@@ -111,11 +111,11 @@ def search(shapes: list[Shape], costs: Costs, most: dict[str, float]) -> Costs:
 def report(shapes: list[Shape], costs: Costs) -> None:
     for shape in shapes:
         found = shape.reckoned(costs)
-        chosen, fastest = (min(times, key=lambda cut: times[cut]) for times in (found, shape.times))
+        chosen, fastest = (min(times, key=lambda config: times[config]) for times in (found, shape.times))
         print(f"{shape.rows:5} x {shape.outputs} x {shape.inputs}: {tuple(chosen)} {shape.times[chosen]} us, "
               f"fastest {tuple(fastest)} {shape.times[fastest]}")  # fmt: skip
     lost = [shape.lost(shape.reckoned(costs)) for shape in shapes]
-    errors = [math.log(t / shape.times[cut]) for shape in shapes for cut, t in shape.reckoned(costs).items()]
+    errors = [math.log(t / shape.times[config]) for shape in shapes for config, t in shape.reckoned(costs).items()]
     apart = math.sqrt(sum(error**2 for error in errors) / len(errors))
     print(
         f"{len(errors)} times are off by {apart:.1%}; choices lose {sum(lost) / len(lost):.1%}, at most {max(lost):.1%}"
@@ -132,13 +132,13 @@ def write(module: Any, name: str, costs: Costs) -> None:
 
 
 def fit(path: str) -> None:
-    """Writes costs to e4m3_wgmma.py and to wgmma_cuts.py, each if there are times of its cuts, and says what choices by
-    them lose. How long a format's weights take to be widened stays what its layout says."""
+    """Writes costs to e4m3_wgmma.py and to wgmma_configs.py, each if there are times of its configs, and says
+    what choices by them lose. How long a format's weights take to be widened stays what its layout says."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     of: tuple[tuple[Any, str, Callable[[dict[str, Any]], Shape]], ...] = (
         (e4m3_wgmma, "COSTS", partial(of_e4m3, long=False)),
         (e4m3_wgmma, "LONG_COSTS", partial(of_e4m3, long=True)),
-        (wgmma_cuts, "COSTS", of_registers),
+        (wgmma_configs, "COSTS", of_registers),
     )
     for module, name, read in of:
         if shapes := [shape for shape in map(read, lines) if shape.times]:
