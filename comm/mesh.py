@@ -2,7 +2,7 @@
 
 A replica is tp * pp consecutive ranks. Rank r has tensor index r % tp, so a tensor group's ranks are neighbours, which
 mpirun places on one node. Pipeline stages are numbered by layers: the first has the embedding, the last has the head.
-Rank 0 is in the *last* stage, so scheduling, sampling and text stay together.
+Rank 0 is in the *last* pipeline stage, so scheduling, sampling and text stay together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BackendFactory = Callable[[Comm], Comm]
 class Mesh:
     world: HostComm  # its tensors are in CPU memory
     replica: int  # index of the replica that this rank belongs to
-    tensor: Comm  # tensor-parallel group: the ranks that share this stage's layers
-    pipe: Comm  # pipeline group: one rank of each stage; its rank is the stage. Activations go forward on it
-    feedback: Comm  # the same ranks as pipe: sampled ids go back from the last stage to the first
+    tensor: Comm  # tensor-parallel group: the ranks that share this pipeline stage's layers
+    pipe: Comm  # pipeline group: one rank of each pipeline stage, by its number. Activations go forward on it
+    feedback: Comm  # the same ranks as pipe: sampled ids go back from the last pipeline stage to the first
     ep: int = 1  # neighbours of the tensor group that hold different experts; it divides its size. 0: it is measured
     # Further groups, by what they are for. A job makes each once, not with every model: nothing frees a communicator.
     groups: dict[str, HostComm] = field(default_factory=dict, repr=False, compare=False)

@@ -222,7 +222,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pp: Annotated[
         int,
         flag("--pp", "--pipeline-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="stages of layers; 0: 1, or ranks / tp"),
+             help="pipeline stages; 0: 1, or ranks / tp"),
     ] = 0  # fmt: skip
     dp: Annotated[
         int,

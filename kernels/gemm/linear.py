@@ -17,7 +17,7 @@ from ..activation.activation import gated_activation
 from ..cpp import ops
 from . import cpu_gemm, cublaslt, skinny, swiglu_gemm
 
-PACK_FROM = 1 << 16  # elements; a packed GEMM costs 10 us more to start, which smaller matrices do not win back
+PACK_FROM = 1 << 16  # elements; a packed GEMM takes longer to start, which smaller matrices do not win back
 ADD_FROM = 1024  # rows of a GEMM that adds itself to the residual stream
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
 

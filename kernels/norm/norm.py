@@ -58,7 +58,7 @@ def norm_add_norm(
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    # Five calls; torch's own rms_norm makes eight: 12 us for one row of 768 on a CPU, 80 for 256. This: 11 and 59.
+    # Five calls, where torch's own rms_norm makes eight, which takes longer on CPUs.
     scale = vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).to(x.dtype)
 

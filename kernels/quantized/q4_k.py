@@ -10,7 +10,7 @@ from . import block_bits, k_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=256, group=32, bits=4, zero=0, bytes=144)
+FORM = Form(super=256, group=32, bits=4, zero=0, bytes=144, encoder="q4_k")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

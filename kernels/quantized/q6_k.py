@@ -13,7 +13,7 @@ from . import block_bits, k_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=256, group=16, bits=8, zero=32, bytes=210, minima=False)
+FORM = Form(super=256, group=16, bits=8, zero=32, bytes=210, minima=False, encoder="q6_k")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

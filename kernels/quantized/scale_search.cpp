@@ -1,6 +1,7 @@
 // Scales of groups of weights, and minima, with which little is lost when they are rounded: scale_search.py says how.
+// And whole super-blocks of the K types, as k_encoder.py makes them of these scales, bit for bit.
 //
-// Each lane of a vector has a group of its own, so that nothing is added across lanes.
+// Each lane of a vector has a group of its own in the search, so that nothing is added across lanes.
 
 #include "op.h"
 #include "simd.h"
@@ -9,6 +10,12 @@ struct Search {
     const void* groups;     // f32 [count, size]; size is 16 or 32
     void *scales, *minima;  // f32 [count]; minima null: codes are -most to most - 1
     int64_t count, size, most, steps;
+};
+
+struct Encode {
+    const void* weight;  // [supers, 256]
+    void* blocks;        // as ggml's files hold them
+    int64_t supers, steps;
 };
 
 // Of LANES groups, element after element.
@@ -79,19 +86,25 @@ template <int SIZE> INLINE void without_minima(const Groups<SIZE>& x, float most
     }
 }
 
+// Of up to LANES groups, which lie one after the other: scales and, where they are wanted, minima. Not inlined: every
+// caller has the same instructions, so the same bits.
+template <int SIZE>
+__attribute__((noinline)) void find(const float* from, int64_t count, bool minima, float most, int steps, Vec* found) {
+    alignas(64) Groups<SIZE> x = {};
+    for (int64_t k = 0; k < count; k++)
+        for (int i = 0; i < SIZE; i++) x[i][k] = from[k * SIZE + i];
+    if (minima)
+        with_minima<SIZE>(x, most, steps, found[0], found[1]);
+    else
+        without_minima<SIZE>(x, most, steps, found[0]);
+}
+
 template <int SIZE> void search(const Search& a, int part, int parts) {
     Share share((a.count + LANES - 1) / LANES, part, parts);
     for (int64_t n = share.first * LANES; n < share.last * LANES; n += LANES) {
         const int64_t count = a.count - n < LANES ? a.count - n : LANES;
-        alignas(64) Groups<SIZE> x = {};
-        const float* from = (const float*)a.groups + n * SIZE;
-        for (int64_t k = 0; k < count; k++)
-            for (int i = 0; i < SIZE; i++) x[i][k] = from[k * SIZE + i];
         Vec found[2];
-        if (a.minima)
-            with_minima<SIZE>(x, a.most, a.steps, found[0], found[1]);
-        else
-            without_minima<SIZE>(x, a.most, a.steps, found[0]);
+        find<SIZE>((const float*)a.groups + n * SIZE, count, a.minima, a.most, a.steps, found);
         float* to[] = {(float*)a.scales + n, (float*)a.minima + n};
         for (int i = 0; i < (a.minima ? 2 : 1); i++) {
             if (count == LANES)
@@ -109,4 +122,204 @@ void search_any(const Search& a, int part, int parts) {
         search<32>(a, part, parts);
 }
 
+constexpr int SUPER = 256;         // weights of a super-block
+constexpr float F16_MOST = 65504;  // f16's largest number
+
+// To the nearest, ties to even. |x| <= F16_MOST.
+INLINE f16 half(float x) {
+    const float size = __builtin_fabsf(x), raised = size + 0.5f;  // whose last bit is that of f16's smallest numbers
+    uint32_t bits, low;
+    memcpy(&bits, &x, 4);
+    memcpy(&low, &raised, 4);
+    uint32_t normal = (bits & 0x7fffffff) - (112 << 23);
+    normal = (normal + 0xfff + (normal >> 13 & 1)) >> 13;
+    return {(uint16_t)((bits >> 16 & 0x8000) | (size < 0x1p-14f ? low - 0x3f000000 : normal))};
+}
+
+INLINE float inverse_of(float x) { return x == 0 ? 0 : 1 / x; }
+
+// x to a whole number from low to high. Clamped first: a product would be contracted with the sum that rounds it.
+INLINE Vec whole(Vec x, Vec low, Vec high) {
+    x = x > high ? high : x;
+    return rounded(x < low ? low : x);
+}
+
+// A super-block before it is written: its numbers, and codes, none below 0.
+struct Super {
+    f16 factors[2];                      // of scales and of minima
+    uint8_t numbers[2][16], codes[SUPER];  // numbers: scales and minima
+};
+
+// numbers of `count` scales, or minima, from low to high.
+INLINE void to_numbers(const float* scales, int count, f16 factor, float low, float high, uint8_t* numbers) {
+    const float inverse = inverse_of(widen(factor));
+    for (int g = 0; g < count; g++) {
+        float x = scales[g] * inverse;
+        x = x > high ? high : x;
+        x = x < low ? low : x;
+        numbers[g] = (uint8_t)(int32_t)__builtin_rintf(x);
+    }
+}
+
+// Codes are round((x + minimum) / scale) + zero, from low to high before zero is added. A factor times a number has no
+// more than 19 bits, so it is exact.
+template <typename K> INLINE void to_codes(const float* x, Super& y, float low, float high, float zero) {
+    alignas(64) int32_t codes[SUPER];
+    const float by = widen(y.factors[0]), less = K::MINIMA ? widen(y.factors[1]) : 0;
+    for (int g = 0; g < SUPER / K::SIZE; g++) {
+        const float scale = by * (K::MINIMA ? y.numbers[0][g] : (int8_t)y.numbers[0][g]), inverse = inverse_of(scale);
+        const float minimum = K::MINIMA ? less * y.numbers[1][g] : 0;
+        for (int i = g * K::SIZE; i < (g + 1) * K::SIZE; i += LANES) {
+            Vec code = whole((load(x + i) + minimum) * inverse, fill(low), fill(high)) + zero;
+            Ints lanes = __builtin_convertvector(code, Ints);
+            memcpy(codes + i, &lanes, sizeof lanes);
+        }
+    }
+    for (int i = 0; i < SUPER; i++) y.codes[i] = (uint8_t)codes[i];
+}
+
+// k_encoder.with_minima, from the scales and minima that the search has found.
+template <typename K>
+INLINE void super_with_minima(const float* x, const float* scales, const float* minima, Super& y) {
+    constexpr int COUNT = SUPER / K::SIZE;
+    const float* found[] = {scales, minima};
+    for (int i = 0; i < 2; i++) {
+        float most = found[i][0];
+        for (int g = 1; g < COUNT; g++) most = found[i][g] > most ? found[i][g] : most;
+        most /= K::NUMBERS;
+        y.factors[i] = half(most > F16_MOST ? F16_MOST : most);
+        to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers[i]);
+    }
+    to_codes<K>(x, y, 0, K::MOST, 0);
+}
+
+// k_encoder.signed, likewise: numbers are int8.
+template <typename K> INLINE void super_signed(const float* x, const float* scales, Super& y) {
+    constexpr int COUNT = SUPER / K::SIZE;
+    float largest = scales[0];
+    for (int g = 1; g < COUNT; g++)
+        largest = __builtin_fabsf(scales[g]) > __builtin_fabsf(largest) ? scales[g] : largest;
+    largest /= -K::NUMBERS;
+    largest = largest > F16_MOST ? F16_MOST : largest;
+    y.factors[0] = half(largest < -F16_MOST ? -F16_MOST : largest);
+    to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers[0]);
+    to_codes<K>(x, y, -K::MOST, K::MOST - 1, K::MOST);
+}
+
+// COUNT bytes, each of 8 / BITS neighbours at a distance of COUNT: their bits from SHIFT on (block_bits.join).
+template <int COUNT, int BITS, int SHIFT = 0> INLINE uint8_t* join(const uint8_t* x, uint8_t* y) {
+    for (int i = 0; i < COUNT; i++) {
+        int made = 0;
+        for (int k = 0; k < 8 / BITS; k++) made |= (x[k * COUNT + i] >> SHIFT & ((1 << BITS) - 1)) << BITS * k;
+        y[i] = (uint8_t)made;
+    }
+    return y + COUNT;
+}
+
+INLINE uint8_t* append(const void* x, int bytes, uint8_t* y) {
+    memcpy(y, x, bytes);
+    return y + bytes;
+}
+
+// The 12 bytes of eight scales and eight minima of 6 bits (block_bits.join_k_scales).
+INLINE uint8_t* join_k_scales(const Super& x, uint8_t* y) {
+    const uint8_t *scales = x.numbers[0], *minima = x.numbers[1];
+    for (int i = 0; i < 4; i++) {
+        y[i] = scales[i] | (scales[i + 4] & 48) << 2;
+        y[i + 4] = minima[i] | (minima[i + 4] & 48) << 2;
+        y[i + 8] = (scales[i + 4] & 15) | (minima[i + 4] & 15) << 4;
+    }
+    return y + 12;
+}
+
+struct Q2K {
+    static constexpr bool MINIMA = true;
+    static constexpr int SIZE = 16, MOST = 3, NUMBERS = 15, BYTES = 84;
+
+    static INLINE void write(Super& x, uint8_t* y) {
+        for (int g = 0; g < 16; g++) *y++ = x.numbers[0][g] | x.numbers[1][g] << 4;
+        for (int i = 0; i < SUPER; i += 128) y = join<32, 2>(x.codes + i, y);
+        append(x.factors, 4, y);
+    }
+};
+
+struct Q3K {
+    static constexpr bool MINIMA = false;
+    static constexpr int SIZE = 16, MOST = 4, NUMBERS = 32, BYTES = 110;
+
+    static INLINE void write(Super& x, uint8_t* y) {
+        y = join<32, 1, 2>(x.codes, y);
+        for (int i = 0; i < SUPER; i += 128) y = join<32, 2>(x.codes + i, y);
+        for (uint8_t& number : x.numbers[0]) number = (uint8_t)(number + NUMBERS);
+        y = join<8, 4>(x.numbers[0], y);
+        y = join<4, 2, 4>(x.numbers[0], y);
+        append(x.factors, 2, y);
+    }
+};
+
+struct Q4K {
+    static constexpr bool MINIMA = true;
+    static constexpr int SIZE = 32, MOST = 15, NUMBERS = 63, BYTES = 144;
+
+    static INLINE void write(Super& x, uint8_t* y) {
+        y = join_k_scales(x, append(x.factors, 4, y));
+        for (int i = 0; i < SUPER; i += 64) y = join<32, 4>(x.codes + i, y);
+    }
+};
+
+struct Q5K {
+    static constexpr bool MINIMA = true;
+    static constexpr int SIZE = 32, MOST = 31, NUMBERS = 63, BYTES = 176;
+
+    static INLINE void write(Super& x, uint8_t* y) {
+        y = join_k_scales(x, append(x.factors, 4, y));
+        y = join<32, 1, 4>(x.codes, y);
+        for (int i = 0; i < SUPER; i += 64) y = join<32, 4>(x.codes + i, y);
+    }
+};
+
+struct Q6K {
+    static constexpr bool MINIMA = false;
+    static constexpr int SIZE = 16, MOST = 32, NUMBERS = 128, BYTES = 210;
+
+    static INLINE void write(Super& x, uint8_t* y) {
+        for (int i = 0; i < SUPER; i += 128) y = join<64, 4>(x.codes + i, y);
+        for (int i = 0; i < SUPER; i += 128) y = join<32, 2, 4>(x.codes + i, y);
+        append(x.factors, 2, append(x.numbers[0], 16, y));
+    }
+};
+
+template <typename K, typename T> void encode(const Encode& a, int part, int parts) {
+    constexpr int COUNT = SUPER / K::SIZE;                       // groups of a super-block
+    constexpr int TOGETHER = LANES > COUNT ? LANES / COUNT : 1;  // super-blocks whose groups fill a vector
+    Share share((a.supers + TOGETHER - 1) / TOGETHER, part, parts);
+    for (int64_t n = share.first * TOGETHER; n < share.last * TOGETHER; n += TOGETHER) {
+        const int64_t supers = a.supers - n < TOGETHER ? a.supers - n : TOGETHER;
+        alignas(64) float x[TOGETHER * SUPER] = {}, found[2][TOGETHER * COUNT];
+        for (int64_t i = 0; i < supers * SUPER; i += LANES) store(x + i, load((const T*)a.weight + n * SUPER + i));
+        for (int g = 0; g < TOGETHER * COUNT; g += LANES) {
+            Vec some[2] = {};
+            find<K::SIZE>(x + g * K::SIZE, LANES, K::MINIMA, K::MOST, a.steps, some);
+            store(found[0] + g, some[0]), store(found[1] + g, some[1]);
+        }
+        for (int64_t s = 0; s < supers; s++) {
+            Super made;
+            if constexpr (K::MINIMA)
+                super_with_minima<K>(x + s * SUPER, found[0] + s * COUNT, found[1] + s * COUNT, made);
+            else
+                super_signed<K>(x + s * SUPER, found[0] + s * COUNT, made);
+            K::write(made, (uint8_t*)a.blocks + (n + s) * K::BYTES);
+        }
+    }
+}
+
 OP(scale_search, search_any, Search)
+#define ENCODE_OPS(name, K)                             \
+    OP(encode_##name##_f32, (encode<K, float>), Encode) \
+    OP(encode_##name##_bf16, (encode<K, bf16>), Encode) \
+    OP(encode_##name##_f16, (encode<K, f16>), Encode)
+ENCODE_OPS(q2_k, Q2K)
+ENCODE_OPS(q3_k, Q3K)
+ENCODE_OPS(q4_k, Q4K)
+ENCODE_OPS(q5_k, Q5K)
+ENCODE_OPS(q6_k, Q6K)

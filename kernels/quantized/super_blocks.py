@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import blocks_cpu, panels, pieces_cuda, super_blocks_cpu, super_blocks_cuda, target
+from ..cpp import ops
+from . import blocks_cpu, panels, pieces_cuda, scale_search, super_blocks_cpu, super_blocks_cuda, target
 from .super_blocks_form import Form
 
 CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
-CPU_CHUNK = 1 << 18  # that CPUs encode at once: they stay in a cache
+CPU_CHUNK = 1 << 18  # that torch encodes on CPUs at once: they stay in a cache
+DTYPES = {torch.float16: "f16", **ops.SUFFIXES}  # of weights that C++ encodes, in its operations' names
 
 
 class Decoded(NamedTuple):
@@ -53,6 +55,10 @@ def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor
     outputs, inputs = weight.shape
     shape = inputs // form.super, form.super // form.group, form.group
     blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
+    if form.encoder and scale_search.compiled(weight) and weight.dtype in DTYPES:
+        encoder = ops.op("scale_search", f"encode_{form.encoder}_{DTYPES[weight.dtype]}")
+        encoder(weight, blocks, weight.numel() // form.super, scale_search.STEPS)
+        return (blocks,)
     rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))
     for first in range(0, outputs, rows):
         part = weight[first : first + rows].float()

@@ -122,7 +122,7 @@ def check_degrees(config: Config, tp: int, pp: int) -> None:
             USAGE,
         )
     if pp > config.num_layers:
-        raise FatalError(f"--pp {pp} is more stages than the model has layers ({config.num_layers})", USAGE)
+        raise FatalError(f"--pp {pp} is more pipeline stages than the model has layers ({config.num_layers})", USAGE)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

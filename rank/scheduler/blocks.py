@@ -23,7 +23,7 @@ from .host_tier import HostTier
 from .places import Hash
 from .snapshots import Snapshots
 
-SLICE = 1000  # blocks that `audit` checks in one go, which takes a third of a millisecond
+SLICE = 1000  # blocks that `audit` checks in one go, so that no step waits for long
 BROKEN = "block accounting is broken"
 IN_HOST = -1  # among the blocks of a prefix: one that host memory has
 

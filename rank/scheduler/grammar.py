@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KEPT = 256  # compiled grammars
 MOST_THREADS = 8  # that compute masks
-COMPILERS = 4  # threads; a grammar of the largest schema that is taken needs about a second
+COMPILERS = 4  # threads; a large schema's grammar takes long, and others would wait for it
 LONGEST = 60.0  # seconds from a request to its compiled grammar, the waiting for others included
 
 

@@ -8,8 +8,8 @@ from .check import FAIL, OK, WARN, Check
 from .facts import Facts
 from .probe_report import ProbeReport, Rate
 
-# What is suspicious, in us of the smallest all-reduce. Measured: 15 us between two ranks in shared memory, 17 over
-# NCCL; a few hundred us where more ranks spin than there are cores.
+# What is suspicious, in us of the smallest all-reduce: it takes far less in shared memory and over NCCL, and a few
+# hundred where more ranks spin than there are cores.
 SLOW_HERE, SLOW_THERE = 200.0, 500.0
 SLOW_NETWORK = 1.0  # GB/s between hosts: an Ethernet of 10 Gbit/s gives that
 SKEW = 1.0  # seconds: logs and deadlines of different hosts no longer fit together
@@ -57,7 +57,8 @@ def _rates(name: str, rates: Sequence[Rate], apart: bool, crowd: bool) -> Check:
         )
         return Check("links", WARN, text, advice)
     if apart and rates[-1].gbps < SLOW_NETWORK:
-        return Check("links", WARN, text, "keep tensor groups inside a node (--tp) and put stages (--pp) between nodes")
+        advice = "keep tensor groups inside a node (--tp) and put pipeline stages (--pp) between nodes"
+        return Check("links", WARN, text, advice)
     return Check("links", OK, text)
 
 

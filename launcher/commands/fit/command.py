@@ -89,7 +89,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
                     help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
     tp: Annotated[int, flag("--tp", group=_GROUP, metavar="N", low=0, help="only this tensor degree")] = 0
-    pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many stages")] = 0
+    pp: Annotated[int, flag("--pp", group=_GROUP, metavar="N", low=0, help="only this many pipeline stages")] = 0
     dp: Annotated[int, flag("--dp", group=_GROUP, metavar="N", low=0, help="only this many replicas")] = 0
     ep: Annotated[
         int, flag("--ep", group=_GROUP, metavar="N", low=0, help="only this expert degree; 1: each expert is split")
@@ -198,6 +198,6 @@ def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) ->
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (
         f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
-        f"heads allow are {allowed}, stages at most {shape.layers}, and all together must divide the ranks"
+        f"heads allow are {allowed}, pipeline stages at most {shape.layers}, and all together must divide the ranks"
         + ("; --ep divides --tp" if options.ep else "")
     )

@@ -156,7 +156,7 @@ def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:
         bandwidth=speed.gbps * 1e9 / ranks,
         flops=speed.gflops * 1e9 / ranks,  # ranks on CPUs compute in f32, whatever the checkpoint's type
         flops_f32=speed.gflops * 1e9 / ranks,
-        link=3.4e9,  # an Allreduce of 1 MB in shared memory takes 0.3 ms
+        link=3.4e9,  # of an all-reduce in shared memory
         latency=(speed.all_reduce_us or TYPICAL.all_reduce_us) * 1e-6,
         ramp=10e-6,  # of a packed GEMM
         small=10e-6,

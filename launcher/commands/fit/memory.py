@@ -20,7 +20,7 @@ PER_LOGIT = 51  # bytes of the sampler's sort, probabilities and noise; 1601 MiB
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How ranks share the model: dp replicas of pp stages of tp ranks; experts shared out over ep of them."""
+    """How ranks share the model: dp replicas of pp pipeline stages of tp ranks; experts shared out over ep of them."""
 
     tp: int
     pp: int = 1

@@ -22,8 +22,8 @@ SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
 CODES = 0.75  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
 PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/dequantized.py
-# Of the memory bandwidth that making them plain reaches, from a prompt of 4096 tokens of Qwen3-30B-A3B in Q4_K_M on an
-# H100, 127 ms, less what the same takes in bf16
+# Of the memory bandwidth that making them plain reaches: the time of a prompt on quantised experts, less what the same
+# takes in bf16
 MADE_PLAIN = 0.4
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 HOP = 20e-6  # seconds of a message between nodes
@@ -38,7 +38,7 @@ class Links:
     expert: float  # bytes/s from one rank to the others of its expert group
     latency: float  # seconds of a small all-reduce
     scatter: float  # seconds of a small exchange in the expert group
-    hop: float  # seconds of a message between stages
+    hop: float  # seconds of a message between pipeline stages
 
 
 @dataclass(frozen=True)

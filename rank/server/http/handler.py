@@ -26,8 +26,8 @@ from .state import ServerState
 
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20
-# Bytes a second that all large bodies together are read with. Reading and decoding one takes 5 to 10 ms of the event
-# loop for each megabyte, which the streams of others feel; tokenising it would take a hundred times as long.
+# Bytes a second that all large bodies together are read with. Reading and decoding one takes time of the
+# event loop, which the streams of others feel; tokenising it would take far longer.
 LARGE_RATE = 8 << 20
 DISCARD_BODY = 1 << 30  # a larger body than this is not even read to its end, so its sender may miss the 413
 Result = TypeVar("Result")

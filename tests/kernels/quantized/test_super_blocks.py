@@ -156,6 +156,33 @@ def test_encoders_lose_little(name):
     assert torch.equal(one.encode(weight.bfloat16())[0], one.encode(weight.bfloat16().float())[0])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("name", ERRORS)
+def test_encoded_in_cpp_as_in_torch(isa, threads, called, name, dtype):
+    """Bit for bit, from the same scales: super-blocks that fill vectors and threads or not."""
+    one, draw = codec(name), torch.Generator().manual_seed(0)
+    shapes = [torch.randn(*shape, generator=draw) * 0.03 for shape in ((1, 256), (5, 768), (37, 512))]
+    zeros = torch.zeros(2, 256)
+    zeros[1, 200] = 3e-7  # its factor is one of f16's smallest numbers, or 0
+    for weight in (*shapes, awkward(), awkward() * 1e-3, awkward().abs(), zeros, torch.full((3, 256), 6e4)):
+        given = weight.to(dtype)
+        called.clear()
+        (blocks,) = one.encode(given)
+        assert called == [f"encode_{name}_{super_blocks.DTYPES[dtype]}"]
+        groups = given.float().view(len(weight), -1, 256 // one.FORM.group, one.FORM.group)
+        assert torch.equal(blocks, one.encode_groups(groups).flatten(1))
+        assert called[1:] == ["scale_search"]
+
+
+def test_weights_that_cpp_does_not_read_are_encoded_in_torch(called):
+    weight = torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    want = codec("q4_k").encode(weight)[0]
+    called.clear()
+    for same in (weight.double(), weight.T.contiguous().T):
+        assert torch.equal(codec("q4_k").encode(same)[0], want)
+    assert not any("encode" in call for call in called)
+
+
 @pytest.mark.parametrize("name", TWO_LEVELS)
 def test_layout_on_gpus(name):
     """Packed, unpacked, and where super_blocks.cuh says that a lane finds its numbers."""

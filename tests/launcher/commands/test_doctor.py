@@ -223,7 +223,7 @@ def test_all_reduces():
     (one,) = links.all_reduce(found(("a", "b"), SLOW), apart)
     assert (one.state, one.advice) == (WARN, FABRIC)
     (one,) = links.all_reduce(found(("a", "b"), [FAST[0], SLOW[1]]), apart)
-    assert one.advice == "keep tensor groups inside a node (--tp) and put stages (--pp) between nodes"
+    assert one.advice == "keep tensor groups inside a node (--tp) and put pipeline stages (--pp) between nodes"
     assert lines(links.all_reduce(found(("a",), []), [rank()])) == [
         "OK    links        one rank: nothing to measure; --np 2 starts two"
     ]

@@ -207,5 +207,5 @@ def test_tensor_degrees(tmp_path):
         "--tp 4 does not fit a model of 12 attention heads and 6 key heads; degrees that fit: 1, 2, 3, 6, 12"
     )
     assert stopped.value.code == errors.USAGE
-    with pytest.raises(errors.FatalError, match="--pp 5 is more stages than the model has layers \\(4\\)"):
+    with pytest.raises(errors.FatalError, match="--pp 5 is more pipeline stages than the model has layers \\(4\\)"):
         check_degrees(config, 1, 5)

@@ -192,7 +192,7 @@ def test_experts_shared_out(fit):
         (
             "Qwen3-30B-A3B",
             "3",
-            "with --ep 3: tensor degrees that its heads allow are 1, 2, 4, 8, 16, 32, stages at most",
+            "with --ep 3: tensor degrees that its heads allow are 1, 2, 4, 8, 16, 32, pipeline stages at most",
         ),
     ):
         code, _, err = fit(model, "--gpus", "4", "--gpu-mem", "80", "--ep", ep)
@@ -269,12 +269,12 @@ def test_a_device_of_another_size(fit):
         (["--device", "h300"], "--device 'h300' (command line): one of auto, cpu, H200, H100"),
         (["--gpu-mem", "80", "--context", "500000"], "--context 500000: the model takes at most 131072 tokens"),
         (["--gpu-mem", "80", "--tp", "3"], "--tp 3 does not fit a model of 32 attention heads and 8 key heads; deg"),
-        (["--gpu-mem", "80", "--pp", "33"], "--pp 33 is more stages than the model has layers (32)"),
+        (["--gpu-mem", "80", "--pp", "33"], "--pp 33 is more pipeline stages than the model has layers (32)"),
         (["--gpu-mem", "80", "--tp", "2"], "--tp 2 does not divide the 1 ranks"),
         (
             ["--gpu-mem", "80", "--gpus", "33", "--dp", "1"],
             "33 ranks cannot share Llama-3.1-8B with --dp 1: tensor degrees that its heads allow are 1, 2, 4, 8, 16, "
-            "32, stages at most 32, and all together must divide the ranks",
+            "32, pipeline stages at most 32, and all together must divide the ranks",
         ),
         (["--gpu-mem", "80", "--gpus", "0"], "--gpus '0' (command line): must be at least 1"),
     ],
