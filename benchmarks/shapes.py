@@ -55,6 +55,10 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
 # Checkpoints of these settings, with random codes
 QUANTIZED: dict[str, dict[str, Any]] = {
     "gptq": dict(quant_method="gptq", bits=4, group_size=128, sym=True, desc_act=False),
+    "marlin": dict(quant_method="gptq", checkpoint_format="marlin", bits=4, group_size=128, sym=True, desc_act=False),
     "awq": dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True),
     "fp8": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic"),
-}
+    "w4a16": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
+                  config_groups={"all": dict(targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True,
+                                                                              strategy="group", group_size=128))}),
+}  # fmt: skip

@@ -22,12 +22,15 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("model_type, ranks, kind", [("llama", 2, "Q8_0"), ("qwen3", 1, "BF16")])
-def test_a_file_is_served(checkpoint, tmp_path, model_type, ranks, kind):
+@pytest.mark.parametrize("model_type, ranks, kind, shards", [("llama", 2, "Q8_0", 1), ("qwen3", 1, "BF16", 3)])
+def test_a_file_is_served(checkpoint, tmp_path, model_type, ranks, kind, shards):
     path = checkpoint(model_type)
-    file = gguf_files.write(path, tmp_path / "tiny.gguf", kind, tokenizer=gguf_files.tokenizer(path))
+    tokenizer = gguf_files.tokenizer(path)
+    file = gguf_files.write(path, tmp_path / "tiny.gguf", kind, tokenizer=tokenizer, shards=shards)
+    assert file.name == ("tiny.gguf" if shards == 1 else "tiny-00001-of-00003.gguf")
     want = Reference(gguf_files.dequantised(path, tmp_path / "same", kind))
-    with Server(str(file), "--np", str(ranks), "--device", "cpu", "--mem", "64") as server:
+    words = [str(file)] if shards == 1 else ["--f", str(file)]  # the first of them stands for all
+    with Server(*words, "--np", str(ranks), "--device", "cpu", "--mem", "64") as server:
         body = dict(prompt=PROMPT, max_tokens=40, temperature=0, return_token_ids=True, ignore_eos=True)
         status, answer, _ = server.request("/v1/completions", body)
         assert status == 200, answer

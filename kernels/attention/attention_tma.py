@@ -143,7 +143,7 @@ def _boxed(q: Tensor, keys: Tensor, kept: torch.dtype) -> bool:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, sinks: Tensor | None, newest: CurrentKV | None = None, scales: Tensor | None = None,
+    softcap: float, sinks: Tensor | None, newest: CurrentKV | None = None, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
@@ -160,7 +160,7 @@ def decode(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
         TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
         ROTATE=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
-        CAPPED=int(cap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
+        SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
     )  # fmt: skip
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
@@ -176,7 +176,7 @@ def decode(
         (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values,
         sums if scales is None else scales, tables, lengths, out, parts, sums, arrived,
         sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
-        float(eps), float(cap), shared=shared,
+        float(eps), float(softcap), shared=shared,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: in
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
-    scale: float, window: int, cap: float, sinks: Tensor | None = None,
+    scale: float, window: int, softcap: float, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The rows of `items`, which is prefill_work() on the device; q and out [T, heads, dim], out contiguous."""
     (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
@@ -218,14 +218,14 @@ def prefill(
     shared = 1024 + (ROWS + 2 * stages * tile) * dim * 2
     kernel = jit.kernel(
         "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        TILE=tile, STAGES=stages, HELD=HELD[dim], WINDOW=window, CAPPED=int(cap > 0), SINKS=int(sinks is not None),
+        TILE=tile, STAGES=stages, HELD=HELD[dim], WINDOW=window, SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None),
     )  # fmt: skip
     of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
     of_k, of_v = _caches(keys, values, box)
     grid = min(device_caps(q.device).num_sms, len(items) * heads)
     kernel(
         (grid, 1, 1), 384, of_q, of_k, of_v, items, len(items), tables, tables.stride(0), out,
-        q if sinks is None else sinks, scale * LOG2_E, float(cap), shared=shared,
+        q if sinks is None else sinks, scale * LOG2_E, float(softcap), shared=shared,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ..device import device_caps, dot_precision
 from ..rope.fp8_triton import exponent_of, round_trip, scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
-from .decode_parts_triton import combine, rotate, slots_of, softcap, with_sink
+from .decode_parts_triton import apply_softcap, combine, rotate, slots_of, with_sink
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
@@ -32,7 +32,7 @@ def decode_kernel(
     sinks, scale, eps, q_row, k_row, v_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
@@ -41,7 +41,7 @@ def decode_kernel(
     last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
     before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
 
-    A sequence has as many parts as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
+    A sequence has as many splits as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
     parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
     `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
     """
@@ -106,7 +106,7 @@ def decode_kernel(
         tl.store(keys + to + HALF + half[None, :], code_b, mask=low & written)
         tl.store(values + to + dims, code_v, mask=(dims < DIM) & written)
         products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
-        best = tl.where(newest, softcap(tl.sum(products, 1) * scale, CAP), float("-inf"))
+        best = tl.where(newest, apply_softcap(tl.sum(products, 1) * scale, SOFTCAP), float("-inf"))
         total = tl.where(newest, total + 1, total)
         acc += new.to(tl.float32)[None, :]
 
@@ -121,7 +121,7 @@ def decode_kernel(
             by = scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :]
             ya, yb = widen(ya, by, q.dtype.element_ty), widen(yb, by, q.dtype.element_ty)
         s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
-        s = tl.where(valid[None, :], softcap(s, CAP), float("-inf"))
+        s = tl.where(valid[None, :], apply_softcap(s, SOFTCAP), float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         old = tl.exp2(best - top)
@@ -156,7 +156,7 @@ def decode_kernel(
 def _tiles(
     acc, total, best, x, keys, values, scales, table, head, start, stop, positions, length,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys start:stop, in whole tiles, for query rows x at `positions`. Unless MASKED, every row sees them all."""
     dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
@@ -167,7 +167,7 @@ def _tiles(
         k = tl.load(keys + base[None, :] + dims[:, None], mask=valid[None, :] & (dims < DIM)[:, None], other=0)
         if FP8:
             k = widen(k, scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :], x.dtype)
-        s = softcap(tl.dot(x, k, input_precision=PRECISION), CAP)
+        s = apply_softcap(tl.dot(x, k, input_precision=PRECISION), SOFTCAP)
         if MASKED:
             seen = positions[:, None] >= (at + tile)[None, :]
             if WINDOW > 0:
@@ -192,7 +192,7 @@ def _tiles(
 def prefill_kernel(
     q, keys, values, scales, tables, lengths, starts, out, sinks, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
@@ -225,11 +225,11 @@ def prefill_kernel(
         else:
             acc, total, best = _tiles(
                 acc, total, best, x, keys, values, scales, table, head // group, 0, middle, positions, length,
-                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, CAP, False, FP8, PRECISION,
+                KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, SOFTCAP, False, FP8, PRECISION,
             )  # fmt: skip
         acc, total, best = _tiles(
             acc, total, best, x, keys, values, scales, table, head // group, middle, stop, positions, length,
-            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, CAP, True, FP8, PRECISION,
+            KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, SOFTCAP, True, FP8, PRECISION,
         )  # fmt: skip
         if SINKS:
             total = with_sink(total, best, sinks + head, True)
@@ -246,7 +246,7 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """Of decoding sequences: how many parts each is cut in at most. Of prompts: the most tokens of one."""
+    """Of decoding sequences: how many KV splits each has at most. Of prompts: the most tokens of one."""
     rows, window = part.rows, part.params.window
     if not part.decodes:
         return max(rows.query_lens[part.first : part.stop])
@@ -269,7 +269,7 @@ def run(part: Part, plan: int) -> None:
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
-    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
+    """A power of two: the most KV splits of a sequence, when `programs` run for each split."""
     splits = 1
     while splits < MAX_KV_SPLITS and programs * splits * 2 <= PROGRAMS * num_sms and longest > splits * PART:
         splits *= 2
@@ -278,7 +278,7 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    cap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, scales: Tensor | None = None,
+    softcap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, scales: Tensor | None = None,
     tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
@@ -294,7 +294,7 @@ def decode(
     parts = sums = out
     arrived = lengths
     if splits > 1:
-        assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not cut so many
+        assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not make so many
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
@@ -309,7 +309,7 @@ def decode(
         q if sinks is None else sinks, scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0),
         tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
-        cap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
+        softcap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
         int(scales is not None), dot_precision(q), overlap,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
@@ -317,7 +317,7 @@ def decode(
 
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
-    scale: float, window: int, cap: float, sinks: Tensor | None, first: int, count: int, longest: int,
+    scale: float, window: int, softcap: float, sinks: Tensor | None, first: int, count: int, longest: int,
     scales: Tensor | None = None, rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
@@ -333,7 +333,7 @@ def prefill(
         q, keys, values, lengths if scales is None else scales, tables, lengths, starts, out,
         q if sinks is None else sinks,
         scale * LOG2_E, first, q.stride(0), tables.stride(0),
-        heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, cap * LOG2_E,
+        heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, softcap * LOG2_E,
         int(sinks is not None), int(scales is not None), dot_precision(q),
         num_warps=8 if rows >= 128 else 4, num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip

@@ -16,7 +16,7 @@ struct Decode {
     const float* sinks;  // [heads], or null
     const uint8_t* scales;  // of e4m3 codes, [blocks, kv_heads, 2, block_size]
     int64_t sequences, heads, kv_heads, dim, block_size, table_pitch, q_pitch, window;
-    double scale, cap;
+    double scale, softcap;
 };
 
 constexpr int64_t MOST_DIM = 512;
@@ -115,9 +115,9 @@ template <typename C> INLINE void weigh(const Decode& a, State<C>& s, int g, int
     Vec best = fill(s.top[g]);
     for (int t = 0; t < count; t += LANES) {
         Vec x = load(scores + t);
-        if (a.cap != 0) {
-            Vec capped = (float)a.cap * tanh(x / (float)a.cap);
-            for (int j = 0; j < LANES; j++) x[j] = t + j < count ? capped[j] : x[j];
+        if (a.softcap != 0) {
+            Vec below = (float)a.softcap * tanh(x / (float)a.softcap);
+            for (int j = 0; j < LANES; j++) x[j] = t + j < count ? below[j] : x[j];
             store(scores + t, x);
         }
         best = max(best, x);

@@ -27,12 +27,12 @@ def plan(part: Part) -> None:
 
 def run(part: Part, plan: None) -> None:
     """A sequence of length 0 gives zeros."""
-    (q, out), (scale, window, cap, sinks) = part.decoding, part.params
+    (q, out), (scale, window, softcap, sinks) = part.decoding, part.params
     keys, tables = part.keys, part.rows.block_tables
     n, heads, dim = q.shape
     size, kv_heads = keys.shape[1:3]
     partial = q.new_empty(torch.get_num_threads(), 2, heads // kv_heads, 2 + dim, dtype=torch.float32)
     values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, part.scales, n, heads, kv_heads,
-               dim, size, tables.stride(0), q.stride(0), window, float(scale), float(cap))  # fmt: skip
+               dim, size, tables.stride(0), q.stride(0), window, float(scale), float(softcap))  # fmt: skip
     first = "decode" if part.scales is None else "decode_fp8"
     ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in (first, "merge")))

@@ -32,7 +32,7 @@ struct Step {  // pointers and sizes that the warps share
     unsigned char* scales;
     float *parts, *sums;
     int q_row, k_row, v_row;
-    float scale, eps, cap;
+    float scale, eps, softcap;
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -82,7 +82,7 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
     int all = 0, all_tiles = 0;
 #pragma unroll
     for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w], all_tiles += tiles[w];
-    const Runs runs(all, all_tiles, wanted);
+    const StreamKRuns runs(all, all_tiles, wanted);
     if (run >= runs.count) return false;
 #pragma unroll 1
     for (int end = 0; end < 2; end++) {
@@ -104,14 +104,14 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
        const __grid_constant__ TensorMap few_v, const T* q, const T* k, const T* v, const float* cos, const float* sin,
        const T* q_weight, const T* k_weight, const long long* slots, T* keys, T* values, unsigned char* scales, const int* tables,
        const int* lengths, T* out, float* parts, float* sums, int* arrived, const float* sinks, int n, int q_row, int k_row, int v_row, int table_row, float scale,
-       float eps, float cap) {
+       float eps, float softcap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
     __shared__ Border borders[2];
     __shared__ int complete, latest;
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, scales, parts, sums, q_row, k_row, v_row,
-                       scale, eps, cap};
+                       scale, eps, softcap};
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     unsigned char* const kept_scales = (unsigned char*)memory + (ring - smem_address(memory)) + STAGES * 2 * TILE_BYTES;
     float* const mixed = (float*)(kept_scales + STAGES * SCALE_BYTES);
@@ -244,7 +244,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
                 unsigned p[ROWS / 8][2];
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
-                softmax.take(s, first, last, scale, cap, p);
+                softmax.take(s, first, last, scale, softcap, p);
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     unsigned values_of[4];

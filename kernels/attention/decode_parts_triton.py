@@ -28,10 +28,10 @@ def rotate(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.conste
 
 
 @triton.jit
-def softcap(s, CAP: tl.constexpr):
-    """CAP * tanh(s / CAP), which an overflow makes CAP; CAP 0: s. Both are to the base 2: times log2(e)."""
-    if CAP > 0:
-        s = CAP - 2 * CAP / (tl.exp(s * (2 / CAP)) + 1)
+def apply_softcap(s, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(s / SOFTCAP), SOFTCAP on overflow; SOFTCAP 0: s. Both are to the base 2: times log2(e)."""
+    if SOFTCAP > 0:
+        s = SOFTCAP - 2 * SOFTCAP / (tl.exp(s * (2 / SOFTCAP)) + 1)
     return s
 
 

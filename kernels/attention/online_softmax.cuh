@@ -36,14 +36,14 @@ struct OnlineSoftmax {
         }
     }
     // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of matmuls.
-    __device__ void take(float (&s)[2][4], int from, int to, float scale, float cap, unsigned (&p)[ROWS / 8][2]) {
+    __device__ void take(float (&s)[2][4], int from, int to, float scale, float softcap, unsigned (&p)[ROWS / 8][2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int token = i / 2 * 8 + lane / 4;
-                s[h][i] = token >= from && token < to ? score<CAPPED>(s[h][i], scale, cap) : MINUS_INFINITY;
+                s[h][i] = token >= from && token < to ? score<SOFTCAP>(s[h][i], scale, softcap) : MINUS_INFINITY;
             }
             float best[2] = {fmaxf(s[h][0], s[h][2]), fmaxf(s[h][1], s[h][3])};
             across(best);

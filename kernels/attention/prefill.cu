@@ -36,11 +36,11 @@ struct Rowwise {
     float top[2], sum[2], shrink[2];
 
     // A tile's scores become weights: of keys `from` on for position `row`, and 8 further for the other.
-    __device__ void weigh(float (&s)[TILE / 2], int row, int from, bool masked, float scale, float cap) {
+    __device__ void weigh(float (&s)[TILE / 2], int row, int from, bool masked, float scale, float softcap) {
         const int lane = threadIdx.x % 32;
-        if (CAPPED) {
+        if (SOFTCAP) {
 #pragma unroll
-            for (int i = 0; i < TILE / 2; i++) s[i] = score<CAPPED>(s[i], scale, cap);
+            for (int i = 0; i < TILE / 2; i++) s[i] = score<SOFTCAP>(s[i], scale, softcap);
         }
         if (masked) {
 #pragma unroll
@@ -58,7 +58,7 @@ struct Rowwise {
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
             // A row that has seen no key yet would subtract infinities.
-            float by = CAPPED ? 1 : scale, base = best == MINUS_INFINITY ? 0 : best * by;
+            float by = SOFTCAP ? 1 : scale, base = best == MINUS_INFINITY ? 0 : best * by;
             shrink[h] = exp2_approx(top[h] * by - base);
             top[h] = best;
             float total = 0;
@@ -88,7 +88,7 @@ __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
-        const int* items, int count, const int* tables, int table_row, T* out, const float* sinks, float scale, float cap) {
+        const int* items, int count, const int* tables, int table_row, T* out, const float* sinks, float scale, float softcap) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
@@ -188,7 +188,7 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
         auto weigh = [&](int j) {
             const int from = (work.first() + j) * TILE;
             const bool masked = from + TILE - 1 > above || (WINDOW && from + WINDOW <= above + 63);
-            rows.weigh(s, above + quarter * 16 + lane / 4, from, masked, scale, cap);
+            rows.weigh(s, above + quarter * 16 + lane / 4, from, masked, scale, softcap);
         };
         if (mine) {
             scores(0);
@@ -244,7 +244,7 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
             float sum = rows.sum[h];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (SINKS) sum += exp2_approx(sinks[head] * LOG2_E - rows.top[h] * (CAPPED ? 1 : scale));
+            if (SINKS) sum += exp2_approx(sinks[head] * LOG2_E - rows.top[h] * (SOFTCAP ? 1 : scale));
             const float by = sum > 0 ? 1 / sum : 0;
             const int row = skip + quarter * 16 + lane / 4 + h * 8;
             T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;

@@ -115,7 +115,7 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
         for (int i = 0; i < PAIRS; i++)
             s += to_float(low[g].x[i]) * to_float(low[GROUP].x[i]) + to_float(high[g].x[i]) * to_float(high[GROUP].x[i]);
         s = warp_sum(s);
-        if (lane == 0) to.scores[g] = score<CAPPED>(s, step.scale, step.cap);
+        if (lane == 0) to.scores[g] = score<SOFTCAP>(s, step.scale, step.softcap);
     }
     *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
     if (slot < 0) return;

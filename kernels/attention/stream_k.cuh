@@ -22,11 +22,11 @@ struct Border {  // between runs: before box `box` of sequence b. Where that div
     int b, box, first, count;
 };
 
-struct Runs {  // of `boxes` in `tiles`, as many as are wanted if each has LEAST tiles, so that short sequences stay whole
+struct StreamKRuns {  // of `boxes` in `tiles`, as many as are wanted if each has LEAST tiles, so that short sequences stay whole
     int count, each, longer;  // boxes of each run; the first `longer` have one more
     int near;                 // how many boxes a border is moved by at most: half a tile, and no two meet
 
-    __device__ Runs(int boxes, int tiles, int wanted) : count(max(min(wanted, tiles / LEAST), 1)) {
+    __device__ StreamKRuns(int boxes, int tiles, int wanted) : count(max(min(wanted, tiles / LEAST), 1)) {
         each = boxes / count, longer = boxes - each * count, near = min(PER_TILE / 2, (each - 1) / 2);
     }
     __device__ int begin(int run) const { return each * run + min(run, longer); }

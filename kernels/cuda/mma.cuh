@@ -68,12 +68,12 @@ __device__ inline void exchange_quads(unsigned (&x)[4]) {
 }
 
 
-// A score to the base 2 from a product, softly capped where CAP: cap tanh(x / cap). `scale` has log2(e) in it. The
-// instruction errs by 2^-11 of the score, operands of 16 bits by more.
-template <bool CAP> __device__ inline float score(float product, float scale, float cap) {
-    if (!CAP) return product * scale;
-    const float c = cap * LOG2_E;
+// A score to the base 2 from a dot product, with a soft cap where HAS_SOFTCAP: softcap tanh(x / softcap). `scale` has
+// log2(e) in it. The instruction errs by 2^-11 of the score, operands of 16 bits by more.
+template <bool HAS_SOFTCAP> __device__ inline float score(float dot, float scale, float softcap) {
+    if (!HAS_SOFTCAP) return dot * scale;
+    const float c = softcap * LOG2_E;
     float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(product * (scale / c)));
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(dot * (scale / c)));
     return c * y;
 }

@@ -51,8 +51,8 @@ static void score(float* x, int64_t count, bool sigmoid) {
     for (int64_t e = 0; e < count; e++) x[e] /= total;
 }
 
-// The largest of those that are not taken; with NaNs the first of these, whatever they are.
-static int64_t largest(const float* x, const bool* taken, int64_t count) {
+// The index of the largest that is not taken; with NaNs the first of these, whatever they are.
+static int64_t argmax(const float* x, const bool* taken, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
         if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
@@ -67,14 +67,14 @@ static void choose_groups(const Choose& a, const float* ranks, bool* taken) {
     for (int64_t g = 0; g < a.groups; g++) {
         worth[g] = 0;
         for (int64_t n = 0; n < a.group_top; n++) {
-            int64_t e = largest(ranks + g * size, taken + g * size, size);
+            int64_t e = argmax(ranks + g * size, taken + g * size, size);
             worth[g] += ranks[g * size + e];
             taken[g * size + e] = true;
         }
     }
     memset(taken, 1, a.experts);
     for (int64_t n = 0; n < a.top_groups; n++) {
-        int64_t g = largest(worth, out, a.groups);
+        int64_t g = argmax(worth, out, a.groups);
         out[g] = true;
         memset(taken + g * size, 0, size);
     }
@@ -91,7 +91,7 @@ static void choose(const Choose& a, int part, int parts) {
         memset(taken, 0, a.experts);
         if (a.groups > 1) choose_groups(a, ranks, taken);
         for (int64_t k = 0; k < a.top; k++) {
-            int64_t e = largest(ranks, taken, a.experts);
+            int64_t e = argmax(ranks, taken, a.experts);
             taken[e] = true;
             a.ids[t * a.top + k] = (int32_t)e;
             weights[k] = scores[e];

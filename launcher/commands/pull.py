@@ -29,6 +29,9 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str, flag("--model", "--m", "--model-id", group=_GROUP, metavar="ID", positional=True, help="organisation/name")
     ] = ""
+    weight_file: Annotated[
+        str, flag("--f", "--weight-file", group=_GROUP, metavar="FILE", help="one GGUF file of it, with its shards")
+    ] = ""
     to: Annotated[str, flag("--to", group=_GROUP, metavar="DIR", help="put its files into this directory")] = ""
     revision: Annotated[
         str, flag("--revision", group=_GROUP, metavar="REV", help="a branch, a tag or a commit; none: main")
@@ -45,6 +48,15 @@ def main(argv: Sequence[str]) -> int:
     if not hf_hub.is_id(options.model):
         wrong = f"{options.model!r} is no id" if options.model else "an id is needed"
         raise errors.FatalError(f"{wrong}: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B", errors.USAGE)
+    if options.weight_file:
+        if options.to or options.revision:
+            raise errors.FatalError(
+                "--f goes into the cache alone, from main: leave --to and --revision out", errors.USAGE
+            )
+        path = hf_hub.gguf(options.model, options.weight_file)
+        say(f"complete; serve it with: phalanx serve --m {options.model} --f {shlex.quote(options.weight_file)}")
+        print(path)
+        return 0
     path = hf_hub.fetch(options.model, options.revision, os.path.expanduser(options.to))
     by_id = not options.to and not options.revision
     say(f"complete; serve it with: phalanx serve {shlex.quote(options.model if by_id else path)}")

@@ -103,7 +103,7 @@ constexpr int LEAST = %d, BOX = %d, WINDOW = %d, ROTATE = %d, TILE = %d;
 extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
     int all = 0, tiles = 0, found = 0;
     for (int b = 0; b < n; b++) all += Span(lengths[b]).boxes(), tiles += Span(lengths[b]).tiles();
-    const Runs runs(all, tiles, wanted);
+    const StreamKRuns runs(all, tiles, wanted);
     for (int run = 0; run < runs.count; run++) {
         Border borders[2] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
         for (int b = 0, at = 0; b < n; at += Span(lengths[b++]).boxes())

@@ -11,6 +11,7 @@ from phalanx.errors import FatalError
 from phalanx.launcher import cli, hf_hub
 from phalanx.launcher.job import mpi_env, mpirun
 
+from ... import gguf_files
 from ...checkpoints import make_checkpoint
 from ...ranks import AS_ROOT
 from ..jobs import Launched
@@ -207,6 +208,41 @@ def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
         "the same HF_HOME",
         2,
     )
+
+
+SHARDS = [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def test_one_gguf_file_with_its_shards(server, run, tmp_path):
+    """Nothing else of the repository, and no shard twice."""
+    server.files |= {name: b"GGUF of " + name.encode() for name in (*SHARDS, "other.gguf")}
+    done = run("pull", "org/tiny", "--f", SHARDS[0])
+    place = tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    assert (done.returncode, done.stdout) == (0, f"{place / SHARDS[0]}\n"), done.stderr
+    assert sorted(one.name for one in place.iterdir()) == SHARDS == fetched(server)
+    assert f"complete; serve it with: phalanx serve --m org/tiny --f {SHARDS[0]}\n" in done.stderr
+    assert run("pull", "org/tiny", "--f", SHARDS[0], "--to", "x").returncode == 2
+    done = run("pull", "org/tiny", "--f", "none.gguf")
+    assert done.returncode == 3 and "model 'org/tiny' has no none.gguf; it has tiny-00001-of-0" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_serve_a_gguf_file_by_id(server, tmp_path):
+    """--m ID --f FILE: fetched once, then served without a look at the network."""
+    path = make_checkpoint(tmp_path / "ckpt")
+    (tmp_path / "gguf").mkdir()
+    gguf_files.write(path, tmp_path / "gguf" / "tiny.gguf", "F16", tokenizer=gguf_files.tokenizer(path), shards=3)
+    server.files = {one.name: one.read_bytes() for one in (tmp_path / "gguf").iterdir()}
+    environ = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", **AS_ROOT}
+    command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "--m", "org/tiny", "--f", SHARDS[0], "--p", "0"]
+    command += ["--idle-exit", "0.01", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
+    for expected in (SHARDS, []):
+        server.seen.clear()
+        with Launched(command, tmp_path, **environ) as job:
+            assert job.process.wait(60) == 0, job.output
+            assert fetched(server) == expected
+    assert not server.seen
 
 
 @pytest.mark.long

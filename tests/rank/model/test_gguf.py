@@ -77,6 +77,15 @@ def test_plain_files_make_the_same_bits(made, monkeypatch, name, tp, pp, way):
             assert x.dtype == other[key].dtype and (x - other[key]).abs().max() <= far, key
 
 
+@pytest.mark.parametrize("tp, pp, way", [(1, 1, "direct"), (2, 2, "striped")])
+def test_shards_make_the_same_bits(made, tmp_path, tp, pp, way):
+    path, whole = made("llama")
+    file = gguf_files.write(path, tmp_path / "x.gguf", shards=3)
+    assert len(list(tmp_path.glob("x-0000?-of-00003.gguf"))) == 3 and file.name == "x-00001-of-00003.gguf"
+    for one, other in zip(held(file, tp, pp, way=way), held(whole, tp, pp), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(x, other[key]) for key, x in one.items())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, name):
     (path, file), ids = made(name), tokens(40)

@@ -1,6 +1,7 @@
 """Models quantised to ggml's other types while they are loaded: the logits of the dequantised weights."""
 
 import importlib
+import weakref
 
 import gguf
 import pytest
@@ -88,3 +89,25 @@ def test_a_mix(tmp_path, caplog, tp):
         assert names == [usual, usual, more, more]  # the third of those between, and the last eighth
         assert [one.name() for one in model.lm_head.parts] == ["q6k"]
     assert "--isq q4km: linears, or parts of them: 14 in q4k, 5 in q6k" in caplog.messages
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("isq", ["q4k", "q4km", "fp8"])
+def test_one_module_at_a_time_is_in_memory_unquantised(tmp_path, monkeypatch, isq, tied):
+    """As of Q8_0 (test_q8_0.py)."""
+    plain, most = [], []
+    for name in ("fp8",) if isq == "fp8" else ("q4k", "q6k"):
+        real = codec(name).encode
+
+        def encode(weight, *more, real=real):
+            if not any(one() is weight.untyped_storage() for one in plain):
+                plain.append(weakref.ref(weight.untyped_storage()))
+            most.append(sum(one() is not None for one in plain))
+            return real(weight, *more)
+
+        monkeypatch.setattr(codec(name), "encode", encode)
+    path = write(tmp_path, **SIZES, tie_word_embeddings=tied)
+    (model,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1), isq=isq), 1)
+    assert len(most) >= 9 and set(most) == {1} and model.num_weights
+    alive = [one() for one in plain if one() is not None]
+    assert len(alive) == tied, "the table"

@@ -1,0 +1,27 @@
+"""The quantised checkpoints that benchmarks load with random codes, of small models."""
+
+import json
+
+import pytest
+from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
+
+from ..rank.model.harness import run_steps, tokens
+from ..rank.model.stored_formats.test_stored import loaded
+
+SMALL = dict(
+    hidden_size=256, intermediate_size=512, moe_intermediate_size=256, head_dim=64, num_attention_heads=4,
+    num_key_value_heads=2, num_hidden_layers=1, num_experts=4, num_experts_per_tok=2, vocab_size=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["tiny", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantised_checkpoints(tmp_path, name, config):
+    held = []
+    for settings in ({}, {"quantization_config": QUANTIZED[name]}):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[config] | SMALL | settings))
+        (model,) = loaded(tmp_path, 1, load_format="dummy")
+        held.append(model.weight_bytes)
+    assert held[1] < (0.32 if name == "fp8" else 0.2) * held[0]  # which is f32
+    (logits,) = run_steps(tmp_path, [tokens(20, vocab=64)], load_format="dummy")
+    assert logits.isfinite().all()
