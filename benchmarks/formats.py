@@ -4,7 +4,9 @@
 
 Each format comes by --isq, and as a checkpoint that `phalanx convert` has written, or others write
 (formats_written.py). Of the types that gguf-py quantises, the third column has the plain model with the weights that
-gguf-py makes of them. --table prints a Markdown table of the lines in FILE.
+gguf-py makes of them. Of the K types, the fourth has it with those that their own blocks mean, where zeros make whole
+super-blocks of the inputs: elsewhere they give way to other types. --table prints a Markdown table of the lines in
+FILE.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from phalanx.benchmarks import formats_written
 from phalanx.benchmarks.builtin_model.heldout import documents
 from phalanx.comm import mesh, threads
+from phalanx.kernels.quantized import q2_k, q3_k, q4_k, q5_k, q6_k
 from phalanx.launcher import builtin_model
 from phalanx.launcher.commands.convert import CALIBRATED, IN_FILES, ConvertOptions, read_windows
 from phalanx.rank.model.convert import __main__ as program
@@ -30,6 +33,7 @@ from phalanx.rank.model.convert.calibrate import Shared
 from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 MODEL = Path(builtin_model.__file__).parent
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -41,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 FLAGS = {"bits": "--bits", "symmetric": "--no-sym"}
 CONVERTED = (*OPTIONS, *(one for one in IN_FILES if one not in ("f32", "f16", "bf16")))
 FORMATS = ("plain", *CONVERTED, *formats_written.COMPRESSED, "mxfp4")
+PADDED = {"q2k": q2_k, "q3k": q3_k, "q4k": q4_k, "q5k": q5_k, "q6k": q6_k}
 BY_GGUF_PY = "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"
 
 
@@ -88,16 +93,35 @@ def written(name: str, folder: Path, device: str) -> tuple[Path, str]:
 
 
 def by_gguf_py(name: str, folder: Path) -> Path:
-    """The checkpoint with the matrices that gguf-py makes of its blocks, the head's in a table of its own."""
+    """The checkpoint with the matrices that gguf-py makes of its blocks."""
     kind = gguf.GGMLQuantizationType[name.upper()]
-    target = folder / f"{name}-gguf-py"
+
+    def through(x: Tensor) -> Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(x.numpy(), kind), kind))
+
+    return changed(through, folder / f"{name}-gguf-py")
+
+
+def padded(name: str, folder: Path) -> Path:
+    """The checkpoint with the matrices that a K type's blocks mean: zeros behind the inputs, and cut off again."""
+    codec = PADDED[name]
+
+    def through(x: Tensor) -> Tensor:
+        inputs = x.shape[1]
+        wide = torch.nn.functional.pad(x, (0, -inputs % codec.GROUP))
+        return codec.dequantize(codec.pack(*codec.encode(wide)))[:, :inputs]
+
+    return changed(through, folder / f"{name}-padded")
+
+
+def changed(through: Callable[[Tensor], Tensor], target: Path) -> Path:
+    """The checkpoint with other matrices, the head's in a table of its own."""
     target.mkdir()
     tensors = {key: x.float() for key, x in load_file(MODEL / "model.safetensors").items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     for key, x in tensors.items():
         if x.dim() == 2 and "embed" not in key:
-            blocks = gguf.quants.quantize(x.numpy(), kind)
-            tensors[key] = torch.from_numpy(gguf.quants.dequantize(blocks, kind)).contiguous()
+            tensors[key] = through(x).contiguous()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     for file in FILES:
         shutil.copy(MODEL / file, target)
@@ -130,16 +154,19 @@ def measure(name: str, count: int, device: str, dtype: str) -> Iterator[dict[str
         if name in BY_GGUF_PY:
             same = by_gguf_py(name, Path(made))
             yield line("gguf-py", "gguf.quants.quantize", lambda: perplexity(same, count, device, dtype))
+        if name in PADDED:
+            whole = padded(name, Path(made))
+            yield line("padded", "benchmarks/formats.py", lambda: perplexity(whole, count, device, dtype))
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: a row for each format, perplexities and by how much they are above the plain model's."""
     found = {(one["format"], one["how"]): one for one in lines}
     plain = found["plain", "plain"]["perplexity"]
-    rows = ["| format | `--isq` | a checkpoint | gguf-py's own | command |", "|---|---|---|---|---|"]
+    rows = ["| format | `--isq` | a checkpoint | gguf-py's own | padded | command |", "|---|---|---|---|---|---|"]
     for name in dict.fromkeys(one["format"] for one in lines):
         cells = []
-        for how in ("isq", "convert", "gguf-py"):
+        for how in ("isq", "convert", "gguf-py", "padded"):
             one = found.get((name, how)) or (found.get((name, "written")) if how == "convert" else None)
             cells.append(f"{one['perplexity']:.4f} ({one['perplexity'] / plain - 1:+.2%})" if one else "")
         command = next((one for how in ("convert", "written", "plain") if (one := found.get((name, how)))), None)

@@ -40,7 +40,7 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     programs, num_sms = batch * -(-heads // mla_triton.GROUP), torch.cuda.get_device_properties(0).multi_processor_count
     rest = rows.block_tables, rows.lengths, out, PARAMS.scale
     splits = mla_triton.choose_kv_splits(programs, LONGEST, num_sms)
-    parts = mla_decode.most_parts(programs, LONGEST, num_sms * mla_decode.occupancy(q.device)[1])
+    splits = mla_decode.choose_kv_splits(programs, LONGEST, num_sms * mla_decode.occupancy(q.device)[1])
     versions: dict[str, list[Call]] = {
         f"Triton, tiles of {tile}": [
             partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches
@@ -48,8 +48,8 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
         for tile in (32, 64)
     }
     for fill in (0, 1, 2, 4):
-        name = f"CUDA, {fill} parts" if fill else "CUDA"
-        versions[name] = [partial(mla_decode.decode, q, c, *rest, parts, fill) for c in caches]
+        name = f"CUDA, {fill} splits" if fill else "CUDA"
+        versions[name] = [partial(mla_decode.decode, q, c, *rest, splits, fill) for c in caches]
     versions["absorb"] = [
         partial(mla_store_triton.absorb_and_store_latents, *new, c, rows.slots, up, torch.empty_like(q)) for c in caches
     ]

@@ -41,7 +41,7 @@ def decode_kernel(
     last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
     before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
 
-    A sequence has as many parts as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
+    A sequence has as many splits as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
     parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
     `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
     """
@@ -246,7 +246,7 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """Of decoding sequences: how many parts each is cut in at most. Of prompts: the most tokens of one."""
+    """Of decoding sequences: how many KV splits each has at most. Of prompts: the most tokens of one."""
     rows, window = part.rows, part.params.window
     if not part.decodes:
         return max(rows.query_lens[part.first : part.stop])
@@ -269,7 +269,7 @@ def run(part: Part, plan: int) -> None:
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
-    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
+    """A power of two: the most KV splits of a sequence, when `programs` run for each split."""
     splits = 1
     while splits < MAX_KV_SPLITS and programs * splits * 2 <= PROGRAMS * num_sms and longest > splits * PART:
         splits *= 2
@@ -294,7 +294,7 @@ def decode(
     parts = sums = out
     arrived = lengths
     if splits > 1:
-        assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not cut so many
+        assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not make so many
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)

@@ -21,16 +21,16 @@ constexpr int QUARTERS = WARPS / 2, STEPS = WIDTH / 16 / QUARTERS;              
 constexpr int SCORES_ROW = TILE + 8, WEIGHTS_ROW = TILE * 2 + 16;  // floats; bytes: no two of 8 rows in the same banks
 constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4, WEIGHTS_BYTES = ROWS * WEIGHTS_ROW;
 constexpr int PART = ROWS * LATENT + ROWS;  // floats of a part: means, as threads have them, and logarithms of sums
-constexpr int AT_ONCE = 4;                  // parts that one block adds up
+constexpr int AT_ONCE = 4;                  // splits that one block adds up
 constexpr int EARLY = 4;  // tiles that are asked for early, those behind the ring to the second-level cache; 8 at most
 
 static_assert(HELD * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
               "mla_decode.py reckons with another layout of shared memory");
 static_assert(HELD >= 4, "a tile, and another one under way");
 
-// The part `split` of a sequence, of at most `most`; fill: parts that find a multiprocessor idle.
+// The KV split `split` of a sequence, of at most `most`; fill: splits that find a multiprocessor idle.
 struct Span {
-    int count, start, stop;  // parts of the sequence; this one's tokens
+    int count, start, stop;  // splits of the sequence; this one's tokens
 
     __device__ Span(int length, int split, int most, int fill) {
         const int tiles = (length + TILE - 1) / TILE, wanted = max((length + SPLIT / 2) / SPLIT, min(tiles, fill));

@@ -26,8 +26,8 @@ THREADS = 256
 ROWS = 16  # heads of a block
 TILE = 32  # tokens that are multiplied at once
 PANEL = 16  # tokens that are copied at once
-AT_ONCE = 4  # parts of a sequence that one block adds up
-MOST_PARTS = 64
+AT_ONCE = 4  # KV splits of a sequence that one block adds up
+MAX_KV_SPLITS = 64
 SPLIT = 256  # tokens: about what is worth a block of its own, where all multiprocessors have one
 MOST_PANELS = 8
 # Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.
@@ -47,9 +47,9 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """How many parts each sequence is cut in at most."""
+    """How many KV splits each sequence has at most."""
     blocks, caps = part.stop * -(-part.q.shape[1] // ROWS), device_caps(part.q.device)
-    return most_parts(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * occupancy(part.q.device)[1])
+    return choose_kv_splits(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * occupancy(part.q.device)[1])
 
 
 def run(part: Part, plan: int) -> None:
@@ -57,13 +57,13 @@ def run(part: Part, plan: int) -> None:
     decode(q, part.keys[:, :, 0], part.rows.block_tables, part.rows.lengths, out, part.params.scale, plan)
 
 
-def most_parts(blocks: int, longest: int, room: int) -> int:
-    """A power of two: parts that a sequence is cut in at most, when there are `blocks` for each part, and room for so
+def choose_kv_splits(blocks: int, longest: int, room: int) -> int:
+    """A power of two: the most KV splits of a sequence, when there are `blocks` for each split, and room for so
     many at once."""
-    parts = 1
-    while parts < MOST_PARTS and 2 * blocks * parts <= room and longest > parts * TILE:
-        parts *= 2
-    return parts
+    splits = 1
+    while splits < MAX_KV_SPLITS and 2 * blocks * splits <= room and longest > splits * TILE:
+        splits *= 2
+    return splits
 
 
 @functools.cache
@@ -88,8 +88,8 @@ def shared_bytes(panels: int) -> int:
 def decode(
     q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int, fill: int = 0
 ) -> None:
-    """The newest token of each of n sequences, of up to `most` parts: q [n, heads, 576], cache [blocks, block_size,
-    576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: parts of a short sequence; as many
+    """The newest token of each of n sequences, of up to `most` splits: q [n, heads, 576], cache [blocks, block_size,
+    576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: splits of a short sequence; as many
     as find a multiprocessor idle unless given.
 
     What comes before on the stream may still run, and write q and the newest tokens: all else that is read must be
@@ -100,12 +100,12 @@ def decode(
     shared = shared_bytes(panels)
     kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, per_sm))
     fill = fill or min(AT_ONCE, device_caps(q.device).num_sms // blocks)
-    parts = arrived = out  # of one part nothing is kept
+    splits = arrived = out  # one split keeps nothing
     if most > 1:
-        assert blocks * most <= jit.COUNTERS  # most_parts does not cut so many
-        parts = q.new_empty(blocks, most, PART, dtype=torch.float32)
+        assert blocks * most <= jit.COUNTERS  # choose_kv_splits does not make so many
+        splits = q.new_empty(blocks, most, PART, dtype=torch.float32)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
     kernel(
-        (blocks, most, 1), THREADS, q, cache, tables, lengths, out, parts, arrived, q.stride(0), tables.stride(0), fill,
-        scale * LOG2_E, shared=shared,
+        (blocks, most, 1), THREADS, q, cache, tables, lengths, out, splits, arrived, q.stride(0), tables.stride(0),
+        fill, scale * LOG2_E, shared=shared,
     )  # fmt: skip

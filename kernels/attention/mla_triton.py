@@ -79,7 +79,7 @@ def _latent_tiles(
 
 @triton.jit
 def _splits(length, most, fill, SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """How many parts a sequence is cut in, and the tokens of each. fill: parts that find a multiprocessor idle."""
+    """How many KV splits a sequence has, and the tokens of each. fill: splits that find a multiprocessor idle."""
     count = tl.maximum((length + SPLIT // 2) // SPLIT, tl.minimum(tl.cdiv(length, TILE), fill))
     count = tl.minimum(tl.maximum(count, 1), most)
     each = tl.maximum(tl.cdiv(tl.cdiv(length, count), TILE), 1) * TILE
@@ -270,7 +270,7 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """Of decoding sequences: how many parts each is cut in at most. Of prompts: the most tokens of one."""
+    """Of decoding sequences: how many KV splits each has at most. Of prompts: the most tokens of one."""
     if not part.decodes:
         return max(part.rows.query_lens[part.first : part.stop])
     programs = part.stop * triton.cdiv(part.q.shape[1], GROUP)
@@ -289,7 +289,7 @@ def run(part: Part, plan: int) -> None:
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
-    """A power of two: parts that a sequence is cut in at most, when `programs` run for each part."""
+    """A power of two: the most KV splits of a sequence, when `programs` run for each split."""
     splits = 1
     while splits < MOST_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms and longest > splits * SPLIT:
         splits *= 2
@@ -310,8 +310,8 @@ def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
     scales: Tensor | None = None, tile: int = 0, split: int = SPLIT, fill: int = 0, stages: int = 2,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences, of up to `most` parts: q [n, heads, latent + rope], out [n, heads,
-    latent], contiguous. A sequence of length 0 gives zeros. fill: parts of a sequence that find a multiprocessor idle;
+    """The newest token of each of n sequences, of up to `most` splits: q [n, heads, latent + rope], out [n, heads,
+    latent], contiguous. A sequence of length 0 gives zeros. fill: splits of a sequence that find a multiprocessor idle;
     asked of the device unless given."""
     n, heads, width = q.shape
     tile, groups, overlap = tile or (64 if _roomy(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from phalanx.benchmarks import formats
+from safetensors.torch import load_file
 
 
 def lines(*names, count=2):
@@ -37,3 +39,14 @@ def test_commands(monkeypatch):
         "gptq-asymmetric": f"{begin} gptq --no-sym {end}",
         "fp8": f"{begin} fp8",
     }
+
+
+def test_padded_weights_are_those_of_whole_super_blocks(tmp_path):
+    made = load_file(formats.padded("q4k", tmp_path) / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = load_file(formats.MODEL / "model.safetensors")[name].float()
+    assert weight.shape[1] % 256 and made[name].shape == weight.shape
+    whole = weight[:, : weight.shape[1] // 256 * 256].contiguous()
+    codec = formats.PADDED["q4k"]
+    assert torch.equal(made[name][:, : whole.shape[1]], codec.dequantize(codec.pack(*codec.encode(whole))))
+    assert 0 < (made[name] - weight).square().mean().sqrt() < 0.1 * weight.std()

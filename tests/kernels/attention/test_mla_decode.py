@@ -171,6 +171,6 @@ def test_what_it_takes(monkeypatch, chosen):
 def test_parts():
     """As many as there is room for, in a graph; no more than there are tiles."""
     sizes = [(1, 64), (16, 16), (64, 4), (100, 2), (128, 2), (256, 1)]
-    assert [(blocks, mla_decode.most_parts(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
-    assert mla_decode.most_parts(1, 32, 264) == 1 and mla_decode.most_parts(1, 33, 264) == 2
+    assert [(blocks, mla_decode.choose_kv_splits(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
+    assert mla_decode.choose_kv_splits(1, 32, 264) == 1 and mla_decode.choose_kv_splits(1, 33, 264) == 2
     assert mla_decode.shared_bytes(5) <= 115_400, "two blocks of a multiprocessor"
