@@ -22,7 +22,8 @@ PLAIN = (Type.F32, Type.F16, Type.BF16)
 # Types that gguf-py decodes only → where their blocks have scales of f16
 SCALES = {
     Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_NL: (0,),
-    Type.IQ4_XS: (0,),
+    Type.IQ4_XS: (0,), Type.IQ2_XXS: (0,), Type.IQ2_XS: (0,), Type.IQ2_S: (0,), Type.IQ3_XXS: (0,), Type.IQ3_S: (0,),
+    Type.IQ1_S: (0,),
 }  # fmt: skip
 PAIRED = (
     "llama",

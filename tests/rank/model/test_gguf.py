@@ -12,6 +12,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
 
 from ... import gguf_files
+from ..reference import Reference
 from .harness import distance, run_steps, tokens
 from .stored_formats.test_stored import check_greedy
 from .test_architectures import DEEPSEEK_YARN, MODELS, write
@@ -162,7 +163,7 @@ def test_quantised_files_compute_with_what_they_hold(quantised, expected, name, 
 def test_greedy_tokens_of_super_blocks(tmp_path):
     path = write(tmp_path / "plain", model_type="llama", **SIZES | SUPER)
     same = gguf_files.dequantised(path, tmp_path / "same", "Q6_K")
-    check_greedy(gguf_files.write(path, tmp_path / "x.gguf", "Q6_K"), same)
+    check_greedy(gguf_files.write(path, tmp_path / "x.gguf", "Q6_K"), Reference(same))
 
 
 LATENT = dict(

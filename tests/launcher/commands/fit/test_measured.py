@@ -16,7 +16,7 @@ from phalanx.launcher.commands.fit.memory import Layout
 from phalanx.rank.model import architectures
 from phalanx.rank.model import config as rank_config
 from phalanx.rank.model.load import load
-from phalanx.rank.model.weights import dummy
+from phalanx.rank.model.weights import dummy, ggml
 from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import engine, kv_cache
 
@@ -167,12 +167,17 @@ def test_bytes_of_quantised_checkpoints(tmp_path, settings):
     assert mine < (0.5 if bits < 8 else 0.65) * whole
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K"])
+KINDS = sorted({*ggml.CODECS, "F16", "BF16"} - {"IQ1_M"})  # gguf_files writes no IQ1_M
+QUICK = "F16", "IQ4_XS", "MXFP4", "Q4_K", "Q5_1", "Q8_0"
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.long]) for one in KINDS])
 def test_bytes_of_gguf_files(tmp_path, kind):
+    whole = ggml.CODECS[kind].group == 256 if kind in ggml.CODECS else False  # super-blocks
     sizes = dict(
-        hidden_size=512 if kind.endswith("K") else 384,
+        hidden_size=512 if whole else 384,
         head_dim=64,
-        intermediate_size=640,
+        intermediate_size=768 if whole else 640,
         max_position_embeddings=CONTEXT,
     )
     path = make_checkpoint(tmp_path, **sizes)

@@ -6,8 +6,9 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import target
 from phalanx.launcher.commands.fit import memory
 from phalanx.launcher.commands.fit.memory import Layout
+from phalanx.rank import options
+from phalanx.rank.model.formats._packed import PackedPart
 from phalanx.rank.model.load import load
-from phalanx.rank.model.stored_formats._part import GroupedPart
 from phalanx.rank.model.weights import dummy
 
 from ....checkpoints import make_checkpoint
@@ -64,13 +65,14 @@ DENSE = {
 }
 OF_EXPERTS = "gptq of 8 bits", "gptq of 8 bits, asymmetric", "marlin", "w4a16", "int8", "fp8 in channels", "fp8"
 IN_SITU = "fp8", "q8_0", "q2k", "q4km"
-GPU = [name for name in DENSE if "fp8" not in name]  # what is packed for a GPU without one
 CASES = {
     **{name: ({"model_type": "llama"}, settings, "none") for name, settings in DENSE.items()},
     **{f"experts: {name}": ({"model_type": "qwen3_moe"}, DENSE[name], "none") for name in OF_EXPERTS},
     **{f"experts: --isq {isq}": ({"model_type": "qwen3_moe"}, None, isq) for isq in IN_SITU},
     "experts: mxfp4": ({"model_type": "gpt_oss", "sliding_window": 11}, MXFP4, "none"),
 }
+
+WHILE_LOADING = {f"--isq {isq}": ({"model_type": "llama"}, None, isq) for isq in options.IN_SITU}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,7 @@ def few_numbers(monkeypatch):
 
 
 def path_of(directory, name):
-    model, settings, isq = CASES[name]
+    model, settings, isq = (CASES | WHILE_LOADING)[name]
     config = SIZES | model | ({"quantization_config": settings} if settings else {})
     return write(directory, config), isq
 
@@ -112,13 +114,13 @@ def test_bytes_of_shared_out_weights(tmp_path, name):
     compare(*path_of(tmp_path, name), LAYOUTS[1:] if "desc_act" not in name else [(1, 2)])  # random g_idx is too even
 
 
-@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("name", [*DENSE, *WHILE_LOADING])
 def test_bytes_on_gpus(tmp_path, monkeypatch, name):
     """Of what is packed for one."""
-    path, _ = path_of(tmp_path, name)
+    path, isq = path_of(tmp_path, name)
     monkeypatch.setattr(target, "of", lambda x: "cuda")
-    (model,) = loaded(path, 1, 1)
-    parts = [one for one in model.modules() if isinstance(one, GroupedPart)]
+    (model,) = loaded(path, 1, 1, isq)
+    parts = [one for one in model.modules() if isinstance(one, PackedPart)]
     held = sum(x.nbytes for part in parts for x in part.buffers())
     said = sum(part.kept_bytes(torch.bfloat16, torch.device("cuda")) for part in parts)
     assert parts and said == pytest.approx(held, rel=0.03)

@@ -13,6 +13,7 @@ from phalanx.rank.options import IN_SITU, ISQ_SPELLINGS
 
 from ...reference import Reference
 from ..harness import distance, reference_logits, run_steps, tokens
+from ..stored_formats.test_stored import check_greedy
 from ..test_architectures import write
 
 TYPES = [name for name in IN_SITU if name.startswith("q") and name not in ("q8_0", *MIXES)]
@@ -60,6 +61,19 @@ def test_logits(path, name, tp):
     (logits,) = run_steps(path, [ids], steps, tp=tp, isq=name, max_model_len=512)
     assert distance(logits, reference_logits(truth.model, ids)) < 3e-4
     assert distance(logits, plain) > 3e-3, "it is quantised"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TYPES)
+def test_greedy_tokens_of_three_ranks(tmp_path, name):
+    """Of what is cut each rank has a super-block of 256 inputs."""
+    sizes = dict(hidden_size=768, num_attention_heads=6, num_key_value_heads=3, intermediate_size=768)
+    path = write(tmp_path, **SIZES | sizes)
+    truth = Reference(path)
+    for module in truth.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(through(module.weight.detach(), name))
+    check_greedy(path, truth, name, tp=3, tolerance=3e-4)
 
 
 def test_linears_without_whole_super_blocks_take_smaller_groups(path, tmp_path, caplog):

@@ -336,23 +336,23 @@ def test_a_file_that_a_dequantised_model_still_has_is_ignored(made, tmp_path, ex
     "floats in channels",
 ])  # fmt: skip
 def test_greedy_tokens(made, name):
-    check_greedy(*made(name))
+    check_greedy(made(name)[0], Reference(made(name)[1]))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("isq", ["q8_0", "q4_0"])
 def test_greedy_tokens_of_weights_quantised_while_loading(made, isq):
     plain = made("gptq")[1]
-    check_greedy(plain, plain, isq)
+    check_greedy(plain, Reference(plain, isq), isq)
 
 
-def check_greedy(path, plain, isq="none"):
+def check_greedy(path, truth, isq="none", tp=2, tolerance=TOLERANCE):
     """200 tokens of transformers with the dequantised weights are each the likeliest after those before."""
     prompt = tokens(40, vocab=509)
-    want, gap = Reference(plain, isq).greedy(prompt, 200)
-    (logits,) = run_steps(path, [prompt + want], [[(0, 40)], *[[(0, 1)]] * 200], tp=2, isq=isq, max_model_len=512)
+    want, gap = truth.greedy(prompt, 200)
+    (logits,) = run_steps(path, [prompt + want], [[(0, 40)], *[[(0, 1)]] * 200], tp=tp, isq=isq, max_model_len=512)
     chosen, best = logits[39:-1].gather(1, torch.tensor(want)[:, None])[:, 0], logits[39:-1].max(1).values
-    assert (best - chosen).max() <= (0 if gap > TOLERANCE else TOLERANCE) and len(set(want)) >= 8
+    assert (best - chosen).max() <= (0 if gap > tolerance else tolerance) and len(set(want)) >= 8
 
 
 def refused(path, code, words, tp=1, **options):
