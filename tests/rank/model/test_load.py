@@ -273,7 +273,7 @@ def test_layer_types_that_are_not_read(tmp_path, change):
 
 
 def test_degrees_that_do_not_fit(small):
-    for tp, pp, message in ((4, 1, "--tp 4 does not fit"), (1, 3, "--pp 3 is more stages")):
+    for tp, pp, message in ((4, 1, "--tp 4 does not fit"), (1, 3, "--pp 3 is more pipeline stages")):
         with pytest.raises(errors.FatalError, match=message) as stopped:
             load_on(small, tp=tp, pp=pp)
         assert stopped.value.code == errors.USAGE
