@@ -15,6 +15,7 @@ from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
+from ...reference import Reference
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import write
 from .test_stored import check_greedy
@@ -89,7 +90,8 @@ def test_in_host_memory(made, expected):
 
 @pytest.mark.long
 def test_greedy_tokens(made):
-    check_greedy(*made)
+    path, plain = made
+    check_greedy(path, Reference(plain))
 
 
 def loaded(path, tp, **options):
