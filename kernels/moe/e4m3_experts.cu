@@ -85,7 +85,7 @@ struct Walk {
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {
     const int column = cluster_rank() % SHARE;
-    constexpr int ALONG = GATED ? 1 : 2;  // halves that lie side by side there and here
+    constexpr int ALONG = GATED ? 1 : 2;  // halves that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {      // for a chunk's weights
         Barrier* const barrier = full + at.place.stage;
         const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
@@ -111,18 +111,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
             tma_load(to, of_x, input, row, barrier);
     };
     Walk first(items), next(items);
-#pragma unroll 1
-    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
-    grid_wait();
-    launch_dependents();
-#pragma unroll 1
-    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
-#pragma unroll 1
-    for (; next.more(); next.advance()) {
-        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
-        ask(next);
-        ask_x(next);
-    }
+    fill_ring(first, next, empty, ask, ask_x);
 }
 
 // What a lane knows of an item's rows lane + 32 j.

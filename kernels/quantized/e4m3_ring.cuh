@@ -134,6 +134,24 @@ __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
     if constexpr (COUNT % AT_ONCE) add_runs<COUNT % AT_ONCE>(chunks, sum);
 }
 
+// Asks for the chunks of a block's tiles, of which `first` and `next` begin with the first chunk: STAGES of weights before
+// the kernel's predecessor has ended, and the others, and x, after that, each in a stage that has been released.
+template <class Walk, class Weights, class Rows>
+__device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const Weights& ask, const Rows& ask_x) {
+#pragma unroll 1
+    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
+#pragma unroll 1
+    for (; next.more(); next.advance()) {
+        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
+        ask(next);
+        ask_x(next);
+    }
+}
+
 // Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.
 __device__ inline void scale_rows(const float (&held)[HELD], float (&sum)[ROWS / 2]) {
     const int pair = threadIdx.x % 4 * 2;

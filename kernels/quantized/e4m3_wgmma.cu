@@ -54,7 +54,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
                                Barrier* empty, const Tiles& tiles, int strips) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
     const int height = tiles.height;
-    constexpr int RUN = GATED ? 1 : 2;  // halves that lie side by side there and here
+    constexpr int RUN = GATED ? 1 : 2;  // halves that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.place.stage;
         mbarrier_expect(barrier, W_BYTES + height * SPAN);
@@ -82,18 +82,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
             tma_load(to, of_x, input, at.tile.row, barrier);
     };
     Walk first(tiles), next(tiles);
-#pragma unroll 1
-    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
-    grid_wait();
-    launch_dependents();
-#pragma unroll 1
-    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
-#pragma unroll 1
-    for (; next.more(); next.advance()) {
-        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
-        ask(next);
-        ask_x(next);
-    }
+    fill_ring(first, next, empty, ask, ask_x);
 }
 
 // Sums in registers of a tile that this block has alone, of `rows` rows of y: pairs of rows become pairs of outputs.
