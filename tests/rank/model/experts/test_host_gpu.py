@@ -92,6 +92,23 @@ def test_captured(checkpoint, room, most):
         torch.cuda.synchronize()
 
 
+def check_captured(plain, layer, turns):
+    """A captured step of four tokens, replayed for each of `turns`: the tokens' seed, and how many of them are real."""
+    x, ids, weights = tokens(plain, 4, 0, torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer(x, ids, weights).local()
+        torch.cuda.synchronize()
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        for seed, real in turns:
+            given = tokens(plain, 4, seed, torch.bfloat16)
+            for static, new in zip((x, ids, weights), given, strict=True):
+                static.copy_(new)
+            pieces.replay(real)
+            torch.testing.assert_close(y[:real], plain(*given).local()[:real], atol=5e-2, rtol=5e-2)
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("isq", ["q4k", "q6k", "q4_0", "q8_0", "fp8"])
 @pytest.mark.parametrize("room", [ROOMS[1], ROOMS[2], *ROOMS[3:]], ids=str)
 @torch.no_grad()
@@ -108,20 +125,7 @@ def test_quantised(wide, room, isq):
         else:
             torch.testing.assert_close(got, want, atol=5e-2, rtol=5e-2)
     assert room.way == "auto" or getattr(offload.counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
-    x, ids, weights = tokens(plain, 4, 0, torch.bfloat16)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        layer(x, ids, weights).local()
-        torch.cuda.synchronize()
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
-        for turn in range(20):
-            given = tokens(plain, 4, turn % 5, torch.bfloat16)
-            for static, new in zip((x, ids, weights), given, strict=True):
-                static.copy_(new)
-            real = 1 + turn % 4
-            pieces.replay(real)
-            torch.testing.assert_close(y[:real], plain(*given).local()[:real], atol=5e-2, rtol=5e-2)
-        torch.cuda.synchronize()
+    check_captured(plain, layer, [(turn % 5, 1 + turn % 4) for turn in range(20)])
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q6k", "q8_0"])
@@ -231,19 +235,8 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
         given = tokens(plain, count, turn, torch.bfloat16)
         torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
-    x, ids, weights = tokens(plain, 4, 0, torch.bfloat16)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        layer(x, ids, weights).local()
-        torch.cuda.synchronize()
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
-        for turn in range(60):
-            given = tokens(plain, 4, turn // 20, torch.bfloat16)  # the same again and again: some become resident
-            for static, new in zip((x, ids, weights), given, strict=True):
-                static.copy_(new)
-            pieces.replay(4)
-            torch.testing.assert_close(y, plain(*given).local(), atol=5e-2, rtol=5e-2)
-        torch.cuda.synchronize()
+    # The same tokens again and again: some experts become resident.
+    check_captured(plain, layer, [(turn // 20, 4) for turn in range(60)])
     layer.host._drain()
     assert offload.counters.resident > 0
     if way == "auto" and isq != "fp8":  # of which few tokens' kernels copy none
