@@ -180,7 +180,7 @@ def test_one_comes_to_stay(dtype, late):
         torch.cuda.synchronize()
         torch.testing.assert_close(y, (resident.float() + made.cuda()).to(dtype), atol=2e-2, rtol=2e-2)
         for expert, slot in entries:
-            both.want_table[FIRST + int(both.want_in[slot])] = SLOTS
+            both.want_table[FIRST + int(both.want_in[slot])] = NONE
             both.want_table[FIRST + expert], both.want_in[slot] = slot, expert
             for slot_of_part, (_, made_over) in zip(want_slots, parts, strict=True):
                 slot_of_part[slot] = made_over[expert]
