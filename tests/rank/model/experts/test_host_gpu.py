@@ -109,6 +109,15 @@ def check_captured(plain, layer, turns):
         torch.cuda.synchronize()
 
 
+def check_quantised(got, want, isq):
+    """Hopper rounds the rows of many pairs of FP8 experts to e4m3, CPUs do not: what GEMMs read is off by 0.026, and
+    what three of ten experts on the CPU make of 600 tokens by 0.025 of all, but single elements by 0.16."""
+    if isq == "fp8" and device_caps(got.device).hopper:
+        assert (got - want).norm() < 6e-2 * want.norm()
+    else:
+        torch.testing.assert_close(got, want, atol=5e-2, rtol=5e-2)
+
+
 @pytest.mark.parametrize("isq", ["q4k", "q6k", "q4_0", "q8_0", "fp8"])
 @pytest.mark.parametrize("room", [ROOMS[1], ROOMS[2], *ROOMS[3:]], ids=str)
 @torch.no_grad()
@@ -119,11 +128,7 @@ def test_quantised(wide, room, isq):
     assert isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed) and not layer.host.layer.same
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 2):
         given = tokens(plain, count, turn, torch.bfloat16)
-        got, want = layer(*given).local(), plain(*given).local()
-        if isq == "fp8" and device_caps(got.device).hopper:  # GPUs round the rows of many pairs to e4m3, CPUs do not
-            assert (got - want).norm() < 6e-2 * want.norm()
-        else:
-            torch.testing.assert_close(got, want, atol=5e-2, rtol=5e-2)
+        check_quantised(layer(*given).local(), plain(*given).local(), isq)
     assert room.way == "auto" or getattr(offload.counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
     check_captured(plain, layer, [(turn % 5, 1 + turn % 4) for turn in range(20)])
 
@@ -234,7 +239,7 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
     assert layer.host.layer.stack.size == 10 - fixed and all(x.is_pinned() for x in layer.host.layer.tensors)
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
         given = tokens(plain, count, turn, torch.bfloat16)
-        torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
+        check_quantised(layer(*given).local(), plain(*given).local(), isq)
     # The same tokens again and again: some experts become resident.
     check_captured(plain, layer, [(turn // 20, 4) for turn in range(60)])
     layer.host._drain()
