@@ -54,15 +54,20 @@ class Leftovers:
 
 
 def hand_on_kernels(source: Path, target: Path) -> None:
-    """Spare those who have `target` as TMPDIR the ten seconds and more in which kernels are compiled."""
+    """Spare those who have `target` as TMPDIR the ten seconds and more in which kernels are compiled.
+
+    Another process may compile meanwhile: its temporary folders are left out, and its parts of files may be gone.
+    """
 
     def link(one: str, other: str) -> None:
-        os.link(one, part := f"{other}.{os.getpid()}")
-        os.replace(part, other)
-        Path(part).unlink(missing_ok=True)  # it stays where both are the same file
+        with contextlib.suppress(FileNotFoundError):
+            os.link(one, part := f"{other}.{os.getpid()}")
+            os.replace(part, other)
+            Path(part).unlink(missing_ok=True)  # it stays where both are the same file
 
+    ignored = shutil.ignore_patterns("tmp*")
     with contextlib.suppress(FileNotFoundError):
-        shutil.copytree(source / KERNELS, target / KERNELS, copy_function=link, dirs_exist_ok=True)
+        shutil.copytree(source / KERNELS, target / KERNELS, ignore=ignored, copy_function=link, dirs_exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What conftest.py does for all tests, seen on a few that are made for it."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from . import leftovers
 from .conftest import FIRST, pytest_collection_modifyitems
 
 HERE = Path(__file__).resolve().parent
@@ -108,3 +110,21 @@ def test_garbage_is_collected_where_tests_run_and_in_their_controller(run):
 
 def test_the_files_that_are_begun_first_are_there():
     assert [name for name in FIRST if not (HERE / name).is_file()] == []
+
+
+def test_kernels_are_handed_on_while_others_compile(tmp_path, monkeypatch):
+    """A compiler's temporary folder stays where it is, and a part of a file is gone when it is to be linked."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    folder = source / leftovers.KERNELS
+    (folder / "tmp123").mkdir(parents=True)
+    for name in ("a.cubin", "b.cubin", "b.456"):
+        (folder / name).write_text(name)
+    link = os.link
+
+    def link_late(one, other):
+        (folder / "b.456").unlink(missing_ok=True)
+        link(one, other)
+
+    monkeypatch.setattr(os, "link", link_late)
+    leftovers.hand_on_kernels(source, target)
+    assert sorted(path.name for path in (target / leftovers.KERNELS).iterdir()) == ["a.cubin", "b.cubin"]
