@@ -26,6 +26,10 @@ from .backend import AttentionMetadata, AttentionParams, Part
 
 EXPANDED_BYTES = 1 << 28  # keys and values that are expanded at once: of as many heads as it holds
 CONTEXT = 1 << 16  # tokens whose latents are expanded at once, unless a sequence alone has more
+# Absorbed tokens up to which Triton multiplies with weights on GPUs, in steps with prompts as where all decode: cuBLAS
+# has a kernel for nearly every number of rows, loads each on its first use and waits for the whole GPU then. More were
+# not timed.
+TRITON_TOKENS = 512
 
 
 class LatentNorm(NamedTuple):
@@ -128,10 +132,15 @@ def attend_absorbed(
     """Write all rows of out [T, heads, value]; q [T, heads, nope + rope] is of the sequences up to stops[0], which
     decode, and of those up to stops[1], if there is that."""
     (tokens, heads, width), latent = q.shape, up.shape[2]
-    nope = width - (cache.shape[2] - latent)
+    nope, few = width - (cache.shape[2] - latent), q.is_cuda and tokens <= TRITON_TOKENS
     queries = q.new_empty(tokens, heads, cache.shape[2])
-    torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope], out=queries[..., :latent].transpose(0, 1))
-    queries[..., latent:] = q[..., nope:]
+    if few:
+        from . import mla_store_triton, mla_triton
+
+        mla_store_triton.absorb_rotated(q, up, queries)
+    else:
+        torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope], out=queries[..., :latent].transpose(0, 1))
+        queries[..., latent:] = q[..., nope:]
     keys = cache[:, :, None]
     mixed = q.new_empty(tokens, heads, latent)
     first = 0
@@ -139,7 +148,10 @@ def attend_absorbed(
         if first < stop:
             attend(Part(queries, keys, keys[..., :latent], rows, params, first, stop, mixed, scales))
         first = stop
-    torch.bmm(mixed.transpose(0, 1), up[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
+    if few:
+        mla_triton.values(mixed, up, nope, out)
+    else:
+        torch.bmm(mixed.transpose(0, 1), up[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
 
 
 class Context(NamedTuple):

@@ -71,6 +71,19 @@ def absorb_and_store_latents(
     )  # fmt: skip
 
 
+def absorb_rotated(q: Tensor, up: Tensor, queries: Tensor) -> None:
+    """Queries as of `absorb_and_store_latents`, of q [T, heads, nope + rope] that is rotated already."""
+    (tokens, heads, width), latent = q.shape, up.shape[2]
+    rope = queries.shape[2] - latent
+    assert q.stride()[1:] == (width, 1) and up.is_contiguous() and queries.is_contiguous()
+    rows = 16 if tokens <= FEW else 32
+    columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
+    absorb_rotated_kernel[triton.cdiv(latent, columns), heads, triton.cdiv(tokens, rows)](
+        q, up, queries, q.stride(0), tokens, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(rope),
+        max(16, triton.next_power_of_2(width - rope)), rows, columns, dot_precision(q), num_warps=4,
+    )  # fmt: skip
+
+
 @triton.jit
 def _rotate(x, to, scale, mask, cos, sin, pairs, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
     """Vectors of ROPE elements at x, rotated by those at cos and sin, to `to`; computed in f32. All four point to
@@ -195,3 +208,29 @@ def absorb_kernel(
         _rotate(
             x, to, scales, (some < ROWS) & (mine < tokens), cos + at, sin + at, pairs, ROPE, INTERLEAVED, False,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def absorb_rotated_kernel(
+    q, up, queries, q_row, tokens,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, UP: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, NOPE_PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of one head's latent queries of ROWS tokens; the programs of the first ones copy the rotated rest."""
+    NOPE: tl.constexpr = WIDTH - ROPE
+    head, columns = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    dims, rope_dims = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
+    from_up = up + head.to(tl.int64) * UP * LATENT + dims[:, None] * LATENT + columns[None, :]
+    w = tl.load(from_up, mask=(dims < NOPE)[:, None] & (columns < LATENT)[None, :], other=0.0)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    there = (rows < tokens)[:, None]
+    from_q = q + rows[:, None] * q_row + head * WIDTH
+    to = queries + (rows[:, None] * HEADS + head) * (LATENT + ROPE)
+    x = tl.load(from_q + dims[None, :], mask=there & (dims < NOPE)[None, :], other=0.0)
+    y = tl.dot(x, w, input_precision=PRECISION)
+    tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=there & (columns < LATENT)[None, :])
+    if tl.program_id(0) == 0:
+        mask = there & (rope_dims < ROPE)[None, :]
+        rest = tl.load(from_q + NOPE + rope_dims[None, :], mask=mask)
+        tl.store(to + LATENT + rope_dims[None, :], rest, mask=mask)

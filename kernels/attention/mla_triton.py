@@ -336,11 +336,12 @@ def decode(
         )  # fmt: skip
 
 
-def values(mixed: Tensor, up: Tensor, nope: int) -> Tensor:
-    """[T, heads, value]: mixed [T, heads, latent] times the values' weights of up [heads, nope + value, latent]."""
+def values(mixed: Tensor, up: Tensor, nope: int, out: Tensor | None = None) -> Tensor:
+    """out [T, heads, value]: mixed [T, heads, latent] times the values' weights of up [heads, nope + value, latent]."""
     (tokens, heads, latent), value, overlap = mixed.shape, up.shape[1] - nope, overlaps(mixed)
     assert mixed.is_contiguous() and up.is_contiguous()
-    out = mixed.new_empty(tokens, heads, value)
+    out = mixed.new_empty(tokens, heads, value) if out is None else out
+    assert out.is_contiguous()
     rows = min(max(16, triton.next_power_of_2(tokens)), 64 if _roomy(mixed) else 16)
     columns = min(VALUES, max(16, triton.next_power_of_2(value)))
     values_kernel[triton.cdiv(value, columns), heads, triton.cdiv(tokens, rows)](

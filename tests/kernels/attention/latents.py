@@ -184,7 +184,10 @@ def check_absorb(
         else:
             torch.testing.assert_close(got, want, atol=bound, rtol=bound, equal_nan=True)
         absorbed = torch.einsum("thd,hdl->thl", q[..., :nope].float(), up[:, :nope].float()).to(dtype)
-        torch.testing.assert_close(queries.cpu(), torch.cat((absorbed, q[..., nope:]), 2), atol=bound, rtol=bound)
+        want = torch.cat((absorbed, q[..., nope:]), 2)
+        torch.testing.assert_close(queries.cpu(), want, atol=bound, rtol=bound)
+        mla_store_triton.absorb_rotated(q.to(device), up.to(device), queries.fill_(NAN))
+        torch.testing.assert_close(queries.cpu(), want, atol=bound, rtol=bound)
         mixed = torch.randn(n, heads, latent).to(dtype)
         made = torch.einsum("thl,hvl->thv", mixed.float(), up[:, nope:].float()).to(dtype)
         found = mla_triton.values(mixed.to(device), up.to(device), nope)

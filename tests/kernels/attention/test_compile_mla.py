@@ -10,8 +10,8 @@ from phalanx.kernels.rope.rope import CosSin
 from ..test_compile import Recorder, compile_launch
 
 KERNELS = (
-    "store_kernel", "absorb_kernel", "decode_kernel", "combine_kernel", "values_kernel", "prefill_kernel",
-    "expanded_kernel",
+    "store_kernel", "absorb_kernel", "absorb_rotated_kernel", "decode_kernel", "combine_kernel", "values_kernel",
+    "prefill_kernel", "expanded_kernel",
 )  # fmt: skip
 CASES = [
     (torch.bfloat16, 16, 90, False), (torch.bfloat16, 16, 90, True), (torch.float16, 128, 80, False),
@@ -27,7 +27,7 @@ def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.attention import mla_store_triton, mla_triton
 
-    home = {name: mla_store_triton if name in KERNELS[:2] else mla_triton for name in KERNELS}
+    home = {name: mla_store_triton if name in KERNELS[:3] else mla_triton for name in KERNELS}
     kernels = {name: getattr(module, name) for name, module in home.items()}
     launches = {name: Recorder() for name in KERNELS}
     for name, recorder in launches.items():
@@ -44,6 +44,7 @@ def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     up, slots = torch.zeros(heads, 256, 512, dtype=dtype), torch.zeros(6, dtype=torch.int64)
     queries = torch.zeros(6, heads, 576, dtype=dtype)
     mla_store_triton.absorb_and_store_latents(q, latents, norm, turn, cache, slots, up, queries, scales)
+    mla_store_triton.absorb_rotated(q, up, queries)
     absorbed, mixed = (torch.zeros(6, heads, width, dtype=dtype) for width in (576, 512))
     mla_triton.decode(absorbed, cache, 512, tables, numbers, mixed, 0.1, 4, scales)
     mla_triton.values(mixed, up, 128)
