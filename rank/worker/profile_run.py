@@ -30,6 +30,8 @@ TIMED = 2  # runs of a step that is timed; the shorter one counts
 PROMPTS = 2, 3, 9, 17, 33, 65
 # Tokens that a decoding sequence attends to:
 ATTENDED = 1, 257, 513, 1025, 2049, 4097
+# Latent attention has a kernel for each range of the number of decoding sequences (mla_triton.py, mla_store_triton.py):
+DECODING = 17, 33, 65
 
 
 @torch.no_grad()
@@ -109,10 +111,23 @@ def small_steps(
     for longest in ATTENDED:
         if longest <= model.max_model_len:
             yield dataclasses.replace(_step(model, [1], block_size, upload, kept), kv_lens=[longest])
-    if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):  # has a kernel for short chunks (mla.py)
-        yield dataclasses.replace(_step(model, [2], block_size, upload, kept), kv_lens=[model.max_model_len])
+    if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):
+        yield from latent_steps(model, tokens, block_size, upload, kept)
     for longest in (2, model.max_model_len):
         yield dataclasses.replace(_step(model, [1, 2], block_size, upload, kept), kv_lens=[longest, 2])
+
+
+def latent_steps(
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None
+) -> Iterator[Batch]:
+    """`small_steps` of latent attention: a short chunk, and decoding sequences alone and beside a prompt (mla.py)."""
+    longest = model.max_model_len
+    yield dataclasses.replace(_step(model, [2], block_size, upload, kept), kv_lens=[longest])
+    for count in DECODING:
+        for prompt in ([], [2]):
+            if count + sum(prompt) <= tokens:
+                step = _step(model, [1] * count + prompt, block_size, upload, kept)
+                yield dataclasses.replace(step, kv_lens=[longest] * count + prompt)
 
 
 def last_token_only(

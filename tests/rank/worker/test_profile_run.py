@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels.attention import attention, cudnn
+from phalanx.kernels.attention import attention, cudnn, mla
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
@@ -70,11 +70,16 @@ def test_small_steps():
 
 
 def test_small_steps_of_latents():
-    """Whose short chunks on long contexts have a kernel of their own."""
+    """Whose short chunks on long contexts have a kernel of their own, and decoding sequences one for each range."""
     latents = model(300)
     latents.cache_specs = lambda: [PagedLatent(24)]
-    steps = profile_run.small_steps(latents, 9, BLOCK, Upload(CPU))
-    assert ([2], [300], 0) in [(step.query_lens, step.kv_lens, step.num_decodes) for step in steps]
+    steps = profile_run.small_steps(latents, 40, BLOCK, Upload(CPU))
+    found = [(step.query_lens, step.kv_lens, step.num_decodes) for step in steps]
+    assert ([2], [300], 0) in found
+    for count in (17, 33):
+        assert ([1] * count, [300] * count, count) in found
+        assert ([1] * count + [2], [300] * count + [2], count) in found
+    assert max(len(lens) for lens, _, _ in found) == 34, "no step has more tokens than steps may have"
 
 
 class Launches:
@@ -96,6 +101,31 @@ class Launches:
             elif isinstance(x, int) and not parameter.do_not_specialize:
                 key.append((x == 1, x % 16 == 0))
         self.found.add(tuple(key))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_latents_of_any_count_are_absorbed_by_kernels_of_the_start(monkeypatch, dtype):
+    mla_triton = pytest.importorskip("phalanx.kernels.attention.mla_triton", exc_type=ImportError)
+    from phalanx.kernels.attention import mla_store_triton
+
+    asked = set()
+    for module, name in ((mla_store_triton, "absorb_rotated_kernel"), (mla_triton, "values_kernel")):
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), asked))
+    q, queries, mixed, up, out = (
+        torch.empty(*shape, dtype=dtype, device="meta")
+        for shape in ((513, 16, 192), (513, 16, 576), (513, 16, 512), (16, 256, 512), (513, 16, 128))
+    )
+
+    def absorb(tokens):
+        mla_store_triton.absorb_rotated(q[:tokens], up, queries[:tokens])
+        mla_triton.values(mixed[:tokens], up, 128, out[:tokens])
+
+    for count in (1, *profile_run.DECODING):
+        absorb(count)
+    compiled = set(asked)
+    for count in range(1, mla.TRITON_TOKENS + 1):
+        absorb(count)
+    assert asked == compiled
 
 
 class Attention(torch.nn.Module):
