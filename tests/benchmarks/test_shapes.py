@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
 
 from ..rank.model.harness import run_steps, tokens
@@ -25,3 +26,16 @@ def test_quantised_checkpoints(tmp_path, name, config):
     assert held[1] < (0.32 if name == "fp8" else 0.2) * held[0]  # which is f32
     (logits,) = run_steps(tmp_path, [tokens(20, vocab=64)], load_format="dummy")
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_of_quantised_checkpoints_are_like_plain_ones(tmp_path, name):
+    """As large, and of mean 0: else all tokens became alike, and chose the same experts."""
+    config = CONFIGS["qwen3-30b-a3b"] | SMALL | {"quantization_config": QUANTIZED[name]}
+    config |= dict(hidden_size=512, num_hidden_layers=4, vocab_size=512)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (model,) = loaded(tmp_path, 1, load_format="dummy")
+    weights = model.get_submodule("model.layers.0.self_attn.qkv_proj")(torch.eye(512))
+    assert abs(weights.std() * 512**0.5 - 1) < 0.05
+    logits = torch.cat(run_steps(tmp_path, [[token] for token in range(20)], load_format="dummy"))
+    assert (torch.corrcoef(logits) - torch.eye(20)).abs().mean() < 0.2

@@ -13,7 +13,7 @@ from ....errors import MODEL, USAGE, FatalError
 from ....kernels.quantized import affine
 from ..formats._packed import PackedPart
 from ..shard import Shard
-from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
+from ..weights.slicing import Codes, Field, Scales, ShardedModule, Source, check_cuts, stored_shape
 from . import INSTEAD
 
 BIAS = Field("bias", "o")
@@ -62,6 +62,22 @@ class Grouping(NamedTuple):
     bits: int  # of a code
     group: int  # inputs of a group; 0: all are one
     symmetric: bool  # zero points lie in the middle
+
+    # Of random weights. A mean other than 0 would make all tokens alike, so that they choose the same experts, and so
+    # would zero points far from the middle.
+
+    @property
+    def codes(self) -> Codes:
+        return Codes(self.bits, 1, (1 << self.bits) - 1)
+
+    def zeros(self, offset: int = 0) -> Codes:
+        """offset: by which they are more than what is stored."""
+        middle, width = (1 << self.bits - 1) - offset, int(not self.symmetric)
+        return Codes(self.bits, middle - width, middle + width)
+
+    @property
+    def scales(self) -> Scales:
+        return Scales((self.codes.variance + self.zeros().variance) ** 0.5)
 
 
 class GroupedPart(StoredPart):

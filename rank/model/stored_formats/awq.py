@@ -40,12 +40,13 @@ class Part(GroupedPart):
 
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         packed, grouped = Ratio(1, 8), Ratio(1, scheme.group, shared=True)
+        grouping = Grouping(4, scheme.group, False)
         fields = (
-            Field("qweight", "io", torch.int32, ratios={"o": packed}),
-            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}),
-            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
+            Field("qweight", "io", torch.int32, ratios={"o": packed}, made_up=grouping.codes),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=grouping.zeros()),
+            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=grouping.scales),
         )
-        super().__init__(fields, Grouping(4, scheme.group, False), inputs, outputs, bias, sources)
+        super().__init__(fields, grouping, inputs, outputs, bias, sources)
 
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         zeros = self.spread(_in_order(self.qzeros).t()).to(torch.int16)

@@ -48,13 +48,14 @@ class Part(GroupedPart):
         bits, group, symmetric = scheme.grouping
         packs, grouped = Ratio(1, 32 // bits), Ratio(1, group, shared=True)
         fields = [
-            Field("weight_packed", "oi", torch.int32, ratios={"i": packs})
+            Field("weight_packed", "oi", torch.int32, ratios={"i": packs}, made_up=scheme.grouping.codes)
             if scheme.packed
             else Field("weight", "oi", torch.int8),
-            Field("weight_scale", "oi", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
+            Field("weight_scale", "oi", torch.float32, ratios={"i": grouped}, made_up=scheme.grouping.scales),
         ]
         if not symmetric and scheme.packed:
-            fields.append(Field("weight_zero_point", "oi", torch.int32, ratios={"o": packs, "i": grouped}))
+            ratios, zeros = {"o": packs, "i": grouped}, scheme.grouping.zeros()
+            fields.append(Field("weight_zero_point", "oi", torch.int32, ratios=ratios, made_up=zeros))
         elif not symmetric:
             fields.append(Field("weight_zero_point", "oi", torch.int8, ratios={"i": grouped}))
         super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)

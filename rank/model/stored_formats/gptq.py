@@ -24,7 +24,6 @@ from ..weights.slicing import Field, Ratio, Source, Turns
 from . import is_stored
 from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
 
-MIDDLE = {4: 0x77777777, 8: 0x7F7F7F7F}  # zero points of symmetric codes, as they are stored
 PIECE = int4_cuda.INPUTS  # of codes of 4 bits
 HARMLESS = ".g_idx", ".bias"  # the order of the inputs, and zeros where the model has no biases
 
@@ -47,13 +46,13 @@ class Part(GroupedPart):
     scales: Tensor
 
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        bits, group, symmetric = scheme.grouping
+        bits, group, _ = scheme.grouping
         packed, grouped = Ratio(1, 32 // bits), Ratio(1, group, True, everywhere=scheme.ordered)
-        middle = MIDDLE[bits] if symmetric else None
+        zeros = scheme.grouping.zeros(scheme.offset)
         fields = [
-            Field("qweight", "io", torch.int32, ratios={"i": packed}),
-            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=middle),
-            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=2.0**-9),
+            Field("qweight", "io", torch.int32, ratios={"i": packed}, made_up=scheme.grouping.codes),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=zeros),
+            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=scheme.grouping.scales),
         ]
         if scheme.ordered:
             fields.append(Field("g_idx", "si", torch.int32, made_up=Turns(-(-inputs.size // group))))

@@ -42,12 +42,13 @@ class Part(GroupedPart):
 
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         together = Ratio(TOGETHER, TOGETHER)
-        grouped = Ratio(1, scheme.group, shared=True)
+        grouped, grouping = Ratio(1, scheme.group, shared=True), Grouping(4, scheme.group, True)
+        tiles = {"i": Ratio(1, 16), "o": Ratio(2 * TOGETHER, TOGETHER)}
         fields = (
-            Field("B", "io", torch.int32, ratios={"i": Ratio(1, 16), "o": Ratio(2 * TOGETHER, TOGETHER)}),
-            Field("s", "io", torch.float32, ratios={"i": grouped, "o": together}, made_up=2.0**-9),
+            Field("B", "io", torch.int32, ratios=tiles, made_up=grouping.codes),
+            Field("s", "io", torch.float32, ratios={"i": grouped, "o": together}, made_up=grouping.scales),
         )
-        super().__init__(fields, Grouping(4, scheme.group, True), inputs, outputs, bias, sources)
+        super().__init__(fields, grouping, inputs, outputs, bias, sources)
 
     def decode(self) -> tuple[Tensor, Tensor, Tensor]:
         whole = self.group in (0, self.inputs.size)

@@ -59,6 +59,24 @@ class Turns(NamedTuple):
     period: int
 
 
+class Codes(NamedTuple):
+    """Of a model of random weights: packs of random codes of 4 or 8 bits, from `first` to `last`."""
+
+    bits: int
+    first: int
+    last: int
+
+    @property
+    def variance(self) -> float:
+        return ((self.last - self.first + 1) ** 2 - 1) / 12
+
+
+class Scales(NamedTuple):
+    """Of a model of random weights: the number by which weights get a deviation of 1 / sqrt(inputs)."""
+
+    deviation: float  # of what it multiplies
+
+
 class Field(NamedTuple):
     """One tensor of a module, as checkpoints store it."""
 
@@ -71,7 +89,7 @@ class Field(NamedTuple):
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
     # What all of the tensor is in a model of random weights, or some of its bytes; None: random numbers.
-    made_up: float | Pattern | Turns | None = None
+    made_up: float | Pattern | Turns | Codes | Scales | None = None
 
     def ratio(self, axis: str) -> Ratio:
         return self.ratios.get(axis, PLAIN)
