@@ -97,38 +97,35 @@ def place_together(
     """
     experts, layers = in_host
     room, host_room = rooms
-    group = sharers(mesh) if experts else None
-    several = 1 if group is None else group.size
     if experts:
         fused = [one for one in model.modules() if isinstance(one, FusedExperts)]
         model.offload = Offload(fused, experts, dtypes[0], device)
-        others = sum(one.kept_bytes(dtypes[0], device) for one in model.sharded_modules() if not one.in_host)
-        left_for_experts = None if host_room is None else host_room - min(layers, others)
-        fix(model.offload, _read(model, dtypes[1], packed_there=False), left_for_experts, group)
 
-    def work() -> int:
-        need, left = place(model, layers, dtypes, device, host_room, several)
-        need += weight_memory(model.sharded_modules(), source, *dtypes, device)
-        check(need, room, source, left, device)
-        return need
+    def planned(group: HostComm | None) -> int:
+        """group: as `fix` has it."""
+        if model.offload is not None:
+            others = sum(one.kept_bytes(dtypes[0], device) for one in model.sharded_modules() if not one.in_host)
+            left_for_experts = None if host_room is None else host_room - min(layers, others)
+            fix(model.offload, _read(model, dtypes[1], packed_there=False), left_for_experts, group)
+        several = 1 if group is None else group.size
 
-    need = together(mesh.world, work)
+        def work() -> int:
+            need, left = place(model, layers, dtypes, device, host_room, several)
+            need += weight_memory(model.sharded_modules(), source, *dtypes, device)
+            check(need, room, source, left, device)
+            return need
+
+        return together(mesh.world, work)
+
+    group = sharers(mesh) if experts else None
+    need = planned(group)
     if model.offload is None:  # on all ranks
         return need
-    offload = model.offload
-    if group is not None:
-        offload.share(group)
-
-    def again() -> int:
-        if offload.sharers == several:
-            return need
-        left_of_host(offload.host_bytes, "experts", device, host_room)  # they cannot map each other's memory
-        more = offload.host_bytes - offload.host_bytes // several if device.type == "cpu" else 0
-        if more:
-            check(need + more, room, source, None, device)
-        return need + more
-
-    return together(mesh.world, again)
+    refused = group is not None and not model.offload.share(group)
+    if not int(mesh.world.all_reduce(torch.tensor([int(refused)]))):
+        return need
+    # Each has its own then: more of them are fixed, or all of it may be too much.
+    return planned(None if refused else group)
 
 
 class OthersRefuse(FatalError):

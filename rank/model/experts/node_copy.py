@@ -44,7 +44,8 @@ class NodeCopy:
     """Of the ranks of one group."""
 
     def __init__(self, stacks: Sequence[Any], sizes: Sequence[int], group: HostComm):
-        """stacks: of experts, the same on all ranks. sizes: bytes of each, about. Collective over the group."""
+        """stacks: of experts, the same on all ranks. sizes: bytes of each, about. Where `memory` is None then, ranks
+        cannot map each other's, and this is of no use. Collective over the group."""
         rooms = [-(-(2 * size + SPARE) // PAGE) * PAGE for size in sizes]
         begins = np.cumsum([PAGE, *rooms]).tolist()
         self._rooms = dict(zip(map(id, stacks), zip(begins, rooms, strict=False), strict=True))
@@ -58,8 +59,9 @@ class NodeCopy:
         parts = gpu_form.parts(stack)
         begin, room = self._rooms[id(key)]
         used = sum(host_memory.aligned(x.nbytes) for x in parts.tensors)
-        if self.memory is None or not used or used > room:
+        if not used or used > room:
             return stack
+        assert self.memory is not None
         area = np.frombuffer(self.memory, np.uint8, used, begin)
         self._areas.append(area)
         at, made = 0, []
@@ -73,8 +75,7 @@ class NodeCopy:
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether it lies in the common memory."""
-        if self.memory is None:
-            return False
+        assert self.memory is not None
         whole = np.frombuffer(self.memory, np.uint8)
         return 0 <= x.data_ptr() - whole.ctypes.data < whole.nbytes
 

@@ -143,16 +143,19 @@ class Offload:
                 one.fix(count, self.device)
             self.host_bytes = self.all_bytes * (self.experts - count) // self.experts
 
-    def share(self, group: HostComm) -> None:
-        """Before the weights are loaded: these ranks of the node hold the same experts. Collective over the group."""
+    def share(self, group: HostComm) -> bool:
+        """Before the weights are loaded: these ranks of the node hold the same experts. Whether they can map each
+        other's memory; else each has its own. Collective over the group."""
         stacks = self._linears()
         if stacks:
             sizes = [one.host_bytes(self.dtype, self.device) for one in stacks]
             hosted = [size * (self.experts - self.fixed) // self.experts for size in sizes]
-            self._node = NodeCopy(stacks, hosted, group)
-            self.sharers = group.size if self._node.memory is not None else 1
-        else:
-            self.sharers = group.size
+            node = NodeCopy(stacks, hosted, group)
+            if node.memory is None:
+                return False
+            self._node = node
+        self.sharers = group.size
+        return True
 
     def keep(self, module: ShardedModule) -> None:
         """Once a module is loaded."""

@@ -8,6 +8,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.errors import MEMORY, FatalError
 from phalanx.rank.model import load_memory
+from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear, tensors_of
 from phalanx.rank.model.experts.offload import HOST_SPARED, ON_DEVICE, ExpertRoom, Offload
 from phalanx.rank.model.load import load
@@ -71,7 +72,7 @@ def test_quantised(made, fix, isq):
     assert torch.equal(got, want)
 
 
-def test_what_is_fixed_is_not_in_host_memory(made, fix):
+def test_what_is_fixed_is_not_in_host_memory(made, fix, monkeypatch):
     """Nor kept from being given back there by the rest of a stack; also in memory that ranks of a node share."""
     fix(3)
 
@@ -90,6 +91,9 @@ def test_what_is_fixed_is_not_in_host_memory(made, fix):
     ((_, alone),) = threads.run(rank, 1)
     for sharers, held in threads.run(rank, 2):
         assert sharers == 2 and all(torch.equal(a, b) for a, b in zip(held, alone, strict=True))
+    monkeypatch.setattr(node_copy, "share", lambda *_: None)
+    for sharers, held in threads.run(rank, 2):
+        assert sharers == 1 and all(torch.equal(a, b) for a, b in zip(held, alone, strict=True))
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q4_0", "fp8"])
@@ -208,6 +212,20 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
             assert one.fixed == 0 or one.host_bytes // ranks + one.parting_bytes <= (1 - HOST_SPARED) * host_room
             seen.add(one.fixed)
     assert {0, 4, 5, 6} <= seen
+
+
+def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
+    """Also beside layers, which take host memory as well."""
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
+    (_, whole), *_ = placed(path, room, None, 2)
+    host_room, layers = int(0.9 * whole.all_bytes), whole.all_bytes // 10
+    assert [one.fixed for _, one in placed(path, room, host_room, 2)] == [0, 0]
+    monkeypatch.setattr(node_copy, "share", lambda *_: None)
+    for size in (0, layers):
+        ((_, alone),) = placed(path, room, host_room, layers=size)
+        for _, one in placed(path, room, host_room, 2, layers=size):
+            assert one.fixed == alone.fixed > 0 and one.sharers == 1
+            assert one.host_bytes + one.parting_bytes + size <= host_room
 
 
 def test_a_stage_without_experts_fixes_none(tmp_path):
