@@ -24,6 +24,7 @@ from ...comm.mesh import Mesh
 from ...errors import FatalError
 from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
+from ...kernels.quantized import e4m3, e4m3_wide
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
@@ -31,12 +32,14 @@ from .choices import DTYPES, choose_dtype, choose_format, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
+from .formats import fp8 as in_situ_fp8
 from .layer_offload import may_move
 from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .shard import stage_layers
+from .shard import Shard, stage_layers
+from .stored_formats import fp8
 from .stored_formats._part import StoredPart
 from .weights.slicing import ShardedModule
 
@@ -158,8 +161,9 @@ def weights(
     module: nn.Module, dtype: torch.dtype, device: torch.device, without: nn.Module | None = None
 ) -> list[dict[str, Any]]:
     """Each linear and each other layer of the module: its name, elements and bytes, whether it is a matrix that tokens
-    are multiplied with, whether it may be in host memory, and whether its bytes are another's, as a tied head's are; of
-    experts' those of one expert, and how many there are. without: a part that is left out."""
+    are multiplied with, whether it may be in host memory, whether Hopper multiplies it in 8 bits, and whether its bytes
+    are another's, as a tied head's are; of experts' those of one expert, and how many there are. without: a part that
+    is left out."""
     inside = set() if without is None else set(without.modules())
     found = []
     for name, one in module.named_modules():
@@ -182,11 +186,32 @@ def weights(
                 "bytes": sum(part.kept_bytes(dtype, device) for part in held) // copies,
                 "matrix": isinstance(one, Linear | StackedLinear | Router),
                 "moves": may_move(one),
+                "fp8": in_8_bits(one, module, device),
                 "shared": shared and not any(_is_packed(parameter, dtype, device) for parameter in parameters),
             }
             | (_of_experts(one, dtype, device) if isinstance(one, StackedLinear) else {})
         )
     return found
+
+
+def in_8_bits(one: nn.Module, layer: nn.Module, device: torch.device) -> bool:
+    """Whether Hopper's tensor cores multiply it so, of many rows (kernels/quantized/e4m3_wgmma.py and
+    kernels/moe/e4m3_experts.py): all of a linear, and all experts of the layer."""
+    held: list[tuple[object, Shard]] = []
+    if isinstance(one, StackedLinear):
+        held = [(stack.stored, stack.inputs) for stack in layer.modules() if isinstance(stack, StackedLinear)]
+    elif isinstance(one, Linear):
+        held = [(part, one.inputs) for part in one.parts]
+    return device.type == "cuda" and bool(held) and all(_shares_scales(*both) for both in held)
+
+
+def _shares_scales(form: object, inputs: Shard) -> bool:
+    """Whether it is e4m3 of which 128 inputs or more share a scale."""
+    form = getattr(form, "part", form)  # of a stack of experts in a format of linears
+    form = getattr(form, "scheme", form)
+    if isinstance(form, fp8.Scheme):
+        return e4m3_wide.takes(inputs.width, form.unit(inputs))
+    return isinstance(form, in_situ_fp8.Part) and e4m3_wide.takes(inputs.width, e4m3.unit_of(inputs.width))
 
 
 def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Weights(msgspec.Struct, frozen=True):
     bytes: float  # of these
     matrix: bool  # tokens are multiplied with it
     moves: bool  # --cpu-offload-gb may leave it in host memory
+    fp8: bool = False  # Hopper's tensor cores multiply it in 8 bits, of many rows
     shared: bool = False  # the bytes are another's: a tied head's are the embedding's
     expert: bool = False
     copies: int = 1  # experts of the layer

@@ -22,6 +22,8 @@ SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
 CODES = 0.75  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
 PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/dequantized.py
+# More pairs per expert, and as many rows of a linear, of FP8 are multiplied in 8 bits on Hopper
+FP8_PAIRS, FP8_ROWS = 4, 33  # kernels/moe/e4m3_experts.py; kernels/quantized/e4m3_wgmma.py
 # Of the memory bandwidth that making them plain reaches: the time of a prompt on quantised experts, less what the same
 # takes in bf16
 MADE_PLAIN = 0.4
@@ -71,6 +73,7 @@ class StepModel:
         self.shape, self.layout, self.device, self.links = shape, layout, device, links
         self.width = WIDTHS[asked.dtype]
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
+        self.fp8 = 1.0 if asked.dtype == "f32" else device.fp8
         self.host = device.host or host(None, 1)
         self.cpu_offload = 0 if device.cpu else asked.cpu_offload
 
@@ -125,7 +128,8 @@ class StepModel:
     def _gemm(self, one: Weights, tokens: int) -> float:
         if not one.expert:
             codes = CODES if one.bytes < one.elements and not self.device.cpu else 1.0
-            return self._roof(one.bytes / codes, 2.0 * one.elements * tokens) + self.device.ramp
+            faster = self.fp8 if one.fp8 and tokens >= FP8_ROWS else 1.0
+            return self._roof(one.bytes / codes, 2.0 * one.elements * tokens / faster) + self.device.ramp
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
         rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all replicas that the expert group spans
@@ -141,10 +145,13 @@ class StepModel:
         return offload.beside(self.host, tokens, self._cpu_alone(tokens, one), resident, missed, (1 - share) * work)
 
     def _experts_on_gpu(self, one: Weights, touched: float, work: float, rows: float) -> float:
-        """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read."""
-        plain = one.elements * self.width
-        if self.device.cpu or one.bytes >= plain or rows * self.shape.chosen <= PAIRS * self.shape.experts:
-            return self._roof(touched * one.bytes, work / GROUPED)
+        """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read; not
+        those of FP8 on Hopper."""
+        plain, pairs = one.elements * self.width, rows * self.shape.chosen / self.shape.experts
+        in_8_bits = one.fp8 and self.fp8 > 1
+        if self.device.cpu or one.bytes >= plain or pairs <= PAIRS or in_8_bits:
+            faster = self.fp8 if in_8_bits and pairs > FP8_PAIRS else 1.0
+            return self._roof(touched * one.bytes, work / (GROUPED * faster))
         made = touched * (one.bytes + plain) / (self.device.bandwidth * MADE_PLAIN)
         return made + self._roof(touched * plain, work / GROUPED)
 

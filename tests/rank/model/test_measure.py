@@ -62,7 +62,7 @@ def test_the_answer(write, capsys):
     assert [one["name"] for one in layer["weights"]] == [*names, "mlp.gate_up_proj", "mlp.down_proj"]
     assert layer["weights"][1] == {
         "name": "self_attn.qkv_proj", "elements": 96 * 48, "bytes": 96 * 48 * 4, "matrix": True, "moves": True,
-        "shared": False,
+        "fp8": False, "shared": False,
     }  # fmt: skip
     shared = {place: [(one["name"], one["shared"]) for one in ends] for place, ends in rank["ends"].items()}
     assert shared == {

@@ -56,6 +56,13 @@ CONFIGS = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     },
 }  # fmt: skip
+CONFIGS["Qwen3-235B-A22B"] = CONFIGS["Qwen3-30B-A3B"] | {
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}  # fmt: skip
+CONFIGS["Qwen3-30B-A3B in FP8"] = CONFIGS["Qwen3-30B-A3B"] | {
+    "quantization_config": CONFIGS["DeepSeek-V3"]["quantization_config"]
+}
 CONFIGS["DeepSeek of 4 layers"] = CONFIGS["DeepSeek-V3"] | {"num_hidden_layers": 4}
 
 

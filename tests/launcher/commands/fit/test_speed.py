@@ -5,7 +5,8 @@ Phalanx: benchmarks/offline.py, 2026-11-22 (benchmarks/results/h200-2026-11-22.j
 
 import msgspec
 import pytest
-from phalanx.kernels.moe import dequantized
+from phalanx.kernels.moe import dequantized, e4m3_experts
+from phalanx.kernels.quantized import e4m3_wgmma
 from phalanx.launcher.commands.fit import devices, memory, offload, plan, speed
 from phalanx.launcher.commands.fit.devices import DEVICES, CpuSpeed
 from phalanx.launcher.commands.fit.memory import Layout, Workload
@@ -27,16 +28,23 @@ DECODE = {
     ("Qwen3-30B-A3B", 1): {1: 4.10, 64: 17.95, 256: 21.78},
 }
 PREFILL = {("Llama-3.1-8B", 1): {8191: 38.6e3, 1024: 43.5e3}, ("Llama-3.1-70B", 4): {8191: 14.4e3, 1024: 15.0e3}}
-# Quantised while they are loaded (docs/performance.md, 2026-11-25 and 26): ms per step by batch. FP8's 256 rows go by
-# tensor cores of 8 bits, which the roofline does not know: it says 9.5 ms where 7.16 were measured.
+# Quantised (docs/performance.md, 2026-11-25 and 26): ms per step by batch, and prompts by (sequences, tokens).
 QUANTISED = {
     ("Llama-3.1-8B", "q4km", "H200"): {1: 1.99, 16: 2.93, 64: 4.15, 256: 9.61},
     ("Llama-3.1-8B", "q8_0", "H200"): {1: 2.71, 16: 2.72, 64: 4.04, 256: 9.55},
-    ("Llama-3.1-8B", "fp8", "H200"): {1: 2.28, 16: 2.73, 64: 3.61},
+    ("Llama-3.1-8B", "fp8", "H200"): {1: 2.28, 16: 2.73, 64: 3.61, 256: 7.16},
+    ("Llama-3.1-8B", "fp8", "H100"): {1: 3.00, 16: 3.47, 64: 4.73, 256: 8.68},
     ("Llama-3.1-70B", "q4km", "H100"): {1: 22.59, 16: 26.20, 64: 29.59},
     ("Qwen3-30B-A3B", "q4km", "H100"): {1: 2.69, 16: 7.19, 64: 10.58},
     ("Qwen3-30B-A3B", "q4km", "H200"): {1: 2.11, 16: 5.92, 64: 8.59},
+    ("Qwen3-30B-A3B in FP8", "none", "H200"): {1: 2.30, 16: 6.77, 64: 10.07, 256: 13.13},
 }
+FP8_PREFILL = {
+    ("Llama-3.1-8B", "fp8"): {(1, 8191): 58.5e3, (16, 1024): 72.5e3},
+    ("Qwen3-30B-A3B in FP8", "none"): {(1, 8191): 70.4e3, (16, 1024): 101e3},
+}
+# A layer's experts of Qwen3-30B-A3B in FP8 on an H200 (h200-fp8-experts-2026-11-26-late.txt): us by tokens
+FP8_EXPERTS = {16: 110.7, 64: 166.4, 128: 172.4, 256: 179.4, 512: 198.6, 2048: 312.1, 8192: 941.7}
 # Qwen3-30B-A3B --isq q4km, experts of a layer in host memory alone, of 128 (h200-offload-2026-11-26.txt and .jsonl,
 # h100-offload-2026-11-25.jsonl): (device, experts, batch): ms per step. Half were, or all. Random weights repeat
 # themselves, so more were resident of what was chosen than of all: a number stands here with which even routing finds
@@ -97,6 +105,39 @@ def test_quantised(predict, name, isq, device):
         assert found.decode_ms == pytest.approx(measured, rel=0.25)
 
 
+@pytest.mark.parametrize(("name", "isq"), FP8_PREFILL, ids=str)
+def test_prompts_of_fp8(predict, name, isq):
+    for (batch, prompt), measured in FP8_PREFILL[name, isq].items():
+        found = predict(name, Layout(1), batch, prompt, isq=isq)
+        assert found.prefill_per_s == pytest.approx(measured, rel=0.25)
+
+
+def expert_seconds(tmp_path, device, tokens, config):
+    shape = read(write(tmp_path / "model", config))
+    links = speed.links(Layout(1), device, 1, 50e9)
+    clock = speed.StepModel(shape, Layout(1), device, links, Workload(8192, 1, 1))
+    gemms = [clock._gemm(one, tokens) for one in shape.kinds(1, 1)[0].weights if one.expert]
+    return sum(gemms) + 4 * device.small  # sorting, what makes e4m3 of x twice, the sum
+
+
+@pytest.mark.parametrize("tokens", FP8_EXPERTS)
+def test_experts_of_fp8(tmp_path, tokens):
+    found = expert_seconds(tmp_path, H200, tokens, CONFIGS["Qwen3-30B-A3B in FP8"])
+    assert found * 1e6 == pytest.approx(FP8_EXPERTS[tokens], rel=0.25)
+
+
+def test_where_8_bits_are_multiplied(tmp_path):
+    """On Hopper, and where 128 inputs share a scale: else FP8 experts of many pairs are dequantised first."""
+    config = CONFIGS["Qwen3-30B-A3B in FP8"]
+    narrow = config | {"quantization_config": config["quantization_config"] | {"weight_block_size": [64, 64]}}
+    wide = expert_seconds(tmp_path, H200, 8192, config)
+    assert expert_seconds(tmp_path, H200, 8192, narrow) > 2 * wide
+    assert expert_seconds(tmp_path, msgspec.structs.replace(H200, fp8=1.0), 8192, config) > 2 * wide
+    cut = read(write(tmp_path / "model", config)).ranks[8].kinds[0].weights  # down has 96 inputs, in scales of 32
+    assert [one.fp8 for one in cut if one.expert] == [False, False] and any(one.fp8 for one in cut)
+    assert [name for name, one in DEVICES.items() if one.fp8 > 1] == ["H200", "H100", "GH200", "H20"]
+
+
 @pytest.mark.parametrize(("device", "experts", "batch"), OFFLOADED, ids=str)
 def test_experts_in_host_memory(predict, device, experts, batch):
     fast = msgspec.structs.replace(DEVICES[device], host=devices.host(None, 1))
@@ -142,7 +183,8 @@ def test_the_ways_of_serving_experts_in_host_memory(predict):
 def test_sizes_are_those_of_serving():
     found = offload.FEW, offload.CPU_PAIRS, offload.DEARER, offload.LOOKED, offload.ALL
     assert found == (few_tokens.FEW, few_tokens.CPU_PAIRS, few_tokens.DEARER, host.LOOKED, host.ALL)
-    assert speed.PAIRS == dequantized.LEAST_PAIRS
+    found = speed.PAIRS, speed.FP8_PAIRS, speed.FP8_ROWS
+    assert found == (dequantized.LEAST_PAIRS, e4m3_experts.MOST_OF_16_BITS, e4m3_wgmma.LEAST_ROWS)
     assert memory.BUFFERS == streamer.BUFFERS * streamer.BUFFER and plan.SPARED == serving.SPARED
     assert plan.HOST_SPARED == serving.HOST_SPARED
 
