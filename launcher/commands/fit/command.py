@@ -30,6 +30,7 @@ USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json
 """
 _GROUP = "Fit"
 LONGEST = 8192  # tokens, of the context when none is given
+ZIPF = 0.8  # about the skew of real models, as benchmarks/offload.py takes it
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _NAMES = {name.lower(): name for name in DEVICES}
 
@@ -98,6 +99,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--offload", "--num-experts-offload-per-rank", group=_GROUP, metavar="N", low=0,
                   help="experts of a layer on each rank in host memory alone; 0: as few as fit"),
     ] = 0  # fmt: skip
+    zipf: Annotated[
+        float, flag("--zipf", group=_GROUP, metavar="S", low=0, high=4,
+                    help="skew of what chooses experts in host memory, the exponent of Zipf's law; 0: evenly"),
+    ] = ZIPF  # fmt: skip
     json: Annotated[bool, flag("--json", group=_GROUP, off=("--no-json",), help="print JSON")] = False
 
 
@@ -146,6 +151,7 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
         kv_fraction=options.kv_fraction,
         kv_cache_dtype=options.kv_cache_dtype,
         cpu_offload=int(options.cpu_offload_gb * devices.GIB),
+        zipf=options.zipf,
     )
 
 

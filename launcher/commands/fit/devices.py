@@ -130,11 +130,12 @@ def typical(cores: int) -> CpuSpeed:
     return msgspec.structs.replace(TYPICAL, cores=cores, gflops=TYPICAL.gflops * cores / TYPICAL.cores, gbps=gbps)
 
 
-# Experts in host memory, one rank with an H100 or H200 and 16 cores with AMX of a shared host (2026-11-25): an expert
-# of one token and 3.17 MB took the CPU 52 us alone; layers of 16 sequences read, by the CPU and copies together, 77 to
-# 118 GB/s on three machines; the CPU computes 1.0 to 1.2 TFLOP/s where each expert has 64 tokens.
+# Experts in host memory, one rank with an H100 or H200 and 16 cores with AMX of a shared host (2026-11-25 and 26): an
+# expert of one token and 3.17 MB took the CPU 52 us alone; of layers of 16 sequences missing experts were read, by the
+# CPU and copies together, at 74 to 114 GB/s on six machines, 86 in their geometric mean, until both were done; the CPU
+# computes 1.0 to 1.3 TFLOP/s where each expert has 64 tokens.
 CORES = 16
-RANK_HOST, RANK_CPU = 95e9, 61e9
+RANK_HOST, RANK_CPU = 86e9, 61e9
 CORE_FLOPS = 1.1e12 / CORES
 EXPERTS = CORE_FLOPS / (TYPICAL.gflops * 1e9 / TYPICAL.cores)  # of a core's f32 GEMMs, where these are typical
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured

@@ -46,6 +46,7 @@ class Workload:
     isq: str = "none"  # the format that linears are quantised to
     kv_cache_dtype: str = "auto"
     cpu_offload: int = 0  # bytes of a rank's layers that may be in host memory
+    zipf: float = 0.0  # experts in host memory: the i-th most popular is chosen with a weight of i ** -zipf
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class LayoutEstimate:
     verdict: str  # "" when everything asked for fits
     runs: bool
     unserved: str  # "" when Phalanx runs this layout today; else what is missing
+    even: float = 0.0  # tokens/s with experts in host memory if all are chosen evenly
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,17 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     held = memory_fit(shape, layout, asked, cluster.device, budget)
     together = _together(held, layout, asked)
     running = min(asked.concurrency, max(1, held.kv_room * layout.dp // asked.length))
-    speed = predict(shape, layout, cluster.device, asked, running, budget, cluster.per_node, cluster.network)
+
+    def at(zipf: float) -> Speed:
+        routed = dataclasses.replace(asked, zipf=zipf)
+        return predict(shape, layout, cluster.device, routed, running, budget, cluster.per_node, cluster.network)
+
+    speed = at(asked.zipf)
+    even = at(0.0).tokens_per_s if layout.offload else 0.0
     lacks = _host_lacks(held, layout, cluster)
     verdict = _verdict(held, asked, lacks, together)
     runs = not held.problem and not lacks
-    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout))
+    return LayoutEstimate(layout, held, speed, together, verdict, runs, _lacking(layout), even)
 
 
 def _host_lacks(held: MemoryFit, layout: Layout, cluster: Cluster) -> float:

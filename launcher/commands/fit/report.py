@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from .devices import GIB
-from .offload import CPU_PAIRS, FEW, FEW_FIXED, FEWEST_FIXED, FIXED, PCIE
+from .offload import FEW, FIXED, MANY_FIXED, PCIE
 from .plan import Answer, LayoutEstimate
 from .shape import KINDS, split
 
@@ -79,7 +79,7 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
     layout, host = one.layout, answer.cluster.device.host
     held = split(answer.shape.experts, layout.ep)
     stage = max(one.memory.stages, key=lambda stage: stage.host - stage.parked)
-    fewest, few, many = (round(seconds * 1e6) for seconds in (FEWEST_FIXED, FEW_FIXED, FIXED))
+    few, many = (round(seconds * 1e6) for seconds in (FIXED, MANY_FIXED))
     running = "1 sequence" if one.speed.running == 1 else f"{one.speed.running} sequences"
     resident, on_gpu, lie = f"{held - layout.offload} resident", "resident", "all"
     if layout.fixed:  # which serving finds by itself
@@ -89,14 +89,16 @@ def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
         f"Experts on a rank: {layout.offload} of a layer's {held} in host memory alone "
         f"(--num-experts-offload-per-rank {layout.offload}), {resident}; "
         f"{gb(stage.resident)} GB {on_gpu}, {gb(stage.host - stage.parked)} GB on the host, where {lie} of them lie; "
-        f"{one.speed.tokens_per_s:.0f} tokens/s for {running}"
+        f"{one.speed.tokens_per_s:.0f} tokens/s for {running}, {one.even:.0f} if all are chosen evenly"
     ]
+    zipf = answer.asked.zipf
+    routing = f"routing by Zipf's law with an exponent of {zipf:g} (--zipf)" if zipf else "even routing"
     if host is not None:
         lines.append(
             f"Of host memory a rank's CPU and copies read {gb(host.bandwidth)} GB/s together, the CPU alone "
-            f"{gb(host.cpu)}, and it computes {host.flops / 1e12:.2f} TFLOP/s ({host.source}); assumed as well: even "
-            f"routing, {PCIE / 1e9:.0f} GB/s of PCIe, and {fewest} us a layer between GPU and host, {few} of more than "
-            f"{CPU_PAIRS} pairs of a token and an expert, {many} of more than {FEW} sequences"
+            f"{gb(host.cpu)}, and it computes {host.flops / 1e12:.2f} TFLOP/s ({host.source}); assumed as well: "
+            f"{routing}, {PCIE / 1e9:.0f} GB/s of PCIe, and {few} us a layer between GPU and host, {many} of more than "
+            f"{FEW} sequences"
         )
     return lines
 
@@ -143,6 +145,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         },
         "asked": {
             "context": asked.context, "concurrency": asked.concurrency, "length": asked.length, "dtype": asked.dtype,
+            "zipf": asked.zipf,
         },
         "layouts": [_layout(one) for one in answer.figures],
         "best": None if answer.best is None else answer.figures.index(answer.best),
@@ -166,5 +169,6 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
             {"layers": s.layers, "weight_bytes": s.loaded, "kv_bytes_per_token": s.kv_token} for s in held.stages
         ],
         "decode_ms": one.speed.decode_ms, "decode_tokens_per_s": one.speed.tokens_per_s,
+        "even_tokens_per_s": one.even or None,
         "running": one.speed.running, "prefill_tokens_per_s": one.speed.prefill_per_s,
     }  # fmt: skip

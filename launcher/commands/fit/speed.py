@@ -75,6 +75,7 @@ class StepModel:
         self.flops = device.flops_f32 if asked.dtype == "f32" else device.flops
         self.fp8 = 1.0 if asked.dtype == "f32" else device.fp8
         self.host = device.host or host(None, 1)
+        self.zipf = asked.zipf
         self.cpu_offload = 0 if device.cpu else asked.cpu_offload
 
     def step(self, stage: StageShape, tokens: int, context: float, sampled: int) -> float:
@@ -114,8 +115,7 @@ class StepModel:
         if experts:
             total += 4 * self.device.small  # choosing, sorting, gathering, adding up
             if self.layout.offload and not self._streams(tokens):
-                held = next(one for one in layer.weights if one.expert)
-                total += offload.fixed(tokens, self._cpu_alone(tokens, held))
+                total += offload.fixed(tokens)
         return total
 
     def _cpu_alone(self, tokens: int, one: Weights) -> bool:
@@ -133,16 +133,19 @@ class StepModel:
         ep, all_experts = self.layout.ep, self.shape.experts
         chosen = max(1, self.shape.chosen)
         rows = tokens * (self.layout.dp if ep > self.layout.tp else 1)  # of all replicas that the expert group spans
-        visited = one.copies * (1 - (1 - chosen / all_experts) ** rows)  # of a rank's experts, on average
+        work = 2.0 * one.elements * rows * chosen / ep
+        host = bool(self.layout.offload) and not self._streams(tokens)
+        chances = offload.chances(all_experts, chosen, rows, self.zipf if host else 0.0)
+        visited = one.copies * sum(chances) / all_experts  # of a rank's experts, on average
         spread = math.sqrt(2 * math.log(ep) * visited * (1 - visited / one.copies))  # all wait for the busiest rank
         touched = min(one.copies, visited + spread)
-        work = 2.0 * one.elements * rows * chosen / ep
-        if not self.layout.offload or self._streams(tokens):
+        if not host:
             return self._experts_on_gpu(one, touched, work, rows) + self.device.ramp
-        share = offload.resident(one, self.layout.offload)
-        resident = self._roof(touched * share * one.slot, work * share / GROUPED) + self.device.ramp
-        missed = (1 - share) * touched * one.host
-        return offload.beside(self.host, tokens, self._cpu_alone(tokens, one), resident, missed, (1 - share) * work)
+        missing = offload.Missing(one.copies, self.layout.offload, self.layout.fixed)
+        missed = touched * missing.share(chances)
+        left = work * missing.share(offload.chances(all_experts, chosen, 1, self.zipf))
+        resident = self._roof((touched - missed) * one.slot, (work - left) / GROUPED) + self.device.ramp
+        return offload.beside(self.host, tokens, self._cpu_alone(tokens, one), resident, missed * one.host, left)
 
     def _experts_on_gpu(self, one: Weights, touched: float, work: float, rows: float) -> float:
         """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read; not

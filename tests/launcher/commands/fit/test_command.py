@@ -92,7 +92,7 @@ def test_json(fit):
     found = json.loads(out)
     assert code == 0
     assert found["model"]["parameters"] == 30_532_122_624
-    assert found["asked"] == {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16"}
+    assert found["asked"] == {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16", "zipf": 0.8}
     assert found["cluster"]["device"] == "H100"
     best = found["layouts"][found["best"]]
     assert best["verdict"] == "everything asked for fits"
@@ -113,19 +113,20 @@ def test_experts(fit):
     assert re.search(
         rf"\nExperts on a rank: {count} of a layer's 128 in host memory alone \(--num-experts-offload-per-rank {count}"
         rf"\), {128 - int(count)} resident; \d+\.\d GB resident, 58\.0 GB on the host, where all of them lie; "
-        r"\d+ tokens/s for \d+ sequences\n",
+        r"\d+ tokens/s for \d+ sequences, \d+ if all are chosen evenly\n",
         out,
     )
     assert (
-        "Of host memory a rank's CPU and copies read 95.0 GB/s together, the CPU alone 61.0, and it computes 1.10 "
-        "TFLOP/s (assumed: 16 cores with AMX for each rank; `phalanx doctor` measures a host's); assumed as well: even "
-        "routing, 54 GB/s of PCIe, and 15 us a layer between GPU and host, 50 of more than 16 pairs of a "
-        "token and an expert, 157 of more than 16 sequences\n"
+        "Of host memory a rank's CPU and copies read 86.0 GB/s together, the CPU alone 61.0, and it computes 1.10 "
+        "TFLOP/s (assumed: 16 cores with AMX for each rank; `phalanx doctor` measures a host's); assumed as well: "
+        "routing by Zipf's law with an exponent of 0.8 (--zipf), 54 GB/s of PCIe, and 15 us a layer between GPU and "
+        "host, 157 of more than 16 sequences\n"
     ) in out
 
 
 def test_experts_that_host_and_gpu_hold_together_alone(fit):
-    """As few as the host needs are fixed on the GPU. Its steps stay the same; with too little of both nothing fits."""
+    """As few as the host needs are fixed on the GPU. As these do not follow
+    the routing, steps take longer unless it is even; with too little of both nothing fits."""
     words = ("Qwen3-30B-A3B", "--gpu-mem", "24", "--concurrency", "1", "--host-mem")
     found = {gib: json.loads(fit(*words, gib, "--json")[1]) for gib in ("256", "53", "40", "20")}
     layouts = {gib: one["layouts"][-1] for gib, one in found.items()}
@@ -135,7 +136,9 @@ def test_experts_that_host_and_gpu_hold_together_alone(fit):
         one = layouts[gib]
         assert one["fixed"] > 0 and one["host_bytes"] == round((128 - one["fixed"]) * each)
         assert one["host_bytes"] + largest <= int(gib) * devices.GIB * 0.95 < one["host_bytes"] + largest + each
-        assert one["fits"] and one["decode_ms"] == layouts["256"]["decode_ms"]
+        assert one["fits"] and one["decode_ms"] > 1.01 * layouts["256"]["decode_ms"]
+        assert one["even_tokens_per_s"] == pytest.approx(layouts["256"]["even_tokens_per_s"])
+        assert one["even_tokens_per_s"] < one["decode_tokens_per_s"]
     assert found["20"]["best"] is None and "too little on a host" in layouts["20"]["verdict"]
     code, out, _ = fit(*words, "40")
     fixed, resident = layouts["40"]["fixed"], 128 - layouts["40"]["offload"] - layouts["40"]["fixed"]
@@ -178,7 +181,7 @@ def test_experts_on_a_host_that_doctor_has_measured(fit):
         "for 2 ranks, measured on node7 by phalanx doctor, 2026-11-21); "
     ) in out
     after = json.loads(fit(*words, "--json")[1])
-    assert before["cluster"]["host"]["bandwidth"] == 95e9 and after["cluster"]["host"]["bandwidth"] == 20e9
+    assert before["cluster"]["host"]["bandwidth"] == 86e9 and after["cluster"]["host"]["bandwidth"] == 20e9
     slower, faster = (next(one for one in found["layouts"] if one["offload"]) for found in (after, before))
     assert slower["decode_ms"] > 2 * faster["decode_ms"]
 
