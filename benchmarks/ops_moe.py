@@ -22,7 +22,7 @@ from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline, wgmma_experts
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
 from phalanx.kernels.quantized import affine, e4m3, floats
@@ -147,8 +147,10 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     if rows * layers.shape.top_k <= 16 * layers.shape.experts:
         for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
-    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.grouped, one, tiles) for one in calls]
+    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.by_triton, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
+    if wgmma_experts.takes(calls[0].x, *calls[0][3:5], calls[0].pairs, calls[0].experts):
+        versions |= {f"wgmma, {tile}": [partial(moe.by_wgmma, one, tile) for one in calls] for tile in (128, 192)}
     if layers.floats:
         pairs = [Inputs(*one[:3], *layers.floats[i % len(layers.floats)]) for i, one in enumerate(calls)]
         versions["fp8, Triton"] = [partial(moe.grouped, one) for one in pairs]

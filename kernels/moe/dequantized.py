@@ -52,4 +52,7 @@ def part_of(groups: Groups, first: int, last: int) -> Groups:
         return groups  # all of them: nothing to leave out, and six launches less. It is read alone
     tiles = groups.tile_expert
     mine = torch.where((tiles >= first) & (tiles < last), tiles - first, -1)
-    return groups._replace(tile_expert=mine, ends=groups.ends[first : last + 1].clone())  # kernels like it aligned
+    # Theirs first, as kernels end at the first that is not needed.
+    order = (mine < 0).to(torch.uint8).argsort(stable=True)
+    ends = groups.ends[first : last + 1].clone()  # kernels like it aligned
+    return groups._replace(tile_expert=mine[order], tile_start=groups.tile_start[order], ends=ends)

@@ -13,74 +13,10 @@
 
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;                      // of y
 constexpr int STRIPS = (OUTPUTS + 15) / 16, STRIPS_OF_Y = WIDTH / 16;     // of 16 outputs, of an expert
-constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);      // tiles, or clusters of them, of the same pairs
-constexpr int BAND = 16;  // runs of pairs that take all columns before others do: the second-level cache has their x
 static_assert(SPLIT == 1 && OVER == 1 && WIDTH % 16 == 0 && OUTS % 16 == 0);
+#include "expert_walk.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct Item {
-    int expert, first, row, rows;  // first output of y; first place in the order of pairs, and how many
-};
-
-// What says where an item is. It is asked for in two steps, each long before it is needed.
-struct Lookup {
-    int expert, start, begin, end;  // expert -1: there is no such item
-};
-
-// Tiles of pairs and columns, expert by expert. Read past the first-level cache, which another kernel may have filled
-// before they were there.
-struct Items {
-    const int *ends, *experts, *starts;
-    int tiles;  // of pairs, at most
-
-    __device__ Lookup seek(int index) const {
-        const int tile = index / COLUMNS;
-        if (tile >= tiles) return {-1, 0, 0, 0};
-        return {__ldcg(experts + tile), __ldcg(starts + tile), 0, 0};
-    }
-    __device__ void find(Lookup& at) const {
-        if (at.expert < 0) return;
-        at.begin = __ldcg(ends + at.expert), at.end = __ldcg(ends + at.expert + 1);
-    }
-    // An expert's items are counted on from the first of its tiles of pairs: of a band all tiles have a column in turn.
-    __device__ Item item(int index, const Lookup& at) const {
-        const int runs = (at.end - at.begin + ROWS - 1) / ROWS;
-        const int mine = index % COLUMNS + (at.start - at.begin) / ROWS * COLUMNS;
-        const int band = mine / (BAND * COLUMNS) * BAND, here = min(BAND, runs - band), rest = mine - band * COLUMNS;
-        const int row = at.begin + (band + rest % here) * ROWS, column = rest / here * SHARE + cluster_rank() % SHARE;
-        return {at.expert, column * OUTS, row, min(ROWS, at.end - row)};
-    }
-};
-
-// The chunks of this block's items, one after the other.
-struct Walk {
-    const Items& items;
-    int index = blockIdx.x / SHARE, chunk = 0;
-    Lookup next;
-    Item item;
-    Place place;
-
-    __device__ Walk(const Items& items) : items(items) {
-        next = items.seek(index);
-        items.find(next);
-        go_on();
-    }
-    __device__ inline bool more() const { return item.expert >= 0; }
-    __device__ inline void go_on() {
-        item.expert = -1;
-        if (next.expert >= 0) item = items.item(index, next);
-        index += gridDim.x / SHARE;
-        next = items.seek(index);
-    }
-    __device__ inline void advance() {
-        place.advance();
-        if (++chunk == (CHUNKS + 1) / 2) items.find(next);
-        if (chunk < CHUNKS) return;
-        chunk = 0;
-        go_on();
-    }
-};
-
 // The items' parts of the weights and of x, chunk by chunk, by one lane.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {

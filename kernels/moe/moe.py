@@ -20,7 +20,7 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import dequantized, e4m3_experts, expert_gemm, expert_mlp, experts_cpu, quantized_cuda
+from . import dequantized, e4m3_experts, expert_gemm, expert_mlp, experts_cpu, quantized_cuda, wgmma_experts
 from .expert_gemm import ItemConfig
 from .expert_mlp import SharedExperts
 from .group import Held, group, local_experts
@@ -256,7 +256,7 @@ def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
 def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
-    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1]}
+    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
     few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
@@ -293,13 +293,35 @@ def in_pieces(given: Inputs, configs: quantized_cuda.KernelConfigs | None = None
     return quantized_cuda.expert_down(h, weights, w2, groups, configs.down, biases.down)
 
 
-def grouped(given: Inputs, tiles: Tiling | None = None) -> Tensor:
-    """`pipelined` of any number of pairs, by Triton; what is packed becomes plain some experts at a time. tiles: chosen
-    unless given."""
+def grouped(given: Inputs) -> Tensor:
+    """`pipelined` of any number of pairs; what is packed becomes plain some experts at a time."""
+    if wgmma_experts.takes(given.x, given.w13, given.w2, given.pairs, given.experts):
+        return by_wgmma(given, wgmma_experts.choose_rows(given.pairs, given.experts))
+    return by_triton(given, tiling(given.pairs, given.experts, given.x.dtype))
+
+
+def by_wgmma(given: Inputs, rows: int) -> Tensor:
+    """`grouped`, where `wgmma_experts` takes it. rows: pairs of a tile."""
+    x, ids, weights, w13, w2, act, biases, held = given
+    groups = group(ids, w13.shape[0], rows, held)
+    gathered = wgmma_experts.gather(x, groups, ids.shape[1], rows)
+    h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
+    dequantized.by_parts(
+        w13, groups, biases.up, x.dtype,
+        lambda some, mine, bias: wgmma_experts.multiply(gathered, some, mine, weights, bias, h, act, rows),
+    )  # fmt: skip
+    dequantized.by_parts(
+        w2, groups, biases.down, x.dtype,
+        lambda some, mine, bias: wgmma_experts.multiply(h, some, mine, weights, bias, y, "", rows),
+    )  # fmt: skip
+    return y
+
+
+def by_triton(given: Inputs, tiles: Tiling) -> Tensor:
+    """`grouped` of any number of pairs."""
     from . import moe_triton
 
     x, ids, weights, w13, w2, act, biases, held = given
-    tiles = tiles or tiling(given.pairs, given.experts, x.dtype)
     groups = group(ids, w13.shape[0], tiles.up.rows, held)
     number, dtype = ACTIVATIONS.index(act), x.dtype
     h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])

@@ -33,18 +33,9 @@ static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
 static_assert(HALVES <= 32 && ROWS % N == 0 && AT_ONCE % PARTS == 0);
 static_assert(ALIKE % RUN == 0 && CHUNKS % RUN == 0);
+#include "ring_walk.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Where the ring is.
-struct Place {
-    int stage = 0, round = 0;
-
-    __device__ inline void advance(int chunks = 1) {
-        stage += chunks % STAGES, round ^= chunks / STAGES & 1;
-        if (stage >= STAGES) stage -= STAGES, round ^= 1;
-    }
-};
-
 // A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part. There is no
 // branch: mbarrier_arrive_at_if() says why. loaded: whether lanes have read scales there, which TMA does not wait for.
 __device__ inline void release(Barrier* empty, bool loaded) {
@@ -132,24 +123,6 @@ __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
 #pragma unroll 1
     for (int i = 0; i < COUNT / AT_ONCE; i++) add_runs<AT_ONCE>(chunks, sum);
     if constexpr (COUNT % AT_ONCE) add_runs<COUNT % AT_ONCE>(chunks, sum);
-}
-
-// Asks for the chunks of a block's tiles, of which `first` and `next` begin with the first chunk: STAGES of weights before
-// the kernel's predecessor has ended, and the others, and x, after that, each in a stage that has been released.
-template <class Walk, class Weights, class Rows>
-__device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const Weights& ask, const Rows& ask_x) {
-#pragma unroll 1
-    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
-    grid_wait();
-    launch_dependents();
-#pragma unroll 1
-    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
-#pragma unroll 1
-    for (; next.more(); next.advance()) {
-        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
-        ask(next);
-        ask_x(next);
-    }
 }
 
 // Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.

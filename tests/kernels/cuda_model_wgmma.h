@@ -42,6 +42,26 @@ static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b
     });
 }
 
+// The same of a in shared memory, too.
+template <class E, int N> static void wgmma(E, float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+    float* const sums = c;
+    const int first = model::now->thread.x % 128 / 32 * 16 + model::lane() / 4, second = model::lane() % 4 * 2;
+    model::add_gemm([=] {
+        auto element = [](unsigned at) {
+            E y;
+            memcpy(&y, model::at(at ^ (at >> 7 & 7) << 4, 2), 2);
+            return (double)to_float(y);
+        };
+        for (int r = 0; r < N; r++) {
+            const int row = first + r / 2 % 2 * 8, column = second + r / 4 * 8 + r % 2;
+            double sum = add ? sums[r] : 0;
+            for (int k = 0; k < 16; k++)
+                sum += element((unsigned)a + row * 128 + k * 2) * element((unsigned)b + column * 128 + k * 2);
+            sums[r] = (float)sum;
+        }
+    });
+}
+
 // An operand without swizzling: where it begins, and how far its tiles of 8 rows of 16 bytes are apart.
 static unsigned long long plain_descriptor(unsigned start, int leading, int stride) {
     if (start % 16 || leading % 16 || stride % 16) model::fail("an operand is not of whole 16 bytes");

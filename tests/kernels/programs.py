@@ -13,6 +13,7 @@ from phalanx.kernels.moe import (
     quantized_cuda,
     quantized_pipeline,
     router,
+    wgmma_experts,
 )  # fmt: skip
 from phalanx.kernels.moe.expert_gemm import ItemConfig
 from phalanx.kernels.moe.router import RouterParams
@@ -222,6 +223,12 @@ PROGRAMS = [
     e4m3_experts_of(torch.bfloat16, 768, 2048, E4m3Config(128, 256, 1, 2, matmul=128), "", False, 2),
     ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_experts.pairs_sizes(128, 2048, 8))),
     ("e4m3_pairs", dict(T=torch.float16, **e4m3_experts.pairs_sizes(60, 14336, 0))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(1536, 2048, "silu", False, 192))),
+    ("wgmma_experts", dict(T=torch.float16, **wgmma_experts.sizes(2880, 2880, "", True, 192))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(5760, 2880, "gelu", True, 128))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(4096, 14336, "", False, 128))),
+    ("gather_pairs", dict(T=torch.bfloat16, **wgmma_experts.gather_sizes(128, 2048, 8))),
+    ("gather_pairs", dict(T=torch.float16, **wgmma_experts.gather_sizes(8, 14336, 2))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2)),
     ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),

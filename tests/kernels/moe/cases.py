@@ -136,12 +136,12 @@ def main() -> None:
         tiles = tilings[i % 2]
         dtype, bound = dtypes[i // 2 % 2]
         given = make(sizes, dtype)._replace(act=acts[i % len(acts)])
-        near(summed(moe.grouped(given, tiles), given), moe.fused_experts_reference(given), bound)
+        near(summed(moe.by_triton(given, tiles), given), moe.fused_experts_reference(given), bound)
         dtype, bound = dtypes[1 - i // 2 % 2]
         given = make(sizes, dtype)._replace(act=acts[-1 - i % len(acts)])
         given = given._replace(biases=biases(given)._replace(**{"down": None} if i == 2 else {}))
         for one in (given, share_of(given, shares(sizes.experts)[i % 3])):
-            near(summed(moe.grouped(one, tiles), one), moe.fused_experts_reference(one), bound * 4)
+            near(summed(moe.by_triton(one, tiles), one), moe.fused_experts_reference(one), bound * 4)
     check_quantized(tilings)
     check_dequantized(tilings[0])
 
@@ -168,7 +168,7 @@ def check_quantized(tilings: list[Tiling]) -> None:
         dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
         both = quantized(make(sizes, dtype)._replace(act="clamped_swiglu"), pairs, unit)
         added = biases(both[0]) if i % 3 == 0 else moe.UNBIASED
-        want, got = (summed(moe.grouped(one._replace(biases=added), tilings[i % 2]), one) for one in both)
+        want, got = (summed(moe.by_triton(one._replace(biases=added), tilings[i % 2]), one) for one in both)
         near(got, want, bound)
 
 
@@ -187,7 +187,7 @@ def check_dequantized(tiles: Tiling) -> None:
         packed = given._replace(w13=encoded(given.w13), w2=encoded(given.w2), biases=added)
         packed = packed._replace(held=Held(0, 7, 9) if i == 1 else None)
         plain = packed._replace(w13=packed.w13.plain(torch.float32), w2=packed.w2.plain(torch.float32))
-        got, want = (summed(moe.grouped(one, tiles), one) for one in (packed, plain))
+        got, want = (summed(moe.by_triton(one, tiles), one) for one in (packed, plain))
         assert torch.equal(got, want)
 
 

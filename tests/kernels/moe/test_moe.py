@@ -102,8 +102,11 @@ def test_parts_of_experts_have_each_tile_once(monkeypatch, elements, parts):
         mine = dequantized.part_of(groups, first, last)
         assert int(mine.tile_expert.max()) < last - first and torch.equal(mine.ends, groups.ends[first : last + 1])
         assert parts > 1 or mine is groups, "nothing is launched for what is one part"
-        found.append(torch.where(mine.tile_expert >= 0, mine.tile_expert + first, 0))
-    assert torch.equal(torch.stack(found).sum(0), groups.tile_expert.clamp(min=0))
+        needed = mine.tile_expert >= 0
+        assert needed.tolist() == sorted(needed.tolist(), reverse=True), "kernels end at the first that is not needed"
+        found += zip((mine.tile_expert + first)[needed].tolist(), mine.tile_start[needed].tolist(), strict=True)
+    needed = groups.tile_expert >= 0
+    assert found == list(zip(groups.tile_expert[needed].tolist(), groups.tile_start[needed].tolist(), strict=True))
 
 
 def test_where_packed_experts_become_plain_is_a_border_of_tiles():

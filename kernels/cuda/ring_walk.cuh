@@ -1,0 +1,32 @@
+// A ring of STAGES in shared memory, which one lane has TMA fill with the chunks of a block's tiles, on from one tile into the
+// next ones.
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Where the ring is.
+struct Place {
+    int stage = 0, round = 0;
+
+    __device__ inline void advance(int chunks = 1) {
+        stage += chunks % STAGES, round ^= chunks / STAGES & 1;
+        if (stage >= STAGES) stage -= STAGES, round ^= 1;
+    }
+};
+
+// Asks for the chunks of a block's tiles, of which `first` and `next` begin with the first chunk: STAGES of weights before
+// the kernel's predecessor has ended, and the others, and x, after that, each in a stage that has been released.
+template <class Walk, class Weights, class Rows>
+__device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const Weights& ask, const Rows& ask_x) {
+#pragma unroll 1
+    for (int n = 0; n < STAGES && first.more(); n++, first.advance()) ask(first);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
+#pragma unroll 1
+    for (; next.more(); next.advance()) {
+        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
+        ask(next);
+        ask_x(next);
+    }
+}
+#endif

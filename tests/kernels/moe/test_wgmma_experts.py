@@ -1,0 +1,129 @@
+"""Grouped GEMMs of many pairs: for which they are, and the kernels thread by thread on a CPU."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.moe import dequantized, moe, wgmma_experts
+from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.quantized.floats import Floats
+
+from .. import cuda_model
+from ..cuda_model import Box
+from .cases import Sizes, biases, encoded, make, near, share_of
+
+HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
+
+
+class Case(NamedTuple):
+    sizes: Sizes
+    rows: int
+    biased: bool = False
+    held: Held | None = None
+
+
+CASES = [
+    Case(Sizes(150, 2, 3, 64, 64), 128),
+    Case(Sizes(90, 3, 5, 192, 320, "few"), 192, True),
+    Case(Sizes(250, 1, 2, 128, 192, "one"), 192),
+    Case(Sizes(130, 2, 6, 320, 64), 128, True, Held(2, 3, 6)),
+    Case(Sizes(2200, 1, 1, 64, 64), 128),  # more tiles than a band has
+]
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """Kernels run in the model, on three multiprocessors and in two stages; new tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0, cluster=1):
+            assert cluster == 1 and (source == "gather_pairs" or grid[0] <= 3)
+            weights = next(one for one in args if isinstance(one, torch.Tensor))
+            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
+
+        return launch
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(wgmma_experts, "stages", lambda rows: (2, 1024 + 2 * (rows + 256) * 128))
+    new, empty = torch.Tensor.new_empty, torch.empty
+    poison = lambda x: x.fill_(float("nan") if x.is_floating_point() else 0x7F)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(new(x, *a, **k)))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+
+
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.bfloat16, 4e-2), pytest.param(torch.float16, 6e-3, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[2:])], ids=str
+)
+def test_experts(launched, case, dtype, bound):
+    """Blocks have several items, the ring goes round, and tiles are not whole."""
+    torch.manual_seed(0)
+    given = make(case.sizes, dtype)
+    given = given._replace(biases=biases(given)) if case.biased else given
+    given = share_of(given, case.held) if case.held else given
+    found = moe.by_wgmma(given, case.rows)
+    elsewhere = torch.ones(len(found), dtype=torch.bool)
+    groups = moe.group(given.ids, given.w13.shape[0], case.rows, case.held)
+    elsewhere[groups.order[: int(groups.ends[-1])].long()] = False
+    assert found[elsewhere].isnan().all(), "what is of no pair stays as it is"
+    found[elsewhere] = 0
+    y = found.float().view(*given.ids.shape, -1).sum(1).to(dtype)
+    near(y, moe.fused_experts_reference(given), bound * (2 if case.biased else 1))
+
+
+def test_packed_experts_become_plain_some_at_a_time(launched, monkeypatch):
+    monkeypatch.setattr(dequantized, "AT_ONCE", 3 * 64 * 64)
+    given = make(Sizes(100, 2, 5, 64, 64), torch.bfloat16)
+    packed = given._replace(w13=encoded(given.w13.nan_to_num(0)), w2=encoded(given.w2.nan_to_num(0)))
+    plain = packed._replace(w13=packed.w13.plain(torch.bfloat16), w2=packed.w2.plain(torch.bfloat16))
+    found, want = (moe.by_wgmma(one, 128) for one in (packed, plain))
+    assert torch.equal(found, want)
+
+
+class OnGpu(NamedTuple):
+    """As much of a tensor as is asked."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    is_cuda: bool = True
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+def test_what_they_are_for(monkeypatch):
+    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: HOPPER)
+    x, w13, w2 = OnGpu((1, 2048)), encoded(torch.zeros(2, 128, 64)), encoded(torch.zeros(2, 64, 64))
+    assert wgmma_experts.takes(x, w13, w2, 193, 2) and not wgmma_experts.takes(x, w13, w2, 192, 2)
+    assert wgmma_experts.takes(x, torch.zeros(2, 128, 64, dtype=x.dtype), w2, 193, 2)
+    for other in (x._replace(dtype=torch.float32), x._replace(is_cuda=False)):
+        assert not wgmma_experts.takes(other, w13, w2, 193, 2)
+    assert not wgmma_experts.takes(x, torch.zeros(2, 128, 64), w2, 193, 2)
+    assert not wgmma_experts.takes(x, Floats(torch.zeros(2, 128, 64), torch.zeros(2, 128, 2)), w2, 193, 2)
+    assert not wgmma_experts.takes(x, w13, encoded(torch.zeros(2, 64, 96)), 193, 2)
+    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: DeviceCaps(148, "sm_100", True, True, False))
+    assert not wgmma_experts.takes(x, w13, w2, 193, 2)
+
+
+def test_tiles():
+    assert list(wgmma_experts.ROWS)[0] > wgmma_experts.LEAST_PAIRS == dequantized.LEAST_PAIRS
+    assert wgmma_experts.LEAST_PAIRS in moe.TILINGS, "what is above it is warmed up"
+    for rows in wgmma_experts.ROWS.values():
+        count, shared = wgmma_experts.stages(rows)
+        assert count >= 4 and shared + 16 * count <= wgmma_experts.MOST_SHARED
+
+
+def test_all_tiles_are_warmed_up():
+    for experts, k in ((128, 8), (8, 2), (60, 4)):
+        tokens = [n for n in moe.tiling_rows(experts, k) if n * k > wgmma_experts.LEAST_PAIRS * experts]
+        used = {wgmma_experts.choose_rows(n * k, experts) for n in tokens}
+        assert used == set(wgmma_experts.ROWS.values())
