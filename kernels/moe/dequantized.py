@@ -49,7 +49,7 @@ def ranges(experts: int, outputs: int, inputs: int) -> Iterator[tuple[int, int]]
 def part_of(groups: Groups, first: int, last: int) -> Groups:
     """Without the tiles of other experts than first to last, which are numbered from 0 on."""
     if (first, last) == (0, len(groups.ends) - 1):
-        return groups  # all of them: nothing to leave out, and six launches less. It is read alone
+        return groups  # all of them: nothing is launched
     tiles = groups.tile_expert
     mine = torch.where((tiles >= first) & (tiles < last), tiles - first, -1)
     # Theirs first, as kernels end at the first that is not needed.

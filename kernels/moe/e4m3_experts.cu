@@ -4,11 +4,10 @@
 // GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in that order; else y [pairs, OUTPUTS] is in the
 // pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
 //
-// A tile has up to ROWS pairs of one expert and OUTS outputs of y, or a cluster SHARE of these side by side, which have x in
-// common. Blocks stay and go on from tile to tile: e4m3_ring.cuh has what multiplies, and the ring, which one warp fills on
-// into the next tiles. It asks for weights before the kernel's predecessor has ended, as the order of pairs is older than
-// that. All tiles of an expert are neighbours, those with the same weights first, so that these come from memory once. Rows
-// of a tile past its pairs are other pairs', or whatever lies there: they are multiplied and not stored.
+// The blocks of a cluster have x in common. expert_walk.cuh has their way from tile to tile, e4m3_ring.cuh what multiplies,
+// and ring_walk.cuh the ring, which one warp fills on into the next tiles. It asks for weights before the kernel's
+// predecessor has ended, as the order of pairs is older than that. Rows of a tile past its pairs are other pairs', or
+// whatever lies there: they are multiplied and not stored.
 #include "e4m3_ring.cuh"
 
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;                      // of y

@@ -3,7 +3,7 @@
 // each. All tiles of an expert are neighbours, those with the same weights first, so that these come from memory once.
 
 constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);  // tiles, or clusters of them, of the same pairs
-constexpr int BAND = 16;  // runs of pairs that take all columns before others do: the second-level cache has their x
+constexpr int BAND = 16;  // tiles of pairs that take all columns before others do: the second-level cache has their x
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 struct Item {

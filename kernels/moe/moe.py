@@ -318,7 +318,7 @@ def by_wgmma(given: Inputs, rows: int) -> Tensor:
 
 
 def by_triton(given: Inputs, tiles: Tiling) -> Tensor:
-    """`grouped` of any number of pairs."""
+    """`grouped`, whatever the sizes and the GPU."""
     from . import moe_triton
 
     x, ids, weights, w13, w2, act, biases, held = given

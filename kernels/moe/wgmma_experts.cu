@@ -4,11 +4,11 @@
 // that order; else y [pairs, OUTPUTS] is in the pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the
 // pair's weight where x has it in already.
 //
-// A tile has up to ROWS pairs of one expert and 256 outputs of the weights. One warp has TMA bring chunks of KC inputs, STAGES
-// ahead and on into the next tile: weights before the kernel's predecessor has ended, as the order of pairs is older than
-// that. A warpgroup multiplies 64 pairs by all outputs, of which gates and ups lie side by side, so that both of an output
-// are the same lane's. Rows of a tile past its pairs are other pairs', or whatever lies there: they are multiplied and not
-// stored.
+// A tile has up to ROWS pairs of one expert and 256 outputs of the weights (expert_walk.cuh). One warp has TMA bring chunks
+// of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's predecessor has ended.
+// The order of pairs is older than that, and what dequantises weights lets nothing start early (dequantize.cu). A
+// warpgroup multiplies 64 pairs by all outputs, of which gates and ups lie side by side, so that both of an output are the
+// same lane's. Rows of a tile past its pairs are other pairs', or whatever lies there: they are multiplied and not stored.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"

@@ -17,10 +17,8 @@ from .group import Groups
 OUTPUTS = 256  # of the weights in a tile
 CHUNK = 64  # inputs that a block multiplies at once
 LEAST_PAIRS = 96  # per expert, of which there must be more: a border of moe.TILINGS
-MOST_SHARED = 227 << 10
+MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
 GATHER_WARPS = 8  # of a block of gather_pairs.cu
-
-
 # Most pairs per expert → pairs of a tile, 128 or 192 (H200, 2026-11-26, benchmarks/ops_moe.py). Of 128 pairs most
 # experts have one tile of 192, which takes 6 % less of a layer of Qwen3-30B-A3B than tiles of 128; of 256 it takes 23 %
 # more, and of 512, also of Mixtral-8x7B, as long within 4 %.
