@@ -26,9 +26,9 @@ from .backend import AttentionMetadata, AttentionParams, Part
 
 EXPANDED_BYTES = 1 << 28  # keys and values that are expanded at once: of as many heads as it holds
 CONTEXT = 1 << 16  # tokens whose latents are expanded at once, unless a sequence alone has more
-# Absorbed tokens up to which Triton multiplies with weights on GPUs, in steps with prompts as where all decode: cuBLAS
-# has a kernel for nearly every number of rows, loads each on its first use and waits for the whole GPU then. More were
-# not timed.
+# Absorbed tokens of a step with prompts up to which Triton multiplies with weights on GPUs, as it does with any number
+# where all sequences decode: cuBLAS has a kernel for nearly every number of rows, loads each on its first use and waits
+# for the whole GPU then. More were not timed.
 TRITON_TOKENS = 512
 
 

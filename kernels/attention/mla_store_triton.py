@@ -1,6 +1,7 @@
 """Stores the latents of multi-head latent attention on GPUs, in Triton (mla.py); imported on GPUs alone.
 
-Of decoding sequences one kernel also multiplies queries with the keys' weights: nobody reads them otherwise.
+Where all sequences decode, one kernel also multiplies queries with the keys' weights: nobody reads them otherwise.
+Beside prompts another does, of rotated queries.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ def absorb_and_store_latents(
     latent, rope = len(norm.weight), cos_sin.cos.shape[-1]
     assert q.stride()[1:] == (width, 1) and latents.stride(1) == 1 and cache.is_contiguous()
     assert up.is_contiguous() and queries.is_contiguous()
-    rows = 16 if tokens <= FEW else 32
-    columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
+    rows, columns = _tile(q, latent)
     blocks, overlap = triton.cdiv(latent, columns), overlaps(q)
     programs, rotated = heads * blocks * triton.cdiv(tokens, rows), triton.next_power_of_2(triton.cdiv(rows, blocks))
     absorb_kernel[(programs + tokens,)](
@@ -76,12 +76,17 @@ def absorb_rotated(q: Tensor, up: Tensor, queries: Tensor) -> None:
     (tokens, heads, width), latent = q.shape, up.shape[2]
     rope = queries.shape[2] - latent
     assert q.stride()[1:] == (width, 1) and up.is_contiguous() and queries.is_contiguous()
-    rows = 16 if tokens <= FEW else 32
-    columns = min(COLUMNS if q.element_size() == 2 else COLUMNS // 4, max(16, triton.next_power_of_2(latent)))
+    rows, columns = _tile(q, latent)
     absorb_rotated_kernel[triton.cdiv(latent, columns), heads, triton.cdiv(tokens, rows)](
         q, up, queries, q.stride(0), tokens, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(rope),
         max(16, triton.next_power_of_2(width - rope)), rows, columns, dot_precision(q), num_warps=4,
     )  # fmt: skip
+
+
+def _tile(q: Tensor, latent: int) -> tuple[int, int]:
+    """Tokens, and columns of one head's latent queries, that a program makes of q [T, heads, nope + rope]."""
+    most = COLUMNS if q.element_size() == 2 else COLUMNS // 4
+    return 16 if len(q) <= FEW else 32, min(most, max(16, triton.next_power_of_2(latent)))
 
 
 @triton.jit
