@@ -4,8 +4,8 @@
 
 Rows choose experts at random, each number of rows with several choices. The byte limit counts each expert that is
 chosen once, the router, and all rows, in bf16. --formats: the same experts quantised, as files of kernels/quantized/
-have it. --tune: the tiles of both grouped GEMMs that are the fastest of a few, by number
-of rows. As in ops.py, calls rotate over copies of their weights that do not fit in the cache together.
+have it. --tune: the tiles of both of Triton's grouped GEMMs that are the fastest of a few, by number of rows. As in
+ops.py, calls rotate over copies of their weights that do not fit in the cache together.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     versions |= {f"tiles of {tiles.up.rows}": [partial(moe.by_triton, one, tiles) for one in calls]
                  for tiles in moe.TILINGS.values()}  # fmt: skip
     if wgmma_experts.takes(calls[0].x, *calls[0][3:5], calls[0].pairs, calls[0].experts):
-        versions |= {f"wgmma, {tile}": [partial(moe.by_wgmma, one, tile) for one in calls] for tile in (128, 192)}
+        tiles = sorted(set(wgmma_experts.ROWS.values()))
+        versions |= {f"wgmma, tiles of {tile}": [partial(moe.by_wgmma, one, tile) for one in calls] for tile in tiles}
     if layers.floats:
         pairs = [Inputs(*one[:3], *layers.floats[i % len(layers.floats)]) for i, one in enumerate(calls)]
         versions["fp8, Triton"] = [partial(moe.grouped, one) for one in pairs]
