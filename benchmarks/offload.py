@@ -9,9 +9,9 @@
 
 Weights are random, of Qwen3-30B-A3B unless another shape or a directory is named. A router with random weights chooses
 experts nearly evenly, which is the worst case. `--zipf S` has them drawn instead: in each layer the i-th most popular
-of them with a weight of i ** -S, in an order of its own. 0.8 is about the skew of real models. The cache of resident
-experts follows what is chosen within some hundred steps: --warm 400 has it do so before the steps that are measured.
-Each number in --offload is a job.
+of them with a weight of i ** -S, in an order of its own. 0.8 is taken for the skew of real text, with which it has not
+been compared. The cache of resident experts follows what is chosen within some hundred steps: --warm 400 has it do so
+before the steps that are measured. Each number in --offload is a job.
 
 With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
 does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds. Decode steps of each

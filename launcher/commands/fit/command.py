@@ -30,7 +30,7 @@ USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json
 """
 _GROUP = "Fit"
 LONGEST = 8192  # tokens, of the context when none is given
-ZIPF = 0.8  # about the skew of real models, as benchmarks/offload.py takes it
+ZIPF = 0.8  # as benchmarks/offload.py is used; no real text has been compared
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _NAMES = {name.lower(): name for name in DEVICES}
 

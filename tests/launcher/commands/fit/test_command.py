@@ -122,6 +122,10 @@ def test_experts(fit):
         "routing by Zipf's law with an exponent of 0.8 (--zipf), 54 GB/s of PCIe, and 15 us a layer between GPU and "
         "host, 157 of more than 16 sequences\n"
     ) in out
+    _, out, _ = fit("Qwen3-30B-A3B", "--gpu-mem", "24", "--host-mem", "256", "--zipf", "0")
+    assert "assumed as well: even routing, 54 GB/s of PCIe" in out
+    speeds = re.search(r"(\d+) tokens/s for \d+ sequences, (\d+) if all are chosen evenly\n", out)
+    assert speeds[1] == speeds[2]
 
 
 def test_experts_that_host_and_gpu_hold_together_alone(fit):
