@@ -30,7 +30,7 @@ from ..weights.slicing import Field, Ratio, Scales, ShardedModule, Source, store
 from . import is_stored
 from ._part import StoredPart, check_settings
 
-RANDOM = 0.38  # the deviation of weights/dummy.py's numbers
+RANDOM = 0.38  # the deviation of weights/dummy.py's e4m3 numbers
 HARMLESS = ".input_scale", ".activation_scale", ".k_scale", ".v_scale"
 
 
