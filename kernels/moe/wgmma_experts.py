@@ -77,12 +77,13 @@ def gather(x: Tensor, groups: Groups, top: int, rows: int) -> Tensor:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None, y: Tensor, act: str,
+    x: Tensor, weight: Tensor | Floats, groups: Groups, weights: Tensor, bias: Tensor | None, y: Tensor, act: str,
     rows: int,
 ) -> None:  # fmt: skip
     """Fill y of x [P, inputs] in the order of the groups and weight [E, outputs, inputs]. With an activation, y
     [P, outputs / 2] is the pairs' weights * act(gate) * up in that order; else y [P, outputs] is in the pairs' own, of
     an x that has the weights in it. bias [E, outputs]: added, times the pairs' weights. rows: of a tile."""
+    assert isinstance(weight, Tensor), "`takes` was not asked"
     experts, outputs, inputs = weight.shape
     of = sizes(outputs, inputs, act, bias is not None, rows)
     kernel = jit.kernel("wgmma_experts", "wgmma_experts", x.dtype, shared := stages(rows)[1], **of)
