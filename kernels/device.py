@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 # Bytes of shared memory:
@@ -27,6 +28,12 @@ def device_caps(device: torch.device) -> DeviceCaps:
     arch = f"sm_{found.major}{found.minor}" + "a" * hopper
     room = found.shared_memory_per_multiprocessor >= 2 * (HALF_SHARED + 1024)
     return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)
+
+
+def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """x on the device, without waiting for what the device does."""
+    found = torch.from_numpy(x)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def dot_precision(x: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..device import HALF_SHARED, device_caps
+from ..device import HALF_SHARED, device_caps, upload
 from ..rope.fp8_cache import E4M3
 from .backend import CurrentKV, Part
 
@@ -71,17 +71,11 @@ def widened_blocks(part: Part) -> WidenedBlocks:
         tables = np.zeros((len(rows.kv_lens), counts.max()), np.int32)
         tables[part.first : part.stop] = starts[:, None] + np.arange(counts.max())
         device = rows.block_tables.device
-        sequence = _upload(np.repeat(np.arange(part.first, part.stop), counts), device)
-        place = _upload(np.arange(counts.sum()) - np.repeat(starts, counts), device)
+        sequence = upload(np.repeat(np.arange(part.first, part.stop), counts), device)
+        place = upload(np.arange(counts.sum()) - np.repeat(starts, counts), device)
         blocks = rows.block_tables[sequence, place].contiguous()
-        found = part.rows.scratch[key] = WidenedBlocks(blocks, _upload(tables, device))
+        found = part.rows.scratch[key] = WidenedBlocks(blocks, upload(tables, device))
     return found
-
-
-def _upload(x: np.ndarray, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
-    found = torch.from_numpy(x)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def plan(part: Part) -> Tensor | None:
@@ -92,7 +86,7 @@ def plan(part: Part) -> Tensor | None:
     items = rows.scratch.get(key)
     if items is None:
         listed = prefill_work(rows.query_lens, rows.kv_lens, part.first, part.stop)
-        items = rows.scratch[key] = _upload(listed, part.q.device)
+        items = rows.scratch[key] = upload(listed, part.q.device)
     return items
 
 

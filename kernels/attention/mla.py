@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..device import upload
 from ..norm.norm import rms_norm
 from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
@@ -183,7 +185,7 @@ def _make_contexts(rows: AttentionMetadata, block_size: int) -> Iterator[Context
             stop += 1
         query_lens, kv_lens = rows.query_lens[start:stop], rows.kv_lens[start:stop]
         slots = torch.cat([reference.slots_of(rows, i, block_size) for i in range(start, stop)])
-        kv_starts = torch.tensor([0, *kv_lens]).cumsum(0).to(slots.device, torch.int32)
+        kv_starts = upload(np.cumsum([0, *kv_lens], dtype=np.int32), slots.device)
         yield Context(row, query_lens, kv_lens, slots, rows.query_starts[start : stop + 1], kv_starts)
         row += sum(query_lens)
         start = stop
