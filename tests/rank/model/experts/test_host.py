@@ -21,6 +21,7 @@ from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
 
 NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
+OTHERS = ("deepseek_v2", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 ALL = 1 << 20
 ROOMS = [
     *(ExpertRoom(offload=ALL, way=way) for way in ("auto", "cpu", "stream")),
@@ -35,7 +36,16 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp(name), **MODELS[name]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_names_are_all_model_types_with_experts():
+    with_experts = {
+        options["model_type"]
+        for options in MODELS.values()
+        if any("experts" in key for key in options | options.get("text_config", {}))
+    }
+    assert with_experts == {MODELS[name]["model_type"] for name in NAMES + OTHERS}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_logits(made, name):
     """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
     sequences = [tokens(34, seed=1), tokens(12, seed=2)]

@@ -109,12 +109,16 @@ def test_logits(made, expected, name, layout):
     assert distance(logits, expected(same, ids)) < TOLERANCE
 
 
+LONG_IN_HOST = [
+    "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "marlin", "w4a16", "w8a16", "q4_0", "q4k",
+    "q6k", "q8_0",
+]  # fmt: skip
 ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in ("halves", "gptq", "q4_0"))],
+    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in LONG_IN_HOST)],
 )
 def test_in_host_memory(made, name):
     """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
