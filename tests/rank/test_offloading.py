@@ -81,11 +81,19 @@ def test_as_many_resident_as_memory_is_given(wide_experts):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tp, pp, ep", [(2, 1, 1), (2, 1, 2), (1, 2, 1), (2, 2, 2)])
-def test_ranks(checkpoint, expected, tp, pp, ep):
-    got, log, stats = answers(checkpoint, tp * pp, tp=tp, pp=pp, ep=ep, num_experts_offload_per_rank=3)
+@pytest.mark.parametrize(
+    "tp, pp, ep, way",
+    [
+        *((tp, pp, ep, "auto") for tp, pp, ep in ((2, 1, 1), (2, 1, 2), (1, 2, 1), (2, 2, 1), (2, 2, 2))),
+        *((2, 2, 2, way) for way in ("cpu", "stream", "resident")),
+    ],
+)
+def test_ranks(checkpoint, expected, tp, pp, ep, way):
+    room = dict(num_experts_offload_per_rank=3, expert_placement=way)
+    got, log, stats = answers(checkpoint, tp * pp, tp=tp, pp=pp, ep=ep, **room)
     assert got == expected() and "in host memory" in log
     assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
+    assert way == "auto" or (stats.experts_cpu > 0) == (way == "cpu")
 
 
 @pytest.mark.parametrize(
