@@ -8,6 +8,7 @@ from phalanx.rank import protocol
 
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
+from .model.test_architectures import MODELS, write
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,13 +62,22 @@ def test_tokens_are_the_same_and_blocks_come_back(checkpoint, expected, tp, pp):
         assert engine.drain() == 0
 
 
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    """A model that caches latents, with blocks as large as above."""
+    sizes = dict(kv_lora_rank=480, qk_rope_head_dim=32, num_hidden_layers=4)
+    return write(tmp_path_factory.mktemp("latents"), **MODELS["deepseek_v3"] | sizes)
+
+
 @pytest.mark.long
-def test_a_cache_in_fp8(checkpoint):
-    """Eight sequences of six blocks, in a pool of 32: tokens as with room for all in FP8."""
+@pytest.mark.parametrize("kind, dtype", [("checkpoint", "fp8"), ("latents", "auto"), ("latents", "fp8")])
+def test_other_caches(request, kind, dtype):
+    """FP8 and latents. Eight sequences of six blocks, in a pool of 8 or 32: tokens as with room for all."""
+    path = request.getfixturevalue(kind)
     sent = {str(i): (prompt(i), greedy(COUNT)) for i in range(8)}
     tokens = []
     for room in (dict(), dict(mem=1, kvcache_mem_cpu=8)):
-        with Engine(checkpoint, program=SWAPPING, kv_cache_dtype="fp8", **room, **OPTIONS) as engine:
+        with Engine(path, program=SWAPPING, kv_cache_dtype=dtype, **room, **OPTIONS) as engine:
             outputs = engine.generate(sent)
             tokens.append({name: one.tokens for name, one in outputs.items()})
             stats = engine.rest()
