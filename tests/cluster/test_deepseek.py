@@ -47,15 +47,18 @@ def answer(server: Server) -> str:
     return found["choices"][0]["message"]["content"]
 
 
-def test_the_recipe(hosts, checkpoint):
-    """Of 16 experts a layer, 4 stay on each rank's device. One rank that has all says the same."""
+@pytest.mark.parametrize("ep, held, out", [(1, 16, 12), (4, 4, 3)])
+def test_the_recipe(hosts, checkpoint, ep, held, out):
+    """Of a rank's experts of a layer, or its parts of them, a quarter stay on its device. By --ep 4 each host's memory
+    has the experts of its own ranks alone. One rank that has all says the same."""
     with Server(str(checkpoint), "--device", "cpu", "--mem", "16") as server:
         want = answer(server)
-    options = "--device cpu --mem 16 --tp 4 --num-experts-offload-per-rank 12".split()
+    options = f"--device cpu --mem 16 --tp 4 --ep {ep} --num-experts-offload-per-rank {out}".split()
     with HostsServer(hosts, str(checkpoint), *options) as server:
         assert [len(host.processes(r"-m phalanx\.rank$")) for host in hosts.all] == [2, 2]
         assert answer(server) == want
-        assert "experts: 16 a layer in host memory" in server.output and "4 of them resident" in server.output
+        assert f"experts: {held} a layer in host memory" in server.output
+        assert f"{held - out} of them resident" in server.output
         ways = [server.metric(f"phalanx_experts_{way}_total") for way in ("resident", "cpu", "streamed")]
         assert ways[0] > 0 and ways[1] + ways[2] > 0
         server.process.send_signal(signal.SIGUSR1)
