@@ -182,6 +182,8 @@ class _Line:
         bare = "--" + name.lstrip("-").replace("_", "-").lower()
         if bare in own:
             return f"; did you mean {bare}?"
+        if any(bare in spec.flag.flags for spec in specs(Options).values()):
+            return ": phalanx serve has it, but not this command; --help lists what this one has"
         longer = [one for one in own if one.startswith(bare) and len(bare) > 3]
         close = difflib.get_close_matches(bare, own, 1, 0.7) if len(bare) > 4 else []
         for one in longer[:1] or close:

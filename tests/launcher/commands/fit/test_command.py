@@ -284,6 +284,10 @@ def test_a_device_of_another_size(fit):
             "32, pipeline stages at most 32, and all together must divide the ranks",
         ),
         (["--gpu-mem", "80", "--gpus", "0"], "--gpus '0' (command line): must be at least 1"),
+        (
+            ["--gpu-mem", "80", "--expert-memory", "9"],
+            "unknown option --expert-memory: phalanx serve has it, but not this command; --help lists",
+        ),
     ],
 )
 def test_complaints(fit, words, message):
