@@ -257,6 +257,7 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
+    borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
     few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
