@@ -85,7 +85,7 @@ def test_as_many_resident_as_memory_is_given(wide_experts):
     "tp, pp, ep, way",
     [
         *((tp, pp, ep, "auto") for tp, pp, ep in ((2, 1, 1), (2, 1, 2), (1, 2, 1), (2, 2, 1), (2, 2, 2))),
-        *((2, 2, 2, way) for way in ("cpu", "stream", "resident")),
+        *((2, 1, 2, way) for way in ("cpu", "stream", "resident")),
     ],
 )
 def test_ranks(checkpoint, expected, tp, pp, ep, way):
