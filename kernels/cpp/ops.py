@@ -24,6 +24,7 @@ from . import compiler
 log = logging.getLogger("phalanx")
 LOOK = 3e-5  # seconds that threads look for the next operations before they sleep; as in wait.h
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of functions, by the dtype of what they compute
+READ = {torch.float16: "f16", **SUFFIXES}  # likewise, by the dtype of weights that are only read
 Value = Tensor | int | float | None
 
 
@@ -88,7 +89,7 @@ def has(source: str, name: str) -> bool:
 
 
 def typed(source: str, name: str, dtype: torch.dtype) -> Op:
-    return op(source, f"{name}_{SUFFIXES[dtype]}")
+    return op(source, f"{name}_{READ[dtype]}")
 
 
 @functools.cache
@@ -124,6 +125,12 @@ def available() -> bool:
 def takes(x: Tensor) -> bool:
     """Whether operations compute with x's dtype, in memory that they can reach."""
     return x.device.type == "cpu" and x.dtype in SUFFIXES and available()
+
+
+def reads(x: Tensor) -> bool:
+    """Whether operations read all of x, as it lies in memory."""
+    in_reach = x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
+    return in_reach and x.dtype in READ and available()
 
 
 def call_array(calls: list[tuple[int, bytes]]) -> ctypes.Array[_Call]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cpp import ops
 from . import e4m3_cpu, floats
 from .e4m3_cuda import GROUP
 from .e4m3_wgmma import MOST
@@ -33,7 +34,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = max(1, CHUNK // max(inputs, 1))
     for first in range(0, outputs, rows):
         part = slice(first, first + rows)
-        if e4m3_cpu.ops.takes(weight) and weight.is_contiguous():
+        if ops.reads(weight):
             codes[part], scales[part] = e4m3_cpu.encode(weight[part], unit)
         else:
             codes[part], scales[part] = encode_reference(weight[part], unit)

@@ -186,6 +186,7 @@ template <typename T> void encode(const Encode& a, int part, int parts) {
 
 OP(e4m3_encode_f32, encode<float>, Encode)
 OP(e4m3_encode_bf16, encode<bf16>, Encode)
+OP(e4m3_encode_f16, encode<f16>, Encode)
 OP(e4m3_widen, widen_rows, Widen)
 OP(e4m3_experts_f32, experts<float>, Experts)
 OP(e4m3_experts_bf16, experts<bf16>, Experts)

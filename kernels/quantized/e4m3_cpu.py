@@ -44,7 +44,10 @@ def takes(codes: Tensor, unit: int) -> bool:
 
 
 def encode(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [O, I] and scales f32 [O, I / unit] of a contiguous weight in f32 or bf16; unit: a multiple of 16."""
+    """Codes uint8 [O, I] and scales f32 [O, I / unit] of a contiguous weight in f32, bf16 or f16.
+
+    unit: a multiple of 16.
+    """
     codes = weight.new_empty(weight.shape, dtype=torch.uint8)
     scales = weight.new_empty(len(weight), weight.shape[1] // unit, dtype=torch.float32)
     ops.typed(SOURCE, "e4m3_encode", weight.dtype)(weight, codes, scales, scales.numel(), unit)

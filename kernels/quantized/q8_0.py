@@ -43,7 +43,7 @@ def encode(weight: Tensor) -> Encoded:
     codes = weight.new_empty(outputs, inputs, dtype=torch.int8)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float16)
     rows = max(1, CHUNK // max(inputs, 1))
-    compiled = ops.takes(weight) and weight.is_contiguous() and weight.numel() > 0
+    compiled = ops.reads(weight)
     for first in range(0, outputs, rows):
         part = slice(first, first + rows)
         codes[part], scales[part] = (q8_0_cpu.encode if compiled else encode_reference)(weight[part])

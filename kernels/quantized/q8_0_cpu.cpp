@@ -47,3 +47,4 @@ template <typename T> void encode(const Encode& a, int part, int parts) {
 FORM_OPS(q8_0, Q8_0)
 OP(q8_0_encode_f32, encode<float>, Encode)
 OP(q8_0_encode_bf16, encode<bf16>, Encode)
+OP(q8_0_encode_f16, encode<f16>, Encode)

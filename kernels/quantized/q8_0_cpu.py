@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [O, I] and scales [O, I / 32] of a weight in f32 or bf16."""
+    """Codes [O, I] and scales [O, I / 32] of a contiguous weight in f32, bf16 or f16."""
     codes = weight.new_empty(weight.shape, dtype=torch.int8)
     scales = weight.new_empty(len(weight), weight.shape[1] // GROUP, dtype=torch.float32)
     ops.typed("q8_0_cpu", "q8_0_encode", weight.dtype)(weight, codes, scales, scales.numel())

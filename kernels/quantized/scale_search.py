@@ -17,7 +17,7 @@ STEPS = 16  # scales that are tried
 def with_minima(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """groups f32 [..., 16 or 32], about code * scale - minimum with codes 0 to most → scales, minima [...], none below
     0."""
-    if compiled(groups):
+    if ops.reads(groups):
         scales, minima = groups.new_empty(2, *groups.shape[:-1])
         ops.op("scale_search", "scale_search")(groups, scales, minima, scales.numel(), groups.shape[-1], most, STEPS)
         return scales, minima
@@ -30,7 +30,7 @@ def with_minima(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def signed(groups: Tensor, most: int) -> Tensor:
     """groups f32 [..., 16 or 32], about code * scale with codes -most to most - 1 → scales [...] of either sign."""
-    if compiled(groups):
+    if ops.reads(groups):
         scales = groups.new_empty(groups.shape[:-1])
         ops.op("scale_search", "scale_search")(groups, scales, None, scales.numel(), groups.shape[-1], most, STEPS)
         return scales
@@ -39,11 +39,6 @@ def signed(groups: Tensor, most: int) -> Tensor:
 
         return scale_search_triton.signed(groups.contiguous(), most, STEPS)
     return signed_reference(groups, most)
-
-
-def compiled(groups: Tensor) -> bool:
-    """Whether C++ operations read these weights."""
-    return groups.device.type == "cpu" and groups.is_contiguous() and groups.numel() > 0 and ops.available()
 
 
 def with_minima_reference(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from .super_blocks_form import Form
 
 CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # that torch encodes on CPUs at once: they stay in a cache
-DTYPES = {torch.float16: "f16", **ops.SUFFIXES}  # of weights that C++ encodes, in its operations' names
 
 
 class Decoded(NamedTuple):
@@ -55,8 +54,8 @@ def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor
     outputs, inputs = weight.shape
     shape = inputs // form.super, form.super // form.group, form.group
     blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
-    if form.encoder and scale_search.compiled(weight) and weight.dtype in DTYPES:
-        encoder = ops.op("scale_search", f"encode_{form.encoder}_{DTYPES[weight.dtype]}")
+    if form.encoder and ops.reads(weight):
+        encoder = ops.typed("scale_search", f"encode_{form.encoder}", weight.dtype)
         encoder(weight, blocks, weight.numel() // form.super, scale_search.STEPS)
         return (blocks,)
     rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))

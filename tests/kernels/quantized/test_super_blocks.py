@@ -168,7 +168,7 @@ def test_encoded_in_cpp_as_in_torch(isa, threads, called, name, dtype):
         given = weight.to(dtype)
         called.clear()
         (blocks,) = one.encode(given)
-        assert called == [f"encode_{name}_{super_blocks.DTYPES[dtype]}"]
+        assert called == [f"encode_{name}_{ops.READ[dtype]}"]
         groups = given.float().view(len(weight), -1, 256 // one.FORM.group, one.FORM.group)
         assert torch.equal(blocks, one.encode_groups(groups).flatten(1))
         assert called[1:] == ["scale_search"]
