@@ -35,7 +35,7 @@ typedef Ints IntsAnywhere __attribute__((aligned(1)));
 struct bf16 {
     uint16_t bits;
 };
-struct f16 {  // is read alone
+struct f16 {
     uint16_t bits;
 };
 
@@ -61,6 +61,19 @@ template <> inline bf16 narrow<bf16>(float x) {  // to the nearest, ties to even
     memcpy(&bits, &x, 4);
     if (x != x) return {(uint16_t)(bits >> 16 | 64)};
     return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <> inline f16 narrow<f16>(float x) {  // likewise; from 65520 on, infinity
+    uint32_t bits, low;
+    memcpy(&bits, &x, 4);
+    const uint16_t sign = bits >> 16 & 0x8000;
+    if (x != x) return {(uint16_t)(sign | 0x7e00)};
+    float size = __builtin_fabsf(x), raised = size + 0.5f;  // whose last bit is that of f16's smallest numbers
+    size = size > 65536 ? 65536 : size;
+    memcpy(&low, &raised, 4);
+    memcpy(&bits, &size, 4);
+    uint32_t normal = bits - (112 << 23);
+    normal = (normal + 0xfff + (normal >> 13 & 1)) >> 13;
+    return {(uint16_t)(sign | (size < 0x1p-14f ? low - 0x3f000000 : normal))};
 }
 
 INLINE Vec fill(float x) { return x - (Vec){}; }

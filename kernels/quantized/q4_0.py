@@ -15,7 +15,7 @@ from . import affine, block_bits, int4_cuda, super_blocks, super_blocks_cpu, tar
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18, minima=False)
+FORM = Form(super=32, group=32, bits=4, zero=8, bytes=18, minima=False, encoder="q4_0")
 GROUP = FORM.super
 Packed = affine.Packed | super_blocks.Packed
 

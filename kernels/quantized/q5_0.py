@@ -5,12 +5,14 @@ Codes less their middle have no more than 8 bits, so q8_0's kernels take them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ..cpp import ops
 from . import block_bits, q8_0, super_blocks
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22, minima=False)
+FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22, minima=False, encoder="q5_0")
 GROUP = FORM.super
 dequantize, linear, variants = q8_0.dequantize, q8_0.linear, q8_0.variants
 pack, kept_bits = q8_0.pack, q8_0.kept_bits
@@ -32,4 +34,9 @@ def encode_groups(groups: Tensor) -> Tensor:
 
 def encode(weight: Tensor) -> q8_0.Encoded:
     """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit."""
+    if ops.reads(weight):
+        codes = weight.new_empty(weight.shape, dtype=torch.int8)
+        scales = weight.new_empty(len(weight), weight.shape[1] // GROUP, dtype=torch.float16)
+        ops.typed("group_encoder", "encode_signed_q5_0", weight.dtype)(weight, codes, scales, scales.numel())
+        return q8_0.Encoded(codes, scales)
     return from_blocks(*super_blocks.encode(FORM, encode_groups, weight))

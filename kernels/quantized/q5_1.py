@@ -13,7 +13,7 @@ from . import block_bits, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=8, zero=0, bytes=24)
+FORM = Form(super=32, group=32, bits=8, zero=0, bytes=24, encoder="q5_1")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

@@ -5,6 +5,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "block_bits.h"
 
 struct Search {
     const void* groups;     // f32 [count, size]; size is 16 or 32
@@ -125,17 +126,6 @@ void search_any(const Search& a, int part, int parts) {
 constexpr int SUPER = 256;         // weights of a super-block
 constexpr float F16_MOST = 65504;  // f16's largest number
 
-// To the nearest, ties to even. |x| <= F16_MOST.
-INLINE f16 half(float x) {
-    const float size = __builtin_fabsf(x), raised = size + 0.5f;  // whose last bit is that of f16's smallest numbers
-    uint32_t bits, low;
-    memcpy(&bits, &x, 4);
-    memcpy(&low, &raised, 4);
-    uint32_t normal = (bits & 0x7fffffff) - (112 << 23);
-    normal = (normal + 0xfff + (normal >> 13 & 1)) >> 13;
-    return {(uint16_t)((bits >> 16 & 0x8000) | (size < 0x1p-14f ? low - 0x3f000000 : normal))};
-}
-
 INLINE float inverse_of(float x) { return x == 0 ? 0 : 1 / x; }
 
 // x to a whole number from low to high. Clamped first: a product would be contracted with the sum that rounds it.
@@ -187,7 +177,7 @@ INLINE void super_with_minima(const float* x, const float* scales, const float* 
         float most = found[i][0];
         for (int g = 1; g < COUNT; g++) most = found[i][g] > most ? found[i][g] : most;
         most /= K::NUMBERS;
-        y.factors[i] = half(most > F16_MOST ? F16_MOST : most);
+        y.factors[i] = narrow<f16>(most > F16_MOST ? F16_MOST : most);
         to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers[i]);
     }
     to_codes<K>(x, y, 0, K::MOST, 0);
@@ -201,24 +191,9 @@ template <typename K> INLINE void super_signed(const float* x, const float* scal
         largest = __builtin_fabsf(scales[g]) > __builtin_fabsf(largest) ? scales[g] : largest;
     largest /= -K::NUMBERS;
     largest = largest > F16_MOST ? F16_MOST : largest;
-    y.factors[0] = half(largest < -F16_MOST ? -F16_MOST : largest);
+    y.factors[0] = narrow<f16>(largest < -F16_MOST ? -F16_MOST : largest);
     to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers[0]);
     to_codes<K>(x, y, -K::MOST, K::MOST - 1, K::MOST);
-}
-
-// COUNT bytes, each of 8 / BITS neighbours at a distance of COUNT: their bits from SHIFT on (block_bits.join).
-template <int COUNT, int BITS, int SHIFT = 0> INLINE uint8_t* join(const uint8_t* x, uint8_t* y) {
-    for (int i = 0; i < COUNT; i++) {
-        int made = 0;
-        for (int k = 0; k < 8 / BITS; k++) made |= (x[k * COUNT + i] >> SHIFT & ((1 << BITS) - 1)) << BITS * k;
-        y[i] = (uint8_t)made;
-    }
-    return y + COUNT;
-}
-
-INLINE uint8_t* append(const void* x, int bytes, uint8_t* y) {
-    memcpy(y, x, bytes);
-    return y + bytes;
 }
 
 // The 12 bytes of eight scales and eight minima of 6 bits (block_bits.join_k_scales).

@@ -55,8 +55,9 @@ def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor
     shape = inputs // form.super, form.super // form.group, form.group
     blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
     if form.encoder and ops.reads(weight):
-        encoder = ops.typed("scale_search", f"encode_{form.encoder}", weight.dtype)
-        encoder(weight, blocks, weight.numel() // form.super, scale_search.STEPS)
+        source, steps = ("scale_search", (scale_search.STEPS,)) if form.super > form.group else ("group_encoder", ())
+        encoder = ops.typed(source, f"encode_{form.encoder}", weight.dtype)
+        encoder(weight, blocks, weight.numel() // form.super, *steps)
         return (blocks,)
     rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))
     for first in range(0, outputs, rows):

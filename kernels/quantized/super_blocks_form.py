@@ -14,4 +14,4 @@ class Form(NamedTuple):
     zero: int  # what all codes have too much
     bytes: int  # of a super-block in ggml's files
     minima: bool = True  # whether groups have them
-    encoder: str = ""  # of scale_search.cpp's operations, the type's name there; none: torch encodes it
+    encoder: str = ""  # the type's name in scale_search.cpp, or group_encoder.cpp; none: torch encodes it

@@ -130,17 +130,44 @@ def awkward():
     return weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", EXACT)
-def test_encoded_as_gguf_does(monkeypatch, name, dtype):
-    monkeypatch.setattr(super_blocks, "CPU_CHUNK", 700)  # two rows at a time
-    one, weight = codec(name), awkward().to(dtype)
-    kind = gguf.GGMLQuantizationType[name.upper()]
+def as_gguf_does(name, weight):
+    one, kind = codec(name), gguf.GGMLQuantizationType[name.upper()]
     blocks = torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), kind))
+    assert torch.equal(super_blocks.encode(one.FORM, one.encode_groups, weight)[0], blocks)
     found = one.encode(weight)
-    if name != "q5_0":  # whose codes are q8_0's
-        assert torch.equal(found[0], blocks)
+    assert all(map(torch.equal, found, one.from_blocks(blocks)))
     assert torch.equal(one.dequantize(one.pack(*found)), theirs(name, blocks))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("name", EXACT)
+def test_encoded_as_gguf_does(isa, threads, called, name, dtype):
+    """Groups that fill vectors and threads or not."""
+    for weight in (awkward(), awkward().abs(), torch.randn(1, 32), torch.randn(37, 96) * 0.03):
+        called.clear()
+        as_gguf_does(name, weight.clamp(-6e4, 6e4).to(dtype))
+        encoded = f"encode_{name}_{ops.READ[dtype]}"
+        assert called[:2] == [encoded, f"encode_signed_{name}_{ops.READ[dtype]}" if name == "q5_0" else encoded]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_encoded_in_torch_as_gguf_does(monkeypatch, name):
+    monkeypatch.setattr(ops, "available", lambda: False)
+    monkeypatch.setattr(super_blocks, "CPU_CHUNK", 700)  # two rows at a time
+    for dtype in DTYPES:
+        as_gguf_does(name, awkward().to(dtype))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_ends_of_f32_are_encoded_in_cpp_as_in_torch(isa, name):
+    """Scales whose inverse is infinite, or which are too large for f16 or for codes to be the nearest ones."""
+    one, draw = codec(name), torch.Generator().manual_seed(0)
+    weight = torch.randn(80, 64, generator=draw) * torch.logspace(-44, 38, 80, dtype=torch.float64)[:, None]
+    weight = weight.float()
+    weight[::4, ::5], weight[1::4] = 0, weight[1::4].sign() * weight[1::4, :1]
+    (blocks,) = super_blocks.encode(one.FORM, one.encode_groups, weight)
+    want = one.encode_groups(weight.view(80, 2, 1, 32)).flatten(1)
+    assert torch.equal(blocks, want) and all(map(torch.equal, one.encode(weight), one.from_blocks(want)))
 
 
 @pytest.mark.parametrize("name", ERRORS)
