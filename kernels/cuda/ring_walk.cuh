@@ -2,6 +2,15 @@
 // next ones.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Of one thread, before the block or its cluster meets: stages that TMA fills, and so many warps release.
+__device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGES], int warps) {
+    for (int s = 0; s < STAGES; s++) {
+        mbarrier_init(full + s, 1);
+        mbarrier_init(empty + s, warps);
+    }
+    fence_mbarrier_init();
+}
+
 // Where the ring is.
 struct Place {
     int stage = 0, round = 0;

@@ -108,13 +108,7 @@ e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, cons
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x;
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32 * SHARE);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE);
     if constexpr (CLUSTER > 1)
         cluster_sync();  // the other's barriers are there, too
     else

@@ -125,13 +125,7 @@ wgmma_experts(const __grid_constant__ TensorMap of_x, const __grid_constant__ Te
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x;
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();
     const Items items{ends, tile_expert, tile_start, tiles};
     if (thread >= THREADS) {

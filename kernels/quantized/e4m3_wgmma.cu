@@ -139,13 +139,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     const int thread = threadIdx.x, width = GATED ? outputs / 2 : outputs;
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32 * SHARE * OVER);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE * OVER);
     if constexpr (CLUSTER > 1)
         cluster_sync();  // the others' barriers are there, too
     else
