@@ -95,6 +95,17 @@ def model_text(source: str, sizes: dict) -> str:
     return "\n".join([f'#include "{HEADER.name}"', *given, text, RUN.format(call=call)])
 
 
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold NaN, so that what no kernel has written is seen."""
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else 0x7F)
+
+    new, empty = torch.Tensor.new_empty, torch.empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(new(x, *a, **k)))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+
+
 def launch(
     library: ctypes.CDLL, grid: tuple[int, int, int], threads: int, args: tuple, weights: torch.Tensor, seed: int = 0,
     x: torch.Tensor | None = None, writes: Sequence[tuple[torch.Tensor, torch.Tensor]] = (), any_order: bool = False,

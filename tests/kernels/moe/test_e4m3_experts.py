@@ -66,10 +66,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(e4m3_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
     monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
-    poison = lambda x: x.fill_(float("nan") if x.is_floating_point() else 0x7F)  # noqa: E731
-    new, empty = torch.Tensor.new_empty, torch.empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(new(x, *a, **k)))
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    cuda_model.poison_new_tensors(monkeypatch)
 
 
 def chosen(case):

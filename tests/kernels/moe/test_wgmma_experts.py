@@ -51,10 +51,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
     monkeypatch.setattr(wgmma_experts, "stages", lambda rows: (2, 1024 + 2 * (rows + 256) * 128))
-    new, empty = torch.Tensor.new_empty, torch.empty
-    poison = lambda x: x.fill_(float("nan") if x.is_floating_point() else 0x7F)  # noqa: E731
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: poison(new(x, *a, **k)))
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    cuda_model.poison_new_tensors(monkeypatch)
 
 
 @pytest.mark.parametrize(
