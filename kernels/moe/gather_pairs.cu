@@ -1,7 +1,7 @@
 // y [pairs, I]: rows of x [tokens, I] in the order of group.cu, TOP pairs a token. A warp has a pair. Places that no pair of
 // these EXPERTS has stay as they are.
 
-constexpr int WARPS = 8, VECTORS = I / 8, PER = (VECTORS + 31) / 32, HELD = PER < 8 ? PER : 8;  // HELD: loads at once
+constexpr int VECTORS = I / 8, PER = (VECTORS + 31) / 32, HELD = PER < 8 ? PER : 8;  // HELD: loads at once
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gather_pairs(const T* x, const int* order, const int* ends, T* y, int pairs) {

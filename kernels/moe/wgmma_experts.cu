@@ -4,7 +4,7 @@
 // that order; else y [pairs, OUTPUTS] is in the pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the
 // pair's weight where x has it in already.
 //
-// A tile has up to ROWS pairs of one expert and 256 outputs of the weights (expert_walk.cuh). One warp has TMA bring chunks
+// A tile has up to ROWS pairs of one expert and M outputs of the weights (expert_walk.cuh). One warp has TMA bring chunks
 // of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's predecessor has ended.
 // The order of pairs is older than that, and what dequantises weights lets nothing start early (dequantize.cu). A
 // warpgroup multiplies 64 pairs by all outputs, of which gates and ups lie side by side, so that both of an output are the
@@ -13,7 +13,7 @@
 #include "mma.cuh"
 #include "wgmma.cuh"
 
-constexpr int KC = 64, CHUNKS = I / KC, M = 256;  // M: outputs of the weights in a tile
+constexpr int CHUNKS = I / KC;
 constexpr int OUTS = GATED ? M / 2 : M, WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y: of a tile, and all
 constexpr int ROW_BYTES = KC * 2, X_BYTES = ROWS * ROW_BYTES, STAGE = X_BYTES + M * ROW_BYTES;
 constexpr int GROUPS = ROWS / 64, THREADS = 128 * GROUPS;  // warpgroups, and threads, that multiply
@@ -21,6 +21,7 @@ constexpr int GROUPS = ROWS / 64, THREADS = 128 * GROUPS;  // warpgroups, and th
 constexpr int N = GROUPS == 2 ? M : M / 2, PARTS = M / N;
 // Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int TO_COPY = GROUPS == 2 ? 40 : 32, REGISTERS = GROUPS == 2 ? 232 : 160;
+static_assert(KC == 64 && M == 256);  // a row of TMA's swizzle, and what the sums of a warpgroup have registers for
 static_assert(I % KC == 0 && WIDTH % 64 == 0 && (GROUPS == 2 || GROUPS == 3));
 constexpr int SHARE = 1;  // blocks of a cluster side by side
 #include "ring_walk.cuh"

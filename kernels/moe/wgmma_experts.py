@@ -47,6 +47,8 @@ def sizes(outputs: int, inputs: int, act: str, bias: bool, rows: int) -> dict[st
     return dict(
         I=inputs,
         OUTPUTS=outputs,
+        M=OUTPUTS,
+        KC=CHUNK,
         ROWS=rows,
         STAGES=stages(rows)[0],
         BIAS=int(bias),
@@ -63,7 +65,7 @@ def stages(rows: int) -> tuple[int, int]:
 
 def gather_sizes(experts: int, inputs: int, top: int) -> dict[str, int]:
     """What gather_pairs.cu is compiled for."""
-    return dict(EXPERTS=experts, I=inputs, TOP=top)
+    return dict(EXPERTS=experts, I=inputs, TOP=top, WARPS=GATHER_WARPS)
 
 
 def gather(x: Tensor, groups: Groups, top: int, rows: int) -> Tensor:
