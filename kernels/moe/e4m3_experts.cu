@@ -20,7 +20,7 @@ static_assert(SPLIT == 1 && OVER == 1 && WIDTH % 16 == 0 && OUTS % 16 == 0);
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {
     const int column = cluster_rank() % SHARE;
-    constexpr int ALONG = GATED ? 1 : 2;  // halves that are consecutive in memory and in the ring
+    constexpr int ALONG = GATED ? 1 : 2;  // half pieces that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {      // for a chunk's weights
         Barrier* const barrier = full + at.place.stage;
         const unsigned to = ring + at.place.stage * STAGE + X_BYTES;

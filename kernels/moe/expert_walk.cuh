@@ -32,9 +32,9 @@ struct Items {
     }
     // An expert's items are counted on from the first of its tiles of pairs: of a band all tiles have a column in turn.
     __device__ Item item(int index, const Lookup& at) const {
-        const int runs = (at.end - at.begin + ROWS - 1) / ROWS;
+        const int row_tiles = (at.end - at.begin + ROWS - 1) / ROWS;
         const int mine = index % COLUMNS + (at.start - at.begin) / ROWS * COLUMNS;
-        const int band = mine / (BAND * COLUMNS) * BAND, here = min(BAND, runs - band), rest = mine - band * COLUMNS;
+        const int band = mine / (BAND * COLUMNS) * BAND, here = min(BAND, row_tiles - band), rest = mine - band * COLUMNS;
         const int row = at.begin + (band + rest % here) * ROWS, column = rest / here * SHARE + cluster_rank() % SHARE;
         return {at.expert, column * OUTS, row, min(ROWS, at.end - row)};
     }

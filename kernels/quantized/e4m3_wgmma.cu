@@ -54,7 +54,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
                                Barrier* empty, const Tiles& tiles, int strips) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
     const int height = tiles.height;
-    constexpr int RUN = GATED ? 1 : 2;  // halves that are consecutive in memory and in the ring
+    constexpr int RUN = GATED ? 1 : 2;  // half pieces that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.place.stage;
         mbarrier_expect(barrier, W_BYTES + height * SPAN);

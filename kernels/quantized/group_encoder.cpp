@@ -36,8 +36,8 @@ INLINE void find_ends(const Weights& x, float& low, float& high) {
     low = -largest(-least), high = largest(most);
 }
 
-// Codes are (x - less) / scale from -zero to most - zero, more by zero, halves up. Clamped before zero is added: a
-// product would be contracted with the sum.
+// Codes are (x - less) / scale, clamped to -zero and most - zero, plus zero, rounded half up. Clamped before zero is
+// added: a product would be contracted with the sum.
 INLINE void to_codes(const Weights& x, float less, float scale, float zero, float most, uint8_t* y) {
     alignas(64) int32_t codes[GROUP];
     const float inverse = scale == 0 ? 0 : 1 / scale;
