@@ -1,5 +1,6 @@
-// Sorts pairs of a token and an expert by expert, in one block, and cuts each expert's pairs into tiles of ROWS. (Of few pairs
-// each block of expert_mlp.cu does the same, in shared memory: expert_items.cuh.)
+// Sorts pairs of a token and an expert by expert, and cuts each expert's pairs into tiles of ROWS. (Of few pairs each block of
+// expert_mlp.cu does the same, in shared memory: expert_items.cuh.) `group` does it in one block. Of many pairs each block
+// has a part, PART of them: `count_parts` counts the pairs of each part, and `group_parts` sorts them.
 //
 // ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
 // tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs
@@ -7,35 +8,86 @@
 // `first` on are sorted; pairs of the others are in no tile.
 #include "expert_tiles.cuh"
 
+struct Experts {  // in shared memory
+    int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS];
+    int before[EXPERTS];  // pairs of the parts before this block's
+    int tiles;
+};
+
+// use(p, e) of each of the pairs from..to that are sorted; e counts from the first expert.
+template <class Use> __device__ inline void each_pair(const int* ids, int from, int to, int first, Use use) {
+#pragma unroll 8
+    for (int p = from + threadIdx.x; p < to; p += THREADS) {
+        const int e = ids[p] - first;
+        if ((unsigned)e < EXPERTS) use(p, e);
+    }
+}
+
+// all.counts and all.before are there. Writes the order of the pairs from..to; the first block also writes what holds for all.
+__device__ inline void sort(Experts& all, const int* ids, int from, int to, int* order, int* ends, int* tile_expert,
+                            int* tile_start, int tiles, int first) {
+    const bool writes_tiles = blockIdx.x == 0;
+    if (threadIdx.x < 32) {
+        const Totals total = place_experts([&](int e) { return all.counts[e]; },
+                                           [&](int e, int start, int tile, int) {
+                                               all.starts[e] = start, all.first_tile[e] = tile;
+                                               if (writes_tiles) ends[e] = start;
+                                           });
+        if (threadIdx.x == 0) {
+            all.tiles = total.tiles;
+            if (writes_tiles) ends[EXPERTS] = total.pairs;
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; writes_tiles && e < EXPERTS; e += THREADS)
+        for (int i = 0; i * ROWS < all.counts[e]; i++)
+            tile_expert[all.first_tile[e] + i] = e, tile_start[all.first_tile[e] + i] = all.starts[e] + i * ROWS;
+    for (int i = all.tiles + threadIdx.x; writes_tiles && i < tiles; i += THREADS) tile_expert[i] = -1;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) all.before[e] += all.starts[e];
+    __syncthreads();
+    each_pair(ids, from, to, first, [&](int p, int e) { order[atomicAdd(all.before + e, 1)] = p; });
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles, int first) {
-    __shared__ int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS], total_tiles;
-    const int lane = threadIdx.x % 32;
+    __shared__ Experts all;
     launch_dependents();  // experts' weights may be asked for while this sorts
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) all.counts[e] = all.before[e] = 0;
     __syncthreads();
     grid_wait();
-#pragma unroll 8
-    for (int p = threadIdx.x; p < pairs; p += THREADS) {
-        const int e = ids[p] - first;
-        if ((unsigned)e < EXPERTS) atomicAdd(counts + e, 1);
+    each_pair(ids, 0, pairs, first, [&](int, int e) { atomicAdd(all.counts + e, 1); });
+    __syncthreads();
+    sort(all, ids, 0, pairs, order, ends, tile_expert, tile_start, tiles, first);
+}
+
+// → counts [parts, EXPERTS].
+extern "C" __global__ void __launch_bounds__(THREADS) count_parts(const int* ids, int* counts, int pairs, int first) {
+    __shared__ int found[EXPERTS];
+    launch_dependents();
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) found[e] = 0;
+    __syncthreads();
+    grid_wait();
+    const int from = blockIdx.x * PART;
+    each_pair(ids, from, min(pairs, from + PART), first, [&](int, int e) { atomicAdd(found + e, 1); });
+    __syncthreads();
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[blockIdx.x * EXPERTS + e] = found[e];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+group_parts(const int* ids, const int* counts, int* order, int* ends, int* tile_expert, int* tile_start, int pairs,
+            int tiles, int first) {
+    __shared__ Experts all;
+    launch_dependents();
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) all.counts[e] = all.before[e] = 0;
+    __syncthreads();
+    grid_wait();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < gridDim.x * EXPERTS; i += THREADS) {
+        const int part = i / EXPERTS, e = i % EXPERTS, n = counts[i];
+        atomicAdd(all.counts + e, n);
+        if (part < blockIdx.x) atomicAdd(all.before + e, n);
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const Totals all = place_experts(
-            [&](int e) { return counts[e]; },
-            [&](int e, int start, int tile, int) { starts[e] = start, first_tile[e] = tile, ends[e] = start; });
-        if (lane == 0) ends[EXPERTS] = all.pairs, total_tiles = all.tiles;
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
-        for (int i = 0; i * ROWS < counts[e]; i++)
-            tile_expert[first_tile[e] + i] = e, tile_start[first_tile[e] + i] = starts[e] + i * ROWS;
-    for (int i = total_tiles + threadIdx.x; i < tiles; i += THREADS) tile_expert[i] = -1;
-    __syncthreads();  // `starts` counts on from here
-#pragma unroll 8
-    for (int p = threadIdx.x; p < pairs; p += THREADS) {
-        const int e = ids[p] - first;
-        if ((unsigned)e < EXPERTS) order[atomicAdd(starts + e, 1)] = p;
-    }
+    const int from = blockIdx.x * PART;
+    sort(all, ids, from, min(pairs, from + PART), order, ends, tile_expert, tile_start, tiles, first);
 }

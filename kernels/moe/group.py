@@ -10,6 +10,8 @@ from torch import Tensor
 from .. import jit
 
 THREADS = 1024  # of group.cu
+MOST_OF_ONE_BLOCK = 8192  # pairs
+PART = 2048  # pairs of a block, of more
 MOST_EXPERTS = 2048  # that group.cu has shared memory for
 
 
@@ -49,9 +51,19 @@ def group(ids: Tensor, experts: int, rows: int, held: Held | None = None) -> Gro
     if not ids.is_cuda:
         return _reference(local_experts(ids, experts, held), experts, rows, found)
     assert experts <= MOST_EXPERTS
-    kernel = jit.kernel("group", "group", torch.int64, EXPERTS=experts, ROWS=rows, THREADS=THREADS)
-    kernel((1, 1, 1), THREADS, ids, *found, ids.numel(), tiles, held.first if held else 0)
+    pairs, first = ids.numel(), held.first if held else 0
+    if pairs <= MOST_OF_ONE_BLOCK:
+        _kernel("group", experts, rows)((1, 1, 1), THREADS, ids, *found, pairs, tiles, first)
+        return found
+    parts = -(-pairs // PART)
+    counts = torch.empty(parts, experts, dtype=torch.int32, device=ids.device)
+    _kernel("count_parts", experts, rows)((parts, 1, 1), THREADS, ids, counts, pairs, first)
+    _kernel("group_parts", experts, rows)((parts, 1, 1), THREADS, ids, counts, *found, pairs, tiles, first)
     return found
+
+
+def _kernel(name: str, experts: int, rows: int) -> jit.Kernel:
+    return jit.kernel("group", name, torch.int64, EXPERTS=experts, ROWS=rows, THREADS=THREADS, PART=PART)
 
 
 def local_experts(ids: Tensor, experts: int, held: Held | None) -> Tensor:

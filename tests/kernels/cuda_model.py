@@ -38,9 +38,9 @@ class Builder:
         self._copied = [*sorted(HEADER.parent.glob(f"{HEADER.stem}*.h")), SHARED]
         self._shared: Path | None = None
 
-    def build(self, source: str, sizes: dict) -> ctypes.CDLL:
-        """The library of a source's one kernel, for the element type T and sizes of `sizes`."""
-        text = model_text(source, sizes)
+    def build(self, source: str, sizes: dict, name: str | None = None) -> ctypes.CDLL:
+        """The library of a source's kernel `name`, for the element type T and sizes of `sizes`. No name: of its only one."""
+        text = model_text(source, sizes, name)
         if text not in self._built:
             self._built[text] = ctypes.CDLL(str(self._kept(lambda library: self._make(text, library), text)))
         return self._built[text]
@@ -77,14 +77,14 @@ def included(text: str) -> str:
     return re.sub(r'#include "(.*)"', header, text)
 
 
-def model_text(source: str, sizes: dict) -> str:
+def model_text(source: str, sizes: dict, name: str | None = None) -> str:
     text = jit.SOURCES[f"{source}.cu"].read_text()
     for key, value in sizes.items():
         text = text.replace(f"#include {key}\n", f'#include "{value}.cuh"\n')
     text = included(text)
     text = text.replace("extern __shared__ uint4 memory[];", "uint4* const memory = (uint4*)(model::smem + 16);")
     text = text.replace("__shared__ alignas(8)", "static").replace("__shared__", "static")
-    ((name, parameters),) = FUNCTION.findall(text)
+    ((name, parameters),) = [one for one in FUNCTION.findall(text) if name in (None, one[0])]
     types = [re.sub(r"\w+$", "", one.replace("__grid_constant__", "")).strip() for one in parameters.split(",")]
     call = f"{name}({', '.join(f'*({one}*)args[{i}]' for i, one in enumerate(types))})"
     given = [

@@ -1,8 +1,10 @@
 """Pairs sorted by expert and cut into tiles: the reference against pairs one by one, and the kernel against that."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from phalanx.kernels.moe.group import THREADS, Groups, group, most_tiles
+from phalanx.kernels.moe.group import THREADS, Groups, Held, group, local_experts, most_tiles
 
 from .. import cuda_model
 from .cases import CASES, Sizes, make, shares
@@ -58,16 +60,56 @@ def test_no_more_tiles_are_needed():
 @pytest.mark.parametrize("sizes, rows", [(Sizes(300, 8, 130, 8, 8), 16), (Sizes(9, 2, 5, 8, 8, "few"), 8)])
 def test_the_kernel(sizes, rows, some, cuda_models):
     """Thread by thread on a CPU: of more experts than a warp has lanes, and of more pairs than threads."""
-    ids = make(sizes, torch.float32).ids
-    held = shares(sizes.experts)[1] if some else None
-    experts, first = (held.size, held.first) if held else (sizes.experts, 0)
-    want = group(ids, experts, rows, held)
-    found = Groups(*(torch.full_like(one, -9) for one in want))
-    library = cuda_models.build("group", dict(T=torch.int64, EXPERTS=experts, ROWS=rows, THREADS=THREADS))
-    args = ids, *found, ids.numel(), len(found.tile_expert), first
-    cuda_model.launch(library, (1, 1, 1), THREADS, args, ids)
-    assert torch.equal(found.ends, want.ends) and torch.equal(found.tile_expert, want.tile_expert)
-    needed = want.tile_expert >= 0
-    assert torch.equal(found.tile_start[needed], want.tile_start[needed])
-    for start, end in zip(want.ends.tolist(), want.ends[1:].tolist(), strict=False):
-        assert torch.equal(found.order[start:end].sort().values, want.order[start:end])
+    case = Case.of(sizes, rows, some)
+    case.launch(cuda_models, "group", 1, THREADS, case.ids, *case.found)
+    case.check()
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("sizes, rows", [(Sizes(300, 8, 130, 8, 8), 16), (Sizes(150, 2, 5, 8, 8, "few"), 8)])
+def test_the_kernels_of_many_pairs(sizes, rows, some, cuda_models):
+    """In parts, of which the last is not full: by fewer threads than there are experts, and by more."""
+    case = Case.of(sizes, rows, some)
+    part = 128
+    parts = -(-case.ids.numel() // part)
+    counts = torch.full((parts, case.experts), -9, dtype=torch.int32)
+    case.launch(cuda_models, "count_parts", parts, part, case.ids, counts)
+    chosen = local_experts(case.ids, case.experts, case.held)
+    for got, ids in zip(counts, chosen.split(part), strict=True):
+        assert torch.equal(got.long(), torch.bincount(ids, minlength=case.experts)[: case.experts])
+    case.launch(cuda_models, "group_parts", parts, part, case.ids, counts, *case.found)
+    case.check()
+
+
+class Case(NamedTuple):
+    ids: torch.Tensor
+    experts: int
+    rows: int
+    held: Held | None
+    want: Groups
+    found: Groups
+
+    @classmethod
+    def of(cls, sizes, rows, some):
+        ids = make(sizes, torch.float32).ids
+        held = shares(sizes.experts)[1] if some else None
+        experts = held.size if held else sizes.experts
+        want = group(ids, experts, rows, held)
+        return cls(ids, experts, rows, held, want, Groups(*(torch.full_like(one, -9) for one in want)))
+
+    def launch(self, cuda_models, name, blocks, part, *tensors):
+        """The kernel in as many threads as a part has pairs, at most THREADS."""
+        threads = min(part, THREADS)
+        sizes = dict(T=torch.int64, EXPERTS=self.experts, ROWS=self.rows, THREADS=threads, PART=part)
+        tiles = () if name == "count_parts" else (len(self.found.tile_expert),)
+        args = *tensors, self.ids.numel(), *tiles, self.held.first if self.held else 0
+        library = cuda_models.build("group", sizes, name)
+        cuda_model.launch(library, (blocks, 1, 1), threads, args, self.ids)
+
+    def check(self):
+        want, found = self.want, self.found
+        assert torch.equal(found.ends, want.ends) and torch.equal(found.tile_expert, want.tile_expert)
+        needed = want.tile_expert >= 0
+        assert torch.equal(found.tile_start[needed], want.tile_start[needed])
+        for start, end in zip(want.ends.tolist(), want.ends[1:].tolist(), strict=False):
+            assert torch.equal(found.order[start:end].sort().values, want.order[start:end])
