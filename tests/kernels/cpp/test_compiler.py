@@ -216,17 +216,18 @@ def own_text(command, text: str, isa: str) -> str:
 
 
 def every_isa():
-    """The best one that this processor has is compiled by other tests too, so that whether it is without a warning can
-    wait, and so can what optimisation finds."""
+    """In the short run those with most that no other has: tiles, and masks. The best one that this processor has is
+    compiled by other tests too, so that whether it is without a warning can wait, and so can what optimisation
+    finds."""
     best = compiler.isas()[0]
-    long = [pytest.param(isa, "-O1", True, marks=pytest.mark.long) for isa in compiler.ISAS]
-    return [*(pytest.param(isa, "-O0", False) for isa in compiler.ISAS if isa != best), *long]
+    long = [pytest.param(isa, "-O1", marks=pytest.mark.long) for isa in compiler.ISAS]
+    return [*((isa, "-O0") for isa in ("amx", "avx512") if isa != best), *long]
 
 
-@pytest.mark.parametrize("isa, level, every", every_isa())
-def test_sources_compile_without_a_warning(isa, level, every, tmp_path):
-    """For every instruction set, whatever this processor has; or only those sources that are not the same, and
-    compiled, for the next lesser one."""
+@pytest.mark.parametrize("isa, level", every_isa())
+def test_sources_compile_without_a_warning(isa, level, tmp_path):
+    """For every instruction set, whatever this processor has: those sources that are not the same, and compiled, for
+    the next lesser one."""
     command = next(compiler.compilers(), None)
     if command is None:
         pytest.skip("no C++ compiler")
@@ -251,7 +252,7 @@ def test_sources_compile_without_a_warning(isa, level, every, tmp_path):
 
     def warnings(source: str) -> str:
         file, text = tmp_path / f"{source}.cpp", texts[source]
-        if not every and any(own_text(command, text, one) == own_text(command, text, isa) for one in lesser):
+        if any(own_text(command, text, one) == own_text(command, text, isa) for one in lesser):
             return ""
         file.write_text(text)
 
