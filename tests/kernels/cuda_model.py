@@ -39,7 +39,7 @@ class Builder:
         self._shared: Path | None = None
 
     def build(self, source: str, sizes: dict, name: str | None = None) -> ctypes.CDLL:
-        """The library of a source's kernel `name`, for the element type T and sizes of `sizes`. No name: of its only one."""
+        """The library of a source's kernel `name`, or of its only one, for the element type T and sizes of `sizes`."""
         text = model_text(source, sizes, name)
         if text not in self._built:
             self._built[text] = ctypes.CDLL(str(self._kept(lambda library: self._make(text, library), text)))

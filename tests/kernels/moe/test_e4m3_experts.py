@@ -16,6 +16,7 @@ from .. import cuda_model
 from ..cuda_model import Box
 from ..quantized.test_pieces_cuda import make as weight_of
 from .e4m3_cases import check_codes, check_down, check_up, stack_of
+from .test_quantized_cuda import in_types
 
 HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -76,10 +77,7 @@ def chosen(case):
     return torch.stack([experts[torch.randperm(among)[: case.k]] for _ in range(case.tokens)]).int()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "case", [*CASES[:3], *(pytest.param(one, marks=pytest.mark.long) for one in CASES[3:])], ids=str
-)
+@pytest.mark.parametrize("case, dtype", in_types(CASES), ids=str)
 def test_experts(launched, case, dtype):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)

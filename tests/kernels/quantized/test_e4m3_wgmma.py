@@ -161,7 +161,9 @@ def launched(monkeypatch, cuda_models):
         (140, 66, 768, 256, "", E4m3Config(64, 128, 1, matmul=64), torch.bfloat16),
         pytest.param(300, 96, 128, 128, "silu", E4m3Config(64, 256, 1), torch.bfloat16, marks=pytest.mark.long),
         pytest.param(260, 64, 384, 128, "", E4m3Config(64, 256, 1, matmul=64), torch.bfloat16, marks=pytest.mark.long),
-        (200, 276, 1024, 512, "", E4m3Config(128, 192, 1, matmul=192), torch.float16),
+        pytest.param(
+            200, 276, 1024, 512, "", E4m3Config(128, 192, 1, matmul=192), torch.float16, marks=pytest.mark.long
+        ),
         pytest.param(300, 160, 1024, 1024, "silu", E4m3Config(128, 256, 1), torch.bfloat16, marks=pytest.mark.long),
         pytest.param(130, 400, 1024, 512, "", E4m3Config(192, 128, 1), torch.bfloat16, marks=pytest.mark.long),
     ],
