@@ -45,9 +45,9 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    """The command, its exit code and what it says. What it has another process do is done in this one, without the
-    seconds that the import of torch takes."""
+def here(monkeypatch):
+    """What the command has another process do is done in this one, without the seconds that the import of torch
+    takes."""
 
     class Here:
         def __init__(self, command):
@@ -58,6 +58,11 @@ def run(monkeypatch, capfd):
             return program.main(self._file)
 
     monkeypatch.setattr(convert, "subprocess", SimpleNamespace(Popen=Here))
+
+
+@pytest.fixture
+def run(here, capfd):
+    """The command, its exit code and what it says."""
     return lambda *words: (convert.main([str(word) for word in words]), capfd.readouterr().err)
 
 
@@ -214,7 +219,7 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),
     ],
 )
-def test_what_is_refused(checkpoint, tmp_path, text, words, code, message, capfd):
+def test_what_is_refused(here, checkpoint, tmp_path, text, words, code, message, capfd):
     short = tmp_path / "short.txt"
     short.write_text("too little")
     gguf = tmp_path / "model.gguf"
@@ -234,7 +239,7 @@ def test_what_is_refused(checkpoint, tmp_path, text, words, code, message, capfd
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_what_another_engine_repacks_is_served_as_it_is(checkpoint, tmp_path, monkeypatch, capfd, method):
+def test_what_another_engine_repacks_is_served_as_it_is(here, checkpoint, tmp_path, monkeypatch, capfd, method):
     """candle-vLLM's convert_awq_marlin.py --src DIR --dst DIR --bits 4 --method awq."""
     made = tmp_path / "made"
     shutil.copytree(checkpoint, made)
