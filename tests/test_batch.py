@@ -29,11 +29,11 @@ def checkpoint(tmp_path_factory):
 
 
 def test_a_file_of_requests(checkpoint, tmp_path):
-    """Two ranks under the supervisor; stopped with Ctrl-C, started again, and a third time for nothing."""
+    """Under the supervisor; stopped with Ctrl-C, started again, and a third time for nothing."""
     names = requests(tmp_path / "in.jsonl", 60)
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("nonsense\n")
-    command = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8",
+    command = (str(checkpoint), "--np", "1", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "8",
                "--ordered", "--summary", "sum.json")  # fmt: skip
     journal = tmp_path / "out.jsonl.journal"
     with Job(tmp_path, *command, *SLOW) as job:

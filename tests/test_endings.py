@@ -28,8 +28,9 @@ def victim(server: Server, kind: str) -> int:
 
 CODES = {"follower": 137, "rank 0": 137, "server": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 # Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
-SHORT = [("follower", "load"), ("server", "load")]
-LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
+SHORT = [("follower", "load")]
+LONG = [(kind, when) for kind in CODES for when in ("load", "loading") if (kind, when) not in SHORT]
+LONG += [("follower", "idle"), ("rank 0", "idle")]  # whether others go on is all the same to who waits for them
 
 
 @pytest.mark.parametrize("kind, when", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
@@ -142,6 +143,7 @@ def test_under_a_users_own_mpirun(checkpoint):
         assert not server.left()
 
 
+@pytest.mark.long
 def test_a_drain_that_is_asked_for_while_loading_is_not_lost(checkpoint):
     command = under_mpirun(2)
     with Server(checkpoint, "--device", "cpu", "--mem", "64", command=command, wait=False) as server:

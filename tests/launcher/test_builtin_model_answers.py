@@ -29,7 +29,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--np", "2", "--device", "cpu", "--mem", "128") as server:
+    with Server("--np", "1", "--device", "cpu", "--mem", "128") as server:
         yield server
 
 

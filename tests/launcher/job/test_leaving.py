@@ -30,7 +30,7 @@ def test_idle_exit(how, checkpoint, tmp_path, monkeypatch):
     if how == "mpirun":
         command = mpirun.command(mpirun.find(os.environ), 2, command)
     else:
-        command += ["--np", "2"]
+        command += ["--np", "1"]
     with Launched(command, tmp_path, XDG_STATE_HOME=str(tmp_path / "state"), SLURM_JOB_ID="991", **AS_ROOT) as job:
         place = server_registry.directory({"XDG_STATE_HOME": str(tmp_path / "state")})
         job.until(lambda: server_registry.running(place, socket.gethostname()), 40)
