@@ -28,16 +28,9 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 TEMPERATURE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "llama_4_scaling_beta": 0.5,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0,
     "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
@@ -251,8 +244,10 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
-@pytest.mark.parametrize("tp, pp", [*(pytest.param(tp, 1, marks=pytest.mark.long) for tp in (1, 2)), (3, 1), (1, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, tp, pp", [
+    *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(first_of_each_class(MODELS))),
+    *(pytest.param(name, 1, 1, marks=pytest.mark.long) for name in MODELS),
+])  # fmt: skip
 def test_logits(made, expected, name, tp, pp):
     path, ids = made(name), tokens(60)
     (logits,) = run_steps(path, [ids], tp=tp, pp=pp, max_model_len=512)

@@ -28,6 +28,7 @@ TOKENS = 4096
 ROWS = 3
 CONTEXT = 512
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3)]
+FEW = [(1, 1), (3, 1), (2, 2)]
 # Keys that architectures read; what each does not know it leaves alone. Five layers, and sizes that do not divide.
 COMMON = {
     "hidden_size": 384, "head_dim": 32, "intermediate_size": 500, "vocab_size": 517, "num_hidden_layers": 5,
@@ -92,7 +93,7 @@ def live(path, tp, pp, dtype, isq, ep=1):
     return threads.run(rank, tp * pp)
 
 
-def compare(path, dtype, isq="none", exact=True, layouts=LAYOUTS):
+def compare(path, dtype, isq="none", exact=True, layouts=FEW):
     shape = read(path, dtype, "cpu", isq=isq, most=max(tp for tp, _ in layouts))
     for tp, pp in layouts:
         stages = memory.stages(shape, Layout(tp, pp), CONTEXT)
@@ -106,8 +107,7 @@ def compare(path, dtype, isq="none", exact=True, layouts=LAYOUTS):
 @pytest.mark.parametrize(
     "dtype, variants, layouts",
     [
-        ("f32", ["plain"], [(3, 1)]),
-        pytest.param("f32", ["plain"], [(1, 2)], marks=pytest.mark.long),
+        pytest.param("f32", ["plain"], [(3, 1)], marks=pytest.mark.long),
         ("bf16", ["biased", "few keys", "tied"], [(2, 2)]),
         pytest.param("bf16", ["biased", "few keys", "tied"], [(1, 1)], marks=pytest.mark.long),
     ],
