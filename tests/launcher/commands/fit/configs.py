@@ -1,6 +1,7 @@
 """config.json of well-known models, their shapes, measured without another process, and what tests ask for."""
 
 import json
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +11,10 @@ from phalanx.launcher.commands.fit.devices import DEVICES
 from phalanx.launcher.commands.fit.measured import Question
 from phalanx.launcher.commands.fit.memory import Workload
 from phalanx.rank.model import measure
+
+from ....kept import kept
+
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # of all its workers
 
 ASKED = Workload(context=8192, concurrency=64, length=4096)
 # Round figures, so that what is measured on devices may change without these sums.
@@ -76,13 +81,14 @@ def write(directory, config):
 def ask(question):
     """As measured.ask, without the seconds that a process takes to import torch.
 
-    Of a directory that holds config.json alone what was answered before is answered again, wherever it lies.
+    Of a directory that holds config.json alone what was answered before in this run of the tests, to whichever of its
+    workers, is answered again, wherever the directory lies.
     """
     path = Path(question.model)
     if path.is_dir() and [one.name for one in path.iterdir()] == ["config.json"]:
         key = (path / "config.json").read_text(), msgspec.structs.replace(question, model="")
         if key not in _answers:
-            _answers[key] = _measure(question)
+            _answers[key] = kept(lambda file: file.write_bytes(_measure(question)), RUN, *map(str, key)).read_bytes()
         return _answers[key]
     return _measure(question)
 
