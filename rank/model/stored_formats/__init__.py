@@ -8,6 +8,7 @@ the ends of names of tensors that are not needed. Only these files need torch.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib
 import pkgutil
 import re
@@ -59,7 +60,8 @@ def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) ->
     """
     left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()] + _dynamic(settings)
     match = find(settings).match
-    return lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain
+    # `phalanx fit` asks for each linear again with each tensor degree, and of many experts that takes seconds.
+    return functools.cache(lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain)
 
 
 def _dynamic(settings: dict[str, Any]) -> list[str]:
