@@ -303,20 +303,20 @@ def mend_interpreter() -> None:
 
 
 def main() -> None:
-
+    """Of at most five parts in the interpreter, which takes seconds for more; GPUs get the others."""
     mend_interpreter()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
-    for i, case in enumerate(CASES + random_cases(6)):
+    for i, case in enumerate(CASES + random_cases(3)):
+        case = case._replace(lengths=[min(length, 140) for length in case.lengths])
         dtype, bound = [(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2]
         try:
             check(case, dtype, bound)
         except Exception:
             print(f"in {case} of {dtype}", flush=True)
             raise
-    for window, cap in ((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02)):
-        check_prompts(window, cap, torch.float32, 3e-6)
-        check_prompts(window, cap, torch.float16, 2e-3)
+    for i, (window, cap) in enumerate(((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02))):
+        check_prompts(window, cap, *[(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2])
     for window in (0, 20):
         check_prompts(window, 0.0, torch.float32, 3e-6, sinks=True)
         check_prompts(window, 0.0, torch.float16, 2e-3, fp8=True)
