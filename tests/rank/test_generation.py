@@ -100,8 +100,10 @@ SHORT_MPI = [("llama", 1, 2)]
 
 
 def ways(grids, short):
-    """The grids of all kinds; those that are not in `short` take long."""
-    every = [(kind, *grid) for kind in (*SEEDS, "built-in") for grid in grids]
+    """All grids of the first kind, and the last one, which cuts in both ways, of the others. Those that are not in
+    `short` take long."""
+    first, *others = *SEEDS, "built-in"
+    every = [*((first, *grid) for grid in grids), *((kind, *grids[-1]) for kind in others)]
     params = [one if one in short else pytest.param(*one, marks=pytest.mark.long) for one in every]
     return pytest.mark.parametrize("kind, tp, pp", params)
 

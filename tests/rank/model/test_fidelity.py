@@ -151,9 +151,9 @@ def test_chunks_and_mixed_batches(checkpoint, expected, model_type, tp, pp):
         assert distance(logits, expected(path, ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type, tp, pp", [("llama", 2, 1), pytest.param("qwen3", 2, 2, marks=pytest.mark.long)])
-def test_through_mpirun(checkpoint, expected, tmp_path, model_type, tp, pp):
-    path = checkpoint(model_type)
+@pytest.mark.long
+def test_through_mpirun(checkpoint, expected, tmp_path):
+    path, tp, pp = checkpoint("qwen3"), 2, 2
     sequences = [tokens(n, seed=n) for n in (40, 25)]
     steps = [[(0, 20)], [(0, 1), (1, 24)], [(0, 1), (1, 1)], [(0, 18)]]
     job = tmp_path / "job.json"
