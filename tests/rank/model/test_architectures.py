@@ -210,6 +210,10 @@ def first_of_each_class(models):
     return set(found.values())
 
 
+def of_short(names, short):
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 def options_of(**options):
     """An entry of MODELS with what all have."""
     if "text_config" in options:

@@ -15,7 +15,7 @@ from ... import gguf_files
 from ..reference import Reference
 from .harness import distance, run_steps, tokens
 from .stored_formats.test_stored import check_greedy
-from .test_architectures import DEEPSEEK_YARN, MODELS, write
+from .test_architectures import DEEPSEEK_YARN, MODELS, first_of_each_class, of_short, write
 
 # Files say less than config.json: of some nothing of windows, activations, and dense layers between those with experts.
 MODELS = {
@@ -87,7 +87,7 @@ def test_shards_make_the_same_bits(made, tmp_path, tp, pp, way):
         assert one.keys() == other.keys() and all(torch.equal(x, other[key]) for key, x in one.items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", of_short(MODELS, first_of_each_class(MODELS)))
 def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, name):
     (path, file), ids = made(name), tokens(40)
     caplog.set_level("WARNING", "phalanx")

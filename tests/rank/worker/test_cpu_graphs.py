@@ -114,11 +114,9 @@ def test_a_cache_in_fp8(tmp_path, dtype):
     threads.run(run, 1)
 
 
-def of_short(names, short):
-    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("name", of_short(RECORDED, test_architectures.first_of_each_class(RECORDED)))
+@pytest.mark.parametrize(
+    "name", test_architectures.of_short(RECORDED, test_architectures.first_of_each_class(RECORDED))
+)
 def test_every_architecture_is_recorded(tmp_path, name):
     """With its head. Operations that cannot be recorded yet belong into C++, or their model into EAGER."""
     path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])
@@ -132,7 +130,7 @@ def test_every_architecture_is_recorded(tmp_path, name):
     threads.run(run, 1)
 
 
-@pytest.mark.parametrize("isq", of_short(["none", *IN_SITU], ["none", "q8_0", "q4k", "q6k", "fp8"]))
+@pytest.mark.parametrize("isq", test_architectures.of_short(["none", *IN_SITU], ["none", "q8_0", "q4k", "q6k", "fp8"]))
 def test_bf16_and_quantised_weights(tmp_path, isq):
     path = make_checkpoint(tmp_path, tokenizer=False, hidden_size=256, intermediate_size=256)
 
