@@ -3,6 +3,7 @@
 import ast
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +45,21 @@ class Function(NamedTuple):
     arguments: int
 
 
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All below it. Of expressions, which are most of a tree, none has any."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for one in getattr(node, name, ()):
+            if isinstance(one, ast.stmt):
+                yield one
+            yield from statements(one)
+
+
 @functools.cache
 def functions() -> list[Function]:
     """Python's. Their trees are not kept: the garbage collector would go through millions of nodes again and again."""
     found = []
     for place, text in files():
-        for node in ast.walk(ast.parse(text)) if place.endswith(".py") else ():
+        for node in statements(ast.parse(text)) if place.endswith(".py") else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
                 found.append(Function(place, node.name, node.lineno, node.end_lineno - node.lineno + 1, count))
