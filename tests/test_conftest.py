@@ -102,6 +102,7 @@ def test_nothing_is_tried_twice_without_a_reason(request, mark, word):
         pytest_collection_modifyitems([item])
 
 
+@pytest.mark.long
 def test_garbage_is_collected_where_tests_run_and_in_their_controller(run):
     says = "import gc\ndef pytest_terminal_summary(terminalreporter): terminalreporter.line(f'gc {gc.isenabled()}')\n"
     done = run("-n", "1", "-p", "tests.says", says=says, test_a="import gc\ndef test_it(): assert gc.isenabled()\n")

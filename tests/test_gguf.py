@@ -22,7 +22,10 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("model_type, ranks, kind, shards", [("llama", 2, "Q8_0", 1), ("qwen3", 1, "BF16", 3)])
+@pytest.mark.parametrize(
+    "model_type, ranks, kind, shards",
+    [("llama", 1, "Q8_0", 3), pytest.param("qwen3", 2, "BF16", 1, marks=pytest.mark.long)],
+)
 def test_a_file_is_served(checkpoint, tmp_path, model_type, ranks, kind, shards):
     path = checkpoint(model_type)
     tokenizer = gguf_files.tokenizer(path)

@@ -8,6 +8,7 @@ import pytest
 from phalanx.benchmarks import host
 
 
+@pytest.mark.long
 def test_a_run():
     command = [sys.executable, host.__file__, "--sequences", "4", "--steps", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

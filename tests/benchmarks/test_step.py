@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 from phalanx.benchmarks import step
 
 
@@ -23,6 +24,7 @@ def test_medians_of_the_last_steps(monkeypatch):
     assert {name: round(ms, 6) for name, ms in clock.medians(4).items() if ms} == {"launch": 1}
 
 
+@pytest.mark.long
 def test_a_run():
     """All parts that are wrapped are still there."""
     command = [sys.executable, step.__file__, "--batches", "2", "--steps", "4", "--device", "cpu", "--prefill", "1x8"]

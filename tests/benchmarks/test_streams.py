@@ -9,6 +9,7 @@ from phalanx.benchmarks import streams
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.long
 @pytest.mark.retry(reason="a machine that stands still while an answer comes leaves less time between its tokens")
 def test_both_ways_take_the_steps_that_the_model_takes(capsys):
     """How near they are to each other is for a quiet machine."""

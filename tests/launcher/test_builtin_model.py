@@ -236,6 +236,7 @@ def test_tools_and_arguments_of_the_evaluation_are_new(trained):
         assert all(held_out(name) for name in new) and not any(held_out(name) for name in old)
 
 
+@pytest.mark.long
 def test_the_training_run_has_nothing_of_the_evaluation(monkeypatch):
     """Twenty of the batches that train.py makes with its own seed, against all that evaluate.py asks by default."""
     monkeypatch.setattr(sys, "argv", ["train.py"])

@@ -235,6 +235,7 @@ def test_close(checkpoint):
         model.generate("x")
 
 
+@pytest.mark.long
 def test_a_killed_rank_raises(checkpoint):
     with LLM(checkpoint, np=2, **SMALL) as model:
         running = pids(model)

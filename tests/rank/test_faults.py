@@ -58,21 +58,18 @@ def test_sigkill_of_a_follower(checkpoint, load):
         assert engine.log().count("has died") == 1
 
 
-@pytest.mark.parametrize("load", IDLE_OR_NOT)
-def test_sigkill_of_rank_0(checkpoint, load):
+@pytest.mark.long
+def test_sigkill_of_rank_0(checkpoint):
     with Engine(checkpoint, 2) as engine:
-        if load:
-            work(engine)
+        work(engine)
         os.kill(engine.ready.pids[0], signal.SIGKILL)
         assert engine.wait(30) == 137
         assert gone(engine.ready.pids)
 
 
-@pytest.mark.parametrize("load", IDLE_OR_NOT)
-def test_sigkill_of_mpirun(checkpoint, load):
+def test_sigkill_of_mpirun(checkpoint):
     with Engine(checkpoint, 2) as engine:
-        if load:
-            work(engine)
+        work(engine)
         kill([engine.process.pid])
         assert engine.wait(30) == -9
         assert gone(engine.ready.pids)
@@ -117,10 +114,11 @@ def test_an_exception_in_a_step(checkpoint, monkeypatch, rank):
         assert gone(engine.ready.pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place, words",
     [
-        pytest.param("memory", "CUDA out of memory. Tried to allocate 2.00 GiB.", marks=pytest.mark.long),
+        ("memory", "CUDA out of memory. Tried to allocate 2.00 GiB."),
         ("host-memory", "DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -197,7 +195,8 @@ def test_loading_may_take_long_as_long_as_it_gets_on(checkpoint, monkeypatch):
         assert engine.drain() == 0
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_before_the_first_step(checkpoint, monkeypatch, rank):
     """As where CUDA graphs cannot be captured: the job is not ready before."""
     with pytest.raises(AssertionError, match=f"rank {rank} on {HOST}: ZeroDivisionError: made to fail") as caught:

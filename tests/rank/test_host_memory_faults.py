@@ -48,6 +48,7 @@ def test_host_blocks_that_the_system_refuses(tmp_path, monkeypatch):
     assert re.fullmatch(f"{start}{LIMITED}, which may be raised. Ask for less", line), line
 
 
+@pytest.mark.long
 def test_memory_that_cannot_be_locked(experts, monkeypatch):
     """Each rank says so once, whatever it cannot pin, and serves as ever: experts in host memory, swapped blocks."""
     monkeypatch.setenv("FAULT", "pin:0:1")

@@ -140,7 +140,8 @@ def test_a_model_that_no_node_has():
     assert refused("/nowhere/model") == f"rank 0 on {HOST}: there is no model directory /nowhere/model"
 
 
-@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.long), "striped"])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["direct", "striped"])
 def test_a_truncated_file(copy, way):
     whole = (copy / SECOND).read_bytes()
     (copy / SECOND).write_bytes(whole[:-100])

@@ -126,7 +126,8 @@ def wide(tmp_path_factory):
     return write(tmp_path_factory.mktemp("wide"), **MODELS["qwen3_moe"] | sizes)
 
 
-@pytest.mark.parametrize("tp, pp, ep", [(1, 1, 1), pytest.param(2, 2, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tp, pp, ep", [(1, 1, 1), (2, 2, 2)])
 def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
     """In a cache that is too small, while the resident sets follow what is chosen: tokens as with room for all."""
     sizes = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
@@ -176,15 +177,8 @@ def sent_together(engine: Engine) -> list[list[int]]:
     return [outputs[str(i)].tokens for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize(
-    "isq, ep",
-    [
-        ("q4km", 2),
-        pytest.param("q4km", 1, marks=pytest.mark.long),
-        pytest.param("q8_0", 1, marks=pytest.mark.long),
-        pytest.param("q8_0", 2, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("isq, ep", [("q4km", 2), ("q8_0", 1)])
 def test_quantised_experts_of_two_ranks_while_sequences_are_swapped(quantised, isq, ep):
     """Split (ep 1) or shared out (ep 2). The pool has 16 blocks, of eight sequences of six."""
     path, tokens = quantised
@@ -197,6 +191,7 @@ def test_quantised_experts_of_two_ranks_while_sequences_are_swapped(quantised, i
         assert engine.drain() == 0
 
 
+@pytest.mark.long
 def test_replicas_of_a_node_have_the_experts_once(checkpoint, expected):
     """Each maps the same memory; it has no name, and a rank that is killed leaves nothing."""
     with Engine(checkpoint, ranks=2, dp=2, num_experts_offload_per_rank=5, **OPTIONS) as engine:

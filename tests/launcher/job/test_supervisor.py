@@ -21,8 +21,8 @@ ALONE = pytest.param(1, marks=pytest.mark.long)  # without mpirun, as many other
 def signals():
     """Each once in the short run; one rank, which has no mpirun, hears of the other two as it does of SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        yield pytest.param(1, number, marks=[] if number == signal.SIGTERM else [pytest.mark.long])
-        yield 2, number
+        short = 1 if number == signal.SIGTERM else 2
+        yield from (pytest.param(n, number, marks=[] if n == short else [pytest.mark.long]) for n in (1, 2))
 
 
 @pytest.mark.parametrize("ranks, number", list(signals()))
@@ -165,14 +165,14 @@ def test_killed_mpirun(tmp_path):
         assert job.no_directory()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_killed_supervisor(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks), FAKE="deaf") as job:
         os.kill(job.up(ranks).process.pid, signal.SIGKILL)
         job.gone(10)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [ALONE, 2])
 def test_killed_server(tmp_path, ranks):
     with serve(tmp_path, "--np", str(ranks)) as job:
         os.kill(job.up(ranks).server(), signal.SIGKILL)
