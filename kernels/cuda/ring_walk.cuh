@@ -1,11 +1,12 @@
 // A ring of STAGES in shared memory, which one lane has TMA fill with the chunks of a block's tiles, on from one tile into the
 // next ones.
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Of one thread, before the block or its cluster meets: stages that TMA fills, and so many warps release.
-__device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGES], int warps) {
+#if __CUDA_ARCH__ >= 900
+// Of one thread, before the block or its cluster meets: stages that TMA fills, perhaps beside other lanes, and so many warps
+// release.
+__device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGES], int warps, int lanes = 0) {
     for (int s = 0; s < STAGES; s++) {
-        mbarrier_init(full + s, 1);
+        mbarrier_init(full + s, 1 + lanes);
         mbarrier_init(empty + s, warps);
     }
     fence_mbarrier_init();
@@ -36,6 +37,23 @@ __device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const 
         mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
         ask(next);
         ask_x(next);
+    }
+}
+
+// The same of chunks 0 to count - 1, of which the n-th goes to stage n % STAGES.
+template <class Weights, class Rows>
+__device__ __forceinline__ void fill_ring(int count, Barrier* empty, const Weights& ask, const Rows& ask_x) {
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < count; n++) ask(n);
+    grid_wait();
+    launch_dependents();
+#pragma unroll 1
+    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
+#pragma unroll 1
+    for (int n = STAGES; n < count; n++) {
+        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
+        ask(n);
+        ask_x(n);
     }
 }
 #endif

@@ -32,6 +32,7 @@ constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's output
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "smem_tile.cuh"
+#include "ring_walk.cuh"
 #include "tile_sums.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -196,13 +197,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
     const int mine = SPLIT > 1 ? 1 : (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();
     if (warp == THREADS / 32 && elected()) {
         produce(&of_x, &of_w, ring, full, empty, count, width, rows);

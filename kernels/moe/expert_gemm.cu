@@ -24,6 +24,7 @@ constexpr int WIDE = ROWS + 1;
 #include "tma.cuh"
 #include "mma.cuh"
 #include "smem_tile.cuh"
+#include "ring_walk.cuh"
 #include "tile_sums.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -118,13 +119,7 @@ expert_gemm(const T* x, const __grid_constant__ TensorMap of_w, const int* order
     float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const Tiles tiles{ends, tile_expert, tile_start, most};
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1 + 32);  // TMA's and those of the warp that gathers
-            mbarrier_init(empty + s, THREADS / 32);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32, 32);  // TMA, and the warp that gathers
     __syncthreads();
     if (warp == THREADS / 32) {
         if (GATED) grid_wait();

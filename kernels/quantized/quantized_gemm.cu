@@ -12,6 +12,7 @@
 #include "mma.cuh"
 #include "pairs.cuh"
 #include "tile_sums.cuh"
+#include "ring_walk.cuh"
 #include FORMAT
 
 constexpr int ROWS = 8 * TILES;  // of x
@@ -49,18 +50,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
         for (int b = 0; b < KC / 64; b++)
             tma_load(ring + stage * STAGE + b * ROWS * 128, of_x, at + b * 64, 0, full + stage);
     };
-#pragma unroll 1
-    for (int n = 0; n < STAGES && n < count; n++) ask(n);
-    grid_wait();
-    launch_dependents();
-#pragma unroll 1
-    for (int n = 0; n < STAGES && n < count; n++) ask_x(n);
-#pragma unroll 1
-    for (int n = STAGES; n < count; n++) {
-        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
-        ask(n);
-        ask_x(n);
-    }
+    fill_ring(count, empty, ask, ask_x);
 }
 
 // What a warp that only sums does: the inputs' sums of its chunks.

@@ -15,6 +15,7 @@
 #include "wgmma.cuh"
 #include "pairs.cuh"
 #include FORMAT
+#include "ring_walk.cuh"
 
 constexpr int OVER = 1;  // blocks of a cluster that have W in common
 constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
@@ -61,18 +62,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
                 tma_load(to, of_x, at + box * 64, tile.row, full + stage);
         }
     };
-#pragma unroll 1
-    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask(n);
-    grid_wait();
-    launch_dependents();
-#pragma unroll 1
-    for (int n = 0; n < STAGES && n < CHUNKS; n++) ask_x(n);
-#pragma unroll 1
-    for (int n = STAGES; n < CHUNKS; n++) {
-        mbarrier_wait(empty + n % STAGES, n / STAGES - 1);
-        ask(n);
-        ask_x(n);
-    }
+    fill_ring(CHUNKS, empty, ask, ask_x);
 }
 
 // Weights of inputs 16 step to 16 step + 15. An f16 holds not every scale, so there each weight is rounded once. In bf16
@@ -147,13 +137,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     const int width = GATED ? outputs / 2 : outputs;
     const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
     const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height, begin);
-    if (thread == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1);
-            mbarrier_init(empty + s, THREADS / 32 * SHARE);
-        }
-        fence_mbarrier_init();
-    }
+    if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE);
     if constexpr (SHARE > 1)
         cluster_sync();
     else
