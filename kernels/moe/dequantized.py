@@ -15,8 +15,8 @@ from ..quantized.floats import Floats
 from ..quantized.stack import Stack
 from .group import Groups
 
-# Pairs per expert; of more it should be faster, by an estimate that gives 93. A border of moe.TILINGS, so that what is
-# above it is warmed up.
+# Pairs per expert; of more it should be faster, by an estimate that gives 93, and wgmma_experts.py takes more of plain
+# experts, too. A border of moe.TILINGS, so that what is above it is warmed up.
 LEAST_PAIRS = 96
 AT_ONCE = 1 << 27  # elements that are plain at once: 256 MB in 16 bits
 

@@ -12,11 +12,11 @@ from ..activation.activation import gate_sizes
 from ..device import device_caps
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
+from . import dequantized
 from .group import Groups
 
 OUTPUTS = 256  # of the weights in a tile
 CHUNK = 64  # inputs that a block multiplies at once
-LEAST_PAIRS = 96  # per expert, of which there must be more: a border of moe.TILINGS
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
 GATHER_WARPS = 8  # of a block of gather_pairs.cu
 # Most pairs per expert → pairs of a tile, 128 or 192 (H200, 2026-11-26, benchmarks/ops_moe.py). Of 128 pairs most
@@ -27,7 +27,7 @@ ROWS = {160: 192, 1 << 30: 128}
 
 def takes(x: Tensor, w13: Tensor | Floats | Stack, w2: Tensor | Floats | Stack, pairs: int, experts: int) -> bool:
     """Whether these kernels multiply so many pairs of experts that are plain, or become so some at a time."""
-    many = x.is_cuda and x.element_size() == 2 and pairs > LEAST_PAIRS * experts
+    many = x.is_cuda and x.element_size() == 2 and pairs > dequantized.LEAST_PAIRS * experts
     if not many or any(length % CHUNK for length in w2.shape[1:]) or not device_caps(x.device).hopper:
         return False
     return all(isinstance(w, Stack) or _plain(w, x) for w in (w13, w2))
