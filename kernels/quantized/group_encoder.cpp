@@ -77,41 +77,23 @@ template <int MOST> INLINE void spanned(const Weights& x, Group& y) {
     to_codes(x, low, scale, 0, MOST, y.codes);
 }
 
-INLINE uint8_t* append_fifth_bits(const uint8_t* codes, uint8_t* y) {
-    for (int i = 0; i < GROUP; i += 8) y = join<1, 1, 4>(codes + i, y);
-    return y;
-}
+// A block: scale and perhaps minimum, fifth bits of codes that have one, the other bits.
+template <int FACTORS, int BITS> struct Block {
+    static constexpr int BYTES = 2 * FACTORS + BITS * GROUP / 8;
 
-struct Q4_0 {
-    static constexpr int BYTES = 18;
-
-    static INLINE void round(const Weights& x, Group& y) { centred<8>(x, y); }
-    static INLINE void write(const Group& x, uint8_t* y) { join<16, 4>(x.codes, append(x.factors, 2, y)); }
-};
-
-struct Q4_1 {
-    static constexpr int BYTES = 20;
-
-    static INLINE void round(const Weights& x, Group& y) { spanned<15>(x, y); }
-    static INLINE void write(const Group& x, uint8_t* y) { join<16, 4>(x.codes, append(x.factors, 4, y)); }
-};
-
-struct Q5_0 {
-    static constexpr int BYTES = 22;
-
-    static INLINE void round(const Weights& x, Group& y) { centred<16>(x, y); }
     static INLINE void write(const Group& x, uint8_t* y) {
-        join<16, 4>(x.codes, append_fifth_bits(x.codes, append(x.factors, 2, y)));
+        y = append(x.factors, 2 * FACTORS, y);
+        for (int i = 0; BITS == 5 && i < GROUP; i += 8) y = join<1, 1, 4>(x.codes + i, y);
+        join<16, 4>(x.codes, y);
     }
 };
 
-struct Q5_1 {
-    static constexpr int BYTES = 24;
+template <int BITS> struct Centred : Block<1, BITS> {
+    static INLINE void round(const Weights& x, Group& y) { centred<1 << (BITS - 1)>(x, y); }
+};
 
-    static INLINE void round(const Weights& x, Group& y) { spanned<31>(x, y); }
-    static INLINE void write(const Group& x, uint8_t* y) {
-        join<16, 4>(x.codes, append_fifth_bits(x.codes, append(x.factors, 4, y)));
-    }
+template <int BITS> struct Spanned : Block<2, BITS> {
+    static INLINE void round(const Weights& x, Group& y) { spanned<(1 << BITS) - 1>(x, y); }
 };
 
 template <typename Type, typename T> void encode(const Encode& a, int part, int parts) {
@@ -132,7 +114,7 @@ template <typename T> void encode_signed(const Signed& a, int part, int parts) {
         Weights x;
         Group made;
         read<T>(a.weight, g, x);
-        Q5_0::round(x, made);
+        Centred<5>::round(x, made);
         const uint16_t scale = made.factors[0].bits;
         const int sign = scale >> 15 ? -1 : 1;
         for (int i = 0; i < GROUP; i++) ((int8_t*)a.codes)[g * GROUP + i] = (int8_t)(sign * (made.codes[i] - 16));
@@ -144,10 +126,10 @@ template <typename T> void encode_signed(const Signed& a, int part, int parts) {
     OP(encode_##name##_f32, (encode<Type, float>), Encode) \
     OP(encode_##name##_bf16, (encode<Type, bf16>), Encode) \
     OP(encode_##name##_f16, (encode<Type, f16>), Encode)
-ENCODE_OPS(q4_0, Q4_0)
-ENCODE_OPS(q4_1, Q4_1)
-ENCODE_OPS(q5_0, Q5_0)
-ENCODE_OPS(q5_1, Q5_1)
+ENCODE_OPS(q4_0, Centred<4>)
+ENCODE_OPS(q4_1, Spanned<4>)
+ENCODE_OPS(q5_0, Centred<5>)
+ENCODE_OPS(q5_1, Spanned<5>)
 OP(encode_signed_q5_0_f32, encode_signed<float>, Signed)
 OP(encode_signed_q5_0_bf16, encode_signed<bf16>, Signed)
 OP(encode_signed_q5_0_f16, encode_signed<f16>, Signed)
