@@ -167,6 +167,23 @@ def store_kernel(
         _rotate(x, x, scales, tl.ravel(heads) < HEADS, cos + same, sin + same, pairs, ROPE, INTERLEAVED, False)
 
 
+@triton.jit
+def _keys_weights(up, head, dims, columns, NOPE: tl.constexpr, UP: tl.constexpr, LATENT: tl.constexpr):
+    """A head's of up [heads, UP, LATENT]: its first NOPE rows, of these columns."""
+    from_up = up + head.to(tl.int64) * UP * LATENT + dims[:, None] * LATENT + columns[None, :]
+    return tl.load(from_up, mask=(dims < NOPE)[:, None] & (columns < LATENT)[None, :], other=0.0)
+
+
+@triton.jit
+def _absorb(
+    from_q, w, to, there, dims, columns, NOPE: tl.constexpr, LATENT: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """These columns of latent queries at `to`: q's rows at from_q times w. from_q, to and there are [rows, 1]."""
+    x = tl.load(from_q + dims[None, :], mask=there & (dims < NOPE)[None, :], other=0.0)
+    y = tl.dot(x, w, input_precision=PRECISION)
+    tl.store(to + columns[None, :], y.to(to.dtype.element_ty), mask=there & (columns < LATENT)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def absorb_kernel(
     q, latents, weight, cos, sin, cache, scales, slots, up, queries, eps, q_row, latents_row, tokens, programs,
@@ -192,8 +209,7 @@ def absorb_kernel(
     else:
         head, block, tile = pid // BLOCKS % HEADS, pid % BLOCKS, pid // (BLOCKS * HEADS)
         dims, columns = tl.arange(0, NOPE_PADDED), block * COLUMNS + tl.arange(0, COLUMNS)
-        from_up = up + head.to(tl.int64) * UP * LATENT + dims[:, None] * LATENT + columns[None, :]
-        w = tl.load(from_up, mask=(dims < NOPE)[:, None] & (columns < LATENT)[None, :], other=0.0)
+        w = _keys_weights(up, head, dims, columns, NOPE, UP, LATENT)
         if OVERLAP:  # weights are older than any kernel
             gdc_wait()
             gdc_launch_dependents()
@@ -201,10 +217,7 @@ def absorb_kernel(
         there = rows < tokens
         from_q = q + rows[:, None] * q_row + head * WIDTH
         to = queries + (rows[:, None] * HEADS + head) * (LATENT + ROPE)
-        x = tl.load(from_q + dims[None, :], mask=there[:, None] & (dims < NOPE)[None, :], other=0.0)
-        y = tl.dot(x, w, input_precision=PRECISION)
-        mask = there[:, None] & (columns < LATENT)[None, :]
-        tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=mask)
+        _absorb(from_q, w, to, there[:, None], dims, columns, NOPE, LATENT, PRECISION)
         some = block * ROTATED + tl.arange(0, ROTATED)
         mine = tile * ROWS + some.to(tl.int64)
         at = mine[:, None] * ROPE
@@ -226,15 +239,11 @@ def absorb_rotated_kernel(
     NOPE: tl.constexpr = WIDTH - ROPE
     head, columns = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     dims, rope_dims = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
-    from_up = up + head.to(tl.int64) * UP * LATENT + dims[:, None] * LATENT + columns[None, :]
-    w = tl.load(from_up, mask=(dims < NOPE)[:, None] & (columns < LATENT)[None, :], other=0.0)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    there = (rows < tokens)[:, None]
-    from_q = q + rows[:, None] * q_row + head * WIDTH
-    to = queries + (rows[:, None] * HEADS + head) * (LATENT + ROPE)
-    x = tl.load(from_q + dims[None, :], mask=there & (dims < NOPE)[None, :], other=0.0)
-    y = tl.dot(x, w, input_precision=PRECISION)
-    tl.store(to + columns[None, :], y.to(queries.dtype.element_ty), mask=there & (columns < LATENT)[None, :])
+    w = _keys_weights(up, head, dims, columns, NOPE, UP, LATENT)
+    rows = (tl.program_id(2) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    there = rows < tokens
+    from_q, to = q + rows * q_row + head * WIDTH, queries + (rows * HEADS + head) * (LATENT + ROPE)
+    _absorb(from_q, w, to, there, dims, columns, NOPE, LATENT, PRECISION)
     if tl.program_id(0) == 0:
         mask = there & (rope_dims < ROPE)[None, :]
         rest = tl.load(from_q + NOPE + rope_dims[None, :], mask=mask)
