@@ -178,7 +178,7 @@ def _decode_room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
     """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out. wide: bytes of an
     element; of one, there are scales."""
     rows, warps = 16 if group > 8 else 8, TILES[dim] // 16
-    heads = rows * (dim + 8) * 2 + dim * 2 + 64
+    heads = rows * (dim + 8) * 2 + dim * 2 + 80
     rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
     tile = 2 * TILES[dim] * (dim * wide + (wide == 1))
     stages = min(6, (HALF_SHARED - rest) // tile)

@@ -10,7 +10,7 @@
 // Stream-K (Osama et al. 2023, arXiv 2301.03598).
 //
 // FP8: the cache has e4m3 codes, and their scales of a block and key head side by side (rope/fp8_cache.py); BOX is SIZE
-// then. Codes become elements of T between shared memory and the tensor cores: fp8_operand.cuh.
+// then. Codes become f16 between shared memory and the tensor cores: fp8_operand.cuh.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -23,6 +23,15 @@ constexpr int TILE_BYTES = TILE * DIM * BYTES, GROUP = HEADS / KV_HEADS;
 constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
 constexpr int PAIRS = HALF / 32;                          // of elements that are rotated together, of a lane
+constexpr int PIECES = RUN_BYTES / 16;                    // of a run
+
+template <bool> struct OperandType {
+    typedef T type;
+};
+template <> struct OperandType<true> {
+    typedef f16 type;
+};
+typedef OperandType<FP8 != 0>::type Operand;  // what tensor cores multiply
 
 struct Step {  // pointers and sizes that the warps share
     const T *q, *k, *v, *q_weight, *k_weight;
@@ -46,8 +55,8 @@ __device__ inline unsigned lies(int token, int half, int piece) {
 
 #include "stream_k.cuh"
 #include "q_prep.cuh"
-#include "online_softmax.cuh"
 #include "fp8_operand.cuh"
+#include "online_softmax.cuh"
 static_assert(!FP8 || BOX == SIZE, "a box has its block's scales");
 static_assert(RUN_BYTES == 128 || (RUN_BYTES == 64 && RUNS == 1), "a run is one of two swizzles");
 static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) + SEQUENCES * 4 == ROOM,
@@ -202,6 +211,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
             ldmatrix(columns[i],
                      smem_address(now.rotated + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
         if (warp == 0 && way.newest(span)) softmax.take_newest(now);
+        const float of_scores = FP8 ? scale * now.q_scale : scale;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(taken + item % 2);
         item++;
@@ -224,15 +234,15 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     unsigned keys_of[4];
-                    by.keys_operand(keys_of, x, i);
+                    keys_operand(keys_of, x, i);
 #pragma unroll
                     for (int h = 0; h < ROWS / 8; h++)
-                        mma<T>(s[ROWS == 16 ? h : i % 2], keys_of, columns[i][2 * h], columns[i][2 * h + 1]);
+                        mma<Operand>(s[ROWS == 16 ? h : i % 2], keys_of, columns[i][2 * h], columns[i][2 * h + 1]);
                 }
-                if (!FP8 && (first > 0 || last < 16)) {  // whatever lies beside them, a NaN too, stays out
-                    for (int i = lane; i < 16 * 8 * RUNS; i += 32) {
-                        const int row = i / 8 % 16;
-                        if (row < first || row >= last) zero_smem(v_at + lies(warp * 16 + row, i / 128, i % 8));
+                if (first > 0 || last < 16) {  // whatever lies beside them, a NaN too, stays out
+                    for (int i = lane; i < 16 * PIECES * RUNS; i += 32) {
+                        const int row = i / PIECES % 16;
+                        if (row < first || row >= last) zero_smem(v_at + lies(warp * 16 + row, i / (16 * PIECES), i % PIECES));
                     }
                     __syncwarp();
                 }
@@ -244,13 +254,13 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
                 unsigned p[ROWS / 8][2];
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
-                softmax.take(s, first, last, scale, softcap, p);
+                softmax.take(s, first, last, of_scores, softcap, by, p);
 #pragma unroll
                 for (int i = 0; i < DIM / 16; i++) {
                     unsigned values_of[4];
-                    by.values_operand(values_of, x, i);
+                    values_operand(values_of, x, i);
 #pragma unroll
-                    for (int h = 0; h < ROWS / 8; h++) mma<T>(softmax.o[i][h], values_of, p[h][0], p[h][1]);
+                    for (int h = 0; h < ROWS / 8; h++) mma<Operand>(softmax.o[i][h], values_of, p[h][0], p[h][1]);
                 }
             }
             release_stage(empty + stage);

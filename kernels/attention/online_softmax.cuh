@@ -2,7 +2,8 @@
 
 // The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane
 // has the two from lane % 4 * 2 on, of each 16 elements of a value the two of `element`: those at lane / 4 and 8 below,
-// or where FP8 neighbours, as fp8_operand.cuh hands them over.
+// or where FP8 neighbours, as fp8_operand.cuh hands them over. Where FP8, `o` adds up codes, and a token's weight and `top` have
+// its value's scale in them, which `sum` has not: o / sum is the mean of values.
 struct OnlineSoftmax {
     float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
 
@@ -22,12 +23,13 @@ struct OnlineSoftmax {
     }
     __device__ void take_newest(const Heads& heads) {
         const int lane = threadIdx.x % 32;
+        const float log = FP8 ? heads.v_exponent - 127 : 0, inverse = FP8 ? inverse_scale(heads.v_exponent) : 1;
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int head = h * 8 + lane % 4 * 2 + j;
-                top[h][j] = head < GROUP ? heads.scores[head] : 0, sum[h][j] = lane < 4;
+                top[h][j] = head < GROUP ? heads.scores[head] + log : 0, sum[h][j] = lane < 4 ? inverse : 0;
             }
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
@@ -36,14 +38,18 @@ struct OnlineSoftmax {
         }
     }
     // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of matmuls.
-    __device__ void take(float (&s)[2][4], int from, int to, float scale, float softcap, unsigned (&p)[ROWS / 8][2]) {
+    __device__ void take(float (&s)[2][4], int from, int to, float scale, float softcap, const TileScales& by,
+                         unsigned (&p)[ROWS / 8][2]) {
         const int lane = threadIdx.x % 32;
+        const float inverses[2] = {FP8 ? by.inverses[0] : 1, FP8 ? by.inverses[1] : 1};
 #pragma unroll
         for (int h = 0; h < ROWS / 8; h++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int token = i / 2 * 8 + lane / 4;
-                s[h][i] = token >= from && token < to ? score<SOFTCAP>(s[h][i], scale, softcap) : MINUS_INFINITY;
+                float y = score<SOFTCAP>(FP8 ? s[h][i] * by.keys[i / 2] : s[h][i], scale, softcap);
+                if (FP8) y += by.logs[i / 2];
+                s[h][i] = token >= from && token < to ? y : MINUS_INFINITY;
             }
             float best[2] = {fmaxf(s[h][0], s[h][2]), fmaxf(s[h][1], s[h][3])};
             across(best);
@@ -54,9 +60,9 @@ struct OnlineSoftmax {
                 shrink[j] = exp2_approx(top[h][j] - best[j]);  // some token counts: best is a number
                 top[h][j] = best[j];
                 s[h][j] = exp2_approx(s[h][j] - best[j]), s[h][2 + j] = exp2_approx(s[h][2 + j] - best[j]);
-                sum[h][j] = sum[h][j] * shrink[j] + s[h][j] + s[h][2 + j];
+                sum[h][j] = sum[h][j] * shrink[j] + s[h][j] * inverses[0] + s[h][2 + j] * inverses[1];
             }
-            p[h][0] = transpose_8x8(pack<T>(s[h][0], s[h][1])), p[h][1] = transpose_8x8(pack<T>(s[h][2], s[h][3]));
+            p[h][0] = transpose_8x8(pack<Operand>(s[h][0], s[h][1])), p[h][1] = transpose_8x8(pack<Operand>(s[h][2], s[h][3]));
             if (!__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) continue;
 #pragma unroll
             for (int i = 0; i < DIM / 16; i++)
@@ -156,7 +162,7 @@ __device__ inline Part load_part(const Step& step, int place) {
 
 // All of a sequence's head g: `part` is its beginning, the other parts have been stored.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
-    constexpr int AHEAD = 8;
+    constexpr int AHEAD = 16;
     float sum = part.weight == MINUS_INFINITY ? 0 : 1;
     for (int i = 1; i < divided.count; i += AHEAD) {
         Part next[AHEAD];

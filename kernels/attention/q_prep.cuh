@@ -1,9 +1,13 @@
-// What decode.cu multiplies keys by: a sequence's query heads of one key head. Where FP8, of each 16 elements the even ones
-// come first, as keys' codes do (fp8_operand.cuh).
+// What decode.cu multiplies keys by: a sequence's query heads of one key head. Where FP8, each 16 elements are in the order of
+// keys' codes (fp8_operand.cuh).
 
 struct Heads {  // of a sequence, as one warp prepares them for the others
-    T rotated[ROWS * WIDE], v[DIM];
+    Operand rotated[ROWS * WIDE];
+    T v[DIM];  // where FP8 the newest token's codes
     float scores[16];  // of the newest token
+    // Where FP8: `rotated` has queries divided by q_scale; v_exponent is of the newest value's scale.
+    float q_scale;
+    int v_exponent, unused[2];
 };
 
 typedef Vec<T, PAIRS> HeadPart;  // of a head, both halves of a lane
@@ -71,6 +75,28 @@ __device__ __forceinline__ void write_to_cache(const Step& step, long long slot,
     *(HeadPart*)(step.values + in_cache) = v_low, *(HeadPart*)(step.values + in_cache + HALF) = v_high;
 }
 
+// A sequence's query heads as f16, all of them divided by one power of two, so that the largest number is just below 2^15.
+__device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const HeadPart (&high)[GROUP + 1], Heads& to) {
+    float most = 0;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low[g].x[i])), fabsf(to_float(high[g].x[i]))));
+    // 2^14 = the exponent's bits 127 + 14; neither the factor nor its inverse may leave the range of numbers.
+    const int exponent = max((int)(__float_as_uint(warp_max(most)) >> 23) - 14, 1);
+    const float by = inverse_scale(exponent);
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const int d = threadIdx.x % 32 * PAIRS + i;
+            Operand* const place = to.rotated + g * WIDE + d / 16 * 16 + d % 4 / 2 * 8 + d % 16 / 4 * 2 + d % 2;
+            place[0] = from_float<Operand>(to_float(low[g].x[i]) * by);
+            place[HALF] = from_float<Operand>(to_float(high[g].x[i]) * by);
+        }
+    if (threadIdx.x % 32 == 0) to.q_scale = scale_of(exponent);
+}
+
 // Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
     const int lane = threadIdx.x % 32, at = lane * PAIRS;
@@ -88,16 +114,12 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
         v_low = *(const Part*)x, v_high = *(const Part*)(x + HALF);
         norm_and_rotate(step, b, low, high);
     }
+    if (FP8) {
+        store_queries(low, high, to);
+    } else {
 #pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        T* const rotated = to.rotated + g * WIDE;
-        if constexpr (FP8) {
-#pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                const int d = at + i, place = d / 16 * 16 + d % 2 * 8 + d % 16 / 2;
-                rotated[place] = low[g].x[i], rotated[HALF + place] = high[g].x[i];
-            }
-        } else {
+        for (int g = 0; g < GROUP; g++) {
+            Operand* const rotated = to.rotated + g * WIDE;
             *(Part*)(rotated + at) = low[g], *(Part*)(rotated + HALF + at) = high[g];
         }
     }
@@ -117,7 +139,12 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
         s = warp_sum(s);
         if (lane == 0) to.scores[g] = score<SOFTCAP>(s, step.scale, step.softcap);
     }
+    if (slot >= 0) write_to_cache(step, slot, head, low[GROUP], high[GROUP], v_low, v_high, codes, of_k, of_v);
+    if (FP8) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++)
+            v_low.x[i] = from_float<T>(to_float(codes[2].x[i])), v_high.x[i] = from_float<T>(to_float(codes[3].x[i]));
+        to.v_exponent = of_v;
+    }
     *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
-    if (slot < 0) return;
-    write_to_cache(step, slot, head, low[GROUP], high[GROUP], v_low, v_high, codes, of_k, of_v);
 }

@@ -51,3 +51,12 @@ __device__ inline unsigned e4m3_pair(float first, float second) {
 #endif
     return y;
 }
+
+// Four codes of e4m3 as f16, which has every one: the lower two and the upper two. For sm_90 and later.
+__device__ inline void f16_pairs(unsigned codes, unsigned& low, unsigned& high) {
+#if __CUDA_ARCH__ >= 900
+    asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, x;\ncvt.rn.f16x2.e4m3x2 %1, y;\n}"
+        : "=r"(low), "=r"(high) : "r"(codes));
+#endif
+}
