@@ -35,7 +35,7 @@ def supports(part: Part) -> bool:
     if part.values.shape != part.keys.shape:
         return False
     if part.decodes:
-        return supports_decode(part.q, part.keys, part.newest, part.scales)
+        return supports_decode(part.decoding[0], part.keys, part.newest, part.scales)
     if part.scales is None:
         return supports_prefill(part.q, part.keys)
     return supports_widened(part)

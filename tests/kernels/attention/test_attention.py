@@ -281,3 +281,14 @@ def test_prompts_as_hopper_takes_them():
         [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],
         [3, 302, 128, 70, 200], [2, 2, 128, 0, 300],
     ]  # fmt: skip
+
+
+def test_tokens_of_prompts_do_not_count_as_decoding_sequences(monkeypatch):
+    """decode.cu has a limit of sequences: a step has as many tokens of prompts beside them as it likes."""
+    monkeypatch.setattr(attention_tma, "_boxed", lambda *_: True)
+    q, keys = torch.zeros(attention_tma.SEQUENCES + 9, 4, 64), torch.zeros(3, 16, 2, 64)
+    rows = make_rows([1, 1, len(q) - 2], [3, 5, len(q)], 16, 100)
+    for stop, taken in ((2, True), (len(q), False)):
+        rows.num_decodes = stop
+        part = Part(q, keys, keys, rows, AttentionParams(1.0), 0, stop, q)
+        assert attention_tma.supports(part) is taken
