@@ -17,6 +17,7 @@ from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels.attention import mla, mla_decode, mla_store_triton, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
 
@@ -57,6 +58,10 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     whole = [partial(mla.store_and_attend, *new, c, up, rows, PARAMS) for c in caches]
     for name, least in (("Triton", batch + 1), ("CUDA", 1)):
         versions[f"all by {name}"] = [partial(chosen, least, one) for one in whole]
+    even = torch.full((blocks, 1, 2, 16), 127, dtype=torch.uint8, device="cuda")  # scales of 1
+    versions["all, e4m3 cache"] = [
+        partial(mla.store_and_attend, *new, c.to(fp8_cache.E4M3), up, rows, PARAMS, even) for c in caches
+    ]
     table.add(f"mla decode {batch} x {length}", bytes_ + up.numel() * 2, versions)
 
 

@@ -25,12 +25,6 @@ constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memo
 constexpr int PAIRS = HALF / 32;                          // of elements that are rotated together, of a lane
 constexpr int PIECES = RUN_BYTES / 16;                    // of a run
 
-template <bool> struct OperandType {
-    typedef T type;
-};
-template <> struct OperandType<true> {
-    typedef f16 type;
-};
 typedef OperandType<FP8 != 0>::type Operand;  // what tensor cores multiply
 
 struct Step {  // pointers and sizes that the warps share

@@ -10,13 +10,19 @@
 // What has been cached in earlier steps is asked for before the kernel's predecessor has ended, as are lengths and
 // tables: whatever comes before must let no kernel start until all before it has ended, as absorb_kernel of
 // mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
+//
+// FP8: the cache has e4m3 codes, and for each block its tokens' scales, of latents and then of the rest
+// (rope/fp8_cache.py). mla_operands.cuh says how they are multiplied.
 #include "async_copy.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
+#include "fp8_cache.cuh"
 
-constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, ROW = WIDTH * 2;  // ROW: bytes of a token
+typedef OperandType<FP8 != 0>::type Operand;  // what tensor cores multiply
+constexpr int LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, ROW = WIDTH * (FP8 ? 1 : 2);  // ROW: bytes of a token
 constexpr int ROWS = 16, GROUPS = (HEADS + ROWS - 1) / ROWS;                    // heads of a block, and blocks for all heads
 constexpr int WARPS = 8, THREADS = WARPS * 32, COLUMNS = LATENT / WARPS;        // of the values, of a warp
-constexpr int PANEL = 16, TILE = 2 * PANEL, PANEL_BYTES = PANEL * ROW;          // tokens
+constexpr int PANEL = 16, TILE = 2 * PANEL, PANEL_BYTES = PANEL * (ROW + (FP8 ? 2 : 0));  // tokens; with their scales
 constexpr int QUARTERS = WARPS / 2, STEPS = WIDTH / 16 / QUARTERS;              // matmul steps of a warp's part of a score
 constexpr int SCORES_ROW = TILE + 8, WEIGHTS_ROW = TILE * 2 + 16;  // floats; bytes: no two of 8 rows in the same banks
 constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4, WEIGHTS_BYTES = ROWS * WEIGHTS_ROW;
@@ -38,7 +44,10 @@ struct Softmax {
 
     __device__ static int head() { return threadIdx.x / 16; }
     // A tile, of which the first `count` tokens are there: weights, and what sums so far are to be multiplied by.
-    __device__ void take(const float* scores, unsigned char* weights, float* shrink, int count, float scale) {
+    // of_values: where FP8, exponents of the scales of this lane's tokens' values. A weight has the scale in it then, and
+    // `sum` has not.
+    __device__ void take(const float* scores, unsigned char* weights, float* shrink, int count, float scale,
+                         const unsigned char* of_values) {
         const int token = threadIdx.x % 16 * 2;
         float2 s = {0, 0};
 #pragma unroll
@@ -46,15 +55,17 @@ struct Softmax {
             const float2 x = *(const float2*)(scores + (i * ROWS + head()) * SCORES_ROW + token);
             s.x += x.x, s.y += x.y;
         }
-        s.x = token < count ? s.x * scale : MINUS_INFINITY;
-        s.y = token + 1 < count ? s.y * scale : MINUS_INFINITY;
+        const bool there = token < count, next_there = token + 1 < count;
+        const int exponent = FP8 && there ? of_values[0] : 127, next_exponent = FP8 && next_there ? of_values[1] : 127;
+        s.x = there ? s.x * scale + (exponent - 127) : MINUS_INFINITY;
+        s.y = next_there ? s.y * scale + (next_exponent - 127) : MINUS_INFINITY;
         float best = fmaxf(s.x, s.y);
 #pragma unroll
         for (int step = 8; step; step /= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
         best = fmaxf(best, top);
         const float by = exp2_approx(top - best), a = exp2_approx(s.x - best), b = exp2_approx(s.y - best);
-        top = best, sum = sum * by + a + b;
-        *(unsigned*)(weights + head() * WEIGHTS_ROW + token * 2) = pack<T>(a, b);
+        top = best, sum = sum * by + a * inverse_scale(exponent) + b * inverse_scale(next_exponent);
+        *(unsigned*)(weights + head() * WEIGHTS_ROW + token * 2) = pack<Operand>(a, b);
         if (token == 0) shrink[head()] = by;
     }
     // What a head's values are to be multiplied by, and the logarithm of its sum.
@@ -149,7 +160,7 @@ __device__ inline bool add_up(Part& part, int split, int count, float* parts, in
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-mla_decode(const T* q, const T* cache, const int* tables, const int* lengths, T* out, float* parts, int* arrived, int q_row,
+mla_decode(const T* q, const T* cache, const unsigned char* scales, const int* tables, const int* lengths, T* out, float* parts, int* arrived, int q_row,
            int table_row, int fill, float scale) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ uint4 memory[];
@@ -170,13 +181,12 @@ mla_decode(const T* q, const T* cache, const int* tables, const int* lengths, T*
     unsigned char* const weights = (unsigned char*)scores + SCORES_BYTES;
     float *const shrink = (float*)(weights + WEIGHTS_BYTES), *const inverse = shrink + ROWS, *const sums = inverse + ROWS;
     const int tiles = span.tiles(), ahead = tiles_ahead(panel), newest = length - 1 - span.start;
-    Rows rows(cache, tables + (long long)b * table_row, ring, span);
+    Rows rows(cache, scales, tables + (long long)b * table_row, ring, span);
     copy_early(rows, tiles, ahead, newest);
     grid_wait();
     launch_dependents();
     copy_newest(rows, tiles, ahead, newest);
-    unsigned x[STEPS][4];
-    load_queries(x, q + (long long)b * q_row + head * WIDTH, heads);
+    const Queries queries(q + (long long)b * q_row + head * WIDTH, heads);
     Softmax softmax;
     Part part = {};
 #pragma unroll 1
@@ -191,14 +201,17 @@ mla_decode(const T* q, const T* cache, const int* tables, const int* lengths, T*
             if (t + ahead < tiles) rows.copy(t + ahead, 15);
             commit_copies();
         }
-        multiply_keys(x, ring + (t * 2 + threadIdx.x / 32 / QUARTERS) % HELD * PANEL_BYTES, scores);
+        auto place = [&](int panel) { return (t * 2 + panel) % HELD * PANEL_BYTES; };
+        auto scales_of = [&](int panel) { return (const unsigned char*)memory + place(panel) + PANEL * ROW; };
+        const int mine = threadIdx.x / 32 / QUARTERS, token = threadIdx.x % 16 * 2;
+        multiply_keys(queries, ring + place(mine), scales_of(mine), scores);
         __syncthreads();
-        softmax.take(scores, weights, shrink, span.stop - span.start - t * TILE, scale);
+        softmax.take(scores, weights, shrink, span.stop - span.start - t * TILE, scale, scales_of(token / PANEL) + token % PANEL);
         __syncthreads();
         part.mean.scale(shrink);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            part.mean.add_panel(of_weights + i * PANEL * 2, ring + (t * 2 + i) % HELD * PANEL_BYTES);
+            part.mean.add_panel(of_weights + i * PANEL * 2, ring + place(i));
     }
     softmax.finish(inverse, sums);
     __syncthreads();

@@ -1,4 +1,5 @@
-"""Decoding sequences of multi-head latent attention by mla_decode.cu, in DeepSeek's sizes: 512 + 64 elements a token.
+"""Decoding sequences of multi-head latent attention by mla_decode.cu, in DeepSeek's sizes: 512 + 64 elements a token,
+in 16 bits or e4m3.
 
 As a backend it attends to latents as they are cached, as mla_triton.py does, which takes everything else.
 """
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .. import jit
 from ..device import device_caps
+from ..rope.fp8_cache import E4M3
 from .attention_tma import LOG2_E
 from .backend import AttentionParams, Part
 
@@ -19,7 +21,7 @@ LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
 # Sequences of a step from which on this kernel is chosen, instead of Triton's. Of one that is faster for contexts of
 # 1000 to 10,000 tokens, of 16 slower for all (benchmarks/ops_mla.py, H200, 16 heads); between these nothing was timed.
-# A graph's kernel is the same for contexts of all lengths, so these do not count.
+# A graph's kernel is the same for contexts of all lengths, so these do not count. Of a cache in e4m3 it always is.
 LEAST_SEQUENCES = 4
 
 THREADS = 256
@@ -36,12 +38,14 @@ PART = ROWS * LATENT + ROWS  # floats that are kept of a part
 
 
 def supports(part: Part) -> bool:
-    """Values are the first part of the keys, of one head; all in 16 bits, and as a block copies them."""
+    """Values are the first part of the keys, of one head; q in 16 bits, the cache too or in e4m3, and as a block copies
+    it."""
     q, keys, values, params = part.q, part.keys, part.values, part.params
-    if not part.decodes or part.stop < LEAST_SEQUENCES or part.scales is not None or part.newest is not None:
+    if not part.decodes or (part.scales is None and part.stop < LEAST_SEQUENCES) or part.newest is not None:
         return False
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
-    sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2 and keys.dtype == q.dtype
+    sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2
+    sizes = sizes and (keys.dtype == q.dtype if part.scales is None else keys.dtype == E4M3 and keys.shape[1] % 4 == 0)
     aligned = jit.plain(keys, part.out) and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0
     return shared and sizes and aligned and q.stride()[1:] == (WIDTH, 1) and params == AttentionParams(params.scale)
 
@@ -49,12 +53,16 @@ def supports(part: Part) -> bool:
 def plan(part: Part) -> int:
     """How many KV splits each sequence has at most."""
     blocks, caps = part.stop * -(-part.q.shape[1] // ROWS), device_caps(part.q.device)
-    return choose_kv_splits(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * occupancy(part.q.device)[1])
+    per_sm = occupancy(part.q.device, part.scales is not None)[1]
+    return choose_kv_splits(blocks, max(part.rows.kv_lens[: part.stop]), caps.num_sms * per_sm)
 
 
 def run(part: Part, plan: int) -> None:
     q, out = part.decoding
-    decode(q, part.keys[:, :, 0], part.rows.block_tables, part.rows.lengths, out, part.params.scale, plan)
+    rows = part.rows
+    decode(
+        q, part.keys[:, :, 0], rows.block_tables, rows.lengths, out, part.params.scale, plan, scales=part.scales
+    )  # fmt: skip
 
 
 def choose_kv_splits(blocks: int, longest: int, room: int) -> int:
@@ -67,38 +75,46 @@ def choose_kv_splits(blocks: int, longest: int, room: int) -> int:
 
 
 @functools.cache
-def occupancy(device: torch.device) -> tuple[int, int]:
+def occupancy(device: torch.device, fp8: bool = False) -> tuple[int, int]:
     """Panels that a block holds, and blocks of a multiprocessor."""
     if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.HALF_SHARED
-        return 5, 2
+        return MOST_PANELS if fp8 else 5, 2
     # CUDA keeps 1024 bytes of each block's shared memory.
     room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
-    return min(MOST_PANELS, (room - FIXED) // (PANEL * WIDTH * 2)), 1
+    return min(MOST_PANELS, (room - FIXED) // panel_bytes(fp8)), 1
 
 
-def sizes(heads: int, block_size: int, panels: int, blocks: int) -> dict[str, int]:
+def sizes(heads: int, block_size: int, panels: int, blocks: int, fp8: bool = False) -> dict[str, int]:
     """What mla_decode.cu is compiled for."""
-    return dict(HEADS=heads, SIZE=block_size, HELD=panels, BLOCKS=blocks, SPLIT=SPLIT, ROOM=shared_bytes(panels))
+    room = shared_bytes(panels, fp8)
+    return dict(HEADS=heads, SIZE=block_size, HELD=panels, BLOCKS=blocks, SPLIT=SPLIT, ROOM=room, FP8=int(fp8))
 
 
-def shared_bytes(panels: int) -> int:
-    return panels * PANEL * WIDTH * 2 + FIXED
+def panel_bytes(fp8: bool) -> int:
+    return PANEL * (WIDTH + 2 if fp8 else WIDTH * 2)
+
+
+def shared_bytes(panels: int, fp8: bool = False) -> int:
+    return panels * panel_bytes(fp8) + FIXED
 
 
 def decode(
-    q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int, fill: int = 0
-) -> None:
+    q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int, fill: int = 0,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """The newest token of each of n sequences, of up to `most` splits: q [n, heads, 576], cache [blocks, block_size,
     576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: splits of a short sequence; as many
-    as find a multiprocessor idle unless given.
+    as find a multiprocessor idle unless given. scales: of a cache in e4m3, [blocks, 1, 2, block_size], of latents and of
+    the rest; block_size is a multiple of 4 then.
 
     What comes before on the stream may still run, and write q and the newest tokens: all else that is read must be
     what the kernels before that one wrote.
     """
     n, heads, _ = q.shape
-    blocks, (panels, per_sm) = n * -(-heads // ROWS), occupancy(q.device)
-    shared = shared_bytes(panels)
-    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, cache.shape[1], panels, per_sm))
+    fp8 = scales is not None
+    blocks, (panels, per_sm) = n * -(-heads // ROWS), occupancy(q.device, fp8)
+    shared, of = shared_bytes(panels, fp8), sizes(heads, cache.shape[1], panels, per_sm, fp8)
+    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **of)
     fill = fill or min(AT_ONCE, device_caps(q.device).num_sms // blocks)
     splits = arrived = out  # one split keeps nothing
     if most > 1:
@@ -106,6 +122,6 @@ def decode(
         splits = q.new_empty(blocks, most, PART, dtype=torch.float32)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
     kernel(
-        (blocks, most, 1), THREADS, q, cache, tables, lengths, out, splits, arrived, q.stride(0), tables.stride(0),
-        fill, scale * LOG2_E, shared=shared,
+        (blocks, most, 1), THREADS, q, cache, lengths if scales is None else scales, tables, lengths, out, splits,
+        arrived, q.stride(0), tables.stride(0), fill, scale * LOG2_E, shared=shared,
     )  # fmt: skip

@@ -1,46 +1,123 @@
 // What mla_decode.cu multiplies: queries by keys, and weights by values.
+//
+// Where FP8, codes become f16, whatever T is, by one instruction for two (f16_pairs). ldmatrix moves pairs of bytes, so that
+// of 16 elements of a key a lane has four neighbours: queries are loaded in the same order. Of values, an operand has the
+// even columns of 16, and another one the odd ones. No element is multiplied by its scale: scores are by those of keys, and a
+// token's weight has its value's scale in it (Softmax).
 
 // This warp's steps of 16 heads' queries, as the first operand of matmuls; step j has the elements from j * 64 on and 16
-// times the warp's quarter. Heads past the last one are zeros.
-__device__ inline void load_queries(unsigned (&x)[STEPS][4], const T* q, int heads) {
-    const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % QUARTERS;
+// times the warp's quarter. Heads past the last one are zeros. Where FP8, what the warp has of a head is divided by a power
+// of two, so that f16 has all of it: the largest number is just below 2^15.
+struct Queries {
+    unsigned x[STEPS][4];
+    float by[2];  // where FP8: what heads lane / 4 and 8 below are divided by
+
+    __device__ Queries(const T* q, int heads) {
+        const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % QUARTERS;
 #pragma unroll
-    for (int j = 0; j < STEPS; j++)
+        for (int j = 0; j < STEPS; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int head = lane / 4 + i % 2 * 8;
-            const T* from = q + head * WIDTH + j * 64 + quarter * 16 + i / 2 * 8 + lane % 4 * 2;
-            x[j][i] = head < heads ? *(const unsigned*)from : 0;
+            for (int i = 0; i < 4; i++) {
+                const int head = lane / 4 + i % 2 * 8, at = FP8 ? lane % 4 * 4 + i / 2 * 2 : i / 2 * 8 + lane % 4 * 2;
+                x[j][i] = head < heads ? *(const unsigned*)(q + head * WIDTH + j * 64 + quarter * 16 + at) : 0;
+            }
+        if (FP8) divide();
+    }
+    __device__ void divide() {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float most = 0;
+#pragma unroll
+            for (int j = 0; j < STEPS; j++)
+#pragma unroll
+                for (int i = h; i < 4; i += 2) most = fmaxf(most, fmaxf(fabsf(low(x[j][i])), fabsf(high(x[j][i]))));
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+            const int exponent = exponent_of_f16(most);
+            const float inverse = inverse_scale(exponent);
+            by[h] = scale_of(exponent);
+#pragma unroll
+            for (int j = 0; j < STEPS; j++)
+#pragma unroll
+                for (int i = h; i < 4; i += 2) x[j][i] = pack<f16>(low(x[j][i]) * inverse, high(x[j][i]) * inverse);
         }
-}
+    }
+    __device__ static float low(unsigned pair) { return to_float(T{(unsigned short)pair}); }
+    __device__ static float high(unsigned pair) { return to_float(T{(unsigned short)(pair >> 16)}); }
+};
+
+// Of a panel's 16 tokens and a warp's quarter of 16 heads' elements: sums of each 8 tokens, as mma() has them.
+struct Dots {
+    float latent[2][2][4] = {}, rope[2][4] = {};  // of even and odd steps; where FP8 the last step apart, as it has other scales
+
+    __device__ Dots(const Queries& q, unsigned panel) {
+        if (FP8)
+            of_codes(q, panel);
+        else
+            of_elements(q, panel);
+    }
+    __device__ void of_elements(const Queries& q, unsigned panel) {
+        const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % QUARTERS;
+        const unsigned at = panel + swizzled(lane % 8 + lane / 16 * 8, quarter * 2 + lane / 8 % 2);
+        unsigned y[4];
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+            ldmatrix(y, at + j * 128);
+            mma<Operand>(latent[j % 2][0], q.x[j], y[0], y[1]);
+            mma<Operand>(latent[j % 2][1], q.x[j], y[2], y[3]);
+        }
+    }
+    __device__ void of_codes(const Queries& q, unsigned panel) {
+        const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % QUARTERS;
+        unsigned y[4];
+        const unsigned at = panel + swizzled(lane % 16, quarter), last = at + (STEPS - 1) * 64;
+#pragma unroll
+        for (int j = 0; j < STEPS; j += 2) {  // two steps at once
+            ldmatrix(y, j < STEPS - 1 ? at + (j + lane / 16) * 64 : last);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (j + i / 2 >= STEPS) continue;
+                unsigned b[2];
+                f16_pairs(y[i], b[0], b[1]);
+                mma<Operand>(j < STEPS - 1 ? latent[i / 2][i % 2] : rope[i % 2], q.x[j + i / 2], b[0], b[1]);
+            }
+        }
+    }
+    // to: [16, SCORES_ROW], of the panel's first token.
+    __device__ void store(const Queries& q, const unsigned char* scales, float* to) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const unsigned char* const exponents = scales + n * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float s[2];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int i = 2 * h + j;
+                    s[j] = latent[0][n][i] + latent[1][n][i];
+                    if (FP8) s[j] = (s[j] * scale_of(exponents[j]) + rope[n][i] * scale_of(exponents[PANEL + j])) * q.by[h];
+                }
+                *(float2*)(to + (lane / 4 + h * 8) * SCORES_ROW + n * 8 + lane % 4 * 2) = {s[0], s[1]};
+            }
+        }
+    }
+};
 
 // A quarter of the dot products of 16 heads' queries and a panel's 16 tokens, to scores [QUARTERS, ROWS, SCORES_ROW].
-__device__ inline void multiply_keys(const unsigned (&x)[STEPS][4], unsigned panel, float* scores) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = warp % QUARTERS;
-    const unsigned at = panel + swizzled(lane % 8 + lane / 16 * 8, quarter * 2 + lane / 8 % 2);
-    float s[2][2][4] = {};  // of even and odd steps, of 8 tokens each
-#pragma unroll
-    for (int j = 0; j < STEPS; j++) {
-        unsigned y[4];
-        ldmatrix(y, at + j * 128);
-        mma<T>(s[j % 2][0], x[j], y[0], y[1]);
-        mma<T>(s[j % 2][1], x[j], y[2], y[3]);
-    }
-    float* to = scores + (quarter * ROWS + lane / 4) * SCORES_ROW + warp / QUARTERS * PANEL + lane % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            *(float2*)(to + h * 8 * SCORES_ROW + n * 8) = {s[0][n][2 * h] + s[1][n][2 * h],
-                                                           s[0][n][2 * h + 1] + s[1][n][2 * h + 1]};
+__device__ inline void multiply_keys(const Queries& q, unsigned panel, const unsigned char* scales, float* scores) {
+    const int warp = threadIdx.x / 32;
+    Dots(q, panel).store(q, scales, scores + warp % QUARTERS * ROWS * SCORES_ROW + warp / QUARTERS * PANEL);
 }
 
 // Values of 16 heads and this warp's columns: of each 8 of them rows lane / 4 and 8 below, columns lane % 4 * 2 and the next.
+// Where FP8, of each 16 columns the even ones are in one 8 and the odd ones in the next.
 struct Values {
     float o[COLUMNS / 8][4];
 
     __device__ void scale(const float* by) {
         const float upper = by[threadIdx.x % 32 / 4], lower = by[threadIdx.x % 32 / 4 + 8];
+        if (!__any_sync(~0u, upper != 1 || lower != 1)) return;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
             o[n][0] *= upper, o[n][1] *= upper, o[n][2] *= lower, o[n][3] *= lower;
@@ -49,27 +126,59 @@ struct Values {
         const int lane = threadIdx.x % 32, row = lane % 16;
         unsigned p[4];
         ldmatrix(p, weights + row * WEIGHTS_ROW + lane / 16 * 16);
+        if (FP8)
+            add_codes(p, panel, row);
+        else
+            add_elements(p, panel + threadIdx.x / 32 * COLUMNS * 2, row);
+    }
+    __device__ void add_elements(const unsigned (&p)[4], unsigned panel, int row) {
 #pragma unroll
         for (int m = 0; m < COLUMNS / 16; m++) {
             unsigned y[4];
-            ldmatrix_transposed(y, panel + threadIdx.x / 32 * COLUMNS * 2 + swizzled(row, m * 2 + lane / 16));
-            mma<T>(o[2 * m], p, y[0], y[1]);
-            mma<T>(o[2 * m + 1], p, y[2], y[3]);
+            ldmatrix_transposed(y, panel + swizzled(row, m * 2 + threadIdx.x % 32 / 16));
+            mma<Operand>(o[2 * m], p, y[0], y[1]);
+            mma<Operand>(o[2 * m + 1], p, y[2], y[3]);
+        }
+    }
+    __device__ void add_codes(const unsigned (&p)[4], unsigned panel, int row) {
+#pragma unroll
+        for (int m = 0; m < COLUMNS / 32; m++) {
+            unsigned y[4], even[4], odd[4];
+            ldmatrix_transposed(y, panel + swizzled(row, threadIdx.x / 32 * (COLUMNS / 16) + m * 2 + threadIdx.x % 32 / 16));
+#pragma unroll
+            for (int i = 0; i < 4; i++) f16_pairs(__byte_perm(y[i], 0, 0x3120), even[i], odd[i]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                mma<Operand>(o[4 * m + 2 * i], p, even[2 * i], even[2 * i + 1]);
+                mma<Operand>(o[4 * m + 2 * i + 1], p, odd[2 * i], odd[2 * i + 1]);
+            }
         }
     }
     // to: [HEADS, LATENT], of the block's first head; the first `heads` are there.
     __device__ void store(T* to, int heads) const {
-        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int h = 0; h < 2; h++) {
+            const int lane = threadIdx.x % 32, head = lane / 4 + h * 8;
+            T* const from = to + head * LATENT + threadIdx.x / 32 * COLUMNS;  // the warp's first column
 #pragma unroll
             for (int m = 0; m < COLUMNS / 32; m++) {
                 unsigned x[4];
+                if (FP8) {  // of 16 columns, and of 16 more, four side by side
 #pragma unroll
-                for (int i = 0; i < 4; i++) x[i] = pack<T>(o[4 * m + i][2 * h], o[4 * m + i][2 * h + 1]);
-                exchange_quads(x);
-                const int head = lane / 4 + h * 8, column = threadIdx.x / 32 * COLUMNS + (4 * m + lane % 4) * 8;
-                if (head < heads) *(uint4*)(to + head * LATENT + column) = make_uint4(x[0], x[1], x[2], x[3]);
+                    for (int i = 0; i < 4; i++) {
+                        const float *even = o[4 * m + i / 2 * 2], *odd = o[4 * m + i / 2 * 2 + 1];
+                        x[i] = pack<T>(even[2 * h + i % 2], odd[2 * h + i % 2]);
+                    }
+                    if (head >= heads) continue;
+#pragma unroll
+                    for (int i = 0; i < 2; i++) *(uint2*)(from + (2 * m + i) * 16 + lane % 4 * 4) = {x[2 * i], x[2 * i + 1]};
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) x[i] = pack<T>(o[4 * m + i][2 * h], o[4 * m + i][2 * h + 1]);
+                    exchange_quads(x);
+                    if (head < heads) *(uint4*)(from + (4 * m + lane % 4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+                }
             }
+        }
     }
 };

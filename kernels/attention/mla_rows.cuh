@@ -13,20 +13,23 @@ struct Span {
     __device__ int tiles() const { return (stop - start + TILE - 1) / TILE; }
 };
 
+// A panel has its tokens' rows, and behind them, where FP8, their scales: of latents and then of the rest.
+//
 // Where a row's piece of 16 bytes lies: places change among the eight of 128 bytes, so that eight rows' pieces are in
-// different banks.
-__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ row % 8) * 16; }
+// different banks. Where FP8, among the four of 64 bytes: neighbouring rows begin 64 bytes apart in them.
+__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ (FP8 ? row / 2 % 4 : row % 8)) * 16; }
 
 // What a warp copies: four tokens of each tile, all in one panel. Rows past `stop` become zeros.
 struct Rows {
     const char* cache;
+    const unsigned char* scales;
     const int* table;
     unsigned ring;
     int start, stop;
     int slots, ahead;  // of the tiles from a multiple of 8 on, and of the 8 behind them: lane l has row l % 4 of tile l / 4
 
-    __device__ Rows(const T* cache, const int* table, unsigned ring, const Span& span)
-        : cache((const char*)cache), table(table), ring(ring), start(span.start + first()), stop(span.stop) {
+    __device__ Rows(const T* cache, const unsigned char* scales, const int* table, unsigned ring, const Span& span)
+        : cache((const char*)cache), scales(scales), table(table), ring(ring), start(span.start + first()), stop(span.stop) {
         slots = find(0), ahead = find(8);
     }
     __device__ static int first() { return threadIdx.x / 32 * 4; }  // in a tile
@@ -51,18 +54,28 @@ struct Rows {
         const int lane = threadIdx.x % 32, row = first() % PANEL, from = tile % 8 * 4;
         const unsigned to = ring + (tile * 2 + panel()) % HELD * PANEL_BYTES;
         const char* const piece = cache + lane * 16;
-        const int place = row * ROW, across = lane ^ row % 8;
+        const int place = row * ROW, across = lane ^ (FP8 ? row / 2 % 4 : row % 8);
 #pragma unroll
-        for (int r = 0; r < 4; r++) {  // pieces `lane` and lane + 32, as swizzled() has them
+        for (int r = 0; r < 4; r++) {  // pieces `lane` and, but for FP8, lane + 32, as swizzled() has them
             const int slot = __shfl_sync(~0u, slots, from + r);
             if (!(some >> r & 1)) continue;
             const char* x = piece + (long long)max(slot, 0) * ROW;
-            const unsigned at = to + place + r * ROW + (across ^ r) * 16;
-            copy_async16(at, x, slot >= 0), copy_async16(at + 512, x + 512, slot >= 0);
+            const unsigned at = to + place + r * ROW + (across ^ (FP8 ? r / 2 : r)) * 16;
+            copy_async16(at, x, slot >= 0);
+            if (!FP8) copy_async16(at + 512, x + 512, slot >= 0);
         }
-        const int slot = __shfl_sync(~0u, slots, from + lane / 8), last = 64 + lane % 8;  // eight pieces of each row
-        if (some >> lane / 8 & 1)
-            copy_async16(to + swizzled(row + lane / 8, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
+        constexpr int REST = ROW / 16 % 32;  // pieces of each row, that lanes have side by side
+        const int r = lane / REST % 4, slot = __shfl_sync(~0u, slots, from + r), last = ROW / 16 - REST + lane % REST;
+        if (lane < 4 * REST && (some >> r & 1))
+            copy_async16(to + swizzled(row + r, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
+        if (FP8) copy_scales(to + PANEL * ROW + row, __shfl_sync(~0u, slots, from), some);
+    }
+    // Of four tokens that lie side by side in a block, when all of them are there: with the last of them that is copied.
+    __device__ void copy_scales(unsigned to, int slot, int some) const {
+        const int part = threadIdx.x % 32;  // lanes 0 and 1
+        const bool last = some == 15 || (some & (some - 1)) == 0;
+        if (part < 2 && last)
+            copy_async4(to + part * PANEL, scales + (max(slot, 0) / SIZE * 2 + part) * SIZE + max(slot, 0) % SIZE, slot >= 0);
     }
 };
 

@@ -82,8 +82,7 @@ __device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const Hea
     for (int g = 0; g < GROUP; g++)
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low[g].x[i])), fabsf(to_float(high[g].x[i]))));
-    // 2^14 = the exponent's bits 127 + 14; neither the factor nor its inverse may leave the range of numbers.
-    const int exponent = max((int)(__float_as_uint(warp_max(most)) >> 23) - 14, 1);
+    const int exponent = exponent_of_f16(warp_max(most));
     const float by = inverse_scale(exponent);
 #pragma unroll
     for (int g = 0; g < GROUP; g++)

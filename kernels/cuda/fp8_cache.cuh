@@ -14,6 +14,18 @@ __device__ inline int scale_exponent(float most) {
 __device__ inline float scale_of(int exponent) { return __uint_as_float((unsigned)exponent << 23); }
 __device__ inline float inverse_scale(int exponent) { return __uint_as_float((unsigned)(254 - exponent) << 23); }
 
+// What tensor cores multiply where a cache has codes: f16, which has every one. Else elements of T.
+template <bool CODES> struct OperandType {
+    typedef T type;
+};
+template <> struct OperandType<true> {
+    typedef f16 type;
+};
+
+// Of queries whose largest number this is: the exponent of what divides them, so that it is just below 2^15. Neither that
+// nor its inverse may leave the range of numbers.
+__device__ inline int exponent_of_f16(float most) { return max((int)(__float_as_uint(most) >> 23) - 14, 1); }
+
 template <> __device__ inline e4m3 from_float<e4m3>(float x) {
     const unsigned sign = __float_as_uint(x) >> 24 & 0x80;
     const float y = fminf(fabsf(x), 448);

@@ -52,9 +52,14 @@ __device__ inline unsigned e4m3_pair(float first, float second) {
     return y;
 }
 
-// Four codes of e4m3 as f16, which has every one: the lower two and the upper two. For sm_90 and later.
+// Four codes of e4m3 as f16, which has every one: the lower two and the upper two. Before sm_90 by hand, of all but NaN.
 __device__ inline void f16_pairs(unsigned codes, unsigned& low, unsigned& high) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ < 900
+    auto pair = [](unsigned x) {  // codes in bytes 0 and 2; an exponent of f16 is 8 more
+        return multiply_pairs<f16>((x & 0x00800080) << 8 | (x & 0x007f007f) << 7, 0x5c005c00);
+    };
+    low = pair(__byte_perm(codes, 0, 0x4140)), high = pair(__byte_perm(codes, 0, 0x4342));
+#else
     asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\n"
         "cvt.rn.f16x2.e4m3x2 %0, x;\ncvt.rn.f16x2.e4m3x2 %1, y;\n}"
         : "=r"(low), "=r"(high) : "r"(codes));

@@ -18,8 +18,10 @@ WARPS = OUTPUTS // 16 + 2  # of a block
 # Bytes of a block: the router's blocks, of 10 KB, and those of the norm before it and of group.cu fit beside it.
 SMEM_BYTES = 212 << 10
 MOST_STAGES = 12
-# Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken.
-TILES = {4: 1, 8: 2, 24: 4}
+# Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken
+# (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 pairs a layer of DeepSeek-V2-Lite takes 274 us here and 264 there, of
+# 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
+TILES = {4: 1, 8: 2, 11: 4}
 MOST_PAIRS = max(TILES)
 MOST_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once

@@ -209,17 +209,19 @@ void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* ba
     };
     copy(to, box.height * 128, land, barrier);
 }
-void copy_async16(unsigned to, const void* from, bool there) {
-    memset(at(to, 16), 0xff, 16);
+void model::copy_async(unsigned to, const void* from, bool there, unsigned bytes) {
+    if ((uintptr_t)from % bytes) fail("what is copied does not begin at a multiple of its size");
+    memset(at(to, bytes), 0xff, bytes);
     auto left = running().copying;
     ++*left;
     const bool read = there && draw() % 2;  // now, or when it lands: memory may change in between
-    const uint4 early = read ? *(const uint4*)from : uint4{};
+    uint4 early = {};
+    if (read) memcpy(&early, from, bytes);
     copies.push_back([=] {
         if (there && !read)
-            memcpy(smem + to, from, 16);
+            memcpy(smem + to, from, bytes);
         else
-            memcpy(smem + to, &early, 16);
+            memcpy(smem + to, &early, bytes);
         --*left;
     });
 }

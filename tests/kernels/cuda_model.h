@@ -75,7 +75,7 @@ struct bf16 {
 struct f16 {
     uint16_t bits;
 };
-static unsigned float_as_uint(float x) {
+static unsigned __float_as_uint(float x) {
     unsigned y;
     memcpy(&y, &x, 4);
     return y;
@@ -97,12 +97,12 @@ static float to_float(f16 x) {
 template <class E> static E from_float(float x);
 template <> float from_float<float>(float x) { return x; }
 template <> bf16 from_float<bf16>(float x) {
-    const unsigned bits = float_as_uint(x);
+    const unsigned bits = __float_as_uint(x);
     if (std::isnan(x)) return {0x7fff};
     return {(uint16_t)(bits + 0x7fff + (bits >> 16 & 1) >> 16)};
 }
 template <> f16 from_float<f16>(float x) {
-    const uint16_t sign = float_as_uint(x) >> 16 & 0x8000;
+    const uint16_t sign = __float_as_uint(x) >> 16 & 0x8000;
     const float size = fabsf(x);
     if (std::isnan(x)) return {0x7fff};
     if (size == 0) return {sign};
@@ -173,6 +173,11 @@ static unsigned __match_any_sync(unsigned, int x) {
     unsigned same = 0;
     for (int lane = 0; lane < 32; lane++) same |= (unsigned)(__shfl_sync(0, x, lane) == x) << lane;
     return same;
+}
+static bool __any_sync(unsigned, bool x) {
+    bool any = false;
+    for (int lane = 0; lane < 32; lane++) any |= __shfl_sync(0, (int)x, lane);
+    return any;
 }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class E> static E __ldcg(const E* x) { return *x; }

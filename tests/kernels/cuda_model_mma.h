@@ -18,7 +18,7 @@ template <class E> static unsigned fma_pairs(unsigned a, unsigned b, unsigned c)
     return pack<E>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
 }
 static unsigned e4m3_of(float x) {
-    const unsigned sign = float_as_uint(x) >> 31 << 7;
+    const unsigned sign = __float_as_uint(x) >> 31 << 7;
     const float size = fabsf(x);
     if (std::isnan(x)) return 0x7f;
     if (size >= 448) return sign | 0x7e;
@@ -28,6 +28,16 @@ static unsigned e4m3_of(float x) {
     return sign | ((exponent + 6) * 8 + (int)nearbyintf(ldexpf(size, 4 - exponent)) - 8);  // 8 to 16 of 8, less at the least
 }
 static unsigned e4m3_pair(float first, float second) { return e4m3_of(first) | e4m3_of(second) << 8; }
+static float number_of_e4m3(unsigned code) {
+    if ((code & 0x7f) == 0x7f) return NAN;
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return code & 0x80 ? -size : size;
+}
+static void f16_pairs(unsigned codes, unsigned& low, unsigned& high) {
+    const auto number = [&](int i) { return number_of_e4m3(codes >> 8 * i & 255); };
+    low = pack<f16>(number(0), number(1)), high = pack<f16>(number(2), number(3));
+}
 static void ldmatrix(unsigned (&y)[4], unsigned from) {
     auto slots = model::together(&from, 1);
     const int lane = model::lane();

@@ -8,10 +8,11 @@ from phalanx.kernels import jit
 from phalanx.kernels.attention import mla_decode
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
+from phalanx.kernels.rope import fp8_cache
 
 from .. import cuda_model
 from .decoding import part_of
-from .latents import DEEPSEEK, NAN, latent_cache
+from .latents import DEEPSEEK, NAN, fp8_latents, latent_cache
 from .test_attention import make_rows
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -50,26 +51,41 @@ def launcher(monkeypatch, cuda_models):
     return Launcher(monkeypatch, cuda_models)
 
 
+def not_yet(x: torch.Tensor) -> torch.Tensor:
+    """What a tensor of numbers, codes or scales holds before it is written."""
+    return torch.full_like(x, NAN if x.is_floating_point() else 0x7F)
+
+
 class Step:
     """Of one token of each sequence; what is no token's is NaN. The reference computes in f32."""
 
-    def __init__(self, lengths, dtype=torch.bfloat16, heads=16, size=16, spare=2):
+    def __init__(self, lengths, dtype=torch.bfloat16, heads=16, size=16, spare=2, fp8=False):
         sizes = DEEPSEEK._replace(heads=heads, block_size=size)
         blocks = sum(-(-n // size) for n in lengths) + spare  # the tables' order depends on it
         self.rows = make_rows([1] * len(lengths), lengths, size, blocks)
-        self.cache = latent_cache(self.rows, sizes, blocks, dtype)
+        self.cache, self.scales = latent_cache(self.rows, sizes, blocks, dtype), None
+        if fp8:
+            self.cache, self.scales = fp8_latents(self.cache, LATENT)
         self.q = torch.randn(len(lengths), heads, WIDTH).to(dtype)
         self.out = torch.full((len(lengths), heads, LATENT), NAN, dtype=dtype)
         self.keep = [i for i, n in enumerate(lengths) if n]
 
     def tokens(self, at: int) -> list[torch.Tensor]:
-        """Each sequence's token from its end on, in the cache."""
-        slots = [slots_of(self.rows, i, self.cache.shape[1])[at] for i in self.keep if self.rows.kv_lens[i] >= -at]
-        return [self.cache.view(-1, WIDTH)[slot] for slot in slots]
+        """Each sequence's token from its end on, in the cache, with its scales."""
+        size = self.cache.shape[1]
+        slots = [slots_of(self.rows, i, size)[at] for i in self.keep if self.rows.kv_lens[i] >= -at]
+        found = [self.cache.view(-1, WIDTH)[slot] for slot in slots]
+        if self.scales is not None:
+            found = [one.view(torch.uint8) for one in found]
+            found += [self.scales[slot // size, 0, part, slot % size :][:1] for slot in slots for part in (0, 1)]
+        return found
 
     def want(self) -> torch.Tensor:
         want = torch.zeros(self.out.shape)
         keys = self.cache.float()[:, :, None]
+        if self.scales is not None:
+            slots = torch.arange(keys[..., 0].numel())
+            keys = fp8_cache.gather_latents(self.cache, self.scales, slots, LATENT, torch.float32).view(keys.shape)
         params, rows = AttentionParams(0.1), part_of(self.rows, self.keep)
         found = paged_attention_reference(self.q.float()[self.keep], keys, keys[..., :LATENT], rows, params)
         want[self.keep] = found.view(-1, *want.shape[1:])
@@ -77,9 +93,11 @@ class Step:
 
     def decode(self, launcher, most: int, fill: int) -> torch.Tensor:
         """What the kernel before writes is there when that has ended: queries, and the step's own tokens."""
-        launcher.writes += [(one, torch.full_like(one, NAN)) for one in (self.q, *self.tokens(-1))]
-        rows = self.rows
-        mla_decode.decode(self.q, self.cache, rows.block_tables, rows.lengths, self.out, 0.1, most, fill)
+        launcher.writes += [(one, not_yet(one)) for one in (self.q, *self.tokens(-1))]
+        rows, scales = self.rows, self.scales
+        mla_decode.decode(
+            self.q, self.cache, rows.block_tables, rows.lengths, self.out, 0.1, most, fill, scales=scales
+        )  # fmt: skip
         launcher.writes.clear()
         assert not launcher.counts.any()
         return self.out
@@ -98,14 +116,26 @@ CASES = [
     ([1024, 2], 64, 64, 8, dict(heads=2, size=64)),
     ([900, 161], 2, 4, 5, dict(dtype=torch.float16, heads=17, size=32)),
 ]
+# The same of a cache in e4m3; a step's own token is each of the four of a block that come with it.
+FP8_CASES = [
+    ([1, 0, 34, 127], 1, 1, 8, dict(fp8=True)),
+    ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=4, fp8=True)),
+    ([200], 8, 8, 6, dict(dtype=torch.float16, heads=20, spare=4, fp8=True)),
+    ([0], 2, 2, 8, dict(heads=1, fp8=True)),
+    ([1500, 577], 32, 4, 8, dict(heads=33, spare=5, size=64, fp8=True)),
+    ([900, 161], 2, 4, 4, dict(dtype=torch.float16, heads=17, size=32, fp8=True)),
+]
 
 
 @pytest.mark.parametrize(
     "lengths, most, fill, panels, options",
-    [*CASES[:3], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:])],
+    [
+        *CASES[:3], *FP8_CASES[:3],
+        *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:] + FP8_CASES[3:]),
+    ],
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
-    monkeypatch.setattr(mla_decode, "occupancy", lambda _: (panels, 1))
+    monkeypatch.setattr(mla_decode, "occupancy", lambda *_: (panels, 1))
     step = Step(lengths, **options)
     want = step.want()
     got = step.decode(launcher, most, fill)
@@ -127,7 +157,7 @@ def test_what_is_read_early(launcher):
     """Tokens of earlier steps are, so they must be there; the step's own are not."""
     step = Step([70], heads=1)
     for at, early in ((-70, True), (-60, True), (-1, False)):
-        launcher.writes += [(one, torch.full_like(one, NAN)) for one in step.tokens(at)]
+        launcher.writes += [(one, not_yet(one)) for one in step.tokens(at)]
         assert step.decode(launcher, 1, 1).isnan().any().item() == early
 
 
@@ -165,6 +195,15 @@ def test_what_it_takes(monkeypatch, chosen):
     ]  # fmt: skip
     assert not any(mla_decode.supports(part_of_step(step, **one)) for one in others)
     monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 3)
+    assert not mla_decode.supports(part_of_step(step))
+
+
+@pytest.mark.parametrize("size, taken", [(16, True), (4, True), (6, False), (1, False)])
+def test_caches_in_e4m3(size, taken, monkeypatch):
+    """Of any number of sequences; the scales of four tokens lie side by side in a block."""
+    monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 9)
+    step = Step([3, 4], heads=2, size=size, fp8=True)
+    assert mla_decode.supports(part_of_step(step, scales=step.scales)) is taken
     assert not mla_decode.supports(part_of_step(step))
 
 

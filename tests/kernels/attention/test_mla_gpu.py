@@ -51,16 +51,19 @@ def test_decode(sizes, dtype, bound, most):
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
-@pytest.mark.parametrize("heads, size", [(16, 16), (5, 7), (128, 64)])
+@pytest.mark.parametrize(
+    "heads, size, fp8", [(16, 16, False), (5, 7, False), (128, 64, False), (16, 16, True), (5, 4, True)]
+)
 @pytest.mark.parametrize("most, fill", [(1, 1), (4, 2), (64, 4), (64, 64)])
-def test_cuda_decode(dtype, bound, heads, size, most, fill):
+def test_cuda_decode(dtype, bound, heads, size, fp8, most, fill):
     for lengths in (*LENGTHS, [5000, 0, 257, 1], [256] * 64):
-        step = Step(lengths, dtype, heads, size)
+        step = Step(lengths, dtype, heads, size, fp8=fp8)
         want, rows = step.want(), latents.to(step.rows, "cuda")
         given = step.q.cuda(), step.cache.cuda(), rows.block_tables, rows.lengths
+        scales = step.scales.cuda() if fp8 else None
         for _ in range(3):  # counts are left as they were
             out = step.out.cuda()
-            mla_decode.decode(*given, out, 0.1, most, fill)
+            mla_decode.decode(*given, out, 0.1, most, fill, scales=scales)
             torch.testing.assert_close(out.cpu().float(), want, atol=bound, rtol=bound)
     assert not jit.counters(out.device, torch.cuda.current_stream().cuda_stream).any()
 

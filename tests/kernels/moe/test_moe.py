@@ -81,7 +81,7 @@ def test_items_of_few_pairs(experts, hidden, inner, most, outputs):
         (64, 64, 2048, 1408, 6, 2),
         (64, 128, 2048, 768, 8, 1),  # Qwen3-30B-A3B
         (16, 8, 4096, 14336, 2, 1),  # Mixtral-8x7B
-        (256, 64, 2048, 1408, 6, 4),
+        (100, 64, 2048, 1408, 6, 4),
         (16, 20, 128, 192, 3, 1),
     ],
 )
@@ -90,7 +90,8 @@ def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
     assert expert_mlp.choose_tiles(rows * top, experts) == tiles
     held, shared = expert_mlp.stages(hidden, inner, tiles)
     assert held >= 4 and shared + (5 << 10) + (1 << 10) + (10 << 10) <= 228 << 10
-    warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.tiling_rows(experts, top) if n * top <= 24 * experts}
+    most = expert_mlp.MOST_PAIRS * experts
+    warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.tiling_rows(experts, top) if n * top <= most}
     assert warm == {1, 2, 4}
 
 
