@@ -191,10 +191,7 @@ mla_decode(const T* q, const T* cache, const unsigned char* scales, const int* t
     Part part = {};
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {
-        if (panel)
-            wait_for_tile<tiles_ahead(1)>(t == 0);
-        else
-            wait_for_tile<tiles_ahead(0)>(t == 0);
+        wait_for_tile_of(panel, t == 0);
         __syncthreads();  // all threads' copies are there, and all have multiplied the tile before
         if (t > 0) {
             rows.turn_to(t + ahead);

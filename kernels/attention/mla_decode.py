@@ -104,8 +104,8 @@ def decode(
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, of up to `most` splits: q [n, heads, 576], cache [blocks, block_size,
     576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: splits of a short sequence; as many
-    as find a multiprocessor idle unless given. scales: of a cache in e4m3, [blocks, 1, 2, block_size], of latents and of
-    the rest; block_size is a multiple of 4 then.
+    as find a multiprocessor idle unless given. scales: of a cache in e4m3, [blocks, 1, 2, block_size], of latents and
+    of the rest; block_size is a multiple of 4 then.
 
     What comes before on the stream may still run, and write q and the newest tokens: all else that is read must be
     what the kernels before that one wrote.

@@ -89,6 +89,12 @@ template <int AHEAD> __device__ inline void wait_for_tile(bool first) {
     else  // the newest tile has not been asked for yet
         wait_for_groups<AHEAD - 1>();
 }
+__device__ inline void wait_for_tile_of(int panel, bool first) {
+    if (panel)
+        wait_for_tile<tiles_ahead(1)>(first);
+    else
+        wait_for_tile<tiles_ahead(0)>(first);
+}
 
 // The ring's first tiles, but for the step's own token, a group for each tile but the last of the part: what may be read
 // before the kernel's predecessor has ended; what has no room there is brought near. Then, after it, the rest of them.

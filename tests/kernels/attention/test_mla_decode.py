@@ -130,7 +130,8 @@ FP8_CASES = [
 @pytest.mark.parametrize(
     "lengths, most, fill, panels, options",
     [
-        *CASES[:3], *FP8_CASES[:3],
+        *CASES[:3],
+        *FP8_CASES[:3],
         *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:] + FP8_CASES[3:]),
     ],
 )
