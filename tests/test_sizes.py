@@ -21,8 +21,6 @@ LONG = {
     "variants and their registers would be others",
     ("kernels/attention/decode.cu", "decode"): "its warps share a dozen barriers and places in shared memory, which "
     "each part would take as arguments",
-    ("kernels/attention/prefill.cu", "prefill"): "operands of wgmma stay in registers from one asynchronous "
-    "instruction to the next, in one function that ptxas sees whole",
 }
 
 

@@ -84,6 +84,209 @@ __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) p[i][j] = pack<T>(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
 }
+
+struct Shared {  // what lies in shared memory: of rows, of a ring of keys and of one of values
+    unsigned q, k, v;
+    Barrier *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty;
+};
+
+// One warp has TMA bring the block's items.
+__device__ __forceinline__ void load_items(const TensorMap& of_q, const TensorMap& of_k, const TensorMap& of_v, const int* items,
+                                           int count, const int* tables, int table_row, const Shared& shared, int lane) {
+    int t = 0, n = 0;
+    for (int i; (i = pick(n)) < count * HEADS; n++) {
+        const Work work(items, i / HEADS);
+        const int head = i % HEADS, column = head / (HEADS / KV_HEADS) * DIM;
+        const int* table = tables + (long long)work.sequence * table_row;
+        auto block = [&](int j) {  // of the cache, for this lane's box of a tile
+            int token = j * TILE + lane * BOX;
+            return lane < PER_TILE && token < work.length ? table[token / SIZE] * SIZE + token % SIZE : -1;
+        };
+        int row = block(work.first());
+        if (n) mbarrier_wait(shared.q_empty, n - 1);
+        if (lane == 0) {
+            mbarrier_expect(shared.q_full, Q_BYTES);
+            for (int h = 0; h < HALVES; h++)
+                tma_load(shared.q + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, shared.q_full);
+        }
+        for (int j = work.first(); j < work.stop(); j++, t++) {
+            const int stage = t % STAGES, here = min(PER_TILE, (work.length - j * TILE + BOX - 1) / BOX), now = row;
+            row = block(j + 1);
+            auto bring = [&](const TensorMap* map, unsigned at, Barrier* full, Barrier* empty) {
+                if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
+                if (lane == 0) mbarrier_expect(full + stage, here * BOX * DIM * 2);
+                __syncwarp();
+                if (now >= 0)
+                    for (int h = 0; h < HALVES; h++)
+                        tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now,
+                                 full + stage);
+            };
+            bring(&of_k, shared.k, shared.k_full, shared.k_empty);
+            bring(&of_v, shared.v, shared.v_full, shared.v_empty);
+        }
+    }
+}
+
+// Has tensor cores begin with a tile's scores of a group's rows; skip: the block's rows before these.
+__device__ __forceinline__ void multiply_keys(float (&s)[TILE / 2], unsigned (&q)[HELD][4], unsigned q_at, int skip, unsigned tile) {
+    fence_registers(s);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) {
+        const auto keys = smem_descriptor(tile + k / 4 * TILE * 128 + k % 4 * 32, 16);
+        if (k < HELD)
+            wgmma<false>(T(), s, q[k < HELD ? k : 0], keys, k > 0);
+        else
+            wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
+    }
+    wgmma_commit();
+}
+
+// The same with a tile's values, times their weights.
+__device__ __forceinline__ void multiply_values(float (&o)[DIM / 2], unsigned (&p)[TILE / 16][4], unsigned tile) {
+    fence_registers(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < TILE / 16; k++) wgmma<true>(T(), o, p[k], smem_descriptor(tile + k * 2048, TILE * 128), true);
+    wgmma_commit();
+}
+
+// Values past the end of a tile of which `valid` tokens are there become zeros: whatever lies there, a NaN too, stays out. Both
+// groups may write them.
+__device__ __forceinline__ void clear_rest(unsigned values, int stage, int valid, int thread) {
+    const int pieces = (TILE - valid) * 8;
+    for (int k = thread % 128; k < pieces * HALVES; k += 128)
+        zero_smem(values + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
+    fence_async_proxy();
+}
+
+// What has been summed up, where a tile has a row's largest score.
+__device__ __forceinline__ void shrink(float (&o)[DIM / 2], const Rowwise& rows) {
+    // Of long heads there is as much to shrink as to multiply, and mostly for nothing.
+    if (!Q_SHARED || __any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1))
+#pragma unroll
+        for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
+}
+
+// The first `mine` of an item's tiles, from the ring's t-th on. s, p: scores, and weights; above: the position of the group's
+// first row.
+__device__ __forceinline__ void attend_tiles(float (&s)[TILE / 2], unsigned (&p)[TILE / 16][4], float (&o)[DIM / 2], Rowwise& rows,
+                                             unsigned (&q)[HELD][4], const Work& work, const Shared& shared, int t, int mine,
+                                             int above, int skip, float scale, float softcap, int thread, int group,
+                                             int quarter, int lane) {
+    auto scores = [&](int j) {
+        const int stage = (t + j) % STAGES;
+        mbarrier_wait(shared.k_full + stage, (t + j) / STAGES);
+        multiply_keys(s, q, shared.q, skip, shared.k + stage * TILE_BYTES);
+    };
+    auto values = [&](int j) {
+        const int stage = (t + j) % STAGES;
+        multiply_values(o, p, shared.v + stage * TILE_BYTES);
+    };
+    auto weigh = [&](int j) {
+        const int from = (work.first() + j) * TILE;
+        const bool masked = from + TILE - 1 > above || (WINDOW && from + WINDOW <= above + 63);
+        rows.weigh(s, above + quarter * 16 + lane / 4, from, masked, scale, softcap);
+    };
+    if (mine) {
+        scores(0);
+        wgmma_wait<0>();
+        fence_registers(s);
+        release_stage(shared.k_empty + t % STAGES);
+        weigh(0);
+        pack(p, s);
+    }
+    for (int j = 1; j < mine; j++) {
+        scores(j);
+        mbarrier_wait(shared.v_full + (t + j - 1) % STAGES, (t + j - 1) / STAGES);
+        values(j - 1);
+        wgmma_wait<1>();
+        fence_registers(s);
+        release_stage(shared.k_empty + (t + j) % STAGES);
+        weigh(j);
+        wgmma_wait<0>();
+        fence_registers(o);
+        release_stage(shared.v_empty + (t + j - 1) % STAGES);
+        shrink(o, rows);
+        pack(p, s);
+    }
+    if (Q_SHARED) release_stage(shared.q_empty);
+    if (mine) {
+        const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
+        mbarrier_wait(shared.v_full + stage, last / STAGES);
+        if (valid < TILE) {
+            clear_rest(shared.v, stage, valid, thread);
+            asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        }
+        values(mine - 1);
+        wgmma_wait<0>();
+        fence_registers(o);
+        release_stage(shared.v_empty + stage);
+    }
+}
+
+// Tiles that a group's rows do not see.
+__device__ __forceinline__ void release_tiles(const Shared& shared, int t, int mine, int tiles) {
+    for (int j = mine; j < tiles; j++) {
+        const int stage = (t + j) % STAGES;
+        mbarrier_wait(shared.k_full + stage, (t + j) / STAGES);
+        release_stage(shared.k_empty + stage);
+        mbarrier_wait(shared.v_full + stage, (t + j) / STAGES);
+        release_stage(shared.v_empty + stage);
+    }
+}
+
+// A row's, over the lanes that have its quarters.
+__device__ __forceinline__ float whole_sum(const Rowwise& rows, int h, const float* sinks, int head, float scale) {
+    float sum = rows.sum[h];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (SINKS) sum += exp2_approx(sinks[head] * LOG2_E - rows.top[h] * (SOFTCAP ? 1 : scale));
+    return sum;
+}
+
+// A group of warps: its 64 rows of each of the block's items.
+__device__ __forceinline__ void attend(const int* items, int count, const Shared& shared, T* out, const float* sinks, float scale,
+                                       float softcap, int thread, int warp, int lane) {
+    const int group = warp / 4 - 1, quarter = warp % 4;
+    int t = 0, n = 0;
+    for (int i; (i = pick(n)) < count * HEADS; n++) {
+        const Work work(items, i / HEADS);
+        const int head = i % HEADS, skip = group * 64, above = work.position + skip;
+        // Tiles that this group's rows see; the block's others are only handed back.
+        const int tiles = work.stop() - work.first();
+        const int mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
+        unsigned q[HELD][4];
+        mbarrier_wait(shared.q_full, n);
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
+            ldmatrix(q[k], shared.q + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+        }
+        if (!Q_SHARED) release_stage(shared.q_empty);
+        float s[TILE / 2], o[DIM / 2] = {};
+        unsigned p[TILE / 16][4];
+        Rowwise rows = {{MINUS_INFINITY, MINUS_INFINITY}, {0, 0}};
+        attend_tiles(s, p, o, rows, q, work, shared, t, mine, above, skip, scale, softcap, thread, group, quarter, lane);
+        release_tiles(shared, t, mine, tiles);
+        t += tiles;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float sum = whole_sum(rows, h, sinks, head, scale);
+            const float by = sum > 0 ? 1 / sum : 0;
+            const int row = skip + quarter * 16 + lane / 4 + h * 8;
+            T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;
+#pragma unroll
+            for (int k = 0; k < DIM / 32; k++) {
+                unsigned x[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) x[j] = pack<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
+                exchange_quads(x);
+                if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+    }
+}
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -93,6 +296,7 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     const unsigned q_at = (smem_address(memory) + 1023) / 1024 * 1024, k_at = q_at + Q_BYTES, v_at = k_at + STAGES * TILE_BYTES;
+    const Shared shared = {q_at, k_at, v_at, &q_full, &q_empty, k_full, k_empty, v_full, v_empty};
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     launch_dependents();
     if (thread == 0) {
@@ -108,155 +312,9 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp) return;
-        int t = 0, n = 0;
-        for (int i; (i = pick(n)) < count * HEADS; n++) {
-            const Work work(items, i / HEADS);
-            const int head = i % HEADS, column = head / (HEADS / KV_HEADS) * DIM;
-            const int* table = tables + (long long)work.sequence * table_row;
-            auto block = [&](int j) {  // of the cache, for this lane's box of a tile
-                int token = j * TILE + lane * BOX;
-                return lane < PER_TILE && token < work.length ? table[token / SIZE] * SIZE + token % SIZE : -1;
-            };
-            int row = block(work.first());
-            if (n) mbarrier_wait(&q_empty, n - 1);
-            if (lane == 0) {
-                mbarrier_expect(&q_full, Q_BYTES);
-                for (int h = 0; h < HALVES; h++) tma_load(q_at + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, &q_full);
-            }
-            for (int j = work.first(); j < work.stop(); j++, t++) {
-                const int stage = t % STAGES, here = min(PER_TILE, (work.length - j * TILE + BOX - 1) / BOX), now = row;
-                row = block(j + 1);
-                auto bring = [&](const TensorMap* map, unsigned at, Barrier* full, Barrier* empty) {
-                    if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
-                    if (lane == 0) mbarrier_expect(full + stage, here * BOX * DIM * 2);
-                    __syncwarp();
-                    if (now >= 0)
-                        for (int h = 0; h < HALVES; h++)
-                            tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now,
-                                     full + stage);
-                };
-                bring(&of_k, k_at, k_full, k_empty);
-                bring(&of_v, v_at, v_full, v_empty);
-            }
-        }
-        return;
+        return load_items(of_q, of_k, of_v, items, count, tables, table_row, shared, lane);
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const int group = warp / 4 - 1, quarter = warp % 4;
-    int t = 0, n = 0;
-    for (int i; (i = pick(n)) < count * HEADS; n++) {
-        const Work work(items, i / HEADS);
-        const int head = i % HEADS, skip = group * 64, above = work.position + skip;
-        // Tiles that this group's rows see; the block's others are only handed back.
-        const int tiles = work.stop() - work.first();
-        const int mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
-        unsigned q[HELD][4];
-        mbarrier_wait(&q_full, n);
-#pragma unroll
-        for (int k = 0; k < HELD; k++) {
-            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
-            ldmatrix(q[k], q_at + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
-        }
-        if (!Q_SHARED) release_stage(&q_empty);
-        float s[TILE / 2], o[DIM / 2] = {};
-        unsigned p[TILE / 16][4];
-        Rowwise rows = {{MINUS_INFINITY, MINUS_INFINITY}, {0, 0}};
-        auto scores = [&](int j) {
-            const int stage = (t + j) % STAGES;
-            mbarrier_wait(k_full + stage, (t + j) / STAGES);
-            fence_registers(s);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < DIM / 16; k++) {
-                const auto keys = smem_descriptor(k_at + stage * TILE_BYTES + k / 4 * TILE * 128 + k % 4 * 32, 16);
-                if (k < HELD)
-                    wgmma<false>(T(), s, q[k < HELD ? k : 0], keys, k > 0);
-                else
-                    wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
-            }
-            wgmma_commit();
-        };
-        auto values = [&](int j) {
-            const int stage = (t + j) % STAGES;
-            fence_registers(o);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < TILE / 16; k++)
-                wgmma<true>(T(), o, p[k], smem_descriptor(v_at + stage * TILE_BYTES + k * 2048, TILE * 128), true);
-            wgmma_commit();
-        };
-        auto weigh = [&](int j) {
-            const int from = (work.first() + j) * TILE;
-            const bool masked = from + TILE - 1 > above || (WINDOW && from + WINDOW <= above + 63);
-            rows.weigh(s, above + quarter * 16 + lane / 4, from, masked, scale, softcap);
-        };
-        if (mine) {
-            scores(0);
-            wgmma_wait<0>();
-            fence_registers(s);
-            release_stage(k_empty + t % STAGES);
-            weigh(0);
-            pack(p, s);
-        }
-        for (int j = 1; j < mine; j++) {
-            scores(j);
-            mbarrier_wait(v_full + (t + j - 1) % STAGES, (t + j - 1) / STAGES);
-            values(j - 1);
-            wgmma_wait<1>();
-            fence_registers(s);
-            release_stage(k_empty + (t + j) % STAGES);
-            weigh(j);
-            wgmma_wait<0>();
-            fence_registers(o);
-            release_stage(v_empty + (t + j - 1) % STAGES);
-            // Of long heads there is as much to shrink as to multiply, and mostly for nothing.
-            if (!Q_SHARED || __any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1))
-#pragma unroll
-                for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];
-            pack(p, s);
-        }
-        if (Q_SHARED) release_stage(&q_empty);
-        if (mine) {
-            const int last = t + mine - 1, stage = last % STAGES, valid = work.length - (work.first() + mine - 1) * TILE;
-            mbarrier_wait(v_full + stage, last / STAGES);
-            if (valid < TILE) {  // whatever lies past the end, a NaN too, stays out; both groups may write these zeros
-                const int pieces = (TILE - valid) * 8;
-                for (int k = thread % 128; k < pieces * HALVES; k += 128)
-                    zero_smem(v_at + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
-                fence_async_proxy();
-                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-            }
-            values(mine - 1);
-            wgmma_wait<0>();
-            fence_registers(o);
-            release_stage(v_empty + stage);
-        }
-        for (int j = mine; j < tiles; j++) {
-            const int stage = (t + j) % STAGES;
-            mbarrier_wait(k_full + stage, (t + j) / STAGES);
-            release_stage(k_empty + stage);
-            mbarrier_wait(v_full + stage, (t + j) / STAGES);
-            release_stage(v_empty + stage);
-        }
-        t += tiles;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float sum = rows.sum[h];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (SINKS) sum += exp2_approx(sinks[head] * LOG2_E - rows.top[h] * (SOFTCAP ? 1 : scale));
-            const float by = sum > 0 ? 1 / sum : 0;
-            const int row = skip + quarter * 16 + lane / 4 + h * 8;
-            T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;
-#pragma unroll
-            for (int k = 0; k < DIM / 32; k++) {
-                unsigned x[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = pack<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
-                exchange_quads(x);
-                if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
-            }
-        }
-    }
+    attend(items, count, shared, out, sinks, scale, softcap, thread, warp, lane);
 #endif
 }
