@@ -57,12 +57,14 @@ struct Softmax {
         }
         const bool there = token < count, next_there = token + 1 < count;
         const int exponent = FP8 && there ? of_values[0] : 127, next_exponent = FP8 && next_there ? of_values[1] : 127;
-        s.x = there ? s.x * scale + (exponent - 127) : MINUS_INFINITY;
-        s.y = next_there ? s.y * scale + (next_exponent - 127) : MINUS_INFINITY;
+        s.x *= scale, s.y *= scale;
+        if (FP8) s.x += exponent - 127, s.y += next_exponent - 127;
+        if (!there) s.x = MINUS_INFINITY;
+        if (!next_there) s.y = MINUS_INFINITY;
         float best = fmaxf(s.x, s.y);
 #pragma unroll
         for (int step = 8; step; step /= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
-        best = fmaxf(best, top);
+        best = fmaxf(best - LIFT, top);
         const float by = exp2_approx(top - best), a = exp2_approx(s.x - best), b = exp2_approx(s.y - best);
         top = best, sum = sum * by + a * inverse_scale(exponent) + b * inverse_scale(next_exponent);
         *(unsigned*)(weights + head() * WEIGHTS_ROW + token * 2) = pack<Operand>(a, b);
@@ -195,7 +197,7 @@ mla_decode(const T* q, const T* cache, const unsigned char* scales, const int* t
         __syncthreads();  // all threads' copies are there, and all have multiplied the tile before
         if (t > 0) {
             rows.turn_to(t + ahead);
-            if (t + ahead < tiles) rows.copy(t + ahead, 15);
+            if (t + ahead < tiles) rows.copy(t + ahead, 15), rows.copy_scales(t + ahead);
             commit_copies();
         }
         auto place = [&](int panel) { return (t * 2 + panel) % HELD * PANEL_BYTES; };

@@ -45,7 +45,10 @@ def supports(part: Part) -> bool:
         return False
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
     sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2
-    sizes = sizes and (keys.dtype == q.dtype if part.scales is None else keys.dtype == E4M3 and keys.shape[1] % 4 == 0)
+    if part.scales is None:
+        sizes = sizes and keys.dtype == q.dtype
+    else:  # a panel's scales lie side by side
+        sizes = sizes and keys.dtype == E4M3 and keys.shape[1] % PANEL == 0 and jit.plain(part.scales)
     aligned = jit.plain(keys, part.out) and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0
     return shared and sizes and aligned and q.stride()[1:] == (WIDTH, 1) and params == AttentionParams(params.scale)
 
@@ -105,7 +108,7 @@ def decode(
     """The newest token of each of n sequences, of up to `most` splits: q [n, heads, 576], cache [blocks, block_size,
     576], out [n, heads, 512], contiguous. A sequence of length 0 gives zeros. fill: splits of a short sequence; as many
     as find a multiprocessor idle unless given. scales: of a cache in e4m3, [blocks, 1, 2, block_size], of latents and
-    of the rest; block_size is a multiple of 4 then.
+    of the rope part; block_size is a multiple of 16 then.
 
     What comes before on the stream may still run, and write q and the newest tokens: all else that is read must be
     what the kernels before that one wrote.

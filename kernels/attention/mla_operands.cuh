@@ -7,7 +7,7 @@
 
 // This warp's steps of 16 heads' queries, as the first operand of matmuls; step j has the elements from j * 64 on and 16
 // times the warp's quarter. Heads past the last one are zeros. Where FP8, what the warp has of a head is divided by a power
-// of two, so that f16 has all of it: the largest number is just below 2^15.
+// of two (query_exponent).
 struct Queries {
     unsigned x[STEPS][4];
     float by[2];  // where FP8: what heads lane / 4 and 8 below are divided by
@@ -33,7 +33,7 @@ struct Queries {
                 for (int i = h; i < 4; i += 2) most = fmaxf(most, fmaxf(fabsf(low(x[j][i])), fabsf(high(x[j][i]))));
 #pragma unroll
             for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-            const int exponent = exponent_of_f16(most);
+            const int exponent = query_exponent(most);
             const float inverse = inverse_scale(exponent);
             by[h] = scale_of(exponent);
 #pragma unroll
@@ -117,7 +117,7 @@ struct Values {
 
     __device__ void scale(const float* by) {
         const float upper = by[threadIdx.x % 32 / 4], lower = by[threadIdx.x % 32 / 4 + 8];
-        if (!__any_sync(~0u, upper != 1 || lower != 1)) return;
+        if (FP8 && !__any_sync(~0u, upper != 1 || lower != 1)) return;  // instructions are short there, in 16 bits they are not
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
             o[n][0] *= upper, o[n][1] *= upper, o[n][2] *= lower, o[n][3] *= lower;

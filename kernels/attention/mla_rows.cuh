@@ -68,14 +68,15 @@ struct Rows {
         const int r = lane / REST % 4, slot = __shfl_sync(~0u, slots, from + r), last = ROW / 16 - REST + lane % REST;
         if (lane < 4 * REST && (some >> r & 1))
             copy_async16(to + swizzled(row + r, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);
-        if (FP8) copy_scales(to + PANEL * ROW + row, __shfl_sync(~0u, slots, from), some);
     }
-    // Of four tokens that lie side by side in a block, when all of them are there: with the last of them that is copied.
-    __device__ void copy_scales(unsigned to, int slot, int some) const {
-        const int part = threadIdx.x % 32;  // lanes 0 and 1
-        const bool last = some == 15 || (some & (some - 1)) == 0;
-        if (part < 2 && last)
-            copy_async4(to + part * PANEL, scales + (max(slot, 0) / SIZE * 2 + part) * SIZE + max(slot, 0) % SIZE, slot >= 0);
+    // A panel's scales, which lie side by side in the cache: by the first of the panel's warps, of the latents and of the rope
+    // part by a lane each. All of the panel's tokens have to be there.
+    __device__ void copy_scales(int tile) const {
+        if (FP8 && first() % PANEL == 0) {
+            const int slot = __shfl_sync(~0u, slots, tile % 8 * 4), at = max(slot, 0), part = threadIdx.x % 32;
+            const unsigned to = ring + (tile * 2 + panel()) % HELD * PANEL_BYTES + PANEL * ROW + part * PANEL;
+            if (part < 2) copy_async16(to, scales + (at / SIZE * 2 + part) * SIZE + at % SIZE, slot >= 0);
+        }
     }
 };
 
@@ -103,6 +104,7 @@ __device__ inline void copy_early(Rows& rows, int tiles, int most, int newest) {
     for (int t = 0; t <= most && t < tiles; t++) {
         const int r = newest - t * TILE - Rows::first();  // if it is one of this warp's rows of the tile
         rows.copy(t, r >= 0 && r < 4 ? 15 & ~(1 << r) : 15);
+        if (newest / PANEL != t * 2 + Rows::panel()) rows.copy_scales(t);
         if (t < tiles - 1) commit_copies();
     }
     rows.prefetch(most + 1);
@@ -110,6 +112,7 @@ __device__ inline void copy_early(Rows& rows, int tiles, int most, int newest) {
 __device__ inline void copy_newest(const Rows& rows, int tiles, int most, int newest) {
     const int t = newest / TILE, r = newest % TILE - Rows::first();
     if (t <= most && t < tiles && r >= 0 && r < 4) rows.copy(t, 1 << r);
+    if (t <= most && t < tiles && newest / PANEL % 2 == Rows::panel()) rows.copy_scales(t);
 #pragma unroll 1
     for (int i = min(tiles - 1, most + 1); i <= most; i++) commit_copies();
 }

@@ -56,7 +56,7 @@ struct OnlineSoftmax {
             float shrink[2];
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                best[j] = fmaxf(best[j], top[h][j]);
+                best[j] = fmaxf(best[j] - LIFT, top[h][j]);
                 shrink[j] = exp2_approx(top[h][j] - best[j]);  // some token counts: best is a number
                 top[h][j] = best[j];
                 s[h][j] = exp2_approx(s[h][j] - best[j]), s[h][2 + j] = exp2_approx(s[h][2 + j] - best[j]);
@@ -162,7 +162,7 @@ __device__ inline Part load_part(const Step& step, int place) {
 
 // All of a sequence's head g: `part` is its beginning, the other parts have been stored.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
-    constexpr int AHEAD = 16;
+    constexpr int AHEAD = 8;
     float sum = part.weight == MINUS_INFINITY ? 0 : 1;
     for (int i = 1; i < divided.count; i += AHEAD) {
         Part next[AHEAD];

@@ -75,14 +75,14 @@ __device__ __forceinline__ void write_to_cache(const Step& step, long long slot,
     *(HeadPart*)(step.values + in_cache) = v_low, *(HeadPart*)(step.values + in_cache + HALF) = v_high;
 }
 
-// A sequence's query heads as f16, all of them divided by one power of two, so that the largest number is just below 2^15.
+// A sequence's query heads as f16, all of them divided by one power of two (query_exponent).
 __device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const HeadPart (&high)[GROUP + 1], Heads& to) {
     float most = 0;
 #pragma unroll
     for (int g = 0; g < GROUP; g++)
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low[g].x[i])), fabsf(to_float(high[g].x[i]))));
-    const int exponent = exponent_of_f16(warp_max(most));
+    const int exponent = query_exponent(warp_max(most));
     const float by = inverse_scale(exponent);
 #pragma unroll
     for (int g = 0; g < GROUP; g++)

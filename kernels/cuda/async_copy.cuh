@@ -5,10 +5,6 @@
 __device__ inline void copy_async16(unsigned to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
-// 4 bytes, or zeros.
-__device__ inline void copy_async4(unsigned to, const void* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // What this thread has asked for since the last group is one more group.

@@ -22,9 +22,12 @@ template <> struct OperandType<true> {
     typedef f16 type;
 };
 
-// Of queries whose largest number this is: the exponent of what divides them, so that it is just below 2^15. Neither that
-// nor its inverse may leave the range of numbers.
-__device__ inline int exponent_of_f16(float most) { return max((int)(__float_as_uint(most) >> 23) - 14, 1); }
+// A token's weight in f16, at most 2^LIFT: much smaller ones, of long contexts, keep their bits then.
+constexpr int LIFT = FP8 ? 14 : 0;
+
+// Of queries whose largest number this is: the exponent of what divides them for f16, by which that is 2^14 or more and
+// below 2^15. Neither it nor its inverse may leave the range of numbers.
+__device__ inline int query_exponent(float most) { return max((int)(__float_as_uint(most) >> 23) - 14, 1); }
 
 template <> __device__ inline e4m3 from_float<e4m3>(float x) {
     const unsigned sign = __float_as_uint(x) >> 24 & 0x80;

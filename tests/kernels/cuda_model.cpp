@@ -209,19 +209,17 @@ void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* ba
     };
     copy(to, box.height * 128, land, barrier);
 }
-void model::copy_async(unsigned to, const void* from, bool there, unsigned bytes) {
-    if ((uintptr_t)from % bytes) fail("what is copied does not begin at a multiple of its size");
-    memset(at(to, bytes), 0xff, bytes);
+void copy_async16(unsigned to, const void* from, bool there) {
+    memset(at(to, 16), 0xff, 16);
     auto left = running().copying;
     ++*left;
     const bool read = there && draw() % 2;  // now, or when it lands: memory may change in between
-    uint4 early = {};
-    if (read) memcpy(&early, from, bytes);
+    const uint4 early = read ? *(const uint4*)from : uint4{};
     copies.push_back([=] {
         if (there && !read)
-            memcpy(smem + to, from, bytes);
+            memcpy(smem + to, from, 16);
         else
-            memcpy(smem + to, &early, bytes);
+            memcpy(smem + to, &early, 16);
         --*left;
     });
 }

@@ -1,11 +1,7 @@
 // Of tma.cuh and async_copy.cuh: copies that threads make on their own, and what clusters of one block need. Included by
 // cuda_model.h.
 
-namespace model {
-void copy_async(unsigned to, const void* from, bool there, unsigned bytes);
-}
-static void copy_async16(unsigned to, const void* from, bool there) { model::copy_async(to, from, there, 16); }
-static void copy_async4(unsigned to, const void* from, bool there) { model::copy_async(to, from, there, 4); }
+void copy_async16(unsigned to, const void* from, bool there);
 static void prefetch_bulk(const void* from, int bytes) {
     if (bytes % 16 || (uintptr_t)from % 16) model::fail("a bulk prefetch is not of whole 16 bytes");
 }

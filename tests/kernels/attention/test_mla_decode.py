@@ -116,10 +116,10 @@ CASES = [
     ([1024, 2], 64, 64, 8, dict(heads=2, size=64)),
     ([900, 161], 2, 4, 5, dict(dtype=torch.float16, heads=17, size=32)),
 ]
-# The same of a cache in e4m3; a step's own token is each of the four of a block that come with it.
+# The same of a cache in e4m3.
 FP8_CASES = [
     ([1, 0, 34, 127], 1, 1, 8, dict(fp8=True)),
-    ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=4, fp8=True)),
+    ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=48, fp8=True)),
     ([200], 8, 8, 6, dict(dtype=torch.float16, heads=20, spare=4, fp8=True)),
     ([0], 2, 2, 8, dict(heads=1, fp8=True)),
     ([1500, 577], 32, 4, 8, dict(heads=33, spare=5, size=64, fp8=True)),
@@ -162,6 +162,28 @@ def test_what_is_read_early(launcher):
         assert step.decode(launcher, 1, 1).isnan().any().item() == early
 
 
+def test_numbers_of_all_sizes_in_e4m3(launcher):
+    """Scales from one end of their range to the other; queries of a head that are 0, large, and small."""
+    step = Step([70, 33], heads=4, fp8=True)
+    step.scales[step.scales != 255] = torch.randint(105, 135, (int((step.scales != 255).sum()),), dtype=torch.uint8)
+    step.q *= 2.0**-12
+    step.q[0, 0] = 0
+    step.q[0, 1, :LATENT], step.q[1, 2, LATENT:] = step.q[0, 1, :LATENT] * 2.0**-100, 0
+    want = step.want()
+    got = step.decode(launcher, 1, 1).float()
+    assert ((got - want).abs() <= 2e-2 * want.abs().amax(2, keepdim=True)).all()
+
+
+def test_many_small_weights_in_e4m3(launcher):
+    """Of 700 tokens whose weights are 2^-23 of another one's, which has a value of 0, a sum is left: f16 keeps them."""
+    step = Step([701], heads=1, fp8=True)
+    codes, (tokens,) = step.cache.view(torch.uint8).view(-1, WIDTH), [slots_of(step.rows, 0, 16)]
+    codes[tokens, :LATENT], codes[tokens, LATENT:], step.scales[:] = 0x38, 0, 127  # ones, and zeros
+    codes[tokens[0], :LATENT], codes[tokens[0], LATENT] = 0, 0x72  # 160
+    step.q.zero_()[0, 0, LATENT] = 1
+    torch.testing.assert_close(step.decode(launcher, 1, 1).float(), step.want(), atol=0, rtol=1e-2)
+
+
 def part_of_step(step: Step, **changed) -> Part:
     keys, n = step.cache[:, :, None], len(step.q)
     rest = dict(rows=step.rows, params=AttentionParams(0.1), first=0, stop=n, out=step.out)
@@ -199,9 +221,9 @@ def test_what_it_takes(monkeypatch, chosen):
     assert not mla_decode.supports(part_of_step(step))
 
 
-@pytest.mark.parametrize("size, taken", [(16, True), (4, True), (6, False), (1, False)])
+@pytest.mark.parametrize("size, taken", [(16, True), (48, True), (8, False), (1, False)])
 def test_caches_in_e4m3(size, taken, monkeypatch):
-    """Of any number of sequences; the scales of four tokens lie side by side in a block."""
+    """Of any number of sequences; the scales of 16 tokens lie side by side in a block."""
     monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 9)
     step = Step([3, 4], heads=2, size=size, fp8=True)
     assert mla_decode.supports(part_of_step(step, scales=step.scales)) is taken
