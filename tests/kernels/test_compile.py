@@ -47,15 +47,16 @@ def compile_program(text: str, arch: str, folder) -> None:
 
 
 def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
-    """The first program of each source for all generations, any other for Hopper: what generations differ in, the
-    preprocessor decides, and the same for all sizes.
+    """The first program of each source, and of its caches in e4m3, for all generations, any other for Hopper: what
+    generations differ in, the preprocessor decides, mostly the same for all sizes.
 
     The long run has all but the first one for Hopper. What Hopper's copies are for is empty before it.
     """
     seen, found = set(), []
     for program in programs:
-        first = program[0] not in seen
-        seen.add(program[0])
+        kind = program[0], program[1].get("FP8", 0)
+        first = kind not in seen
+        seen.add(kind)
         for arch in archs if first else archs[1:2]:
             if arch == "sm_80" and any(header in source_of(program[0]) for header in ("tma.cuh", "wgmma.cuh")):
                 continue
