@@ -19,7 +19,7 @@ WARPS = OUTPUTS // 16 + 2  # of a block
 SMEM_BYTES = 212 << 10
 MOST_STAGES = 12
 # Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken
-# (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 pairs a layer of DeepSeek-V2-Lite takes 274 us here and 264 there, of
+# (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 pairs a layer of DeepSeek-V2-Lite takes 275 us here and 269 there, of
 # 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
 TILES = {4: 1, 8: 2, 11: 4}
 MOST_PAIRS = max(TILES)
