@@ -112,9 +112,9 @@ def test_what_is_wrong_is_said_under_mpirun_too(checkpoint, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_killed_six_times(checkpoint, tmp_path):
+def test_killed_ten_times(checkpoint, tmp_path):
     """SIGKILL to everything, at random points of loading, answering and writing: nothing lost, nothing twice."""
-    names = requests(tmp_path / "in.jsonl", 400, 60)
+    names = requests(tmp_path / "in.jsonl", 600, 60)
     common = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "--max-num-seqs", "8")
     began = time.monotonic()
     with Job(tmp_path, *common, "-o", "undisturbed.jsonl") as job:
@@ -123,7 +123,7 @@ def test_killed_six_times(checkpoint, tmp_path):
         assert job.end(120) == 0, job.output
     dice = random.Random(5)
     journal = tmp_path / "out.jsonl.journal"
-    for left in range(6, 0, -1):
+    for left in range(10, 0, -1):
         with Job(tmp_path, *common, *SLOW, "-o", "out.jsonl") as job:
             start = finished(journal)  # however fast the machine, some are left for the starts to come
             goal = start + dice.randrange((len(names) - start) // (left + 2))

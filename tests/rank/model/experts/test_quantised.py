@@ -109,7 +109,7 @@ def test_logits(made, expected, name, layout):
     assert distance(logits, expected(same, ids)) < TOLERANCE
 
 
-LONG_IN_HOST = "halves", "gptq ordered", "w8a16", "q4_0"
+LONG_IN_HOST = "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "w8a16", "q4_0"
 ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
 
 

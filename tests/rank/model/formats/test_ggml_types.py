@@ -64,7 +64,7 @@ def test_logits(path, name, tp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["q3k", "q4_1", "q6k"])
+@pytest.mark.parametrize("name", TYPES)
 def test_greedy_tokens_of_three_ranks(tmp_path, name):
     """Of what is cut each rank has a super-block of 256 inputs."""
     sizes = dict(hidden_size=768, num_attention_heads=6, num_key_value_heads=3, intermediate_size=768)

@@ -332,16 +332,18 @@ def test_a_file_that_a_dequantised_model_still_has_is_ignored(made, tmp_path, ex
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [
-    "gptq with desc_act", "awq", "marlin", "fp8, merged", "w8a16", "floats in channels",
+    "gptq", "gptq of 8 bits", "gptq with desc_act", "awq", "marlin", "fp8", "fp8, merged", "w4a16", "w8a16", "int8",
+    "floats in channels",
 ])  # fmt: skip
 def test_greedy_tokens(made, name):
     check_greedy(made(name)[0], Reference(made(name)[1]))
 
 
 @pytest.mark.long
-def test_greedy_tokens_of_weights_quantised_while_loading(made):
+@pytest.mark.parametrize("isq", ["q8_0", "q4_0"])
+def test_greedy_tokens_of_weights_quantised_while_loading(made, isq):
     plain = made("gptq")[1]
-    check_greedy(plain, Reference(plain, "q8_0"), "q8_0")
+    check_greedy(plain, Reference(plain, isq), isq)
 
 
 def check_greedy(path, truth, isq="none", tp=2, tolerance=TOLERANCE):
