@@ -32,22 +32,23 @@ SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS |
 class Layout(NamedTuple):
     tp: int
     pp: int
-    count: int = 80  # tokens that each prompt gets
-    known: int = 40  # of them, when the last prompt is asked again
-    blocks: int = 28  # in the pool, for the 36 that the sequences come to need: the last one is preempted
+    count: int = 200  # tokens that each prompt gets
+    known: int = 70  # of them, when the last prompt is asked again
+    blocks: int = 52  # in the pool, for the 68 that the sequences come to need: the last one is preempted
     ep: int = 1  # more: for models with experts
 
 
 SHORT = "short"
 # One of each kind of cache, position and layer. The long suite's layouts have all types; of those that cut both ways
-# only these get 80 tokens, for which four ranks on two cores take 7 s a model.
+# only these get 200 tokens, for which four ranks on two cores take 12 to 20 s a model, and 7 for 80.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
 RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
-FEWER = dict(count=40, known=20, blocks=22)
+FEWER = dict(count=80, known=40, blocks=28)
 LAYOUTS = {
-    SHORT: Layout(2, 1, **FEWER), "tp1": Layout(1, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2),
+    SHORT: Layout(2, 1, count=40, known=20, blocks=22),
+    "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2),
     "tp2-pp2": Layout(2, 2), "ep2": Layout(2, 1, ep=2), "ep2-pp2": Layout(2, 2, ep=2),
     "tp2-pp2 others": Layout(2, 2, **FEWER), "ep2-pp2 others": Layout(2, 2, ep=2, **FEWER),
 }  # fmt: skip
