@@ -29,8 +29,7 @@ def victim(server: Server, kind: str) -> int:
 CODES = {"follower": 137, "rank 0": 137, "server": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
 # Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
 SHORT = [("follower", "load")]
-LONG = [(kind, when) for kind in CODES for when in ("load", "loading") if (kind, when) not in SHORT]
-LONG += [("follower", "idle"), ("rank 0", "idle")]  # whether others go on is all the same to who waits for them
+LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
 
 
 @pytest.mark.parametrize("kind, when", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])

@@ -67,9 +67,11 @@ def test_sigkill_of_rank_0(checkpoint):
         assert gone(engine.ready.pids)
 
 
-def test_sigkill_of_mpirun(checkpoint):
+@pytest.mark.parametrize("load", IDLE_OR_NOT)
+def test_sigkill_of_mpirun(checkpoint, load):
     with Engine(checkpoint, 2) as engine:
-        work(engine)
+        if load:
+            work(engine)
         kill([engine.process.pid])
         assert engine.wait(30) == -9
         assert gone(engine.ready.pids)

@@ -248,9 +248,13 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
+FIRST = first_of_each_class(MODELS)
+
+
 @pytest.mark.parametrize("name, tp, pp", [
-    *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(first_of_each_class(MODELS))),
-    *(pytest.param(name, 1, 1, marks=pytest.mark.long) for name in MODELS),
+    *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(FIRST)),
+    *(pytest.param(name, 1, 2, marks=pytest.mark.long) for name in sorted(set(MODELS) - FIRST)),
+    *(pytest.param(name, tp, 1, marks=pytest.mark.long) for name in MODELS for tp in (1, 2)),
 ])  # fmt: skip
 def test_logits(made, expected, name, tp, pp):
     path, ids = made(name), tokens(60)

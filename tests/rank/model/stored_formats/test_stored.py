@@ -139,7 +139,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("tp, pp", [pytest.param(1, 1, marks=pytest.mark.long), (3, 2)])
+@pytest.mark.parametrize("tp, pp", [*(pytest.param(tp, 1, marks=pytest.mark.long) for tp in (1, 2)), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):
     (path, plain), ids = made(name), tokens(60, vocab=509)
