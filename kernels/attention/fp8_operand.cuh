@@ -8,7 +8,7 @@
 // Of a lane's two tokens of a warp's 16: lane / 4 and 8 below. No element is multiplied by its scale: scores are by those of
 // keys; those of values are added to scores as logarithms, so that a token's weight has its scale in it (OnlineSoftmax).
 struct TileScales {
-    float keys[2], logs[2], inverses[2];  // the last two: of values, to the base 2
+    float keys[2], logs[2], inverses[2];  // scales of keys; of values their logarithms to the base 2, and inverses
 
     // from: of the tile; token: the first of the 16, of which those from `first` to `last` count.
     __device__ TileScales(const unsigned char* from, int token, int first, int last) {
