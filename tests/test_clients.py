@@ -12,15 +12,17 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-import anthropic
-import openai
 import phalanx
 import pytest
 from phalanx.launcher import builtin_model
 
+from .late import Late
 from .processes import wait
 from .rank.mcp_servers import STDIO, free_port, http_server, written
 from .server import Server
+
+anthropic = Late("anthropic")
+openai = Late("openai")
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 MODEL = builtin_model.SERVED_NAME

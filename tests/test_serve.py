@@ -5,13 +5,15 @@ import json
 import random
 import threading
 
-import openai
 import pytest
 
 from .checkpoints import make_checkpoint
+from .late import Late
 from .processes import wait
 from .rank.reference import Reference
 from .server import Server
+
+openai = Late("openai")
 
 SEED = 5  # a checkpoint whose greedy text is varied and never close to a tie
 PROMPT = random.Random(0).choices(range(3, 500), k=60)

@@ -5,13 +5,15 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 from phalanx.benchmarks.builtin_model import evaluate, heldout, talk
 from phalanx.benchmarks.builtin_model.words import expansions, normal
 from phalanx.launcher import builtin_model
 
+from ..late import Late
 from ..server import Server
+
+openai = Late("openai")
 
 # Of the answers in the first held-out documents, as measured on these weights in f32:
 # python benchmarks/builtin_model/evaluate.py --skill copy --items 1 --perplexity 20

@@ -5,13 +5,15 @@ import json
 import socket
 import time
 
-import openai
 import pytest
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.batch import idle, stored_run
 from phalanx.rank.server.http import upload
 
+from ....late import Late
 from ..conftest import LiveServer
+
+openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(60)
 

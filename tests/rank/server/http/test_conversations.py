@@ -3,7 +3,6 @@
 import threading
 from types import SimpleNamespace
 
-import openai
 import pytest
 from phalanx.rank.server import conversation_store
 from phalanx.rank.server.api_error import ApiError
@@ -12,6 +11,10 @@ from phalanx.rank.server.conversation_store import Conversation, ConversationSto
 from phalanx.rank.server.recorded_chat import RecordedChat
 from phalanx.rank.server.schema import ChatRequest
 from phalanx.rank.server.text.events import Text
+
+from ....late import Late
+
+openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(60)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -2,8 +2,11 @@
 
 import json
 
-import openai
 import pytest
+
+from ....late import Late
+
+openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(30)
 SQL = {"type": "custom", "custom": {"name": "sql", "description": "Runs SQL."}}

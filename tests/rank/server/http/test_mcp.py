@@ -3,12 +3,14 @@
 import http.client
 import json
 
-import openai
 import pytest
 from phalanx.rank import protocol
 
+from ....late import Late
 from ...mcp_servers import STDIO, free_port, written
 from ..conftest import parse_events
+
+openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(30)
 MCP = {"type": "mcp", "server_label": "local", "require_approval": "never"}

@@ -2,12 +2,14 @@
 
 import re
 
-import anthropic
 import pytest
 from phalanx.rank.server.anthropic_format import MessageRenderer
 from phalanx.rank.server.api_error import ApiError
 
+from ....late import Late
 from ..conftest import parse_events
+
+anthropic = Late("anthropic")
 
 pytestmark = pytest.mark.timeout(30)
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}

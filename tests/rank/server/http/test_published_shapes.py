@@ -1,11 +1,8 @@
 """Answers and events have the shapes that OpenAI and Anthropic publish: their clients' models accept each as it is."""
 
+import importlib
 import json
 
-import anthropic.types
-import openai.types
-import openai.types.chat
-import openai.types.responses
 import pytest
 from pydantic import TypeAdapter
 
@@ -21,10 +18,10 @@ MESSAGES = {
 }
 RESPONSES = {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}
 KINDS = {  # chunks of completions have no model of their own
-    "chat/completions": (CHAT, openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
-    "completions": ({"prompt": ["hi", "x"], "logprobs": 2}, openai.types.Completion, None),
-    "messages": (MESSAGES, anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
-    "responses": (RESPONSES, openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    "chat/completions": (CHAT, "openai.types.chat.ChatCompletion", "openai.types.chat.ChatCompletionChunk"),
+    "completions": ({"prompt": ["hi", "x"], "logprobs": 2}, "openai.types.Completion", None),
+    "messages": (MESSAGES, "anthropic.types.Message", "anthropic.types.RawMessageStreamEvent"),
+    "responses": (RESPONSES, "openai.types.responses.Response", "openai.types.responses.ResponseStreamEvent"),
 }
 
 
@@ -34,7 +31,8 @@ def server(make_server):
 
 
 def check(kind, value):
-    TypeAdapter(kind).validate_json(json.dumps(value))
+    module, _, name = kind.rpartition(".")
+    TypeAdapter(getattr(importlib.import_module(module), name)).validate_json(json.dumps(value))
 
 
 @pytest.mark.parametrize("path", KINDS)
@@ -54,11 +52,13 @@ def test_whole_and_streamed(server, path, short):
 
 
 def test_lists_and_small_answers(server):
-    check(openai.types.CreateEmbeddingResponse, server.post("embeddings", input=["a", "b"]).body)
-    check(openai.types.Model, server.request("GET", "/v1/models/tiny").body)
-    check(anthropic.types.MessageTokensCount, server.post("messages/count_tokens", messages=MESSAGES["messages"]).body)
+    check("openai.types.CreateEmbeddingResponse", server.post("embeddings", input=["a", "b"]).body)
+    check("openai.types.Model", server.request("GET", "/v1/models/tiny").body)
+    check(
+        "anthropic.types.MessageTokensCount", server.post("messages/count_tokens", messages=MESSAGES["messages"]).body
+    )
     error = server.post("messages", messages=[], max_tokens=5)
-    check(anthropic.types.ErrorResponse, error.body | {"request_id": None})
+    check("anthropic.types.ErrorResponse", error.body | {"request_id": None})
     id = server.post("responses", input="hi").body["id"]
-    check(openai.types.responses.ResponseItemList, server.request("GET", f"/v1/responses/{id}/input_items").body)
-    check(openai.types.responses.Response, server.request("GET", f"/v1/responses/{id}").body)
+    check("openai.types.responses.ResponseItemList", server.request("GET", f"/v1/responses/{id}/input_items").body)
+    check("openai.types.responses.Response", server.request("GET", f"/v1/responses/{id}").body)

@@ -2,10 +2,12 @@
 
 import json
 
-import openai
 import pytest
 
+from ....late import Late
 from ..conftest import parse_events
+
+openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(30)
 TOOL = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}}
