@@ -166,6 +166,7 @@ def test_a_deadline(checkpoint, tmp_path):
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
 
 
+@pytest.mark.long
 def test_why_the_ranks_refuse_is_said_once(checkpoint, tmp_path):
     path = shutil.copytree(checkpoint, tmp_path / "damaged")
     state = load_file(path / "model.safetensors")

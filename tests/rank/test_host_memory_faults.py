@@ -41,6 +41,7 @@ def refused(model, monkeypatch, fault: str, **options) -> str:
 LIMITED = r"the system refuses \d+\.\d MB of host memory under a limit of \d+ MB \(ulimit -v\)"
 
 
+@pytest.mark.long
 def test_host_blocks_that_the_system_refuses(tmp_path, monkeypatch):
     model = make_checkpoint(tmp_path / "ckpt", "qwen3", tokenizer=False, **SIZES)
     line = refused(model, monkeypatch, "limit:1:8", kvcache_mem_cpu=256, **OPTIONS)

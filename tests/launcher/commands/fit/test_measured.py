@@ -168,7 +168,7 @@ def test_bytes_of_quantised_checkpoints(tmp_path, settings):
 
 
 KINDS = sorted({*ggml.CODECS, "F16", "BF16"} - {"IQ1_M"})  # gguf_files writes no IQ1_M
-QUICK = "F16", "IQ4_XS", "MXFP4", "Q4_K", "Q5_1", "Q8_0"
+QUICK = "F16", "IQ4_XS", "MXFP4", "Q4_K"
 
 
 @pytest.mark.parametrize("kind", [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.long]) for one in KINDS])

@@ -12,7 +12,12 @@ from .configs import ASKED, CONFIGS, GPU80, GPU141, read, write
 
 @pytest.fixture
 def shape(tmp_path):
-    return lambda name, **changes: read(write(tmp_path / name, CONFIGS[name] | changes))
+    def shape(name, **changes):
+        """Of a well-known model; changes to None leave keys out."""
+        config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not None}
+        return read(write(tmp_path / name, config))
+
+    return shape
 
 
 def weights(shape, layout, stage=0):

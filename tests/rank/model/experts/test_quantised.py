@@ -109,13 +109,13 @@ def test_logits(made, expected, name, layout):
     assert distance(logits, expected(same, ids)) < TOLERANCE
 
 
-LONG_IN_HOST = "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "w8a16", "q4_0"
+LONG_IN_HOST = "awq", "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "w8a16", "q4_0"
 ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["super-blocks", "awq", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in LONG_IN_HOST)],
+    ["super-blocks", "fp8", *(pytest.param(one, marks=pytest.mark.long) for one in LONG_IN_HOST)],
 )
 def test_in_host_memory(made, name):
     """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""
