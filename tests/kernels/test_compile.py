@@ -54,7 +54,7 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
     """
     seen, found = set(), []
     for program in programs:
-        kind = program[0], program[1].get("FP8", 0)
+        kind = kind_of(program)
         first = kind not in seen
         seen.add(kind)
         for arch in archs if first else archs[1:2]:
@@ -63,6 +63,12 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
             marks = [] if first and arch == archs[1] else [pytest.mark.long]
             found.append(pytest.param(*program, arch, marks=marks))
     return found
+
+
+def kind_of(program):
+    """Its source, or of Triton's its type, and whether its cache is in e4m3, of which Triton's say so last."""
+    sizes = program[-1]
+    return program[0], sizes.get("FP8", 0) if isinstance(sizes, dict) else sizes
 
 
 def source_of(name: str) -> str:
