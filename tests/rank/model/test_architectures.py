@@ -31,10 +31,7 @@ TEMPERATURE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0],
-}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0]}
 DEEPSEEK = dict(
     num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=24,
     n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=20,
