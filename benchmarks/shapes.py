@@ -20,6 +20,10 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm
 QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
                          num_experts_per_tok=8, norm_topk_prob=True, head_dim=128, vocab_size=151936,
                          max_position_embeddings=40960)  # fmt: skip
+# Experts alone are quantised
+GPT_OSS_PLAIN = [f"model.{name}" for name in ("layers.*.self_attn", "layers.*.mlp.router", "embed_tokens")] + [
+    "lm_head"
+]
 CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
     "tiny": LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
                          num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),
@@ -44,6 +48,11 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
     "qwen2.5-7b": dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=3584,
                        intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
                        vocab_size=152064, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6),
+    "gpt-oss-20b": dict(model_type="gpt_oss", architectures=["GptOssForCausalLM"], hidden_size=2880,
+                        intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=24,
+                        num_attention_heads=64, num_key_value_heads=8, head_dim=64, vocab_size=201088,
+                        max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0, rms_norm_eps=1e-5,
+                        quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=GPT_OSS_PLAIN)),
     "gemma2-9b": dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"], hidden_size=3584,
                       intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8,
                       head_dim=256, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0,
@@ -52,13 +61,22 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
     "built-in": json.loads((builtin_model.DIRECTORY / "config.json").read_text()),
 }  # fmt: skip
 
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """compressed-tensors' settings of all linears but the head."""
+    groups = {"all": dict(targets=["Linear"], weights=dict(symmetric=True, **weights))}
+    return dict(quant_method="compressed-tensors", format=form, ignore=["lm_head"], config_groups=groups)
+
+
 # Checkpoints of these settings, with random codes
 QUANTIZED: dict[str, dict[str, Any]] = {
     "gptq": dict(quant_method="gptq", bits=4, group_size=128, sym=True, desc_act=False),
     "marlin": dict(quant_method="gptq", checkpoint_format="marlin", bits=4, group_size=128, sym=True, desc_act=False),
     "awq": dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True),
     "fp8": dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic"),
-    "w4a16": dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head"],
-                  config_groups={"all": dict(targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True,
-                                                                              strategy="group", group_size=128))}),
+    "gptq-8": dict(quant_method="gptq", bits=8, group_size=128, sym=True, desc_act=False),
+    "w4a16": compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
+    "w8a16": compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+    "w8a8": compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "w8a8-fp8": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
 }  # fmt: skip
