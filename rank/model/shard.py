@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GROUP = 32  # elements of an axis that quantised formats encode together
+PIECE = 64  # that kernels of most 4-bit formats take together
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ def spread(size: int, rank: int, ranks: int) -> Shard:
 
 
 def in_groups(size: int, rank: int, ranks: int, group: int = GROUP) -> Shard:
-    """As `even`, but groups stay whole wherever the size is a multiple of them: the last ranks have less to do."""
-    unit = group if whole_groups(size, ranks, group) else 1
-    width = -(-size // (unit * ranks)) * unit
+    """As `even`, but groups stay whole wherever the size is a multiple of them, and pieces where that makes no rank's
+    part much longer: the last ranks have less to do."""
+    units = [one for one in (group, PIECE) if one % group == 0 and whole_groups(size, ranks, one)]
+    widths = [-(-size // (unit * ranks)) * unit for unit in units or (1,)]
+    width = widths[-1] if widths[-1] <= widths[0] * 17 / 16 else widths[0]
     return Shard(size, min(rank * width, size), width)
 
 
