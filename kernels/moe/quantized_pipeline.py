@@ -10,13 +10,13 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, device_caps
-from ..quantized import e4m3_wide, int4_cuda, super_blocks_cuda
+from ..quantized import e4m3_wide, int4_cuda, mxfp4_cuda, super_blocks_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
 from .group import Groups
 
 # Formats that it reads faster than quantized_experts.cu does: not those with a scale for each 32 codes of 8 bits.
-HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER, e4m3_wide.LAYOUT.header
+HEADERS = int4_cuda.HEADER, super_blocks_cuda.HEADER, mxfp4_cuda.HEADER, e4m3_wide.LAYOUT.header
 # That multiply, each with a ring: with one that brings x, four for each scheduler. 11 take 2 % less of Q4_K with 16 and
 # 64 tokens and 4 % more with one; 12 take 7 to 9 % more of FP8 with 1 to 64, and fewer warps more than that.
 WARPS = 15

@@ -22,7 +22,9 @@ from . import (
     floats,
     int4_cpu,
     int4_cuda,
+    mxfp4,
     mxfp4_cpu,
+    mxfp4_cuda,
     pieces_cuda,
     q8_0,
     q8_0_cpu,
@@ -93,9 +95,11 @@ def of_gpu(stack: Any) -> Any:
     elif isinstance(packed, int4_cpu.Packed):
         codec, made = affine, _int4(packed)
     elif isinstance(packed, mxfp4_cpu.Packed):
-        experts, outputs, _ = stack.shape
-        whole = [one.unflatten(0, (experts, padded(outputs)))[:, :outputs] for one in mxfp4_cpu.unpack(packed)]
-        return floats.pack(*whole)
+        if not mxfp4_cuda.takes(packed.inputs):
+            experts, outputs, _ = stack.shape
+            whole = [one.unflatten(0, (experts, padded(outputs)))[:, :outputs] for one in mxfp4_cpu.unpack(packed)]
+            return floats.pack(*whole)
+        codec, made = mxfp4, pieces_cuda.Packed(_mxfp4(packed.blocks), packed.outputs, mxfp4_cuda.LAYOUT)
     elif isinstance(packed, e4m3_cpu.Packed):
         if not floats.in_pieces(packed.inputs, packed.unit):
             return _floats(stack)
@@ -166,6 +170,14 @@ def _int4(packed: int4_cpu.Packed) -> pieces_cuda.Packed:
         made.append(each.mT.contiguous().view(torch.uint8))
     whole = torch.cat([one.reshape(strips, pieces, -1) for one in made], 2)
     return pieces_cuda.Packed(whole, packed.outputs, int4_cuda.layout(scaled, packed.zeros))
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    strips, groups, _ = blocks.shape
+    pairs = blocks.view(strips, groups // 2, 2, -1)  # groups of a piece
+    scales = pairs[..., :16].unflatten(3, (2, 8)).permute(0, 1, 4, 2, 3)  # strip piece g group h
+    made = _words(pairs[..., 16:]), scales
+    return torch.cat([one.reshape(strips, groups // 2, -1) for one in made], 2)
 
 
 def _e4m3(packed: e4m3_cpu.Packed) -> pieces_cuda.Packed:

@@ -1,6 +1,7 @@
 """What the kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
 
 import torch
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.moe import (
@@ -22,6 +23,7 @@ from phalanx.kernels.quantized import (
     e4m3_wgmma,
     e4m3_wide,
     int4_cuda,
+    mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
     super_blocks,
@@ -92,6 +94,7 @@ WIDE = e4m3_wide.LAYOUT
 Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
 Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 8, 32, 210, False))
 Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
+MXFP4 = mxfp4_cuda.LAYOUT
 INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
 
 
@@ -161,6 +164,7 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, INT4_ZEROS))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, INT4))),
+    ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(2880, MXFP4))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "silu", False, E4M3))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "", True, E4M3))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
@@ -206,6 +210,7 @@ PROGRAMS = [
     ("quantized_experts", dict(T=torch.float16, **quantized_experts(8, 768, 2048, "", True, INT4_ZEROS))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(2, 768, 2048, "", False, E4M3))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(8, 2048, 1536, "silu", False, WIDE))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 2880, 5760, CLAMPED_SWIGLU, True, MXFP4))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, Q4_K))),
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", False, Q4_K))),
@@ -213,6 +218,7 @@ PROGRAMS = [
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", True, INT4_ZEROS))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, WIDE))),
+    ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2880, 5760, CLAMPED_SWIGLU, True, MXFP4))),
     e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 32, 1), "silu", False, 1),
     e4m3_experts_of(torch.float16, 768, 2048, E4m3Config(128, 16, 1, matmul=16), "", True, 2),
     e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 64, 1), "silu", True, 4),

@@ -127,7 +127,7 @@ class Mxfp4Experts:
         return True
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return mxfp4.kept_bits(layer.width, device)
+        return mxfp4.kept_bits(layer.width, layer.inputs.width, device)
 
     def make(self, layer: StackedLinear) -> Matrices:
         blocks = layer.in_order(layer.get_parameter("blocks").data)

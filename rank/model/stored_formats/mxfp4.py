@@ -33,7 +33,7 @@ class Scheme:
     )
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return mxfp4.kept_bits(layer.width, device)
+        return mxfp4.kept_bits(layer.width, layer.inputs.width, device)
 
     def make(self, layer: StackedLinear) -> Matrices:
         blocks: Tensor = layer.get_parameter("blocks")

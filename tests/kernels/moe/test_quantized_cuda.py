@@ -37,6 +37,7 @@ CASES = [
     Case(7, 2, 3, 320, 64, "int4 64", "int4 32 zeros", 2),
     Case(90, 1, 2, 768, 704, "q4_k", "e4m3", 8),
     Case(5, 2, 4, 96, 32, "q8_0", "q8_0", 1),
+    Case(40, 2, 3, 320, 192, "mxfp4", "mxfp4", 4, biased=True),
     Case(3, 2, 4, 4352, 64, "int4 64", "int4 64", 1),
     Case(9, 2, 3, 256, 128, "e4m3_wide", "e4m3_wide", 1),
     Case(60, 2, 3, 512, 384, "e4m3_wide", "e4m3_wide", 4, biased=True),
@@ -54,6 +55,7 @@ PIPELINED = [
     Case(1, 1, 2, 128, 64, "q4_1", "q4_1", 1, warps=8),
     Case(3, 2, 6, 256, 64, "q6_k", "q4_1", 1, held=Held(5, 1, 6), warps=2),
     Case(20, 2, 3, 512, 128, "e4m3_wide", "e4m3_wide", 1, biased=True, warps=3),
+    Case(20, 2, 3, 320, 192, "mxfp4", "mxfp4", 1, biased=True, warps=3),
     Case(7, 2, 6, 128, 256, "e4m3_wide", "q4_1", 1, held=Held(2, 3, 6), warps=2),
 ]
 
@@ -180,7 +182,7 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
         (128, "q4_k", "q8_0", (8, "pipeline", "tiles")), (16, "e4m3", "q4_1", (8, "tiles", "pipeline")),
         (64, "e4m3", "e4m3", (8, "tiles", "tiles")),
         (64, "e4m3_wide", "e4m3_wide", (8, "pipeline", "pipeline")), (128, "q8_0", "q8_0", (16, "tiles", "tiles")),
-        (129, "q4_k", "q4_k", (32, "tiles", "tiles")),
+        (129, "q4_k", "q4_k", (32, "tiles", "tiles")), (64, "mxfp4", "mxfp4", (8, "pipeline", "pipeline")),
     ],
 )  # fmt: skip
 def test_chosen_kernels(tokens, up, down, found):

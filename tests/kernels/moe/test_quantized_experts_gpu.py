@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import subprocess
 import sys
 
@@ -11,8 +12,8 @@ from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activati
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import dequantized, moe, quantized_cuda
 from phalanx.kernels.moe.moe import Biases, Held
-from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma
-from phalanx.kernels.quantized.stack import stack
+from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, floats, mxfp4
+from phalanx.kernels.quantized.stack import Stack, stack
 
 from ...devices import needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
@@ -25,9 +26,11 @@ KINDS = [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)]  # of the error's norm b
 QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 FORMS = [
     ("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q4_0", "q8_0"), ("q5_k", "q5_0"), ("e4m3", "e4m3"), ("int4", "int4 zeros"),
-    ("e4m3 narrow", "e4m3 narrow"),
+    ("e4m3 narrow", "e4m3 narrow"), ("mxfp4", "mxfp4"),
 ]  # fmt: skip
-PIPELINED = [("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3")]
+PIPELINED = [
+    ("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3"), ("mxfp4", "mxfp4"),
+]  # fmt: skip
 
 
 def quantised(weight, form):
@@ -41,6 +44,13 @@ def quantised(weight, form):
         if "zeros" in form:
             zeros[1:] = torch.randint(0, 16, zeros[1:].shape, dtype=torch.int16, device="cuda")  # not the first one's
         return stack(affine, lambda e: (codes[e], scales[e], zeros[e]), weight.shape)
+    if form == "mxfp4":
+        (*sizes, inputs), middle = weight.shape, 127 - round(math.log2(3 * weight.shape[2] ** 0.5))  # outputs of 1
+        codes = torch.randint(0, 256, (*sizes, inputs // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(middle - 2, middle + 2, (*sizes, inputs // 32), dtype=torch.uint8, device="cuda")
+        made = mxfp4.experts(floats.pack(codes, scales))
+        assert isinstance(made, Stack)
+        return made
     if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in pieces of 32
         made = stack(e4m3, lambda e: e4m3.encode_reference(weight[e], 64), weight.shape)
         assert made.packed.layout == e4m3_cuda.LAYOUT
@@ -174,6 +184,11 @@ def test_sizes(hidden, inner):
 def test_biases_and_activations(act):
     for tokens in (1, 50):
         check(Sizes(tokens, 4, 8, 512, 256), "q4_0", "q8_0", torch.bfloat16, 1.5e-2, act, biased=True)
+
+
+def test_experts_of_gpt_oss():
+    for tokens in (1, 16, 100, 1000):
+        check(Sizes(tokens, 4, 8, 2880, 2880), "mxfp4", "mxfp4", torch.bfloat16, 1.5e-2, CLAMPED_SWIGLU, biased=True)
 
 
 @pytest.mark.parametrize("held", shares(12), ids=str)

@@ -9,6 +9,7 @@ from phalanx.kernels.quantized import (
     floats,
     gpu_form,
     mxfp4,
+    mxfp4_cuda,
     pieces_cuda,
     q2_k,
     q4_0,
@@ -79,12 +80,25 @@ def test_codes_of_4_bits_in_groups(group, middle):
         assert torch.equal(one.plain(torch.float32), want)
 
 
+def mxfp4_stack(inputs):
+    codes, scales = (torch.randint(0, 255, (2, 40, n), dtype=torch.uint8) for n in (inputs // 2, inputs // 32))
+    return codes, scales, stack(mxfp4, lambda expert: (codes[expert], scales[expert]), (2, 40, inputs))
+
+
 @needs_compiler
 def test_mxfp4():
-    codes, scales = (torch.randint(0, 256, (2, 40, n), dtype=torch.uint8) for n in (48, 3))
-    here = stack(mxfp4, lambda expert: (codes[expert], scales[expert].clamp(0, 254)), (2, 40, 96))
+    codes, scales, here = mxfp4_stack(192)
     there = gpu_form.of_gpu(here)
-    assert torch.equal(there.codes, codes) and torch.equal(there.scales, scales.clamp(0, 254))
+    made = [mxfp4_cuda.pack(*one).pieces for one in zip(codes, scales, strict=True)]
+    assert torch.equal(there.packed.pieces, torch.cat(made))
+    assert torch.equal(here.plain(torch.float32), there.plain(torch.float32))
+
+
+@needs_compiler
+def test_mxfp4_of_fewer_inputs_than_whole_pieces():
+    codes, scales, here = mxfp4_stack(96)
+    there = gpu_form.of_gpu(here)
+    assert torch.equal(there.codes, codes) and torch.equal(there.scales, scales)
     assert torch.equal(here.plain(torch.float32), floats.dequantize(there))
 
 

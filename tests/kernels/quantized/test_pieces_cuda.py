@@ -10,6 +10,7 @@ from phalanx.kernels.quantized import (
     floats,
     grouped_gemv,
     int4_cuda,
+    mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
     super_blocks,
@@ -46,6 +47,10 @@ def make(outputs, inputs, form="q8_0", seed=0):
     if form == "e4m3_wide":
         plain = floats_cases.make(outputs, inputs, 128, seed=seed)
         return e4m3_wide.pack(*plain), floats.dequantize(plain).double()
+    if form == "mxfp4":
+        codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=draw)
+        scales = torch.randint(120, 124, (outputs, inputs // 32), dtype=torch.uint8, generator=draw)
+        return mxfp4_cuda.pack(codes, scales), floats.dequantize(floats.pack(codes, scales)).double()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)
     group = int(form.split()[1])
@@ -128,6 +133,7 @@ GEMVS = in_types(
         (7, 33, 1408, GemvConfig(1, 4, 2), "e4m3_wide"),
         (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
         (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
+        (2, 33, 320, GemvConfig(1, 8, 2), "mxfp4"),
     ],
     (2, 40, 4096, GemvConfig(1, 4, 3), "q8_0"),
     (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
@@ -199,6 +205,7 @@ TILES = [
     (8, 200, 1024, TileConfig(48, 128), "e4m3"),
     (8, 80, 1024, TileConfig(48, 256), "e4m3_wide"),
     (8, 80, 512, TileConfig(48, 128), "q4_k"),
+    (8, 80, 512, TileConfig(48, 128), "mxfp4"),
     pytest.param(8, 80, 512, TileConfig(48, 128), "q4_1", marks=pytest.mark.long),
     pytest.param(17, 100, 512, TileConfig(64, 64), "q6_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
@@ -271,6 +278,7 @@ def test_gated_gemm(rows, outputs, inputs, config, form, launched):
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
+        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "mxfp4"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
@@ -311,6 +319,7 @@ DEQUANTIZED = in_types(
         (40, 512, "q4_k"),
         (33, 512, "q6_k"),
         (16, 192, "q4_1"),
+        (40, 192, "mxfp4"),
     ],
     (33, 64, "int4 64"),
 )

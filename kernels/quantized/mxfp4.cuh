@@ -1,0 +1,73 @@
+// mxfp4: floats of 4 bits, e2m1, and a scale e8m0 for each 32 inputs of an output: code * 2^(scale - 127) (OCP
+// Microscaling Formats v1.0).
+//
+// A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32 lanes,
+// in int4.cuh's order; then for each output g below 8 the scales of outputs g and g + 8 of the first 32 inputs, and those
+// of the second. mxfp4_cuda.py makes pieces.
+
+constexpr int PIECE = 544, SPAN = 64, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr bool MINIMA = false;
+constexpr bool BY_RUNS = false;
+
+struct Piece {  // a lane's part
+    unsigned words[4], scales;
+};
+
+// A lane's parts of pieces in memory.
+struct Pieces {
+    const unsigned char *words, *scales;
+
+    Pieces() = default;
+    __device__ Pieces(const unsigned char* from, int lane) : words(from + lane * 16), scales(from + 512 + lane / 4 * 4) {}
+    __device__ Piece stream(int piece) const {
+        Piece y;
+        const uint4 x = stream16(words + piece * PIECE);
+        y.words[0] = x.x, y.words[1] = x.y, y.words[2] = x.z, y.words[3] = x.w;
+        y.scales = stream4(scales + piece * PIECE);
+        return y;
+    }
+    __device__ void advance(int pieces) { words += pieces * PIECE, scales += pieces * PIECE; }
+};
+
+#include "whole_stream.cuh"
+
+// From shared memory.
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
+    Piece y;
+    const uint4 words = load_shared16(from + lane * 16);
+    y.words[0] = words.x, y.words[1] = words.y, y.words[2] = words.z, y.words[3] = words.w;
+    y.scales = load_shared4(from + 512 + lane / 4 * 4);
+    return y;
+}
+
+// 2^(byte - 127): a byte is an f32's exponent, but for 0, which a number below the normal ones stands for.
+__device__ inline float power(unsigned word, int byte) {
+    return __uint_as_float(max((word >> 8 * byte & 0xff) << 23, 0x00400000u));
+}
+
+// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+__device__ inline float2 scales(const Piece& piece, int step) {
+    const int first = step * 16 / SCALED * 2;
+    return {power(piece.scales, first), power(piece.scales, first + 1)};
+}
+__device__ inline float2 minima(const Piece&, int) { return {}; }
+
+// The codes of a word at bit AT and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
+// lie, and a power of two makes up for the other bias. Both formats have the smallest code, 0.5, as they have it.
+template <class E> __device__ inline unsigned element_pair(unsigned word, int at);
+template <> __device__ inline unsigned element_pair<f16>(unsigned word, int at) {
+    const unsigned below = at <= 8 ? word << (9 - at) & 0x0e000e00 : word >> (at - 9) & 0x0e000e00;
+    return multiply_pairs<f16>((word << (12 - at) & 0x80008000) | below, 0x74007400);  // 2^14
+}
+template <> __device__ inline unsigned element_pair<bf16>(unsigned word, int at) {
+    const unsigned below = at <= 4 ? word << (6 - at) & 0x01c001c0 : word >> (at - 6) & 0x01c001c0;
+    return multiply_pairs<bf16>((word << (12 - at) & 0x80008000) | below, 0x7e807e80);  // 2^126
+}
+
+// Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
+template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(piece.words[step], 4 * i);
+}
+
+#include "float_codes.cuh"

@@ -1,0 +1,49 @@
+"""MXFP4's layout on GPUs."""
+
+import pytest
+import torch
+from phalanx.kernels.quantized import floats, mxfp4, mxfp4_cuda
+
+
+def make(outputs, inputs):
+    draw = torch.Generator().manual_seed(0)
+    each = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(0, 255, (outputs, inputs // 32), dtype=torch.uint8, generator=draw)
+    return each, each[:, ::2] | each[:, 1::2] << 4, scales
+
+
+@pytest.mark.parametrize("outputs, inputs", [(16, 64), (1, 64), (37, 384)])
+def test_pack_and_back(outputs, inputs):
+    _, codes, scales = make(outputs, inputs)
+    packed = mxfp4_cuda.pack(codes, scales)
+    assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, 544) and packed.inputs == inputs
+    assert all(map(torch.equal, mxfp4_cuda.unpack(packed), (codes, scales)))
+
+
+def test_where_a_lane_finds_its_codes():
+    """As the head of mxfp4.cuh says, and as the tensor cores' first operand asks for (PTX ISA, mma.m16n8k16)."""
+    each, codes, scales = make(32, 128)
+    packed = mxfp4_cuda.pack(codes, scales)
+    for strip in range(2):
+        for number in range(2):
+            piece = packed.pieces[strip, number]
+            for lane in range(32):
+                g, t = divmod(lane, 4)
+                words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
+                for s, word in enumerate(words):
+                    for h in range(2):
+                        row = each[strip * 16 + g + 8 * h, number * 64 + 16 * s :]
+                        for bit, at in ((0, 0), (16, 1), (8, 8), (24, 9)):
+                            assert word >> (bit + 4 * h) & 15 == row[2 * t + at]
+                own = scales[strip * 16 + g :: 8][:2, number * 2 : number * 2 + 2]
+                assert piece[512 + 4 * g :][:4].tolist() == own.T.flatten().tolist()
+
+
+def test_weights_and_their_memory():
+    """Of outputs that fill no strip."""
+    _, codes, scales = make(20, 128)
+    packed, plain = mxfp4_cuda.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
+    assert torch.equal(mxfp4.dequantize(packed, torch.float32, 16, 20), plain[16:])
+    cuda = torch.device("cuda")
+    assert packed.pieces.nbytes * 8 == round(mxfp4.kept_bits(20, 128, cuda) * 20 * 128)
+    assert mxfp4.kept_bits(20, 96, cuda) == 4.25  # of half a piece: as they are stored
