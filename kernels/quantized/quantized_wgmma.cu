@@ -32,6 +32,7 @@ constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the
 
 static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
 #include "wgmma_tile.cuh"
+#include "wgmma_pieces.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The tile's part of W and x, chunk by chunk, by one thread.
@@ -65,62 +66,25 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     fill_ring(CHUNKS, empty, ask, ask_x);
 }
 
-// Weights of inputs 16 step to 16 step + 15. An f16 holds not every scale, so there each weight is rounded once. In bf16
-// scales and minima are rounded, too: to multiply pairs takes less than half as many instructions.
-template <class E> __device__ inline void scaled_codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    weights<E>(piece, step, a);
-}
-template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int step, unsigned (&a)[4]) {
-    codes<bf16>(piece, step, a);
-    const float2 by = scales(piece, step), less = minima(piece, step);
-    const unsigned scale[2] = {pack<bf16>(by.x, by.x), pack<bf16>(by.y, by.y)};
-    const unsigned minus[2] = {pack<bf16>(-less.x, -less.x), pack<bf16>(-less.y, -less.y)};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        a[i] = MINIMA ? fma_pairs<bf16>(a[i], scale[i % 2], minus[i % 2]) : multiply_pairs<bf16>(a[i], scale[i % 2]);
-}
-
-// The sums of a warpgroup's 64 outputs: of outputs lane / 4 of the warp's 16 and 8 below, pairs of rows lane % 4 * 2 of
-// each eight.
-__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[ROWS / 2]) {
+// The sums of a warpgroup's 64 outputs.
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, float (&sum)[1][ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned a[2][2][4];  // of 32 inputs each: the matmuls of some are under way while the others' weights are made
+    unsigned a[2][2][4];
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + n % STAGES * STAGE;
-        const unsigned long long of_x = smem_descriptor(stage, 16);
-        auto fetch = [&](int p) { return shared_piece(stage + X_BYTES + (warp * OF_CHUNK + p) * PIECE, lane); };
         mbarrier_wait(full + n % STAGES, n / STAGES);
-        Piece next = fetch(0);
-#pragma unroll
-        for (int p = 0; p < OF_CHUNK; p++) {
-            const Piece piece = next;
-#pragma unroll
-            for (int h = 0; h < SPAN / 32; h++) {
-                const int k = p * (SPAN / 32) + h;  // of the chunk's parts of 32 inputs
-                scaled_codes<T>(piece, 2 * h, a[k % 2][0]);
-                scaled_codes<T>(piece, 2 * h + 1, a[k % 2][1]);
-                wgmma_fence();
-#pragma unroll
-                for (int s = 0; s < 2; s++) {
-                    const int at = k / 2 * ROWS * 128 + k % 2 * 64 + s * 32;
-                    wgmma<false>(T(), sum, a[k % 2][s], descriptor_at(of_x, at), n > 0 || k > 0 || s > 0);
-                }
-                wgmma_commit();
-                if (h == SPAN / 32 - 1 && p + 1 < OF_CHUNK) next = fetch(p + 1);
-                wgmma_wait<1>();
-                if (k > 0) continue;
-                // What was loaded of the chunk before has been multiplied, so that it has been read.
-                Barrier* const before = empty + (n + STAGES - 1) % STAGES;
-                if constexpr (SHARE > 1)
-                    mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
-                else if (n > 0 && lane == 0)
-                    mbarrier_arrive(before);
-            }
-        }
+        multiply_chunk(stage, warp, lane, n > 0, a, sum, [&] {
+            // What was loaded of the chunk before has been multiplied, so that it has been read.
+            Barrier* const before = empty + (n + STAGES - 1) % STAGES;
+            if constexpr (SHARE > 1)
+                mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
+            else if (n > 0 && lane == 0)
+                mbarrier_arrive(before);
+        });
     }
     wgmma_wait<0>();
-    fence_registers(sum);
+    fence_registers(sum[0]);
 }
 
 #endif
@@ -148,12 +112,12 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     } else {
         set_registers<REGISTERS>(true);
         grid_wait();
-        float sum[ROWS / 2];
+        float sum[1][ROWS / 2];
         multiply(ring, full, empty, sum);
         block_sync<THREADS>(1);  // the last chunks have been read
         float* const here = sums + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
 #pragma unroll
-        for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * 8] = sum[r];
+        for (int r = 0; r < ROWS / 2; r++) here[(r / 4 * 8 + r % 2) * PITCH + r % 4 / 2 * 8] = sum[0][r];
         if constexpr (SPLIT > 1)
             cluster_sync();
         else
