@@ -74,9 +74,14 @@ template <int N> __device__ inline void set_registers(bool more) {
                      : "l"(a), "l"(b), "r"((int)add));                                                                  \
     }
 #define WGMMA(type, name)                                                                                            \
+    OF_REGISTERS(type, name, 16, D8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", EIGHT(c, 0))                        \
+    OF_REGISTERS(type, name, 32, D16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(c, 0))                   \
+    OF_REGISTERS(type, name, 48, D24, "%24", "%25", "%26", "%27", "%28", "%29", "%30", SIXTEEN(c, 0), EIGHT(c, 16))     \
     OF_REGISTERS(type, name, 64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(c, 0), SIXTEEN(c, 16))   \
     OF_REGISTERS(type, name, 80, D40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", SIXTEEN(c, 0), SIXTEEN(c, 16),   \
                  EIGHT(c, 32))                                                                                          \
+    OF_REGISTERS(type, name, 96, D48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SIXTEEN(c, 0), SIXTEEN(c, 16),   \
+                 SIXTEEN(c, 32))                                                                                        \
     OF_REGISTERS(type, name, 128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTY_FOUR(c, 0))               \
     OF_REGISTERS(type, name, 256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTY_FOUR(c, 0),       \
                  SIXTY_FOUR(c, 64))                                                                                     \

@@ -20,7 +20,16 @@ from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import dequantized, e4m3_experts, expert_gemm, expert_mlp, experts_cpu, quantized_cuda, wgmma_experts
+from . import (
+    dequantized,
+    e4m3_experts,
+    expert_gemm,
+    expert_mlp,
+    experts_cpu,
+    quantized_cuda,
+    quantized_wgmma_experts,
+    wgmma_experts,
+)
 from .expert_gemm import ItemConfig
 from .expert_mlp import SharedExperts
 from .group import Held, group, local_experts
@@ -258,6 +267,7 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
     borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
+    borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
     few = [1, gemv_pairs(experts) // k + 1, expert_mlp.MOST_SHARED_ROWS + 1, expert_mlp.SORTED_PAIRS // k + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 

@@ -13,9 +13,10 @@ from ..device import DeviceCaps
 from ..quantized import e4m3_wgmma, pieces_cuda
 from ..quantized.pieces_cuda import LARGE, STRIP, Layout
 from ..quantized.stack import Stack
-from . import dequantized, e4m3_experts, quantized_pipeline
+from . import dequantized, e4m3_experts, quantized_pipeline, quantized_wgmma_experts
 from .group import Groups
 from .quantized_pipeline import PipelineConfig
+from .quantized_wgmma_experts import WgmmaExpertsConfig
 
 # Most pairs per expert → tiles of 8 rows of a block; of more it has 8. moe.tiling_rows has the same borders.
 TILES = {4: 1, 8: 2, 24: 4}
@@ -90,7 +91,7 @@ def sizes(stack: Stack, config: ExpertTileConfig, act: str, top: int, bias: bool
     )
 
 
-KernelConfig = ExpertTileConfig | PipelineConfig | e4m3_wgmma.E4m3Config
+KernelConfig = ExpertTileConfig | PipelineConfig | WgmmaExpertsConfig | e4m3_wgmma.E4m3Config
 
 
 class KernelConfigs(NamedTuple):
@@ -113,6 +114,8 @@ def choose_kernels(pairs: int, experts: int, w13: Stack, w2: Stack, found: Devic
     """Of so many pairs of all experts."""
     if pairs > e4m3_experts.MOST_OF_16_BITS * experts and e4m3_experts.takes(w13, w2, found):
         return KernelConfigs(*e4m3_experts.choose(pairs, experts))
+    if pairs > quantized_wgmma_experts.LEAST_PAIRS * experts and quantized_wgmma_experts.takes(w13, w2, found):
+        return KernelConfigs(*quantized_wgmma_experts.choose(pairs, experts, w13, w2))
     units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
     if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
         up, down = (choose_pipeline(one) for one in (w13, w2))
@@ -143,7 +146,8 @@ def expert_up(
 ) -> Tensor:  # fmt: skip
     """[pairs, I] in the order of the groups: the pairs' weights * act(gate) * up, of x [T, H]; config: of the
     groups' rows."""
-    h = x.new_empty(len(groups.order), w13.shape[1] // 2)
+    pairs = len(groups.order)
+    h = x.new_empty(max(pairs, config.rows), w13.shape[1] // 2)[:pairs]  # in memory that has a tile's rows at least
     _launch(x, w13, groups, weights, h, act, top, config, bias)
     return h
 
@@ -165,6 +169,8 @@ def _launch(
         return quantized_pipeline.launch(x, stack, groups, weights, y, act, top, config, bias)
     if isinstance(config, e4m3_wgmma.E4m3Config):
         return e4m3_experts.launch(x, stack, groups, weights, y, act, top, config, bias)
+    if isinstance(config, WgmmaExpertsConfig):
+        return quantized_wgmma_experts.launch(x, stack, groups, weights, y, act, top, config, bias)
     memory = shared(config, stack.shape[2], bool(act))
     of = sizes(stack, config, act, top, bias is not None)
     kernel = jit.kernel("quantized_experts", "quantized_experts", x.dtype, memory, **of)

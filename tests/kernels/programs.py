@@ -13,6 +13,7 @@ from phalanx.kernels.moe import (
     moe,
     quantized_cuda,
     quantized_pipeline,
+    quantized_wgmma_experts,
     router,
     wgmma_experts,
 )  # fmt: skip
@@ -71,6 +72,12 @@ def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
     stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
     return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
+
+
+def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=q8_0_cuda.LAYOUT):
+    stack = Stack(q8_0_cuda, pieces_cuda.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
+    config = quantized_wgmma_experts.config(rows, of_tile, stack)
+    return "quantized_wgmma_experts", dict(T=dtype, **quantized_wgmma_experts.sizes(stack, config, act, bias))
 
 
 def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
@@ -227,6 +234,16 @@ PROGRAMS = [
     e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 192, 1, 2, matmul=96), "silu", False, 4),
     e4m3_experts_of(torch.bfloat16, 768, 2048, E4m3Config(192, 128, 1), "", False, 1),
     e4m3_experts_of(torch.bfloat16, 768, 2048, E4m3Config(128, 256, 1, 2, matmul=128), "", False, 2),
+    quantized_wgmma_experts_of(torch.bfloat16, 2880, 5760, 48, 256, CLAMPED_SWIGLU, True, MXFP4),
+    quantized_wgmma_experts_of(torch.bfloat16, 2880, 2880, 64, 384, "", True, MXFP4),
+    quantized_wgmma_experts_of(torch.bfloat16, 2048, 1536, 32, 384, "silu", False, INT4),
+    quantized_wgmma_experts_of(torch.float16, 768, 2048, 16, 256, "", False, INT4_ZEROS),
+    quantized_wgmma_experts_of(torch.bfloat16, 2048, 1536, 128, 256, "gelu_tanh", True, Q4_K),
+    quantized_wgmma_experts_of(torch.bfloat16, 768, 2048, 96, 256, "", False, Q6_K),
+    quantized_wgmma_experts_of(torch.float16, 14336, 4096, 128, 256, "", True, Q4_1),
+    quantized_wgmma_experts_of(torch.bfloat16, 4096, 28672, 32, 512, "silu", False, Q4_K),
+    quantized_wgmma_experts_of(torch.float16, 4096, 28672, 64, 256, "silu", True),
+    quantized_wgmma_experts_of(torch.bfloat16, 576, 2048, 16, 128, "", False, E4M3),
     ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_experts.pairs_sizes(128, 2048, 8))),
     ("e4m3_pairs", dict(T=torch.float16, **e4m3_experts.pairs_sizes(60, 14336, 0))),
     ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(1536, 2048, "silu", False, 192))),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline
+from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_pipeline, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda, q8_0_cuda
 from phalanx.kernels.quantized.stack import Stack
@@ -185,8 +185,9 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
         (129, "q4_k", "q4_k", (32, "tiles", "tiles")), (64, "mxfp4", "mxfp4", (8, "pipeline", "pipeline")),
     ],
 )  # fmt: skip
-def test_chosen_kernels(tokens, up, down, found):
-    """Of Qwen3-30B-A3B."""
+def test_chosen_kernels(monkeypatch, tokens, up, down, found):
+    """Of Qwen3-30B-A3B, where quantized_wgmma_experts.cu is left aside."""
+    monkeypatch.setattr(quantized_wgmma_experts, "LEAST_PAIRS", dequantized.LEAST_PAIRS)
     w13, w2 = (
         Stack(q8_0_cuda, make(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))

@@ -1,0 +1,149 @@
+"""Quantised experts by asynchronous tensor cores: for which it is, and the kernel thread by thread on a CPU."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_wgmma_experts
+from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
+from phalanx.kernels.moe.quantized_wgmma_experts import MOST_ROWS, ROWS, WgmmaExpertsConfig
+from phalanx.kernels.quantized import q8_0_cuda
+from phalanx.kernels.quantized.stack import Stack
+
+from .. import cuda_model
+from ..cuda_model import Box
+from ..quantized.test_pieces_cuda import make as weight_of
+from .test_quantized_cuda import in_types, stack_of
+
+HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
+
+
+class Case(NamedTuple):
+    tokens: int
+    k: int
+    experts: int
+    hidden: int
+    inner: int
+    up: str
+    down: str
+    tile: tuple[int, int]  # pairs and outputs
+    chunks: tuple[int, int] = (64, 64)  # inputs of each, of both GEMMs
+    biased: bool = False
+    held: Held | None = None
+    one: bool = False  # whether all tokens choose the same experts
+
+
+CASES = [
+    Case(20, 2, 3, 128, 192, "mxfp4", "mxfp4", (16, 256), biased=True),
+    Case(30, 2, 3, 128, 64, "int4 64", "int4 32 zeros", (32, 128)),
+    Case(20, 2, 6, 256, 64, "q4_k", "q8_0", (16, 256), (256, 64), held=Held(2, 3, 6)),
+    Case(90, 2, 3, 256, 320, "q4_k", "q8_0", (48, 512), (128, 64), biased=True),
+    Case(70, 2, 3, 320, 256, "int4 64 zeros", "q6_k", (64, 256), (320, 128), biased=True),
+    Case(1, 2, 4, 64, 64, "q8_0", "q8_0", (32, 256)),  # fewer pairs than a tile has
+    Case(150, 1, 2, 512, 256, "q4_k", "mxfp4", (128, 256), (256, 128), one=True),
+    Case(300, 1, 1, 64, 64, "q4_1", "int4 64", (16, 128)),  # more tiles than a band has
+    Case(100, 2, 6, 192, 448, "e4m3", "e4m3", (96, 384), (192, 64), held=Held(5, 1, 6)),
+    Case(40, 3, 4, 768, 256, "mxfp4", "q6_k", (16, 256), (192, 128), biased=True, held=Held(1, 2, 4)),
+    Case(60, 2, 3, 256, 256, "q6_k", "q4_k", (32, 384), (128, 256)),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch, cuda_models):
+    """Kernels run in the model, on three multiprocessors and in few stages; new tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0, cluster=1):
+            assert cluster == 1 and (source == "gather_pairs" or grid[0] <= 3)
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            weights = next((one for one in tensors if one.dtype == torch.uint8), tensors[0])
+            cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
+
+        return launch
+
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
+    monkeypatch.setattr(quantized_wgmma_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(quantized_wgmma_experts, "MOST_STAGES", 3)
+    cuda_model.poison_new_tensors(monkeypatch)
+
+
+@pytest.mark.parametrize("case, dtype", in_types(CASES), ids=str)
+def test_experts(launched, case, dtype):
+    """Blocks have several items, the ring goes round, and tiles are not whole."""
+    torch.manual_seed(0)
+    held = case.held or Held(0, case.experts, case.experts)
+    w13, up = stack_of(held.size, 2 * case.inner, case.hidden, case.up)
+    w2, down = stack_of(held.size, case.hidden, case.inner, case.down)
+    up_scale, down_scale = (1 / (one.std() * one.shape[2] ** 0.5) for one in (up, down))
+    x = (torch.randn(case.tokens, case.hidden) * up_scale).to(dtype)
+    ids = torch.stack([torch.randperm(case.experts)[: case.k] for _ in range(case.tokens)]).int()
+    ids = ids[:1].expand_as(ids).contiguous() if case.one else ids
+    weights = torch.rand(case.tokens, case.k) * down_scale
+    biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
+    configs = [WgmmaExpertsConfig(*case.tile, chunk) for chunk in case.chunks]
+    given = Inputs(x, ids, weights, w13, w2, "silu", biases, held)
+    y = moe.in_pieces(given, quantized_cuda.KernelConfigs(*configs)).float()
+    here = (ids >= held.first) & (ids < held.first + held.size)
+    assert y[~here.flatten()].isnan().all(), "what is of no pair stays as it is"
+    got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, case.hidden), 0).sum(1)
+    wide = Biases(*(None if one is None else one.float() for one in biases))
+    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
+    assert got.isfinite().all()
+    assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+def stacks(up, down, hidden=2048, inner=768):
+    """Of Qwen3-30B-A3B, unless said otherwise, without its weights."""
+    return [
+        Stack(q8_0_cuda, weight_of(16, 512, form)[0], (128, *shape))
+        for form, shape in ((up, (2 * inner, hidden)), (down, (hidden, inner)))
+    ]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    monkeypatch.setattr(quantized_wgmma_experts, "LEAST_PAIRS", 8)
+
+
+def test_what_it_is_for(taken):
+    def kernels_of(pairs, up="q4_k", down="q6_k", caps=HOPPER, **sizes):
+        return quantized_cuda.choose_kernels(pairs * 128, 128, *stacks(up, down, **sizes), caps)
+
+    for up, down in (("q4_k", "q6_k"), ("int4 64", "int4 32 zeros"), ("mxfp4", "mxfp4"), ("q8_0", "e4m3")):
+        for pairs in (9, 16, 24, 32, 64, 96):
+            found = kernels_of(pairs, up, down)
+            assert all(isinstance(one, WgmmaExpertsConfig) and one.rows == found.rows >= pairs for one in found)
+        assert not isinstance(kernels_of(8, up, down).up, WgmmaExpertsConfig)
+    tiles = kernels_of(16, "q8_0", "q8_0", inner=1440)  # which 64 does not divide
+    blackwell = DeviceCaps(148, "sm_100", True, True, False)
+    for found in (tiles, kernels_of(16, caps=blackwell), kernels_of(16, down="e4m3_wide")):
+        assert all(isinstance(one, quantized_cuda.ExpertTileConfig) for one in found)
+
+
+def test_cuts_are_what_the_kernel_takes():
+    """Whole chunks of whole pieces and of whole boxes, and room for several of them."""
+    tiles = {*quantized_wgmma_experts.TILES.values(), *((most, n) for n, most in MOST_ROWS.items())}
+    assert all(rows in ROWS and rows <= MOST_ROWS[outputs] for rows, outputs in tiles)
+    for form in ("q8_0", "q4_k", "q6_k", "int4 32 zeros", "mxfp4", "e4m3"):
+        for inputs in (64, 768, 2048, 2880, 4096, 7168, 14336):
+            stack = stacks(form, form, inputs)[0]
+            for rows, outputs in tiles:
+                config = quantized_wgmma_experts.config(rows, outputs, stack)
+                assert inputs % config.inputs == config.inputs % 64 == config.inputs % stack.packed.layout.inputs == 0
+                count, shared = quantized_wgmma_experts.stages(config, stack.packed.layout)
+                assert count >= quantized_wgmma_experts.LEAST_STAGES and shared + 16 * count <= 227 << 10
+
+
+def test_all_tiles_are_warmed_up(taken):
+    w13, w2 = stacks("q4_k", "q6_k")
+    for experts, k in ((128, 8), (8, 2), (60, 4)):
+        few = [n for n in moe.tiling_rows(experts, k) if n * k <= dequantized.LEAST_PAIRS * experts]
+        found = {quantized_cuda.choose_kernels(n * k, experts, w13, w2, HOPPER).up for n in few}
+        assert {(one.rows, one.outputs) for one in found if isinstance(one, WgmmaExpertsConfig)} == set(
+            quantized_wgmma_experts.TILES.values()
+        )
