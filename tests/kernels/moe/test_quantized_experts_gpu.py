@@ -10,12 +10,12 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import dequantized, moe, quantized_cuda
+from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held
 from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, floats, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
 
-from ...devices import needs_tma, require_gpu
+from ...devices import needs_hopper, needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
 from ..quantized.floats_cases import rounded
 from .cases import Sizes, make, shares, summed
@@ -31,6 +31,8 @@ FORMS = [
 PIPELINED = [
     ("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3"), ("mxfp4", "mxfp4"),
 ]  # fmt: skip
+WGMMA = [one for one in FORMS if one != ("e4m3", "e4m3")]
+TILES = [(16, 256), (32, 384), (48, 512), (64, 384), (96, 256), (128, 256)]  # pairs and outputs, of the former
 
 
 def quantised(weight, form):
@@ -83,8 +85,11 @@ def reference(given, eight=False):
     return y
 
 
-def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, pipeline=False, plain=False):
-    """tiles: of quantized_experts.cu, for both GEMMs. pipeline: both by quantized_pipeline.cu. plain: dequantised."""
+def check(
+    sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, pipeline=False, tile=None, plain=False
+):
+    """tiles: of quantized_experts.cu, for both GEMMs. pipeline: both by quantized_pipeline.cu. tile: pairs and
+    outputs, of quantized_wgmma_experts.cu. plain: dequantised."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
     w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
     x = given.x.to(dtype)
@@ -92,13 +97,15 @@ def check(sizes, up, down, dtype, bound, act="silu", biased=False, held=None, ti
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
     call, chosen = moe.fused_experts, quantized_cuda.choose_kernels(given.pairs, given.experts, w13, w2, CAPS)
-    eight = isinstance(chosen.up, e4m3_wgmma.E4m3Config) and not (tiles or pipeline or plain)
+    eight = isinstance(chosen.up, e4m3_wgmma.E4m3Config) and not (tiles or pipeline or tile or plain)
     if eight:  # of what the first GEMM makes some is rounded another way, and then off by a sixteenth to an eighth
         bound = max(bound, 3e-2)
     if plain:
         call = lambda one: summed(moe.grouped(one), one)  # noqa: E731
-    if tiles or pipeline:
+    if tiles or pipeline or tile:
         configs = quantized_cuda.tiled_configs(tiles or 1, w13, w2)
+        if tile:
+            configs = quantized_cuda.KernelConfigs(*(quantized_wgmma_experts.config(*tile, one) for one in (w13, w2)))
         if pipeline:
             configs = quantized_cuda.KernelConfigs(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
             assert all(configs), "a format that takes no pipeline"
@@ -134,19 +141,29 @@ def test_tiles(up, down, tiles, spread):
         check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
 
 
-@pytest.fixture(scope="module")
-def pipelines_end():
+def ends(*words):
     """Warps that wait for each other do so in another process first, as what never ends would end no test."""
-    command = [sys.executable, "-m", "phalanx.tests.kernels.moe.test_quantized_experts_gpu"]
+    command = [sys.executable, "-m", "phalanx.tests.kernels.moe.test_quantized_experts_gpu", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
-def main():
+@pytest.fixture(scope="module")
+def pipelines_end():
+    ends()
+
+
+@pytest.fixture(scope="module")
+def wgmma_ends():
+    ends("wgmma")
+
+
+def main(wgmma):
     for tokens in (1, 40):
-        for up, down in PIPELINED:
+        for up, down in WGMMA if wgmma else PIPELINED:
             for spread in ("any", "one"):
-                check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, pipeline=True)
+                how = dict(tile=(16, 256)) if wgmma else dict(pipeline=True)
+                check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, **how)
 
 
 @needs_tma
@@ -171,6 +188,51 @@ def test_pipelines_of_other_sizes(pipelines_end, hidden, inner):
     """Strips that pairs do not divide, short strips, and biases."""
     for tokens in (1, 7, 20):
         check(Sizes(tokens, 2, 4, hidden, inner), "q4_0", "q4_1", torch.bfloat16, 1e-2, biased=True, pipeline=True)
+
+
+@needs_hopper
+@pytest.mark.parametrize("spread", ["any", "few", "one"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("up, down", WGMMA)
+def test_wgmma(wgmma_ends, up, down, tile, spread):
+    for tokens in (1, 50, 300):
+        check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tile=tile)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("up, down", WGMMA)
+@pytest.mark.parametrize("tokens, tile", [(30, (16, 256)), (60, (32, 256)), (120, (64, 256)), (270, (128, 256))])
+def test_wgmma_of_qwen(wgmma_ends, tokens, tile, up, down, dtype, bound):
+    """10, 20, 40 and 90 pairs an expert."""
+    check(QWEN._replace(tokens=tokens), up, down, dtype, bound, tile=tile)
+
+
+@needs_hopper
+@pytest.mark.parametrize("up, down", [("mxfp4", "mxfp4"), ("int4 zeros", "q8_0")])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_wgmma_of_gpt_oss(wgmma_ends, tile, up, down):
+    """Tiles of outputs that are not whole."""
+    for tokens in (20, 40, 80, 180):
+        sizes = Sizes(tokens, 4, 8, 2880, 2880)
+        check(sizes, up, down, torch.bfloat16, 1.5e-2, CLAMPED_SWIGLU, biased=True, tile=tile)
+
+
+@needs_hopper
+@pytest.mark.parametrize("hidden, inner", [(192, 64), (1024, 4352), (4096, 1408)])
+def test_wgmma_of_other_sizes(wgmma_ends, hidden, inner):
+    for tokens in (7, 60):
+        check(Sizes(tokens, 2, 4, hidden, inner), "q8_0", "int4 zeros", torch.float16, 2e-3, tile=(32, 384))
+
+
+@needs_hopper
+@pytest.mark.parametrize("held", shares(12), ids=str)
+def test_wgmma_leaves_experts_of_other_ranks_out(wgmma_ends, held):
+    for tokens in (1, 90):
+        check(
+            Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2, biased=True, held=Held(*held),
+            tile=(32, 256),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("hidden, inner", [(96, 32), (4352, 64), (2880, 2880), (4096, 14336)])
@@ -224,4 +286,4 @@ def test_a_graph_of_other_choices():
 
 
 if __name__ == "__main__":
-    main()
+    main("wgmma" in sys.argv)
