@@ -22,16 +22,18 @@ from phalanx.benchmarks.ops_table import BANDWIDTH, FLOPS, Table, randn
 from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline, wgmma_experts
+from phalanx.kernels.device import device_caps
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline, quantized_wgmma_experts, wgmma_experts
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
-from phalanx.kernels.quantized import affine, e4m3, floats
+from phalanx.kernels.quantized import affine, e4m3, floats, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
 CHOICES = 12  # different ones of as many calls
 MOST_BYTES = 20e9  # of all copies of the weights
+WGMMA_OUTPUTS = 256, 384, 512  # of a tile of quantized_wgmma_experts.cu
 
 
 class Shape(NamedTuple):
@@ -47,6 +49,7 @@ SHAPES = {
     "mixtral-8x7b": Shape(8, 2, 4096, 14336),
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
     "qwen3-235b-a22b-tp4": Shape(128, 8, 4096, 384),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
 }
 
 
@@ -83,10 +86,15 @@ class Layers:
 
 
 def quantize(weights: Tensor, name: str) -> Stack:
-    """name: of a file of kernels/quantized/ that encodes, or fp8, or int4: GPTQ's groups of 128."""
+    """name: of a file of kernels/quantized/ that encodes, or fp8, mxfp4, or int4: GPTQ's groups of 128."""
     experts, outputs, inputs = weights.shape
     if name == "int4":
         return stack(affine, lambda expert: int4(weights[expert]), (experts, outputs, inputs))
+    if name == "mxfp4":
+        codes, scales = zip(*map(e2m1, weights), strict=True)
+        made = mxfp4.experts(floats.pack(torch.stack(codes), torch.stack(scales)))
+        assert isinstance(made, Stack), "a multiple of 64 inputs"
+        return made
     codec = importlib.import_module(f"phalanx.kernels.quantized.{'e4m3' if name == 'fp8' else name}")
     return stack(codec, lambda expert: codec.encode(weights[expert]), (experts, outputs, inputs))
 
@@ -95,6 +103,16 @@ def fp8(weights: Tensor) -> floats.Floats:
     """As FP8 checkpoints have experts, for Triton."""
     codes, scales = zip(*map(e4m3.encode, weights), strict=True)
     return floats.pack(torch.stack(codes), torch.stack(scales))
+
+
+def e2m1(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, two of a byte, and scales e8m0 of a weight [O, I], by the nearest."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 6).log2().ceil().clamp(-127, 127)
+    scaled = (groups / exponents.exp2().unsqueeze(2)).flatten(1)
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], device=weight.device)
+    codes = (torch.bucketize(scaled.abs(), between) + 8 * (scaled < 0)).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + 127).to(torch.uint8)
 
 
 def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +125,13 @@ def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.KernelConfigs]:
-    """Of few pairs per expert."""
+    """All that take these, but those of e4m3_experts.py."""
     found = {f"tiles of {8 * tiles}": quantized_cuda.tiled_configs(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
+    if quantized_wgmma_experts.takes(w13, w2, device_caps(torch.device("cuda"))):
+        for tile in itertools.product(quantized_wgmma_experts.ROWS, WGMMA_OUTPUTS):
+            if tile[0] <= quantized_wgmma_experts.MOST_ROWS[tile[1]]:
+                configs = (quantized_wgmma_experts.config(*tile, one) for one in (w13, w2))
+                found["wgmma, tiles of {} by {}".format(*tile)] = quantized_cuda.KernelConfigs(*configs)
     up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))
     return found | {"pipelined": quantized_cuda.KernelConfigs(up, down)} if up and down else found
 
@@ -125,6 +148,9 @@ def compile_quantized(layers: Layers) -> None:
                 elif isinstance(kernel, quantized_pipeline.PipelineConfig):
                     sizes = quantized_pipeline.sizes(weight, kernel, act, top, False)
                     programs.append(jit.variant("quantized_pipeline", torch.bfloat16, **sizes))
+                elif isinstance(kernel, quantized_wgmma_experts.WgmmaExpertsConfig):
+                    sizes = quantized_wgmma_experts.sizes(weight, kernel, act, False)
+                    programs.append(jit.variant("quantized_wgmma_experts", torch.bfloat16, **sizes))
     jit.compile_ahead(programs, torch.device("cuda"))
 
 
@@ -158,11 +184,14 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     for name, stacks in layers.quantized.items():
         pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
         versions[name] = [partial(moe.expert_terms, one) for one in pairs]
-        many = rows * layers.shape.top_k > 64 * layers.shape.experts
+        average = rows * layers.shape.top_k / layers.shape.experts
+        many = average > 64
         if many:
             versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
         for title, kernels in kernels_of(*stacks[0]).items():
-            if not many or title == "tiles of 64":
+            # Tiles that are too small, or mostly empty, are left out.
+            fits = average / 2 <= kernels.rows <= 8 * average if "wgmma" in title else not many or kernels.rows == 64
+            if fits:
                 versions[f"{name}, {title}"] = [partial(moe.in_pieces, one, kernels) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
