@@ -19,8 +19,6 @@ BRACED = {".cu", ".cuh", ".cpp", ".h", ".js"}
 LONG = {
     ("kernels/attention/attention_triton.py", "decode_kernel"): "Triton compiles a kernel whole: as functions, its "
     "variants and their registers would be others",
-    ("kernels/attention/decode.cu", "decode"): "its warps share a dozen barriers and places in shared memory, which "
-    "each part would take as arguments",
 }
 
 
