@@ -42,7 +42,8 @@ __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
 
 // 2^(byte - 127): a byte is an f32's exponent, but for 0, which a number below the normal ones stands for.
 __device__ inline float power(unsigned word, int byte) {
-    return __uint_as_float(max((word >> 8 * byte & 0xff) << 23, 0x00400000u));
+    const unsigned exponent = byte < 3 ? (word & 0xff << 8 * byte) << (23 - 8 * byte) : word >> 24 << 23;
+    return __uint_as_float(max(exponent, 0x00400000u));
 }
 
 // What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
@@ -52,22 +53,24 @@ __device__ inline float2 scales(const Piece& piece, int step) {
 }
 __device__ inline float2 minima(const Piece&, int) { return {}; }
 
-// The codes of a word at bit AT and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
+// The codes of a word at bit 4 i and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
 // lie, and a power of two makes up for the other bias. Both formats have the smallest code, 0.5, as they have it.
-template <class E> __device__ inline unsigned element_pair(unsigned word, int at);
-template <> __device__ inline unsigned element_pair<f16>(unsigned word, int at) {
-    const unsigned below = at <= 8 ? word << (9 - at) & 0x0e000e00 : word >> (at - 9) & 0x0e000e00;
-    return multiply_pairs<f16>((word << (12 - at) & 0x80008000) | below, 0x74007400);  // 2^14
+template <class E> __device__ inline unsigned element_pair(unsigned word, int i);
+template <> __device__ inline unsigned element_pair<f16>(unsigned word, int i) {
+    const unsigned below = i < 3 ? word << (9 - 4 * i) : word >> 3;
+    return multiply_pairs<f16>((word << (12 - 4 * i) & 0x80008000) | (below & 0x0e000e00), 0x74007400);  // 2^14
 }
-template <> __device__ inline unsigned element_pair<bf16>(unsigned word, int at) {
-    const unsigned below = at <= 4 ? word << (6 - at) & 0x01c001c0 : word >> (at - 6) & 0x01c001c0;
-    return multiply_pairs<bf16>((word << (12 - at) & 0x80008000) | below, 0x7e807e80);  // 2^126
+template <> __device__ inline unsigned element_pair<bf16>(unsigned word, int i) {
+    // A product has a code twice, where its sign has to be and where the rest: integer units are busier than those that
+    // multiply.
+    const unsigned code = i % 2 ? (word >> 4 * (i - 1) & 0x00f000f0) * 0x0104 : (word >> 4 * i & 0x000f000f) * 0x1040;
+    return multiply_pairs<bf16>(code & 0x81c081c0, 0x7e807e80);  // 2^126
 }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(piece.words[step], 4 * i);
+    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(piece.words[step], i);
 }
 
 #include "float_codes.cuh"
