@@ -9,48 +9,12 @@
 #include "pairs.cuh"
 #include "load_runs.cuh"
 #include FORMAT
+#include "gemv_pieces.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int PIECES = I / SPAN, STEPS = (PIECES + WARPS - 1) / WARPS;  // of a strip; that a warp takes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x: what an instruction reads of eight lies in different banks
 constexpr int SUMS = STRIPS * 128;  // of a warp
-constexpr int GROUPS = SPAN / SCALED, STEPS_OF_GROUP = SCALED / 16;  // of a piece, with one scale each; of 16 inputs
-
-// A piece's inputs of x, as the second operand: from shared memory.
-__device__ inline void load_rows(unsigned from, unsigned (&b)[SPAN / 32][4]) {
-    if constexpr (BY_RUNS) {
-#pragma unroll
-        for (int q = 0; q < SPAN / 64; q++) load_runs(b[2 * q], b[2 * q + 1], from + q * 128);
-    } else {
-#pragma unroll
-        for (int p = 0; p < SPAN / 32; p++) ldmatrix(b[p], from + p * 64);
-    }
-}
-
-// whole: x itself, summed up over each group, which minima are multiplied by.
-__device__ __forceinline__ void multiply(const Piece& piece, const unsigned (&b)[SPAN / 32][4], const float (&whole)[GROUPS][4],
-                                         float (&sum)[4]) {
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        float part[4] = {};
-#pragma unroll
-        for (int s = g * STEPS_OF_GROUP; s < (g + 1) * STEPS_OF_GROUP; s++) {
-            unsigned a[4];
-            codes<T>(piece, s, a);
-            mma<T>(part, a, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
-        }
-        const float2 by = scales(piece, g * STEPS_OF_GROUP);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i % 2 < R) sum[i] += (i < 2 ? by.x : by.y) * part[i];
-        if constexpr (MINIMA) {
-            const float2 less = minima(piece, g * STEPS_OF_GROUP);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (i % 2 < R) sum[i] -= (i < 2 ? less.x : less.y) * whole[g][i];
-        }
-    }
-}
 
 // A lane's sums to shared memory, from `here` on.
 __device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][4], float* here) {
@@ -107,7 +71,6 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
     // A lane's row of x, and there its part of the first piece's inputs. Columns past R repeat the last row.
     const int row_of_x = BY_RUNS ? lane / 4 : lane % 8, part_of_x = BY_RUNS ? lane % 4 * 32 : lane / 8 * 16;
     unsigned x_from = smem_address(xs) + min(row_of_x, R - 1) * PITCH + warp * SPAN * 2 + part_of_x;
-    const unsigned one = pack<T>(1, 1), ones[4] = {one, one, one, one};
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
@@ -118,12 +81,8 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
             if ((STEPS % AHEAD || PIECES % WARPS) && !there(s + u)) break;
             unsigned b[SPAN / 32][4];
             load_rows(x_from + u * WARPS * SPAN * 2, b);
-            float whole[GROUPS][4] = {};  // x itself, summed up over a group: minima are multiplied by it
-            if constexpr (MINIMA) {
-#pragma unroll
-                for (int s = 0; s < SPAN / 16; s++)
-                    mma<T>(whole[s / STEPS_OF_GROUP], ones, b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]);
-            }
+            float whole[GROUPS][4] = {};
+            sum_up(b, whole);
 #pragma unroll
             for (int o = 0; o < STRIPS; o++) {
                 multiply(ring[u][o], b, whole, sum[o]);

@@ -12,6 +12,7 @@ from phalanx.kernels.moe import (
     host_exchange,
     moe,
     quantized_cuda,
+    quantized_expert_gemv,
     quantized_pipeline,
     quantized_wgmma_experts,
     router,
@@ -94,6 +95,11 @@ def quantized_pipeline_of(inputs, outputs, act, bias, layout):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
     config = quantized_pipeline.choose(inputs, layout)
     return quantized_pipeline.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), config, act, 8, bias)
+
+
+def expert_gemv_of(inputs, outputs, act, bias, layout, part=False):
+    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    return quantized_expert_gemv.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), act, 8, bias, part)
 
 
 E4M3 = e4m3_cuda.LAYOUT
@@ -226,6 +232,11 @@ PROGRAMS = [
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(768, 2048, "", False, Q6_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, WIDE))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2880, 5760, CLAMPED_SWIGLU, True, MXFP4))),
+    ("quantized_expert_gemv", dict(T=torch.bfloat16, **expert_gemv_of(2048, 1536, "silu", False, Q4_K))),
+    ("quantized_expert_gemv", dict(T=torch.bfloat16, **expert_gemv_of(768, 2048, "", True, Q6_K, part=True))),
+    ("quantized_expert_gemv", dict(T=torch.bfloat16, **expert_gemv_of(2880, 2880, "", True, MXFP4))),
+    ("quantized_expert_gemv", dict(T=torch.float16, **expert_gemv_of(2048, 1536, "silu", True, WIDE))),
+    ("quantized_expert_gemv", dict(T=torch.float16, **expert_gemv_of(768, 2048, "", False, INT4_ZEROS))),
     e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 32, 1), "silu", False, 1),
     e4m3_experts_of(torch.float16, 768, 2048, E4m3Config(128, 16, 1, matmul=16), "", True, 2),
     e4m3_experts_of(torch.bfloat16, 2048, 1536, E4m3Config(128, 64, 1), "silu", True, 4),

@@ -6,7 +6,14 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_pipeline, quantized_wgmma_experts
+from phalanx.kernels.moe import (
+    dequantized,
+    moe,
+    quantized_cuda,
+    quantized_expert_gemv,
+    quantized_pipeline,
+    quantized_wgmma_experts,
+)
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda, q8_0_cuda
 from phalanx.kernels.quantized.stack import Stack
@@ -60,6 +67,16 @@ PIPELINED = [
 ]
 
 
+GEMVS = [
+    Case(1, 4, 8, 512, 256, "q4_k", "q6_k", 1),
+    Case(3, 2, 4, 320, 192, "mxfp4", "mxfp4", 1, biased=True),
+    Case(2, 3, 6, 256, 64, "int4 64", "int4 32 zeros", 1, biased=True, held=Held(2, 3, 6)),
+    Case(1, 2, 4, 1408, 640, "q8_0", "e4m3", 1),
+    Case(4, 2, 4, 384, 128, "e4m3_wide", "e4m3_wide", 1, held=Held(0, 1, 4)),
+    Case(1, 8, 8, 72 * 32, 32, "e4m3", "q8_0", 1),
+]
+
+
 def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack, torch.Tensor]:
     made = [make(outputs, inputs, form, seed) for seed in range(experts)]
     strips = -(-outputs // 16) * 16
@@ -108,19 +125,43 @@ def in_types(cases):
     return [*((one, bf16) for one in cases[:3]), *later]
 
 
-@pytest.mark.parametrize("case, dtype", in_types(CASES) + in_types(PIPELINED), ids=str)
-def test_experts(launched, case, dtype):
-    """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
+class Given(NamedTuple):
+    """Of a case; scaled so that outputs are about 1."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13: Stack
+    w2: Stack
+    biases: Biases
+    want: torch.Tensor
+
+
+def given_of(case: Case, dtype: torch.dtype) -> Given:
     torch.manual_seed(0)
     held = case.held or Held(0, case.experts, case.experts)
-    hidden = case.hidden
-    w13, up = stack_of(held.size, 2 * case.inner, hidden, case.up)
-    w2, down = stack_of(held.size, hidden, case.inner, case.down)
+    w13, up = stack_of(held.size, 2 * case.inner, case.hidden, case.up)
+    w2, down = stack_of(held.size, case.hidden, case.inner, case.down)
     up_scale, down_scale = (1 / (one.std() * one.shape[2] ** 0.5) for one in (up, down))
-    x = (torch.randn(case.tokens, hidden) * up_scale).to(dtype)
+    x = (torch.randn(case.tokens, case.hidden) * up_scale).to(dtype)
     ids = torch.stack([torch.randperm(case.experts)[: case.k] for _ in range(case.tokens)]).int()
     weights = torch.rand(case.tokens, case.k) * down_scale
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
+    wide = Biases(*(None if one is None else one.float() for one in biases))
+    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
+    return Given(x, ids, weights, w13, w2, biases, want)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape and got.isfinite().all()
+    assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("case, dtype", in_types(CASES) + in_types(PIPELINED), ids=str)
+def test_experts(launched, case, dtype):
+    """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
+    x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
+    held = case.held or Held(0, case.experts, case.experts)
     groups = moe.group(ids, held.size, 8 * case.tiles, held)
     configs = quantized_cuda.tiled_configs(case.tiles, w13, w2)
     if case.warps:
@@ -129,11 +170,26 @@ def test_experts(launched, case, dtype):
     h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", configs.up, biases.up)
     y = quantized_cuda.expert_down(h, weights, w2, groups, configs.down, biases.down)
     here = (ids >= held.first) & (ids < held.first + held.size)
-    got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, hidden).float(), 0).sum(1)
-    wide = Biases(*(None if one is None else one.float() for one in biases))
-    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
-    assert got.isfinite().all() and len(launched) == 2
-    assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
+    got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, case.hidden).float(), 0).sum(1)
+    assert len(launched) == 2
+    check(got, want, dtype)
+
+
+@pytest.mark.parametrize("case, dtype", in_types(GEMVS), ids=str)
+def test_experts_of_few_pairs(launched, case, dtype):
+    """Strips of more pieces than warps, of fewer, and of a number that warps do not divide."""
+    x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
+    got = quantized_expert_gemv.experts(x, ids, weights, w13, w2, "silu", *biases, case.held)
+    assert len(launched) == 2
+    check(got.float(), want, dtype)
+
+
+def test_when_pairs_are_few():
+    assert [quantized_expert_gemv.most_pairs(experts) for experts in (8, 32, 128)] == [4, 16, 16]
+    ids = torch.empty(1, 8, dtype=torch.int32)
+    for inner, taken in ((2048, True), (14336, False)):  # whose eight rows do not fit in shared memory
+        w13, w2 = (Stack(q8_0_cuda, make(16, 512)[0], (8, *shape)) for shape in ((2 * inner, 4096), (4096, inner)))
+        assert quantized_expert_gemv.supports(ids, w13, w2) is taken
 
 
 @pytest.mark.parametrize("form", ["q4_k", "int4 64", "e4m3", "e4m3_wide"])

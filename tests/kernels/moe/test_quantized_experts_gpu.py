@@ -10,7 +10,7 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_wgmma_experts
+from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_expert_gemv, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held
 from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, floats, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
@@ -246,6 +246,17 @@ def test_sizes(hidden, inner):
 def test_biases_and_activations(act):
     for tokens in (1, 50):
         check(Sizes(tokens, 4, 8, 512, 256), "q4_0", "q8_0", torch.bfloat16, 1.5e-2, act, biased=True)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("up, down", FORMS)
+def test_experts_of_few_pairs(up, down, dtype, bound):
+    """With biases, and where a rank has some of the experts, and none of the chosen ones."""
+    for tokens, k, hidden, inner in ((1, 8, 2048, 768), (5, 3, 512, 256), (2, 4, 2816, 1280)):
+        sizes = Sizes(tokens, k, 40, hidden, inner)
+        assert tokens * k <= quantized_expert_gemv.most_pairs(40)
+        for held in (None, *shares(40)):
+            check(sizes, up, down, dtype, bound, CLAMPED_SWIGLU if k == 4 else "silu", biased=True, held=held)
 
 
 def test_experts_of_gpt_oss():
