@@ -274,8 +274,27 @@ def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
     return filled.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
+def ungroup(qkvz: Tensor, ba: Tensor, sizes: DeltaSizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """qkv [T, channels], z [T, values], b and a [T, value heads] of linears that have all of a key head together: qkvz
+    [T, key heads * (query, key, values, z)], and ba [T, key heads * (b, a)] of its value heads."""
+    if qkvz.is_cuda:
+        from . import gated_delta_triton
+
+        return gated_delta_triton.ungroup(qkvz, ba, sizes)
+    heads, each = sizes.key_heads, sizes.value_heads // sizes.key_heads
+    wide = each * sizes.value_dim
+    parts = qkvz.unflatten(1, (heads, -1)).split([sizes.key_dim, sizes.key_dim, wide, wide], 2)
+    q, k, v, z = (x.flatten(1) for x in parts)
+    b, a = (x.flatten(1).contiguous() for x in ba.unflatten(1, (heads, -1)).split(each, 2))
+    return torch.cat((q, k, v), 1), z, b, a
+
+
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of each head times SiLU(z). x, z: [T, heads, dim]. weight: [dim]."""
+    if x.is_cuda and x.is_contiguous() and z.stride(2) == 1:
+        from . import gated_delta_triton
+
+        return gated_delta_triton.gated_norm(x, z, weight, eps)
     if x.is_contiguous() and z.is_contiguous() and x.dtype == z.dtype == weight.dtype and ops.takes(x):
         y = torch.empty_like(x)
         ops.typed("delta_cpu", "gated_norm", x.dtype)(x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], eps)

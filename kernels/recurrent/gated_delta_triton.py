@@ -1,6 +1,7 @@
-"""Decode steps of the gated delta net on GPUs, in Triton (gated_delta.py says what is computed): one token a sequence.
+"""Decode steps of the gated delta net on GPUs, in Triton (gated_delta.py says what is computed): one token a sequence;
+and what is around it, of any number of tokens.
 
-Both kernels may be captured in CUDA graphs: what a sequence is, and whether it begins here, is read from the device.
+All kernels may be captured in CUDA graphs: what a sequence is, and whether it begins here, is read from the device.
 """
 
 from __future__ import annotations
@@ -124,3 +125,73 @@ def delta_kernel(
         s += k[:, None] * change[None, :]
         tl.store(at, s, mask=mask)
         tl.store(to, tl.sum(s * q[:, None], 0).to(out.dtype.element_ty), mask=there)
+
+
+def ungroup(qkvz: Tensor, ba: Tensor, sizes: DeltaSizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gated_delta.ungroup."""
+    count, heads = len(qkvz), sizes.value_heads
+    qkv, z = qkvz.new_empty(count, sizes.channels), qkvz.new_empty(count, sizes.values)
+    b, a = (ba.new_empty(count, heads) for _ in range(2))
+    assert qkvz.stride(1) == ba.stride(1) == 1
+    if count:
+        each = heads // sizes.key_heads
+        wide = each * sizes.value_dim
+        padded = triton.next_power_of_2(2 * (sizes.key_dim + wide)), triton.next_power_of_2(2 * each)
+        ungroup_kernel[count, sizes.key_heads](
+            qkvz, ba, qkv, z, b, a, qkvz.stride(0), ba.stride(0), sizes.key_heads, sizes.key_dim, wide, each, *padded,
+            num_warps=4,
+        )  # fmt: skip
+    return qkv, z, b, a
+
+
+@triton.jit
+def ungroup_kernel(
+    qkvz, ba, qkv, z, b, a, qkvz_row, ba_row,
+    HEADS: tl.constexpr, KEY: tl.constexpr, WIDE: tl.constexpr, EACH: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_GATES: tl.constexpr,
+):  # fmt: skip
+    """A key head of a token. WIDE: elements of its values."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, gate = tl.arange(0, PADDED), tl.arange(0, PADDED_GATES)
+    x = tl.load(qkvz + token * qkvz_row + head * (2 * KEY + 2 * WIDE) + at, mask=at < 2 * KEY + 2 * WIDE)
+    q, k, v = at, at - KEY, at - 2 * KEY
+    to = qkv + token * (HEADS * (2 * KEY + WIDE))
+    tl.store(to + head * KEY + q, x, mask=q < KEY)
+    tl.store(to + (HEADS + head) * KEY + k, x, mask=(k >= 0) & (k < KEY))
+    tl.store(to + 2 * HEADS * KEY + head * WIDE + v, x, mask=(v >= 0) & (v < WIDE))
+    of_z = v - WIDE
+    tl.store(z + (token * HEADS + head) * WIDE + of_z, x, mask=(of_z >= 0) & (of_z < WIDE))
+    y = tl.load(ba + token * ba_row + head * (2 * EACH) + gate, mask=gate < 2 * EACH)
+    mine = (token * HEADS + head) * EACH
+    tl.store(b + mine + gate, y, mask=gate < EACH)
+    tl.store(a + mine + gate - EACH, y, mask=(gate >= EACH) & (gate < 2 * EACH))
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """gated_delta.gated_norm of x that is contiguous."""
+    (count, heads, dim), y = x.shape, torch.empty_like(x)
+    if count:
+        each = min(8, triton.next_power_of_2(heads))
+        gated_norm_kernel[count, triton.cdiv(heads, each)](
+            x, z, weight, y, z.stride(0), z.stride(1), eps, heads, dim, triton.next_power_of_2(dim), each, num_warps=4
+        )
+    return y
+
+
+@triton.jit
+def gated_norm_kernel(
+    x, z, weight, y, z_token, z_head, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """EACH heads of a token; rounded where torch rounds."""
+    token = tl.program_id(0).to(tl.int64)
+    head, dims = tl.program_id(1) * EACH + tl.arange(0, EACH)[:, None], tl.arange(0, PADDED)[None, :]
+    real = (head < HEADS) & (dims < DIM)
+    at = (token * HEADS + head) * DIM + dims
+    values = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
+    normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    by = tl.load(weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    normed = (normed * by).to(y.dtype.element_ty).to(tl.float32)
+    gate = tl.load(z + token * z_token + head * z_head + dims, mask=real, other=0.0).to(tl.float32)
+    tl.store(y + at, (normed * gate * sigmoid(gate)).to(y.dtype.element_ty), mask=real)

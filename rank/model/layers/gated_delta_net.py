@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, USAGE, FatalError
-from ....kernels.recurrent.gated_delta import DeltaSizes, Gates, causal_conv, gated_delta, gated_norm
+from ....kernels.recurrent.gated_delta import DeltaSizes, Gates, causal_conv, gated_delta, gated_norm, ungroup
 from ..batch import Batch
 from ..cache_spec import RecurrentState
 from ..shard import Shard, even, scaled, whole
@@ -138,13 +138,7 @@ class GroupedDeltaNet(GatedDeltaNet):
         self.in_proj_ba = ColumnParallel(whole(hidden), (scaled(self.heads, 2 * self.each),), bias=False)
 
     def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _, _, key, value = self.sizes
-        wide = self.each * value
-        qkvz = self.in_proj_qkvz(h).unflatten(1, (self.heads.width, -1))
-        q, k, v, z = (x.flatten(1) for x in qkvz.split([key, key, wide, wide], 2))
-        ba = self.in_proj_ba(h).unflatten(1, (self.heads.width, -1))
-        b, a = (x.flatten(1).contiguous() for x in ba.split(self.each, 2))
-        return torch.cat((q, k, v), 1), z, b, a
+        return ungroup(self.in_proj_qkvz(h), self.in_proj_ba(h), self.sizes)
 
 
 class PlainDeltaNet(GatedDeltaNet):

@@ -169,6 +169,30 @@ def check_chunks(layer: Layer, bound: float, device: str = "cpu") -> None:
     torch.testing.assert_close(state[rows], want[2][rows], atol=bound, rtol=bound)
 
 
+def check_ungroup(sizes: DeltaSizes, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Bit for bit, of linears' outputs that are parts of wider rows."""
+    from phalanx.kernels.recurrent import gated_delta_triton
+
+    torch.manual_seed(0)
+    qkvz, ba = (torch.randn(5, n + 8).to(dtype)[:, :n] for n in (sizes.channels + sizes.values, 2 * sizes.value_heads))
+    got = gated_delta_triton.ungroup(qkvz.to(device), ba.to(device), sizes)
+    for one, want in zip(got, gated_delta.ungroup(qkvz, ba, sizes), strict=True):
+        assert torch.equal(one.cpu(), want)
+
+
+def check_norm(sizes: DeltaSizes, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """z: a part of wider rows."""
+    from phalanx.kernels.recurrent import gated_delta_triton
+
+    torch.manual_seed(0)
+    shape = 5, sizes.value_heads, sizes.value_dim
+    x, weight = torch.randn(shape).to(dtype), torch.randn(sizes.value_dim).to(dtype)
+    z = torch.randn(5, sizes.values + 8).to(dtype)[:, : sizes.values].unflatten(1, shape[1:])
+    got = gated_delta_triton.gated_norm(x.to(device), z.to(device), weight.to(device), 0.1)
+    want = gated_delta.gated_norm_reference(x, z, weight, 0.1)
+    torch.testing.assert_close(got.cpu().float(), want.float(), atol=bound, rtol=bound)
+
+
 def check_copies(device: str = "cpu") -> None:
     """Of entries that fill a program's part, that do not, and of several parts."""
     from phalanx.kernels.recurrent import copy_entries_triton
@@ -196,6 +220,10 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
     for taps, sizes in zip((4, 2, 3), SIZES, strict=True):
         check_steps(sizes, taps, torch.float32, 1e-5)
+        check_norm(sizes, torch.float32, 1e-5)
+    for sizes in SIZES[:2]:
+        check_ungroup(sizes, torch.float32)
+    check_norm(SIZES[0], torch.bfloat16, 2e-2)
     check_steps(SIZES[0], 4, torch.bfloat16, 2e-2)
     for sizes, taps in ((SIZES[0], 4), (SIZES[2], 2)):
         check_chunks(Layer(sizes, make_rows(*PROMPTS), taps), 2e-5)

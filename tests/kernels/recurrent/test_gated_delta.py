@@ -101,6 +101,17 @@ def test_gated_norm(dtype, bound, dim):
         torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want, atol=bound, rtol=bound)
 
 
+def test_ungroup():
+    """Two key heads of two value heads each, as Qwen3-Next's linears have them."""
+    sizes = gated_delta.DeltaSizes(2, 4, 1, 1)
+    rows = [f"{name}{head}" for head in range(2) for name in ("q", "k", "v0", "v1", "z0", "z1")]
+    gates = [f"{name}{head}" for head in range(2) for name in ("b0", "b1", "a0", "a1")]
+    found = gated_delta.ungroup(*(torch.arange(len(names))[None] for names in (rows, gates)), sizes)
+    told = [[names[i] for i in one[0]] for one, names in zip(found, (rows, rows, gates, gates), strict=True)]
+    assert told[0] == ["q0", "q1", "k0", "k1", "v00", "v10", "v01", "v11"] and told[1] == ["z00", "z10", "z01", "z11"]
+    assert told[2:] == [["b00", "b10", "b01", "b11"], ["a00", "a10", "a01", "a11"]]
+
+
 @pytest.mark.long
 def test_kernels_in_the_interpreter():
     interpret("recurrent.steps", timeout=110)
@@ -117,6 +128,13 @@ def test_compiles(dtype, arch, monkeypatch):
 
     layer = Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype)
     compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, monkeypatch)
+
+    def around():
+        x = torch.zeros(2, PUBLISHED.value_heads, PUBLISHED.value_dim, dtype=dtype)
+        gated_delta_triton.gated_norm(x, x, x[0, 0], 1e-6)
+        gated_delta_triton.ungroup(torch.zeros(2, 12288, dtype=dtype), torch.zeros(2, 64, dtype=dtype), PUBLISHED)
+
+    compile_all(gated_delta_triton, ("gated_norm_kernel", "ungroup_kernel"), around, arch, monkeypatch)
 
 
 PROMPT_KINDS = [

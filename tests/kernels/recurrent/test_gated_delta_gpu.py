@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .steps import PROMPTS, PUBLISHED, SIZES, Layer, check_chunks, check_steps, make_rows
+from .steps import PROMPTS, PUBLISHED, SIZES, Layer, check_chunks, check_norm, check_steps, check_ungroup, make_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
@@ -14,6 +14,13 @@ KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
 def test_decode_steps(sizes, dtype, bound):
     for taps in (2, 3, 4):
         check_steps(sizes, taps, dtype, bound, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
+@pytest.mark.parametrize("dtype, bound", KINDS)
+def test_what_is_around_steps(sizes, dtype, bound):
+    check_ungroup(sizes, dtype, "cuda")
+    check_norm(sizes, dtype, bound, "cuda")
 
 
 CHUNK_KINDS = [(torch.float32, 2e-4), (torch.bfloat16, 3e-2), (torch.float16, 6e-3)]
