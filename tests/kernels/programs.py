@@ -125,6 +125,7 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
+    ("scale_by_gate", dict(T=torch.bfloat16, N=2048, WIDTH=512, V=8, THREADS=256)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, **ROTARY)),
     ("rope", dict(T=torch.float16, C=torch.float16, **ROTARY_FP8)),
     ("rope", dict(T=torch.float32, C=torch.bfloat16, **ROTARY_ODD)),

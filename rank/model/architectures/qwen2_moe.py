@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ....comm.mesh import Mesh
-from ....kernels.activation.activation import scale_by_sigmoid
+from ....kernels.activation.activation import scale_by_gate, scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..config import FULL, SLIDING
@@ -91,7 +91,8 @@ class SharedMoE(MoE):
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
         inner = self.shared_expert.gate_up_proj(x)
-        inner = scale_by_sigmoid(inner, self.shared_expert_gate(x))
+        gate = self.shared_expert_gate.matrix if x.is_cuda else None
+        inner = scale_by_sigmoid(inner, self.shared_expert_gate(x)) if gate is None else scale_by_gate(inner, x, gate)
         return super().forward(x) + self.shared_expert.down_proj(inner)
 
 

@@ -31,3 +31,12 @@ def test_xielu(rows, size, dtype, bound):
 def test_gated_activation(rows, size, dtype, bound, act):
     x = (torch.randn(rows, 2 * size, device="cuda") * 3).to(dtype)
     near(activation.gated_activation(x, act), activation.gated_activation_reference(x, act), bound)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("rows, width, hidden", [(0, 8, 8), (1, 512, 2048), (3, 33, 65), (37, 20480, 3584)])
+def test_scale_by_gate(rows, width, hidden, dtype, bound):
+    x, h = ((torch.randn(rows, n, device="cuda")).to(dtype) for n in (width, hidden))
+    weight = (torch.randn(1, hidden, device="cuda") / hidden**0.5).to(dtype)
+    want = activation.scale_by_sigmoid(x.clone(), torch.nn.functional.linear(h, weight))
+    near(activation.scale_by_gate(x, h, weight), want, bound)
