@@ -122,8 +122,7 @@ def expert_terms(given: Inputs) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
     if quantized_cuda.supports(x, w13, w2):
-        few = given.pairs <= quantized_expert_gemv.most_pairs(given.experts)
-        if few and quantized_expert_gemv.supports(ids, w13, w2):
+        if quantized_expert_gemv.takes(given.pairs, given.experts, ids.shape[1], w13, w2):
             return quantized_expert_gemv.experts(x, ids, weights, w13, w2, given.act, *given.biases, held).unsqueeze(1)
         codes = quantized_cuda.multiplies_codes(given.pairs, given.experts, w13, w2, device_caps(x.device))
         return apart((in_pieces if codes else grouped)(given), ids, held)
@@ -272,8 +271,8 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
     borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
     borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
-    pairs = quantized_expert_gemv.most_pairs(experts), gemv_pairs(experts), expert_mlp.SORTED_PAIRS
-    few = [1, *(most // k + 1 for most in pairs), expert_mlp.MOST_SHARED_ROWS + 1]
+    few = [*quantized_expert_gemv.rows(experts, k), gemv_pairs(experts) // k, expert_mlp.SORTED_PAIRS // k]
+    few = [1, *(most + 1 for most in few), expert_mlp.MOST_SHARED_ROWS + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
 

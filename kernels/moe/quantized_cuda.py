@@ -115,7 +115,7 @@ def choose_kernels(pairs: int, experts: int, w13: Stack, w2: Stack, found: Devic
     if pairs > e4m3_experts.MOST_OF_16_BITS * experts and e4m3_experts.takes(w13, w2, found):
         return KernelConfigs(*e4m3_experts.choose(pairs, experts))
     if pairs > quantized_wgmma_experts.LEAST_PAIRS * experts and quantized_wgmma_experts.takes(w13, w2, found):
-        return KernelConfigs(*quantized_wgmma_experts.choose(pairs, experts, w13, w2))
+        return KernelConfigs(*quantized_wgmma_experts.choose(pairs, experts, w13, w2, found.num_sms))
     units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
     if found.has_tma and pairs <= PIPELINE_PAIRS * experts and units >= PIPELINE_UNITS * found.num_sms:
         up, down = (choose_pipeline(one) for one in (w13, w2))

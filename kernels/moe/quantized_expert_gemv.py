@@ -5,26 +5,34 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import jit
+from ..quantized import int4_cuda, mxfp4_cuda
 from ..quantized.pieces_cuda import LARGE, STRIP
 from ..quantized.stack import Stack
 from . import quantized_pipeline
 from .group import Held
 
-# Most pairs, also by experts: of more, many have one in common, and its weights are read and widened once for them.
-MOST_PAIRS = 16
-SHARE = 2
+# Formats that it reads faster than quantized_pipeline.cu → most pairs. Of int4 8 and 16 pairs of Qwen3-30B-A3B take 17
+# and 20 % less, of MXFP4 4 of gpt-oss-20b 7 % less, and 16 half as long again; of Q4_K 8 take 16 % more (H200,
+# 2026-11-27, benchmarks/ops_moe.py). Others were not timed.
+MOST_PAIRS = {int4_cuda.HEADER: 16, mxfp4_cuda.HEADER: 4}
+SHARE = (
+    2  # and of so many experts to a pair at least: else many pairs have one in common, read and widened once for both
+)
 WARPS = 8  # of a block
 MOST_SHARED = 96 << 10  # bytes of x in a block's shared memory: two fit on a multiprocessor
 
 
-def most_pairs(experts: int) -> int:
-    return min(MOST_PAIRS, experts // SHARE)
+def takes(pairs: int, experts: int, top: int, w13: Stack, w2: Stack) -> bool:
+    """Whether so many pairs of all experts, `top` of a token, are few and these are stacks for it, of which
+    `quantized_cuda.supports` says that they are in pieces."""
+    most = min(MOST_PAIRS.get(one.packed.layout.header, 0) for one in (w13, w2))
+    room = max(w13.shape[2], top * w2.shape[2]) * 2 <= MOST_SHARED
+    return pairs <= min(most, experts // SHARE) and top <= 32 and room
 
 
-def supports(ids: Tensor, w13: Stack, w2: Stack) -> bool:
-    """Whether `experts` takes these, of which `quantized_cuda.supports` says that they are in pieces. ids [T, k]."""
-    k, inputs = ids.shape[1], (w13.shape[2], ids.shape[1] * w2.shape[2])
-    return k <= 32 and w2.shape[2] % STRIP == 0 and max(inputs) * 2 <= MOST_SHARED
+def rows(experts: int, k: int) -> list[int]:
+    """Numbers of tokens above which a format is no longer taken."""
+    return [min(most, experts // SHARE) // k for most in sorted(MOST_PAIRS.values())]
 
 
 def sizes(stack: Stack, act: str, top: int, bias: bool, part: bool) -> dict[str, jit.Size]:

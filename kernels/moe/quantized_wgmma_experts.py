@@ -16,14 +16,18 @@ from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from ..quantized import e4m3_wide, pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
-from . import dequantized, quantized_pipeline, wgmma_experts
+from . import quantized_pipeline, wgmma_experts
 from .group import Groups
 
-# Pairs per expert: of more it is taken. As many as dequantized.LEAST_PAIRS: never, until it has been timed.
-LEAST_PAIRS = dequantized.LEAST_PAIRS
-# Most pairs per expert → pairs of a tile, and outputs of the weights that it has. An expert seldom has two tiles of
-# pairs, each of which makes its weights anew. Not timed. moe.tiling_rows has the same borders.
-TILES = {10: (16, 256), 24: (32, 256), 32: (48, 256), 48: (64, 256), 64: (96, 256), 1 << 30: (128, 256)}
+# Pairs per expert: of more it is taken. Of 4 quantized_pipeline.cu takes 9 to 14 % less, of 8 up to 18 % more (int4 and
+# Q4_K of Qwen3-30B-A3B, MXFP4 of gpt-oss-20b; H200, 2026-11-27, benchmarks/ops_moe.py; as is what follows).
+LEAST_PAIRS = 6
+# Most pairs per expert → pairs of a tile. An expert seldom has two tiles, each of which makes its weights anew. Timed
+# of 8, 16, 32 and 64. moe.tiling_rows has the same borders.
+TILES = {10: 16, 24: 32, 32: 48, 48: 64, 64: 96, 1 << 30: 128}
+# Outputs of a tile. Of 384 and 512 tiles of up to 32 pairs took 2 to 7 % less than of 256, where as few waves of blocks
+# make as many outputs; tiles of 48 pairs and more took up to 16 % longer.
+OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, (512, 384, 256), 32
 ROWS = 16, 32, 48, 64, 96, 128  # pairs of a tile
 MOST_ROWS = {128: 128, 256: 128, 384: 96, 512: 48}  # outputs → pairs whose sums registers hold
 LENGTHS = (320, 256, 192, 128, 64)  # inputs of a chunk
@@ -51,10 +55,21 @@ def _in_pieces(stack: object) -> bool:
     return packed.layout.header != e4m3_wide.LAYOUT.header and stack.shape[2] % max(64, packed.layout.inputs) == 0
 
 
-def choose(pairs: int, experts: int, w13: Stack, w2: Stack) -> tuple[WgmmaExpertsConfig, WgmmaExpertsConfig]:
+def choose(
+    pairs: int, experts: int, w13: Stack, w2: Stack, num_sms: int
+) -> tuple[WgmmaExpertsConfig, WgmmaExpertsConfig]:
     """For gate and up, and for down, of so many pairs of all experts."""
-    rows, outputs = next(tile for most, tile in TILES.items() if pairs <= most * experts)
-    return config(rows, outputs, w13), config(rows, outputs, w2)
+    rows = next(rows for most, rows in TILES.items() if pairs <= most * experts)
+    return config(rows, _outputs(rows, w13, num_sms), w13), config(rows, _outputs(rows, w2, num_sms), w2)
+
+
+def _outputs(rows: int, stack: Stack, num_sms: int) -> int:
+    """Those of which blocks have the least to do, with a tile for each expert; the most of such."""
+
+    def work(outputs: int) -> int:
+        return -(-stack.shape[0] * -(-stack.shape[1] // outputs) // num_sms) * outputs
+
+    return min(MORE_OUTPUTS, key=work) if rows <= MOST_ROWS_OF_MORE else OUTPUTS
 
 
 def config(rows: int, outputs: int, stack: Stack) -> WgmmaExpertsConfig:

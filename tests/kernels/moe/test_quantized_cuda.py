@@ -7,12 +7,10 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import (
-    dequantized,
     moe,
     quantized_cuda,
     quantized_expert_gemv,
     quantized_pipeline,
-    quantized_wgmma_experts,
 )
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda, q8_0_cuda
@@ -184,12 +182,19 @@ def test_experts_of_few_pairs(launched, case, dtype):
     check(got.float(), want, dtype)
 
 
-def test_when_pairs_are_few():
-    assert [quantized_expert_gemv.most_pairs(experts) for experts in (8, 32, 128)] == [4, 16, 16]
-    ids = torch.empty(1, 8, dtype=torch.int32)
-    for inner, taken in ((2048, True), (14336, False)):  # whose eight rows do not fit in shared memory
-        w13, w2 = (Stack(q8_0_cuda, make(16, 512)[0], (8, *shape)) for shape in ((2 * inner, 4096), (4096, inner)))
-        assert quantized_expert_gemv.supports(ids, w13, w2) is taken
+@pytest.mark.parametrize(
+    "form, inner, pairs, experts, taken",
+    [
+        ("int4 64", 768, 16, 128, True), ("int4 64", 768, 24, 128, False), ("int4 64", 768, 16, 24, False),
+        ("mxfp4", 768, 4, 32, True), ("mxfp4", 768, 8, 32, False), ("q4_k", 768, 8, 128, False),
+        ("int4 64", 14336, 8, 128, False),  # rows of eight experts do not fit in shared memory
+    ],
+)  # fmt: skip
+def test_when_pairs_are_few(form, inner, pairs, experts, taken):
+    w13, w2 = (
+        Stack(q8_0_cuda, make(16, 512, form)[0], (experts, *shape)) for shape in ((2 * inner, 2048), (2048, inner))
+    )
+    assert quantized_expert_gemv.takes(pairs, experts, 8, w13, w2) is taken
 
 
 @pytest.mark.parametrize("form", ["q4_k", "int4 64", "e4m3", "e4m3_wide"])
@@ -241,15 +246,14 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
         (129, "q4_k", "q4_k", (32, "tiles", "tiles")), (64, "mxfp4", "mxfp4", (8, "pipeline", "pipeline")),
     ],
 )  # fmt: skip
-def test_chosen_kernels(monkeypatch, tokens, up, down, found):
-    """Of Qwen3-30B-A3B, where quantized_wgmma_experts.cu is left aside."""
-    monkeypatch.setattr(quantized_wgmma_experts, "LEAST_PAIRS", dequantized.LEAST_PAIRS)
+def test_chosen_kernels(tokens, up, down, found):
+    """Of Qwen3-30B-A3B, but on Hopper, which has other kernels of more pairs."""
     w13, w2 = (
         Stack(q8_0_cuda, make(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
     )
     for num_sms, has_tma in ((132, True), (132, False)):
-        caps = DeviceCaps(num_sms, "sm_90a", True, has_tma, True)
+        caps = DeviceCaps(num_sms, "sm_100", True, has_tma, False)
         configs = quantized_cuda.choose_kernels(8 * tokens, 128, w13, w2, caps)
         kinds = ["tiles" if isinstance(one, quantized_cuda.ExpertTileConfig) else "pipeline" for one in configs]
         assert configs.up.rows == configs.down.rows

@@ -105,20 +105,15 @@ def stacks(up, down, hidden=2048, inner=768):
     ]
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    monkeypatch.setattr(quantized_wgmma_experts, "LEAST_PAIRS", 8)
-
-
-def test_what_it_is_for(taken):
+def test_what_it_is_for():
     def kernels_of(pairs, up="q4_k", down="q6_k", caps=HOPPER, **sizes):
         return quantized_cuda.choose_kernels(pairs * 128, 128, *stacks(up, down, **sizes), caps)
 
     for up, down in (("q4_k", "q6_k"), ("int4 64", "int4 32 zeros"), ("mxfp4", "mxfp4"), ("q8_0", "e4m3")):
-        for pairs in (9, 16, 24, 32, 64, 96):
+        for pairs in (7, 16, 24, 32, 64, 96):
             found = kernels_of(pairs, up, down)
             assert all(isinstance(one, WgmmaExpertsConfig) and one.rows == found.rows >= pairs for one in found)
-        assert not isinstance(kernels_of(8, up, down).up, WgmmaExpertsConfig)
+        assert not isinstance(kernels_of(6, up, down).up, WgmmaExpertsConfig)
     tiles = kernels_of(16, "q8_0", "q8_0", inner=1440)  # which 64 does not divide
     blackwell = DeviceCaps(148, "sm_100", True, True, False)
     for found in (tiles, kernels_of(16, caps=blackwell), kernels_of(16, down="e4m3_wide")):
@@ -127,7 +122,8 @@ def test_what_it_is_for(taken):
 
 def test_cuts_are_what_the_kernel_takes():
     """Whole chunks of whole pieces and of whole boxes, and room for several of them."""
-    tiles = {*quantized_wgmma_experts.TILES.values(), *((most, n) for n, most in MOST_ROWS.items())}
+    tiles = {(rows, quantized_wgmma_experts.OUTPUTS) for rows in quantized_wgmma_experts.TILES.values()}
+    tiles |= {(most, outputs) for outputs, most in MOST_ROWS.items()}
     assert all(rows in ROWS and rows <= MOST_ROWS[outputs] for rows, outputs in tiles)
     for form in ("q8_0", "q4_k", "q6_k", "int4 32 zeros", "mxfp4", "e4m3"):
         for inputs in (64, 768, 2048, 2880, 4096, 7168, 14336):
@@ -139,11 +135,26 @@ def test_cuts_are_what_the_kernel_takes():
                 assert count >= quantized_wgmma_experts.LEAST_STAGES and shared + 16 * count <= 227 << 10
 
 
-def test_all_tiles_are_warmed_up(taken):
+def test_all_tiles_are_warmed_up():
     w13, w2 = stacks("q4_k", "q6_k")
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         few = [n for n in moe.tiling_rows(experts, k) if n * k <= dequantized.LEAST_PAIRS * experts]
         found = {quantized_cuda.choose_kernels(n * k, experts, w13, w2, HOPPER).up for n in few}
-        assert {(one.rows, one.outputs) for one in found if isinstance(one, WgmmaExpertsConfig)} == set(
-            quantized_wgmma_experts.TILES.values()
-        )
+        rows = {one.rows for one in found if isinstance(one, WgmmaExpertsConfig)}
+        assert rows == set(quantized_wgmma_experts.TILES.values())
+
+
+@pytest.mark.parametrize(
+    "experts, hidden, inner, rows, outputs",
+    [
+        (128, 2048, 768, 16, (512, 512)),  # three and four waves, where tiles of 256 make six and eight
+        (32, 2880, 2880, 32, (512, 384)),  # down in tiles of 512 would leave half of a second wave idle
+        (128, 2048, 768, 48, (256, 256)),
+    ],
+)
+def test_outputs_of_a_tile(experts, hidden, inner, rows, outputs):
+    shapes = (2 * inner, hidden), (hidden, inner)
+    w13, w2 = (Stack(q8_0_cuda, weight_of(16, 512, "mxfp4")[0], (experts, *shape)) for shape in shapes)
+    pairs = next(most for most, tile in quantized_wgmma_experts.TILES.items() if tile == rows) * experts
+    found = quantized_wgmma_experts.choose(pairs, experts, w13, w2, 132)
+    assert tuple(one.outputs for one in found) == outputs and {one.rows for one in found} == {rows}
