@@ -25,9 +25,10 @@ LEAST_PAIRS = 6
 # Most pairs per expert → pairs of a tile. An expert seldom has two tiles, each of which makes its weights anew. Timed
 # of 8, 16, 32 and 64. moe.tiling_rows has the same borders.
 TILES = {10: 16, 24: 32, 32: 48, 48: 64, 64: 96, 1 << 30: 128}
-# Outputs of a tile. Of 384 and 512 tiles of up to 32 pairs took 2 to 7 % less than of 256, where as few waves of blocks
-# make as many outputs; tiles of 48 pairs and more took up to 16 % longer.
-OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, (512, 384, 256), 32
+# Outputs of a tile. Of 384 tiles of up to 32 pairs took 4 to 6 % less of MXFP4 than of 256, where as few waves of
+# blocks make as many outputs; tiles of 48 pairs and more took up to 16 % longer. 512 took 5 % less of Q4_K, and 37 %
+# more of MXFP4.
+OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, 384, 32
 ROWS = 16, 32, 48, 64, 96, 128  # pairs of a tile
 MOST_ROWS = {128: 128, 256: 128, 384: 96, 512: 48}  # outputs → pairs whose sums registers hold
 LENGTHS = (320, 256, 192, 128, 64)  # inputs of a chunk
@@ -64,12 +65,12 @@ def choose(
 
 
 def _outputs(rows: int, stack: Stack, num_sms: int) -> int:
-    """Those of which blocks have the least to do, with a tile for each expert; the most of such."""
+    """More where blocks have no more to do then, with a tile for each expert."""
 
     def work(outputs: int) -> int:
         return -(-stack.shape[0] * -(-stack.shape[1] // outputs) // num_sms) * outputs
 
-    return min(MORE_OUTPUTS, key=work) if rows <= MOST_ROWS_OF_MORE else OUTPUTS
+    return MORE_OUTPUTS if rows <= MOST_ROWS_OF_MORE and work(MORE_OUTPUTS) <= work(OUTPUTS) else OUTPUTS
 
 
 def config(rows: int, outputs: int, stack: Stack) -> WgmmaExpertsConfig:

@@ -147,8 +147,8 @@ def test_all_tiles_are_warmed_up():
 @pytest.mark.parametrize(
     "experts, hidden, inner, rows, outputs",
     [
-        (128, 2048, 768, 16, (512, 512)),  # three and four waves, where tiles of 256 make six and eight
-        (32, 2880, 2880, 32, (512, 384)),  # down in tiles of 512 would leave half of a second wave idle
+        (128, 2048, 768, 16, (384, 256)),  # four waves, not six; of down six, where eight make as many and a third more
+        (32, 2880, 2880, 32, (384, 384)),
         (128, 2048, 768, 48, (256, 256)),
     ],
 )
