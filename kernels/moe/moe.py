@@ -122,6 +122,7 @@ def expert_terms(given: Inputs) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
     if quantized_cuda.supports(x, w13, w2):
+        assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` says so"
         if quantized_expert_gemv.takes(given.pairs, given.experts, ids.shape[1], w13, w2):
             return quantized_expert_gemv.experts(x, ids, weights, w13, w2, given.act, *given.biases, held).unsqueeze(1)
         codes = quantized_cuda.multiplies_codes(given.pairs, given.experts, w13, w2, device_caps(x.device))
