@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -32,12 +33,15 @@ from torch import Tensor
 from .. import errors
 from .device import device_caps
 
+log = logging.getLogger("phalanx")
+
 # Every .cu and .cuh of the families' folders, by file name.
 SOURCES = {path.name: path for path in sorted(Path(__file__).parent.glob("*/*.cu*"))}
 # Names of element types in common.cuh.
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
 COUNTERS = 1 << 16
+_telling, _told = threading.Lock(), set[str]()  # of architectures that kernels were compiled for
 COMPILERS = 8  # threads
 _TWO_BYTES, _PROMOTE_128 = 1, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._L2_128B
 _SWIZZLES = {64: 3, 32: 2}  # CU_TENSOR_MAP_SWIZZLE_128B and _64B, by the elements of two bytes that lie together
@@ -204,8 +208,17 @@ def cached(name: str, text: str, arch: str) -> bytes:
     if not file.exists():
         with locked(folder / f"{key}.lock"):
             if not file.exists():  # another rank may have been faster
+                _say_that_it_compiles(arch)
                 atomic_write(file, compile_text(name, text, arch))
     return file.read_bytes()
+
+
+def _say_that_it_compiles(arch: str) -> None:
+    """Once, whichever thread is the first: a model's first start on a node takes up to a minute for it."""
+    with _telling:
+        if arch not in _told:
+            _told.add(arch)
+            log.info("compiling kernels for %s; the next start on this machine finds them", arch)
 
 
 @contextlib.contextmanager
@@ -275,8 +288,8 @@ def compile_text(name: str, text: str, arch: str) -> bytes:
         nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise errors.FatalError(f"NVRTC could not compile {name}.cu for {arch}: {error}\n{log}", 1) from None
+        told = nvrtc.getProgramLog(program)
+        raise errors.FatalError(f"NVRTC could not compile {name}.cu for {arch}: {error}\n{told}", 1) from None
     finally:
         nvrtc.destroyProgram(program)
 

@@ -223,12 +223,17 @@ def test_every_source_is_tried():
     assert {path.stem for path in jit.SOURCES.values() if path.suffix == ".cu"} == {source for source, _ in PROGRAMS}
 
 
-def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch):
+def test_a_program_is_compiled_once_and_kept(tmp_path, monkeypatch, caplog):
+    """Which is told once: it takes a while."""
+    caplog.set_level("INFO", "phalanx")
+    monkeypatch.setattr(jit, "_told", set())
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     calls = []
     monkeypatch.setattr(jit, "compile_text", lambda *a: calls.append(a) or b"binary")
     assert jit.cached("norm", "text", "sm_90") == jit.cached("norm", "text", "sm_90") == b"binary"
-    assert jit.cached("norm", "text", "sm_80") == b"binary" and len(calls) == 2
+    assert jit.cached("gemv", "text", "sm_90") == b"binary" and len(calls) == 2
+    assert caplog.messages == ["compiling kernels for sm_90; the next start on this machine finds them"]
+    assert jit.cached("norm", "text", "sm_80") == b"binary" and len(calls) == 3
 
 
 def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
