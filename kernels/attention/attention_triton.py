@@ -15,10 +15,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import jit
 from ..device import device_caps, dot_precision
-from ..rope.fp8_triton import exponent_of, round_trip, scales_at, widen
+from ..rope.fp8_triton import scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
-from .decode_parts_triton import apply_softcap, combine, rotate, slots_of, with_sink
+from .decode_parts_triton import (
+    apply_softcap,
+    cos_and_sin,
+    kv_splits,
+    newest_key_and_value,
+    rotate,
+    slots_of,
+    store_or_combine,
+    with_sink,
+)
 
 # Splits of a decode step's sequences are chosen to give each multiprocessor about this many programs.
 PROGRAMS = 4
@@ -41,9 +50,7 @@ def decode_kernel(
     last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
     before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
 
-    A sequence has as many splits as its length asks for, at most SPLITS; programs beyond have nothing to do. Of several
-    parts each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
-    `arrived` [B, KV_HEADS], which is zero between calls, that the others have done so adds them up.
+    A sequence has as many splits as its length asks for, at most SPLITS; programs beyond have nothing to do.
     """
     if OVERLAP:  # as launch_dependents() and grid_wait() of cuda/common.cuh
         gdc_launch_dependents()
@@ -53,73 +60,62 @@ def decode_kernel(
     HALF_PADDED: tl.constexpr = PADDED // 2 if PADDED > 16 else 16
     head, b, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + b)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    last = tl.maximum(length - ROTATE, 0)  # where the tokens end that are read from the cache
-    count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
-    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
-    count = tl.maximum(tl.cdiv(last - first, each), 1)
+    first, last, each, count = kv_splits(length, TILE, SPLITS, PART, WINDOW, ROTATE)
     if split >= count:
         return
     start = first + split * each
     stop = tl.minimum(start + each, last)
 
-    rows, dims, half, tile = tl.arange(0, ROWS), tl.arange(0, PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
-    heads = b * HEADS + head * GROUP + rows
-    mine = (rows < GROUP)[:, None]
-    low, high = (half < HALF)[None, :], (half < DIM - HALF)[None, :]
+    rows, half = tl.arange(0, ROWS), tl.arange(0, HALF_PADDED)
+    row = b * HEADS + head * GROUP
+    heads = row + rows  # of out, parts and sums
     from_q = q + b * q_row + (head * GROUP + rows)[:, None] * DIM + half[None, :]
-    xa = tl.load(from_q, mask=mine & low, other=0.0)
-    xb = tl.load(from_q + HALF, mask=mine & high, other=0.0)
+    xa = tl.load(from_q, mask=(rows < GROUP)[:, None] & (half < HALF)[None, :], other=0.0)
+    xb = tl.load(from_q + HALF, mask=(rows < GROUP)[:, None] & (half < DIM - HALF)[None, :], other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     if ROTATE:
         newest = (split == count - 1) & (length > 0)
-        from_k = k + b * k_row + head * DIM + half[None, :]
-        ka = tl.load(from_k, mask=low & newest, other=0.0)
-        kb = tl.load(from_k + HALF, mask=low & newest, other=0.0)
-        new = tl.load(v + b * v_row + head * DIM + dims, mask=(dims < DIM) & newest, other=0.0)
-        if not FP8:
-            new = new.to(values.dtype.element_ty)
-        slot = tl.load(slots + b)
-        by_cos = tl.load(cos + b * DIM + half[None, :], mask=low, other=0.0)
-        by_sin = tl.load(sin + b * DIM + HALF + half[None, :], mask=low, other=0.0)
+        by_cos, by_sin = cos_and_sin(cos, sin, b, half, DIM, HALF)
         xa, xb = rotate(xa, xb, by_cos, by_sin, q_weight, half, eps, DIM, HALF, NORM)
-        ka, kb = rotate(ka, kb, by_cos, by_sin, k_weight, half, eps, DIM, HALF, NORM)
-        to = (slot * KV_HEADS + head) * DIM
-        written = newest & (slot >= 0)
-        if FP8:  # what the cache will give back takes part
-            most = tl.maximum(tl.max(tl.abs(ka.to(tl.float32))), tl.max(tl.abs(kb.to(tl.float32))))
-            of_k, of_v = exponent_of(most), exponent_of(tl.max(tl.abs(new.to(tl.float32))))
-            code_a, ka = round_trip(ka, of_k)
-            code_b, kb = round_trip(kb, of_k)
-            code_v, new = round_trip(new, of_v)
-            at_scale = scales + (slot // BLOCK * KV_HEADS + head) * 2 * BLOCK + slot % BLOCK
-            tl.store(at_scale, of_k.to(tl.uint8), mask=written)
-            tl.store(at_scale + BLOCK, of_v.to(tl.uint8), mask=written)
-        else:
-            code_a, code_b, code_v = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty), new
-            ka, kb = code_a, code_b
-        tl.store(keys + to + half[None, :], code_a, mask=low & written)
-        tl.store(keys + to + HALF + half[None, :], code_b, mask=low & written)
-        tl.store(values + to + dims, code_v, mask=(dims < DIM) & written)
+        ka, kb, new = newest_key_and_value(
+            k + b * k_row + head * DIM, v + b * v_row + head * DIM, by_cos, by_sin, k_weight, eps, newest,
+            tl.load(slots + b), keys, values, scales, head,
+            KV_HEADS, DIM, PADDED, HALF, HALF_PADDED, BLOCK, NORM, FP8,
+        )  # fmt: skip
         products = xa.to(tl.float32) * ka.to(tl.float32) + xb.to(tl.float32) * kb.to(tl.float32)
         best = tl.where(newest, apply_softcap(tl.sum(products, 1) * scale, SOFTCAP), float("-inf"))
         total = tl.where(newest, total + 1, total)
         acc += new.to(tl.float32)[None, :]
+    acc, total, best = _decode_tiles(
+        acc, total, best, xa, xb, keys, values, scales, tables + b * table_row, head, start, stop, scale,
+        KV_HEADS, DIM, PADDED, HALF, HALF_PADDED, BLOCK, TILE, SOFTCAP, FP8, PRECISION,
+    )  # fmt: skip
+    store_or_combine(
+        acc, total, best, out, parts, sums, arrived + b * KV_HEADS + head, sinks + head * GROUP, row, heads,
+        split, count, DIM, PADDED, ROWS, GROUP, SPLITS, SINKS,
+    )  # fmt: skip
 
+
+@triton.jit
+def _decode_tiles(
+    acc, total, best, xa, xb, keys, values, scales, table, head, start, stop, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys start:stop, in tiles, for query rows whose halves are xa and xb."""
+    dims, half, tile = tl.arange(0, PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        at_slots = slots_of(tables + b * table_row, at + tile, valid, BLOCK)
+        at_slots = slots_of(table, at + tile, valid, BLOCK)
         base = (at_slots * KV_HEADS + head) * DIM
         from_keys = keys + base[None, :] + half[:, None]
         ya = tl.load(from_keys, mask=valid[None, :] & (half < HALF)[:, None], other=0)
         yb = tl.load(from_keys + HALF, mask=valid[None, :] & (half < DIM - HALF)[:, None], other=0)
         if FP8:
             by = scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :]
-            ya, yb = widen(ya, by, q.dtype.element_ty), widen(yb, by, q.dtype.element_ty)
+            ya, yb = widen(ya, by, xa.dtype), widen(yb, by, xa.dtype)
         s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
         s = tl.where(valid[None, :], apply_softcap(s, SOFTCAP), float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
@@ -127,29 +123,11 @@ def decode_kernel(
         old = tl.exp2(best - top)
         y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0)
         if FP8:
-            by_v = scales_at(scales, at_slots, head, 1, valid, KV_HEADS, BLOCK)[:, None]
-            y = widen(y, by_v, q.dtype.element_ty)
+            y = widen(y, scales_at(scales, at_slots, head, 1, valid, KV_HEADS, BLOCK)[:, None], xa.dtype)
         total = total * old + tl.sum(p, 1)
         acc = acc * old[:, None] + tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
         best = top
-
-    whole = total
-    if SINKS:  # counted once: of several parts by who adds them up
-        whole = tl.where(count == 1, with_sink(total, best, sinks + head * GROUP + rows, rows < GROUP), total)
-    acc = acc / tl.where(whole > 0, whole, 1.0)[:, None]  # an empty row gives zeros
-    mask = mine & (dims < DIM)[None, :]
-    tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
-    if SPLITS > 1 and count > 1:
-        tl.store(sums + heads * SPLITS + split, best + tl.log2(total), mask=rows < GROUP)
-        tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
-        tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
-        before = tl.atomic_add(arrived + b * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
-        if before == count - 1:
-            combine(
-                parts, sums, out, sinks + head * GROUP, b * HEADS + head * GROUP, count,
-                DIM, PADDED, GROUP, SPLITS, SINKS,
-            )  # fmt: skip
-            tl.store(arrived + b * KV_HEADS + head, 0)
+    return acc, total, best
 
 
 @triton.jit

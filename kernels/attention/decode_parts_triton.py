@@ -5,6 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..rope.fp8_triton import exponent_of, round_trip
+
+
+@triton.jit
+def kv_splits(
+    length, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr
+):
+    """Of a sequence: the first token that is read from the cache and where they end; how many each split has, whole
+    tiles; and how many splits there are."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    last = tl.maximum(length - ROTATE, 0)
+    count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
+    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
+    return first, last, each, tl.maximum(tl.cdiv(last - first, each), 1)
+
 
 @triton.jit
 def slots_of(tables, positions, valid, BLOCK: tl.constexpr):
@@ -25,6 +42,63 @@ def rotate(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.conste
         a = (a * scale * wa[None, :]).to(dtype).to(tl.float32)
         b = (b * scale * wb[None, :]).to(dtype).to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def cos_and_sin(cos, sin, b, dims, DIM: tl.constexpr, HALF: tl.constexpr):
+    """What `rotate` takes, of row b of cos and sin [B, DIM]."""
+    mask = (dims < HALF)[None, :]
+    by_cos = tl.load(cos + b * DIM + dims[None, :], mask=mask, other=0.0)
+    return by_cos, tl.load(sin + b * DIM + HALF + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _write_to_cache(
+    keys, values, scales, ka, kb, value, slot, head, written, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """A token's key, as two halves, and value, to the cache if `written`; as the cache will give them back."""
+    dims, half = tl.arange(0, PADDED), tl.arange(0, HALF_PADDED)
+    low = (half < HALF)[None, :]
+    to = (slot * KV_HEADS + head) * DIM
+    if FP8:
+        most = tl.maximum(tl.max(tl.abs(ka.to(tl.float32))), tl.max(tl.abs(kb.to(tl.float32))))
+        of_k, of_v = exponent_of(most), exponent_of(tl.max(tl.abs(value.to(tl.float32))))
+        code_a, ka = round_trip(ka, of_k)
+        code_b, kb = round_trip(kb, of_k)
+        code_v, value = round_trip(value, of_v)
+        at_scale = scales + (slot // BLOCK * KV_HEADS + head) * 2 * BLOCK + slot % BLOCK
+        tl.store(at_scale, of_k.to(tl.uint8), mask=written)
+        tl.store(at_scale + BLOCK, of_v.to(tl.uint8), mask=written)
+    else:
+        ka, kb = ka.to(keys.dtype.element_ty), kb.to(keys.dtype.element_ty)
+        code_a, code_b, code_v = ka, kb, value
+    tl.store(keys + to + half[None, :], code_a, mask=low & written)
+    tl.store(keys + to + HALF + half[None, :], code_b, mask=low & written)
+    tl.store(values + to + dims, code_v, mask=(dims < DIM) & written)
+    return ka, kb, value
+
+
+@triton.jit
+def newest_key_and_value(
+    k, v, cos, sin, weight, eps, newest, slot, keys, values, scales, head, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """A token's key, as two halves, and value, as the cache will give them back: the key is normed and rotated, both
+    are written there if the token has a slot. Without `newest` nothing is, and they are zeros."""
+    dims, half = tl.arange(0, PADDED), tl.arange(0, HALF_PADDED)
+    low = (half < HALF)[None, :]
+    ka = tl.load(k + half[None, :], mask=low & newest, other=0.0)
+    kb = tl.load(k + half[None, :] + HALF, mask=low & newest, other=0.0)
+    value = tl.load(v + dims, mask=(dims < DIM) & newest, other=0.0)
+    if not FP8:
+        value = value.to(values.dtype.element_ty)
+    ka, kb = rotate(ka, kb, cos, sin, weight, half, eps, DIM, HALF, NORM)
+    return _write_to_cache(
+        keys, values, scales, ka, kb, value, slot, head, newest & (slot >= 0),
+        KV_HEADS, DIM, PADDED, HALF, HALF_PADDED, BLOCK, FP8,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,3 +148,28 @@ def combine(
     y = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = out + (row + heads)[:, None] * DIM + dims[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
+
+
+@triton.jit
+def store_or_combine(
+    acc, total, best, out, parts, sums, arrived, sinks, row, heads, split, count, DIM: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """What one of `count` splits has of rows `heads`, which begin with `row`: the only one's goes to `out`. Of several
+    each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
+    `arrived`, which is zero between calls, that the others have done so combines them. sinks: of these rows."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    whole = total
+    if SINKS:  # counted once: of several parts by who adds them up
+        whole = tl.where(count == 1, with_sink(total, best, sinks + rows, rows < GROUP), total)
+    acc = acc / tl.where(whole > 0, whole, 1.0)[:, None]  # an empty row gives zeros
+    mask = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
+    if SPLITS > 1 and count > 1:
+        tl.store(sums + heads * SPLITS + split, best + tl.log2(total), mask=rows < GROUP)
+        tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
+        before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+        if before == count - 1:
+            combine(parts, sums, out, sinks, row, count, DIM, PADDED, GROUP, SPLITS, SINKS)
+            tl.store(arrived, 0)
