@@ -51,6 +51,43 @@ __device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_fro
     }
 }
 
+// A warp's strips of an expert's weights, from its first piece on, and the first pieces, which are asked for.
+__device__ __forceinline__ void start_streams(Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
+                                              const unsigned char* weight, int expert, int strip, int group, int lane) {
+#pragma unroll
+    for (int o = 0; o < STRIPS; o++) {
+        const long long at = (long long)expert * STRIPS_OF_EXPERT + strip + o * STRIPS_OF_Y;
+        from[o] = Stream(weight + at * (I / SPAN) * PIECE, lane);
+        from[o].advance(group);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+        for (int o = 0; o < STRIPS; o++)
+            if (u < STEPS * CHUNKS) ring[u][o] = from[o].get(u * GROUPS);
+}
+
+// A thread's part of a chunk of x. Rows past the end repeat the last one.
+__device__ __forceinline__ void load_x(uint4 (&next)[LOADS], const T* x, const int* order, int start, int rows,
+                                       int chunk) {
+#pragma unroll
+    for (int l = 0; l < LOADS; l++) {
+        const int i = l * THREADS + threadIdx.x, place = start + min(i / (KC / 8), rows - 1);
+        if (i >= ROWS * KC / 8) break;
+        const long long row = GATED ? order[place] / TOP : place;
+        next[l] = *(const uint4*)(x + row * I + chunk * KC + i % (KC / 8) * 8);
+    }
+}
+
+// The same to one of two buffers in shared memory.
+__device__ __forceinline__ void keep_x(const uint4 (&next)[LOADS], unsigned char* xs, int buffer) {
+#pragma unroll
+    for (int l = 0; l < LOADS; l++) {
+        const int i = l * THREADS + threadIdx.x;
+        if (i < ROWS * KC / 8) *(uint4*)(xs + (buffer * ROWS + i / (KC / 8)) * PITCH + i % (KC / 8) * 16) = next[l];
+    }
+}
+
 // What a warp takes of the c-th chunk of x; asks for the pieces AHEAD.
 __device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
                                                float (&sum)[STRIPS][TILES][4]) {
@@ -110,45 +147,18 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     const int strip = min((int)blockIdx.x * SUBS + sub, STRIPS_OF_Y - 1);  // what is past the end is not stored
     Stream from[STRIPS];
     Streamed ring[AHEAD][STRIPS];
-#pragma unroll
-    for (int o = 0; o < STRIPS; o++) {
-        const long long at = (long long)expert * STRIPS_OF_EXPERT + strip + o * STRIPS_OF_Y;
-        from[o] = Stream(weight + at * (I / SPAN) * PIECE, lane);
-        from[o].advance(group);
-    }
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-        for (int o = 0; o < STRIPS; o++)
-            if (u < STEPS * CHUNKS) ring[u][o] = from[o].get(u * GROUPS);
-    // Rows past the end repeat the last one.
+    start_streams(from, ring, weight, expert, strip, group, lane);
     uint4 next[LOADS];
-    auto load = [&](int chunk) {
-#pragma unroll
-        for (int l = 0; l < LOADS; l++) {
-            const int i = l * THREADS + threadIdx.x, place = start + min(i / (KC / 8), rows - 1);
-            if (i >= ROWS * KC / 8) break;
-            const long long row = GATED ? order[place] / TOP : place;
-            next[l] = *(const uint4*)(x + row * I + chunk * KC + i % (KC / 8) * 8);
-        }
-    };
-    auto keep = [&](int buffer) {
-#pragma unroll
-        for (int l = 0; l < LOADS; l++) {
-            const int i = l * THREADS + threadIdx.x;
-            if (i < ROWS * KC / 8) *(uint4*)(xs + (buffer * ROWS + i / (KC / 8)) * PITCH + i % (KC / 8) * 16) = next[l];
-        }
-    };
-    load(0);
-    keep(0);
+    load_x(next, x, order, start, rows, 0);
+    keep_x(next, xs, 0);
     __syncthreads();
     const unsigned x_from = smem_address(xs) + group * STREAMED * 2 + part_of_x(lane);
     float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
-        if (c + 1 < CHUNKS) load(c + 1);
+        if (c + 1 < CHUNKS) load_x(next, x, order, start, rows, c + 1);
         multiply_chunk(c, x_from + c % 2 * ROWS * PITCH, from, ring, sum);
-        if (c + 1 < CHUNKS) keep((c + 1) % 2);
+        if (c + 1 < CHUNKS) keep_x(next, xs, (c + 1) % 2);
         __syncthreads();
     }
     keep_sums<WIDE>(sum, sums + (warp * STRIPS * 16 + lane / 4) * WIDE + lane % 4 * 2);
