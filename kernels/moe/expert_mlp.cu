@@ -63,6 +63,19 @@ struct Ring {
     }
 };
 
+__device__ inline void init_barriers(const Ring& ring, const Queue& queue) {
+    for (int s = 0; s < STAGES; s++) {
+        mbarrier_init(ring.full + s, 1 + 32);  // TMA's and those of the warp that gathers
+        mbarrier_init(ring.empty + s, THREADS / 32);
+        mbarrier_init(ring.early + s, 1);
+    }
+    for (int t = 0; t < QUEUE_DEPTH; t++) {
+        mbarrier_init(queue.posted + t, 1);
+        mbarrier_init(queue.read + t, THREADS / 32 + 1);
+    }
+    fence_mbarrier_init();
+}
+
 // What asks for a chunk's weights.
 template <class G> struct Boxes {
     const TensorMap* map;
@@ -317,18 +330,7 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
     if (SORTED_PAIRS)
         for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s, 1 + 32);  // TMA's and those of the warp that gathers
-            mbarrier_init(empty + s, THREADS / 32);
-            mbarrier_init(early + s, 1);
-        }
-        for (int t = 0; t < QUEUE_DEPTH; t++) {
-            mbarrier_init(posted + t, 1);
-            mbarrier_init(read + t, THREADS / 32 + 1);
-        }
-        fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(ring, queue);
     __syncthreads();
     const Maps maps{&w13, &w2, &shared_w13, &shared_w2};
     const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
