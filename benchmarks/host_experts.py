@@ -18,7 +18,7 @@ import torch
 from phalanx.kernels.cpp import compiler, ops
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.moe import Matrices
-from phalanx.kernels.quantized import affine, e4m3, floats, gpu_form, mxfp4, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4, q4_k, q6_k, q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 
 CHOSEN = 8
@@ -54,9 +54,8 @@ def plain(dtype: torch.dtype) -> Callable[..., Matrices]:
 
 def e2m1(outputs: int, inputs: int) -> Matrices:
     codes = torch.randint(0, 256, (EXPERTS, outputs, inputs // 2), dtype=torch.uint8)
-    return mxfp4.experts(
-        floats.pack(codes, torch.randint(110, 120, (EXPERTS, outputs, inputs // 32), dtype=torch.uint8))
-    )
+    scales = torch.randint(110, 120, (EXPERTS, outputs, inputs // 32), dtype=torch.uint8)
+    return mxfp4.experts(codes, scales, inputs, torch.float32)
 
 
 FORMATS: dict[str, Callable[..., Matrices]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,20 +15,42 @@ from .floats import Floats
 from .stack import Codec, Stack, padded, stack
 
 BITS = 4.25  # of a weight with its share of its group's scale
+AT_ONCE = 1 << 22  # bytes of codes that are packed at once: what that takes is small beside a stack
 
 Packed = mxfp4_cpu.Packed | pieces_cuda.Packed
 
 
-def experts(weights: Floats) -> Floats | Stack:
-    """Weights [E, O, I]: packed, where kernels of the device take them so."""
-    (count, outputs, inputs), codes = weights.shape, weights.codes
-    taken = (codes.numel() > 0 and mxfp4_cuda.takes(inputs)) if codes.is_cuda else blocks_cpu.takes(codes)
-    return stack(cast(Codec, sys.modules[__name__]), weights.expert, (count, outputs, inputs)) if taken else weights
+def experts(
+    codes: Tensor,
+    scales: Tensor,
+    other_inputs: int,
+    dtype: torch.dtype,
+    in_order: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> Floats | Stack:
+    """Weights [E, O, I], packed where kernels of their device multiply dtype by them so.
+
+    codes uint8 [E, O, I / 2] and scales uint8 [E, O, I / 32], whose outputs `in_order` brings into the right order.
+    other_inputs: of these experts' other matrix. Where one cannot be in pieces, neither is: kernels take both or none.
+    """
+    (count, outputs, halves), each = codes.shape, max(1, AT_ONCE // max(codes[0].numel(), 1))
+    kernels = dtype.itemsize == 2 and _in_pieces(2 * halves, other_inputs) if codes.is_cuda else blocks_cpu.takes(codes)
+    if not kernels or not codes.numel():
+        return floats.pack(in_order(codes), in_order(scales))
+
+    def encoded(index: int) -> list[Tensor]:
+        some = slice(index * each, (index + 1) * each)
+        return [in_order(x[some]).flatten(0, 1) for x in (codes, scales)]
+
+    return stack(cast(Codec, sys.modules[__name__]), encoded, (count, outputs, 2 * halves), each)
 
 
-def kept_bits(outputs: int, inputs: int, device: torch.device) -> float:
-    """What `experts` keeps of a weight with its share of its scale."""
-    packed = ops.available() if device.type == "cpu" else mxfp4_cuda.takes(inputs)
+def _in_pieces(*inputs: int) -> bool:
+    return all(mxfp4_cuda.takes(one) for one in inputs)
+
+
+def kept_bits(outputs: int, inputs: int, other_inputs: int, device: torch.device) -> float:
+    """What `experts` keeps of a weight with its share of its scale, for a dtype of 16 bits."""
+    packed = ops.available() if device.type == "cpu" else _in_pieces(inputs, other_inputs)
     return BITS * (padded(outputs) if packed else outputs) / max(outputs, 1)
 
 
@@ -43,4 +66,4 @@ def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Ten
     part = packed.part(first, last)
     if dtype != torch.float32:
         return pieces_cuda.dequantize(part, dtype)
-    return floats.dequantize_reference(Floats(*mxfp4_cuda.unpack(part)), dtype, 0, last - first)
+    return floats.dequantize(Floats(*mxfp4_cuda.unpack(part)), dtype)

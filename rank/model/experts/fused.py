@@ -86,6 +86,12 @@ class StackedLinear(ShardedModule):
         return sum(shard.width for shard in self.outputs)
 
     @property
+    def other_inputs(self) -> int:
+        """Inputs of the experts' other matrix on this rank: their inner size, of which gate and up have two."""
+        both = len(self.outputs) == 2 or self.layout.interleaved
+        return self.width // 2 if both else self.width
+
+    @property
     def added_bias(self) -> Tensor | None:
         """The biases, where this rank adds them."""
         return self.bias if self.adds_bias else None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....kernels import quantized
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import floats, mxfp4
+from ....kernels.quantized import mxfp4
 from ...gguf.types import BY_NAME
 from ..experts.fused import StackedLinear
 from ..formats._packed import Codec
@@ -127,14 +127,15 @@ class Mxfp4Experts:
         return True
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return mxfp4.kept_bits(layer.width, layer.inputs.width, device)
+        return mxfp4.kept_bits(layer.width, layer.inputs.width, layer.other_inputs, device)
 
     def make(self, layer: StackedLinear) -> Matrices:
         blocks = layer.in_order(layer.get_parameter("blocks").data)
         blocks = blocks.unflatten(-1, (-1, BY_NAME["MXFP4"].bytes))
         scales, codes = blocks[..., 0], blocks[..., 1:]
         each = torch.cat((codes & 15, codes >> 4), -1)  # [..., groups, 32], in order
-        return mxfp4.experts(floats.pack((each[..., ::2] | each[..., 1::2] << 4).flatten(-2), scales))
+        codes = (each[..., ::2] | each[..., 1::2] << 4).flatten(-2)
+        return mxfp4.experts(codes, scales, layer.other_inputs, layer.model_dtype)
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | Mxfp4Experts | None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import mxfp4
-from ....kernels.quantized.floats import pack
 from ..experts.fused import StackedLinear
 from ..weights.slicing import Field, Ratio
 
@@ -33,11 +31,11 @@ class Scheme:
     )
 
     def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return mxfp4.kept_bits(layer.width, layer.inputs.width, device)
+        return mxfp4.kept_bits(layer.width, layer.inputs.width, layer.other_inputs, device)
 
     def make(self, layer: StackedLinear) -> Matrices:
-        blocks: Tensor = layer.get_parameter("blocks")
-        return mxfp4.experts(pack(*map(layer.in_order, (blocks.data.flatten(2), layer.get_parameter("scales").data))))
+        codes, scales = layer.get_parameter("blocks").data.flatten(2), layer.get_parameter("scales").data
+        return mxfp4.experts(codes, scales, layer.other_inputs, layer.model_dtype, layer.in_order)
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:

@@ -45,5 +45,6 @@ def test_weights_and_their_memory():
     packed, plain = mxfp4_cuda.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
     assert torch.equal(mxfp4.dequantize(packed, torch.float32, 16, 20), plain[16:])
     cuda = torch.device("cuda")
-    assert packed.pieces.nbytes * 8 == round(mxfp4.kept_bits(20, 128, cuda) * 20 * 128)
-    assert mxfp4.kept_bits(20, 96, cuda) == 4.25  # of half a piece: as they are stored
+    assert packed.pieces.nbytes * 8 == round(mxfp4.kept_bits(20, 128, 64, cuda) * 20 * 128)
+    for sizes in ((96, 64), (64, 96)):  # of half a piece in one of both matrices: as they are stored
+        assert mxfp4.kept_bits(20, *sizes, cuda) == 4.25

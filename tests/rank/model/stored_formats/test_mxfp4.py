@@ -172,3 +172,10 @@ def test_written_as_gguf_experts_keep_their_codes(made, tmp_path):
     kinds = {one.name: one.tensor_type.name for one in reader.tensors}
     assert {kinds[f"blk.1.ffn_{one}_exps.weight"] for one in ("gate", "up", "down")} == {"MXFP4"}
     assert (kinds["blk.0.attn_q.weight"], kinds["blk.0.ffn_gate_exps.bias"]) == ("Q8_0", "F32")
+
+
+def test_inputs_of_both_matrices(made):
+    """Of gate and up, whose outputs are the inner size twice, and of down: kernels take both matrices or none."""
+    (model,) = loaded(made[0], 1)
+    sizes = {(one.inputs.width, one.other_inputs) for one in stacks(model)}
+    assert sizes == {(MODEL["hidden_size"], MODEL["intermediate_size"]), (96, 64)}
