@@ -33,7 +33,6 @@ from torch import Tensor
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
 CHOICES = 12  # different ones of as many calls
 MOST_BYTES = 20e9  # of all copies of the weights
-WGMMA_OUTPUTS = 256, 384, 512  # of a tile of quantized_wgmma_experts.cu
 
 
 class Shape(NamedTuple):
@@ -92,7 +91,7 @@ def quantize(weights: Tensor, name: str) -> Stack:
         return stack(affine, lambda expert: int4(weights[expert]), (experts, outputs, inputs))
     if name == "mxfp4":
         codes, scales = zip(*map(e2m1, weights), strict=True)
-        made = mxfp4.experts(floats.pack(torch.stack(codes), torch.stack(scales)))
+        made = mxfp4.experts(torch.stack(codes), torch.stack(scales), inputs, weights.dtype)
         assert isinstance(made, Stack), "a multiple of 64 inputs"
         return made
     codec = importlib.import_module(f"phalanx.kernels.quantized.{'e4m3' if name == 'fp8' else name}")
@@ -128,8 +127,9 @@ def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.KernelConfigs]
     """All that take these, but those of e4m3_experts.py."""
     found = {f"tiles of {8 * tiles}": quantized_cuda.tiled_configs(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
     if quantized_wgmma_experts.takes(w13, w2, device_caps(torch.device("cuda"))):
-        for tile in itertools.product(quantized_wgmma_experts.ROWS, WGMMA_OUTPUTS):
-            if tile[0] <= quantized_wgmma_experts.MOST_ROWS[tile[1]]:
+        outputs = quantized_wgmma_experts.OUTPUTS, quantized_wgmma_experts.MORE_OUTPUTS
+        for tile in itertools.product(quantized_wgmma_experts.TILES.values(), outputs):
+            if tile[1] == outputs[0] or tile[0] <= quantized_wgmma_experts.MOST_ROWS_OF_MORE:
                 configs = (quantized_wgmma_experts.config(*tile, one) for one in (w13, w2))
                 found["wgmma, tiles of {} by {}".format(*tile)] = quantized_cuda.KernelConfigs(*configs)
     up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))

@@ -20,10 +20,8 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm
 QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
                          num_experts_per_tok=8, norm_topk_prob=True, head_dim=128, vocab_size=151936,
                          max_position_embeddings=40960)  # fmt: skip
-# Experts alone are quantised
-GPT_OSS_PLAIN = [f"model.{name}" for name in ("layers.*.self_attn", "layers.*.mlp.router", "embed_tokens")] + [
-    "lm_head"
-]
+# Of gpt-oss experts alone are quantised.
+GPT_OSS_PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
     "tiny": LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
                          num_key_value_heads=4, head_dim=64, vocab_size=32000, max_position_embeddings=8192),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, sigmoid
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from .. import jit
 from ..cpp import ops
@@ -60,13 +60,6 @@ def scale_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     return x.mul_(gate.float().sigmoid())
 
 
-def scale_by_gate(x: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """`scale_by_sigmoid` of x [T, I] and gate = h [T, H] times the transpose of the weight [1, H], on a GPU by one
-    kernel. x may be overwritten."""
-    same = x.dtype == h.dtype == weight.dtype and all(one.is_contiguous() for one in (x, h, weight))
-    return scale_by_gate_cuda(x, h, weight) if x.is_cuda and same else scale_by_sigmoid(x, linear(h, weight))
-
-
 def activate_reference(x: Tensor, activation: str) -> Tensor:
     return _act(x.float(), activation).to(x.dtype)
 
@@ -114,7 +107,10 @@ def gated_activation_cuda(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-def scale_by_gate_cuda(x: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+def scale_by_gate(x: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+    """`scale_by_sigmoid` on GPUs, where gate is h [T, H] times the transpose of the weight [1, H]: all contiguous and
+    of one dtype."""
+    assert all(one.is_contiguous() and one.dtype == x.dtype for one in (x, h, weight))
     (rows, width), size = x.shape, h.shape[1]
     vector = min(jit.vector(one, size, width) for one in (x, h, weight))
     sizes = dict(N=size, WIDTH=width, V=vector, THREADS=min(max(-(-size // vector // 32) * 32, 32), 256))

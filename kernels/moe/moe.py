@@ -272,8 +272,8 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
     borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
     borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
-    few = [*quantized_expert_gemv.rows(experts, k), gemv_pairs(experts) // k, expert_mlp.SORTED_PAIRS // k]
-    few = [1, *(most + 1 for most in few), expert_mlp.MOST_SHARED_ROWS + 1]
+    last = *quantized_expert_gemv.most_tokens(experts, k), gemv_pairs(experts) // k, expert_mlp.SORTED_PAIRS // k
+    few = [1, *(most + 1 for most in last), expert_mlp.MOST_SHARED_ROWS + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 
 

@@ -1,5 +1,5 @@
 // The quantised experts of one to a few tokens, whose weights are in pieces (kernels/quantized/pieces_cuda.py): each pair of
-// a token and one of its TOP experts reads that expert's weights as fast as memory gives them. Weights are [experts,
+// a token and one of its TOP experts reads that expert's weights for itself. Weights are [experts,
 // OUTPUTS, I]. With GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up, of x [tokens, I]; else y [tokens,
 // OUTPUTS] is the sum over each token's experts, of x [pairs, I], which has the pairs' weights in it. With BIAS, bias
 // [experts, OUTPUTS] is added. With PART this rank has `experts` of the router's experts, from `first` on: pairs of others

@@ -15,11 +15,10 @@ from .group import Held
 # and 20 % less, of MXFP4 4 of gpt-oss-20b 7 % less, and 16 half as long again; of Q4_K 8 take 16 % more (H200,
 # 2026-11-27, benchmarks/ops_moe.py). Others were not timed.
 MOST_PAIRS = {int4_cuda.HEADER: 16, mxfp4_cuda.HEADER: 4}
-SHARE = (
-    2  # and of so many experts to a pair at least: else many pairs have one in common, read and widened once for both
-)
+# Experts to a pair, at least: of fewer, many pairs have one in common, whose weights other kernels read once.
+SHARE = 2
 WARPS = 8  # of a block
-MOST_SHARED = 96 << 10  # bytes of x in a block's shared memory: two fit on a multiprocessor
+MOST_SHARED = 96 << 10  # bytes of x in a block's shared memory: two blocks fit on a multiprocessor of sm_90
 
 
 def takes(pairs: int, experts: int, top: int, w13: Stack, w2: Stack) -> bool:
@@ -30,8 +29,8 @@ def takes(pairs: int, experts: int, top: int, w13: Stack, w2: Stack) -> bool:
     return pairs <= min(most, experts // SHARE) and top <= 32 and room
 
 
-def rows(experts: int, k: int) -> list[int]:
-    """Numbers of tokens above which a format is no longer taken."""
+def most_tokens(experts: int, k: int) -> list[int]:
+    """Of each format."""
     return [min(most, experts // SHARE) // k for most in sorted(MOST_PAIRS.values())]
 
 

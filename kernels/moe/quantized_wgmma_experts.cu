@@ -27,10 +27,10 @@ constexpr int STRIPS_OF_Y = WIDTH / 16;
 constexpr int HELD = (ROWS + 31) / 32;  // rows that a lane knows
 // Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
-constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
-static_assert(GROUPS == 1 || GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
+constexpr int REGISTERS = GROUPS == 3 ? 160 : 232;
+static_assert((GROUPS == 2 || GROUPS == 3) && GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 // Of more rows registers lack room for the sums, and ptxas would have matmuls wait for each other.
-static_assert(ROWS <= (GROUPS == 4 ? 48 : GROUPS == 3 ? 96 : 128));
+static_assert(ROWS <= (GROUPS == 3 ? 96 : 128));
 static_assert(KC % 64 == 0 && KC % SPAN == 0 && I % KC == 0 && WIDTH % 16 == 0);
 constexpr int SHARE = 1;  // blocks of a cluster side by side
 #include "ring_walk.cuh"
@@ -158,10 +158,10 @@ quantized_wgmma_experts(const __grid_constant__ TensorMap of_x, const unsigned c
     __syncthreads();
     const Items items{ends, tile_expert, tile_start, tiles};
     if (thread >= THREADS) {
-        if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
+        set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, items);
     } else {
-        if constexpr (GROUPS > 1) set_registers<REGISTERS>(true);
+        set_registers<REGISTERS>(true);
         grid_wait();
         int index = blockIdx.x;
         Lookup next = items.seek(index);

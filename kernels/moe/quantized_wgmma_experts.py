@@ -19,8 +19,9 @@ from ..quantized.stack import Stack
 from . import quantized_pipeline, wgmma_experts
 from .group import Groups
 
-# Pairs per expert: of more it is taken. Of 4 quantized_pipeline.cu takes 9 to 14 % less, of 8 up to 18 % more (int4 and
-# Q4_K of Qwen3-30B-A3B, MXFP4 of gpt-oss-20b; H200, 2026-11-27, benchmarks/ops_moe.py; as is what follows).
+# Pairs per expert: of more it is taken. Of 4 the pipeline takes 10 % less of int4 and 18 % less of Q4_K
+# (Qwen3-30B-A3B); of 8 18 % more, 5 % more and, of MXFP4 (gpt-oss-20b), 24 % more; 6 lies between (H200, 2026-11-27,
+# benchmarks/ops_moe.py; as is what follows).
 LEAST_PAIRS = 6
 # Most pairs per expert → pairs of a tile. An expert seldom has two tiles, each of which makes its weights anew. Timed
 # of 8, 16, 32 and 64. moe.tiling_rows has the same borders.
@@ -29,8 +30,6 @@ TILES = {10: 16, 24: 32, 32: 48, 48: 64, 64: 96, 1 << 30: 128}
 # blocks make as many outputs; tiles of 48 pairs and more took up to 16 % longer. 512 took 5 % less of Q4_K, and 37 %
 # more of MXFP4.
 OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, 384, 32
-ROWS = 16, 32, 48, 64, 96, 128  # pairs of a tile
-MOST_ROWS = {128: 128, 256: 128, 384: 96, 512: 48}  # outputs → pairs whose sums registers hold
 LENGTHS = (320, 256, 192, 128, 64)  # inputs of a chunk
 LEAST_STAGES, MOST_STAGES = 4, 16
 

@@ -11,6 +11,7 @@ from phalanx.kernels.moe import (
     quantized_cuda,
     quantized_expert_gemv,
     quantized_pipeline,
+    quantized_wgmma_experts,
 )
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.quantized import pieces_cuda, q8_0_cuda
@@ -247,13 +248,14 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
     ],
 )  # fmt: skip
 def test_chosen_kernels(tokens, up, down, found):
-    """Of Qwen3-30B-A3B, but on Hopper, which has other kernels of more pairs."""
+    """Of Qwen3-30B-A3B; of more than 6 pairs per expert not on Hopper, which has other kernels of these."""
     w13, w2 = (
         Stack(q8_0_cuda, make(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
     )
-    for num_sms, has_tma in ((132, True), (132, False)):
-        caps = DeviceCaps(num_sms, "sm_100", True, has_tma, False)
+    few = 8 * tokens <= quantized_wgmma_experts.LEAST_PAIRS * 128
+    for has_tma, hopper in [(True, False), (False, False), *([(True, True)] if few else [])]:
+        caps = DeviceCaps(132, "sm_90a" if hopper else "sm_100", True, has_tma, hopper)
         configs = quantized_cuda.choose_kernels(8 * tokens, 128, w13, w2, caps)
         kinds = ["tiles" if isinstance(one, quantized_cuda.ExpertTileConfig) else "pipeline" for one in configs]
         assert configs.up.rows == configs.down.rows

@@ -12,7 +12,7 @@ from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activati
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_expert_gemv, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held
-from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, floats, mxfp4
+from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
 
 from ...devices import needs_hopper, needs_tma, require_gpu
@@ -32,7 +32,15 @@ PIPELINED = [
     ("q4_k", "q6_k"), ("q4_0", "q4_1"), ("q5_k", "q5_1"), ("int4", "int4 zeros"), ("e4m3", "e4m3"), ("mxfp4", "mxfp4"),
 ]  # fmt: skip
 WGMMA = [one for one in FORMS if one != ("e4m3", "e4m3")]
-TILES = [(16, 256), (32, 384), (48, 512), (64, 384), (96, 256), (128, 256)]  # pairs and outputs, of the former
+TILES = [
+    (16, 384),
+    (16, 256),
+    (32, 384),
+    (48, 256),
+    (64, 256),
+    (96, 256),
+    (128, 256),
+]  # pairs and outputs, of the former
 
 
 def quantised(weight, form):
@@ -50,7 +58,7 @@ def quantised(weight, form):
         (*sizes, inputs), middle = weight.shape, 127 - round(math.log2(3 * weight.shape[2] ** 0.5))  # outputs of 1
         codes = torch.randint(0, 256, (*sizes, inputs // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(middle - 2, middle + 2, (*sizes, inputs // 32), dtype=torch.uint8, device="cuda")
-        made = mxfp4.experts(floats.pack(codes, scales))
+        made = mxfp4.experts(codes, scales, inputs, torch.bfloat16)
         assert isinstance(made, Stack)
         return made
     if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in pieces of 32
@@ -117,7 +125,7 @@ def check(
         call = lambda one: summed(moe.in_pieces(one, configs), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given, eight)
     assert got[0].shape == want.shape and got[0].isfinite().all()
-    assert ((got[0].double() - want).norm() / want.norm()).item() < bound or (held is not None and not got[0].any())
+    assert (got[0].double() - want).norm() <= bound * want.norm()
     assert torch.equal(*got)
 
 

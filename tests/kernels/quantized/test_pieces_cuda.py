@@ -133,7 +133,6 @@ GEMVS = in_types(
         (7, 33, 1408, GemvConfig(1, 4, 2), "e4m3_wide"),
         (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
         (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
-        (2, 33, 320, GemvConfig(1, 8, 2), "mxfp4"),
     ],
     (2, 40, 4096, GemvConfig(1, 4, 3), "q8_0"),
     (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
@@ -205,7 +204,6 @@ TILES = [
     (8, 200, 1024, TileConfig(48, 128), "e4m3"),
     (8, 80, 1024, TileConfig(48, 256), "e4m3_wide"),
     (8, 80, 512, TileConfig(48, 128), "q4_k"),
-    (8, 80, 512, TileConfig(48, 128), "mxfp4"),
     pytest.param(8, 80, 512, TileConfig(48, 128), "q4_1", marks=pytest.mark.long),
     pytest.param(17, 100, 512, TileConfig(64, 64), "q6_k", marks=pytest.mark.long),
     pytest.param(64, 64, 512, TileConfig(32, 128), "int4 64 zeros", marks=pytest.mark.long),
@@ -278,7 +276,6 @@ def test_gated_gemm(rows, outputs, inputs, config, form, launched):
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
-        (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "mxfp4"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
