@@ -104,9 +104,9 @@ __device__ inline bool find_run(const int* lengths, int n, int wanted, int run, 
 }
 
 struct SharedState {  // what a block's warps tell each other, and where its run begins and ends
-    Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
-    Border borders[2];
-    int complete, latest;
+    Barrier *full, *empty, *ready, *taken, *told;  // [STAGES] twice, [2] twice, one
+    Border* borders;                               // [2]
+    int *complete, *latest;
 };
 
 struct Buffers {  // in dynamic shared memory
@@ -123,10 +123,10 @@ struct Buffers {  // in dynamic shared memory
     }
 };
 
-__device__ __forceinline__ void init_barriers(SharedState& state) {
+__device__ __forceinline__ void init_barriers(const SharedState& state) {
     for (int s = 0; s < STAGES; s++) mbarrier_init(state.full + s, 1), mbarrier_init(state.empty + s, WARPS);
     for (int i = 0; i < 2; i++) mbarrier_init(state.ready + i, 1), mbarrier_init(state.taken + i, WARPS);
-    mbarrier_init(&state.told, 1);
+    mbarrier_init(state.told, 1);
     fence_mbarrier_init();
 }
 
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_box(const KVMaps& maps, unsigned to, int he
 
 // The warp that has TMA bring the run's tiles: each lane asks for a box of every tile.
 __device__ __forceinline__ void load_tiles(const Step& step, const KVMaps& maps, const Buffers& buffers,
-                                           SharedState& state, Way& way, int head, int lane) {
+                                           const SharedState& state, Way& way, int head, int lane) {
     auto row = [&]() {  // of the cache, for this lane's box of the tile at way.at
         const int token = way.at + lane * BOX;
         const int* table = step.tables + (long long)way.b * step.table_row;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void load_tiles(const Step& step, const KVMaps& maps,
 }
 
 // The warp that prepares each sequence's heads for those that attend.
-__device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& buffers, SharedState& state, Way& way,
+__device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& buffers, const SharedState& state, Way& way,
                                               int head, int lane) {
     int item = 0;
     do {
@@ -194,22 +194,22 @@ __device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& b
 
 // What the block's warps have stored of a sequence goes to `out`. Where other runs have parts of it, too, the block
 // that comes to it last adds them up; the others store theirs.
-__device__ __forceinline__ void finish_sequence(const Step& step, const Buffers& buffers, SharedState& state,
+__device__ __forceinline__ void finish_sequence(const Step& step, const Buffers& buffers, const SharedState& state,
                                                 const Way& way, const Span& span, int run, int head, int warp) {
     const bool begins = way.at == span.start, whole = begins && way.stop == span.last;
     const Border& divided = state.borders[begins];  // if not `whole`
     int* const count = step.arrived + way.b * KV_HEADS + head;
     T* const to = step.out + ((long long)way.b * HEADS + head * GROUP) * DIM;
-    if (begins && !whole) mbarrier_wait(&state.told, 0);
-    const bool all_here = whole || (begins && state.complete);
+    if (begins && !whole) mbarrier_wait(state.told, 0);
+    const bool all_here = whole || (begins && *state.complete);
     if (!all_here) {
 #pragma unroll 1
         for (int g = warp; g < GROUP; g += WARPS)
             store_part(step, place(run, head, begins, g), merge(buffers.tops, buffers.mixed, g));
         block_sync<THREADS>(1);
-        if (threadIdx.x == 0) state.latest = add_one(count) == divided.count - 1;
+        if (threadIdx.x == 0) *state.latest = add_one(count) == divided.count - 1;
         block_sync<THREADS>(1);
-        if (!state.latest) return;
+        if (!*state.latest) return;
     }
 #pragma unroll 1
     for (int g = warp; g < GROUP; g += WARPS) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void finish_sequence(const Step& step, const Buffers&
 }
 
 // The other warps: attention over the run, each to 16 tokens of every tile.
-__device__ __forceinline__ void attend_run(const Step& step, const Buffers& buffers, SharedState& state, Way& way,
+__device__ __forceinline__ void attend_run(const Step& step, const Buffers& buffers, const SharedState& state, Way& way,
                                            int run, int head, int warp, int lane) {
     int t = 0, item = 0;
     do {
@@ -276,7 +276,10 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
        float scale, float eps, float softcap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ SharedState state;
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
+    __shared__ Border borders[2];
+    __shared__ int complete, latest;
+    const SharedState state = {full, empty, ready, taken, &told, borders, &complete, &latest};
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, scales, tables, out, parts, sums,
                        arrived, sinks, q_row, k_row, v_row, table_row, scale, eps, softcap};
     const KVMaps maps = {&of_k, &of_v, &few_k, &few_v};
@@ -302,8 +305,8 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
         grid_wait();
         if (lane == 0 && state.borders[1].box > 0) {
-            state.complete = stored(arrived + state.borders[1].b * KV_HEADS + head) == state.borders[1].count - 1;
-            mbarrier_arrive(&state.told);
+            *state.complete = stored(arrived + state.borders[1].b * KV_HEADS + head) == state.borders[1].count - 1;
+            mbarrier_arrive(state.told);
         }
         return;
     }
