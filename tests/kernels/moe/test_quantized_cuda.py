@@ -277,3 +277,36 @@ def test_long_rows_leave_room_for_fewer_rings():
     packed = make(16, 512, "e4m3_wide")[0]
     found = [quantized_cuda.choose_pipeline(Stack(q8_0_cuda, packed, (256, 4096, n))) for n in (2048, 7168)]
     assert [one and one.warps for one in found] == [15, 12]
+
+
+GPUS = [
+    DeviceCaps(132, "sm_90a", True, True, True),
+    DeviceCaps(148, "sm_100", True, True, False),
+    DeviceCaps(108, "sm_80", False, False, False),
+]
+
+
+SHAPES = [(128, 8, 2048, 768), (8, 2, 4096, 14336)]
+WARMED = [(*shape, up, down) for shape in SHAPES for up, down in (("int4 64", "int4 64"), ("q4_k", "q6_k"))]
+WARMED += [(32, 4, 2880, 2880, form, form) for form in ("mxfp4", "q8_0")]
+
+
+@pytest.mark.parametrize("found", GPUS, ids=lambda one: one.arch)
+@pytest.mark.parametrize("experts, k, hidden, inner, up, down", WARMED)
+def test_all_kernels_are_warmed_up(experts, k, hidden, inner, up, down, found):
+    """Whatever number of tokens asks for a kernel, one of those at the start has asked for it."""
+    w13, w2 = (
+        Stack(q8_0_cuda, make(16, 512, form)[0], (experts, *shape))
+        for form, shape in ((up, (2 * inner, hidden)), (down, (hidden, inner)))
+    )
+
+    def kernels_of(tokens):
+        if quantized_expert_gemv.takes(tokens * k, experts, k, w13, w2):
+            return "GEMVs"
+        if not quantized_cuda.multiplies_codes(tokens * k, experts, w13, w2, found):
+            return "dequantised"
+        return quantized_cuda.choose_kernels(tokens * k, experts, w13, w2, found)
+
+    started = {kernels_of(tokens) for tokens in moe.tiling_rows(experts, k)}
+    for tokens in range(1, 110 * experts // k):
+        assert kernels_of(tokens) in started, tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_wgmma_experts
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.moe.quantized_wgmma_experts import WgmmaExpertsConfig
 from phalanx.kernels.quantized import q8_0_cuda
@@ -132,15 +132,6 @@ def test_cuts_are_what_the_kernel_takes():
                 assert inputs % config.inputs == config.inputs % 64 == config.inputs % stack.packed.layout.inputs == 0
                 count, shared = quantized_wgmma_experts.stages(config, stack.packed.layout)
                 assert count >= quantized_wgmma_experts.LEAST_STAGES and shared + 16 * count <= 227 << 10
-
-
-def test_all_tiles_are_warmed_up():
-    w13, w2 = stacks("q4_k", "q6_k")
-    for experts, k in ((128, 8), (8, 2), (60, 4)):
-        few = [n for n in moe.tiling_rows(experts, k) if n * k <= dequantized.LEAST_PAIRS * experts]
-        found = {quantized_cuda.choose_kernels(n * k, experts, w13, w2, HOPPER).up for n in few}
-        rows = {one.rows for one in found if isinstance(one, WgmmaExpertsConfig)}
-        assert rows == set(quantized_wgmma_experts.TILES.values())
 
 
 @pytest.mark.parametrize(
