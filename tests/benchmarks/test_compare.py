@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,25 +79,21 @@ def test_one_engine_alone_and_wrong_words(tmp_path):
     assert "'vllm' is neither phalanx nor peer" in run("--out", "x", "--peer", "y", "--engines", "vllm").stderr
 
 
+REAL = """
+import os, runpy
+os.environ["TMPDIR"] = {kernels!r}
+runpy.run_path({offline!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_offline_takes_the_flags(tmp_path):
-    """The real program, on the CPU."""
-    words = [
-        "--engines",
-        "phalanx",
-        "--repeats",
-        "1",
-        "--config",
-        "tiny",
-        "--parts",
-        "a",
-        "--batches",
-        "1",
-        "--reps",
-        "1",
-    ]
+    """The real program, on the CPU. It finds the C++ kernels compiled, which takes two cores half a minute."""
+    ours = tmp_path / "ours.py"
+    ours.write_text(REAL.format(kernels=tempfile.gettempdir(), offline=str(compare.OURS)))
+    words = "--engines phalanx --repeats 1 --config tiny --parts a --batches 1 --reps 1".split()
     more = "--device cpu --dtype f32 --max-model-len 512 --max-num-seqs 4"
-    done = run(*words, "--our-args", more, "--out", str(tmp_path / "lines.jsonl"))
+    done = run("--ours", str(ours), *words, "--our-args", more, "--out", str(tmp_path / "lines.jsonl"))
     assert done.returncode == 0, done.stderr
     assert "| tiny, 1 | decode 1 |" in done.stdout and "| tiny, 1 | start |" in done.stdout
