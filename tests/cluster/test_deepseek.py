@@ -12,7 +12,7 @@ from ..rank.model.test_architectures import DEEPSEEK, DEEPSEEK_YARN, write
 from ..server import Server
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 GROUP = 32  # inputs: each of four ranks has whole ones
 SIZES = DEEPSEEK | dict(

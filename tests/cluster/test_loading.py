@@ -8,7 +8,7 @@ import pytest
 from ..checkpoints import make_checkpoint
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 ARGUMENTS = ("--device", "cpu", "--mem", "64", "--timeout", "20")
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}

@@ -15,7 +15,7 @@ from ..processes import wait
 from . import slurm as real
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SCRIPT = Path(phalanx.__file__).parent / "hostfiles" / "slurm-batch.sh"
 

@@ -11,7 +11,7 @@ from ..rank.reference import Reference
 from ..server import Server
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 SEED = 7  # a checkpoint whose greedy text is varied and never close to a tie
 PROMPTS = [random.Random(i).choices(range(3, 500), k=20 + 15 * i) for i in range(4)]

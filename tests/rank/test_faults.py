@@ -25,7 +25,7 @@ from ..engine import Engine, greedy
 from ..processes import gone, kill, wait
 from ..ranks import MEMORY, environment, quick
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 HOST = socket.gethostname()
 IDLE_OR_NOT = [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
 
@@ -77,6 +77,7 @@ def test_sigkill_of_mpirun(checkpoint, load):
         assert gone(engine.ready.pids)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("load", IDLE_OR_NOT)
 def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
     with Engine(checkpoint, 2 if load else 3, timeout=4) as engine:
@@ -91,6 +92,7 @@ def test_a_stopped_follower_is_named_within_the_timeout(checkpoint, load):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_stopped_rank_0_is_named_by_rank_1(checkpoint):
     with Engine(checkpoint, 3, timeout=6) as engine:
         os.kill(engine.ready.pids[0], signal.SIGSTOP)
@@ -147,6 +149,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(checkpoint, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_rank_of_another_replica_that_hangs_is_named(checkpoint, monkeypatch):
     with faulty(checkpoint, monkeypatch, "hang:2:5", ranks=4, dp=2, timeout=6) as engine:
         work(engine)
@@ -168,6 +171,7 @@ def test_an_exception_while_loading(checkpoint, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "fault, rank, phase, options",
     [
@@ -188,6 +192,7 @@ def test_a_rank_that_hangs_before_the_first_step_is_named(checkpoint, monkeypatc
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_loading_may_take_long_as_long_as_it_gets_on(checkpoint, monkeypatch):
     """The timeout also holds for steps: a step of a busy machine took over 3 s."""
     monkeypatch.setenv("PATIENCE", "8")

@@ -17,7 +17,7 @@ from .model.test_architectures import MODELS, write
 from .test_loading import ended
 from .test_swapping import COUNT, OPTIONS, SIZES, prompt
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 HOST = socket.gethostname()
 FAULTY = (str(Path(__file__).parent / "faulty.py"),)
@@ -140,6 +140,7 @@ def slow(experts, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_slow_experts_are_no_hang(slow):
     with slow(1000) as engine:
         assert re.search(r"may take 4\.0 s for experts in host memory: it is given up after 12\.0 s", engine.log())
@@ -148,6 +149,7 @@ def test_slow_experts_are_no_hang(slow):
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_rank_that_hangs_beside_slow_experts_is_named(slow):
     with slow(1) as engine:
         engine.send(protocol.Request("one", protocol.pack_u32([5, 6]), greedy(4)))
