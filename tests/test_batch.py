@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said_under_mpirun_too(checkpoint, tmp_path):
 @pytest.mark.timeout(600)
 def test_killed_ten_times(checkpoint, tmp_path):
     """SIGKILL to everything, at random points of loading, answering and writing: nothing lost, nothing twice."""
-    names = requests(tmp_path / "in.jsonl", 600, 60)
+    names = requests(tmp_path / "in.jsonl", 300, 60)
     common = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "--max-num-seqs", "8")
     began = time.monotonic()
     with Job(tmp_path, *common, "-o", "undisturbed.jsonl") as job:
