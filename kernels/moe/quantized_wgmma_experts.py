@@ -37,7 +37,7 @@ LEAST_STAGES, MOST_STAGES = 4, 16
 class WgmmaExpertsConfig(NamedTuple):
     """The tiles of quantized_wgmma_experts.cu."""
 
-    rows: int  # pairs of one expert: of ROWS
+    rows: int  # pairs of one expert: of TILES
     outputs: int  # of the weights: 128 of each warpgroup
     inputs: int  # of a chunk
 

@@ -32,16 +32,21 @@ def experts(
     codes uint8 [E, O, I / 2] and scales uint8 [E, O, I / 32], whose outputs `in_order` brings into the right order.
     other_inputs: of these experts' other matrix. Where one cannot be in pieces, neither is: kernels take both or none.
     """
-    (count, outputs, halves), each = codes.shape, max(1, AT_ONCE // max(codes[0].numel(), 1))
-    kernels = dtype.itemsize == 2 and _in_pieces(2 * halves, other_inputs) if codes.is_cuda else blocks_cpu.takes(codes)
-    if not kernels or not codes.numel():
+    count, outputs, row_bytes = codes.shape
+    inputs = 2 * row_bytes
+    if codes.is_cuda:
+        taken = codes.numel() > 0 and dtype.itemsize == 2 and _in_pieces(inputs, other_inputs)
+    else:
+        taken = blocks_cpu.takes(codes)
+    if not taken:
         return floats.pack(in_order(codes), in_order(scales))
+    at_once = max(1, AT_ONCE // (outputs * row_bytes))
 
     def encoded(index: int) -> list[Tensor]:
-        some = slice(index * each, (index + 1) * each)
+        some = slice(index * at_once, (index + 1) * at_once)
         return [in_order(x[some]).flatten(0, 1) for x in (codes, scales)]
 
-    return stack(cast(Codec, sys.modules[__name__]), encoded, (count, outputs, 2 * halves), each)
+    return stack(cast(Codec, sys.modules[__name__]), encoded, (count, outputs, inputs), at_once)
 
 
 def _in_pieces(*inputs: int) -> bool:
