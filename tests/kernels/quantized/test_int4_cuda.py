@@ -29,21 +29,28 @@ def test_pack_and_back(outputs, inputs, group, zeros, size):
         assert torch.equal(one.to(want.dtype), want)
 
 
+def check_words(piece, lane, codes):
+    """That the lane's words have its part of the codes [16, 64] or more, as the tensor cores' first operand asks for
+    (PTX ISA, mma.m16n8k16)."""
+    g, t = divmod(lane, 4)
+    words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
+    for s, word in enumerate(words):
+        for h in range(2):
+            row = codes[g + 8 * h, 16 * s :]
+            for bit, at in ((0, 0), (16, 1), (8, 8), (24, 9)):
+                assert word >> (bit + 4 * h) & 15 == row[2 * t + at]
+
+
 def test_where_a_lane_finds_its_codes():
-    """As the head of int4.cuh says, and as the tensor cores' first operand asks for (PTX ISA, mma.m16n8k16)."""
+    """As the head of int4.cuh says."""
     codes, scales, zeros = make(32, 128, 32, True)
     packed = int4_cuda.pack(codes, scales, zeros)
     for strip in range(2):
         for number in range(2):
             piece = packed.pieces[strip, number]
             for lane in range(32):
-                g, t = divmod(lane, 4)
-                words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
-                for s, word in enumerate(words):
-                    for h in range(2):
-                        row = codes[strip * 16 + g + 8 * h, number * 64 + 16 * s :]
-                        for bit, at in ((0, 0), (16, 1), (8, 8), (24, 9)):
-                            assert word >> (bit + 4 * h) & 15 == row[2 * t + at]
+                g = lane // 4
+                check_words(piece, lane, codes[strip * 16 :, number * 64 :])
                 for i in range(2):
                     pair = [strip * 16 + g, strip * 16 + g + 8], number * 2 + i
                     begin = 512 + 32 * i + 4 * g

@@ -4,6 +4,8 @@ import pytest
 import torch
 from phalanx.kernels.quantized import floats, mxfp4, mxfp4_cuda
 
+from .test_int4_cuda import check_words
+
 
 def make(outputs, inputs):
     draw = torch.Generator().manual_seed(0)
@@ -21,20 +23,15 @@ def test_pack_and_back(outputs, inputs):
 
 
 def test_where_a_lane_finds_its_codes():
-    """As the head of mxfp4.cuh says, and as the tensor cores' first operand asks for (PTX ISA, mma.m16n8k16)."""
+    """As the head of mxfp4.cuh says."""
     each, codes, scales = make(32, 128)
     packed = mxfp4_cuda.pack(codes, scales)
     for strip in range(2):
         for number in range(2):
             piece = packed.pieces[strip, number]
             for lane in range(32):
-                g, t = divmod(lane, 4)
-                words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
-                for s, word in enumerate(words):
-                    for h in range(2):
-                        row = each[strip * 16 + g + 8 * h, number * 64 + 16 * s :]
-                        for bit, at in ((0, 0), (16, 1), (8, 8), (24, 9)):
-                            assert word >> (bit + 4 * h) & 15 == row[2 * t + at]
+                g = lane // 4
+                check_words(piece, lane, each[strip * 16 :, number * 64 :])
                 own = scales[strip * 16 + g :: 8][:2, number * 2 : number * 2 + 2]
                 assert piece[512 + 4 * g :][:4].tolist() == own.T.flatten().tolist()
 
