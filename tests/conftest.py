@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import re
 import secrets
 import signal
@@ -17,6 +19,8 @@ from .processes import wait
 
 SESSION = secrets.token_hex(8)
 PATIENCE = 20.0  # for what was told to end, on a machine that others use too
+GRACE = 60.0  # beyond its timeout, for a test to clear away what it has started
+STDERR = pytest.StashKey[int]()
 # Files that take longest, with what they wait for, begun first, so that none is left alone at the end: the long run's,
 # then the short one's.
 FIRST = (
@@ -36,6 +40,31 @@ THREADED = re.compile(r"/tests/kernels/(cpp/|moe/test_host_|.*_cpu\.py$)")
 
 # Until all is imported: that makes millions of objects and no garbage, which the collector would look for in vain.
 gc.disable()
+
+
+def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # while tests run, pytest has the other
+
+
+def pytest_unconfigure(config):
+    os.close(config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def part_of_a_test(item):
+    """pytest-timeout raises its error once, in Python: what waits in C, or catches the error and waits again, would
+    wait for ever. This ends the process and shows where each of its threads was; xdist then names the test and goes on
+    with a new process."""
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
+    faulthandler.dump_traceback_later(float(limit) + GRACE, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = part_of_a_test
 
 
 def pytest_sessionstart(session):

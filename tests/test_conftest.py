@@ -48,6 +48,23 @@ def test_plain():
     assert len(tries) > 3
 """
 
+HANGS = """
+import ctypes, time, pytest
+@pytest.mark.timeout(1)
+def test_in_c():
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex), lock(mutex)  # waits for itself, and has Python's lock meanwhile
+@pytest.mark.timeout(1)
+def test_that_catches():
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+def test_after():
+    pass
+"""
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -56,14 +73,19 @@ def run(tmp_path):
     def of(*flags: str, **files: str) -> subprocess.CompletedProcess:
         place = tmp_path / "tests"
         place.mkdir()
+        (tmp_path / "tmp").mkdir()
+        smaller = {"PATIENCE": "0.5", "GRACE": "0.5", "SHARED": f'Path("{tmp_path}/tmp")'}
         for name in ("conftest.py", "leftovers.py", "processes.py", "ranks.py", "__init__.py"):
             text = (HERE / name).read_text()
-            (place / name).write_text(re.sub(r"^PATIENCE = .*", "PATIENCE = 0.5", text, flags=re.MULTILINE))
+            for word, value in smaller.items():
+                text = re.sub(rf"^{word} = .*", f"{word} = {value}", text, flags=re.MULTILINE)
+            (place / name).write_text(text)
         shutil.copy(HERE.parent / "setup.cfg", tmp_path)
         for name, text in files.items():
             (place / f"{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
-        return subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+        return subprocess.run([*command, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return of
 
@@ -76,6 +98,14 @@ def test_what_is_left_behind_fails_the_module_that_did_it(run):
     assert "tests/test_a.py has left behind:\n" in done.stdout
     for what in ("time.sleep(100)", "/ompi.", "/sm_segment"):
         assert re.search(rf"^\S.*{re.escape(what)}", done.stdout, re.MULTILINE), what
+
+
+def test_a_test_that_no_timeout_ends_is_named_and_others_go_on(run):
+    done = run("-n", "1", test_a=HANGS)
+    assert "2 failed, 1 passed" in done.stdout, done.stdout
+    for name in ("test_in_c", "test_that_catches"):
+        assert re.search(rf"crashed while running .*test_a.py::{name}\b", done.stdout), done.stdout
+        assert re.search(rf'File ".*/test_a.py", line \d+ in {name}', done.stderr), done.stderr
 
 
 def test_what_is_tried_twice_is_listed_with_its_reason(run):
