@@ -4,8 +4,9 @@
     python benchmarks/compare.py --peer benchmarks/bench_llama_cpp.py --peer-path SITE --config llama-99m --tp 2 \\
         --parts ab --batches 1,4,16 --our-args="--device cpu --dtype f32 --max-model-len 2048" --out FILE.jsonl
 
---tp is its number of threads. Weights are random f32 of the config's shape, as offline.py's are; the cache is f32 as
-well. Sequences of a batch decode together, as llama.cpp's own server does it.
+--tp is its number of threads. Weights are random of the config's shape, as offline.py's are: f32, or with --isq what
+llama.cpp makes of them. The cache is f32 as well. Sequences of a batch decode together, as llama.cpp's own server does
+it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from phalanx.benchmarks.shapes import CONFIGS
 
 CONTEXT = 2048
 MOST = 512  # tokens of one call
+QUIET = llama_cpp.llama_log_callback(lambda *_: None)  # called as long as the library is
+FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4km": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
 
 def write_gguf(path: Path, config: dict[str, Any]) -> None:
@@ -69,11 +72,16 @@ def write_gguf(path: Path, config: dict[str, Any]) -> None:
     out.close()
 
 
+def quantize(path: Path, made: Path, isq: str) -> None:
+    """llama.cpp's own choice of types for each tensor."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = FILE_TYPES[isq]
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(made).encode(), ctypes.byref(options)):
+        raise SystemExit(f"bench_llama_cpp.py: llama.cpp could not make {isq} of the weights")
+
+
 class Engine:
     def __init__(self, path: Path, threads: int, sequences: int):
-        quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
-        self._quiet = quiet  # called as long as the library is
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         asked = llama_cpp.llama_context_default_params()
@@ -126,16 +134,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=sorted(CONFIGS), default="llama-99m")
     parser.add_argument("--tp", type=int, default=2, help="threads")
+    parser.add_argument("--isq", choices=sorted(FILE_TYPES), default="", help="f32 unless given")
     parser.add_argument("--parts", default="ab")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--reps", type=int, default=3)
     asked = parser.parse_args()
+    llama_cpp.llama_log_set(QUIET, ctypes.c_void_p(0))
     batches = [int(b) for b in asked.batches.split(",")]
     with tempfile.TemporaryDirectory() as made:
         path = Path(made, "model.gguf")
         write_gguf(path, CONFIGS[asked.config])
+        if asked.isq:
+            quantize(path, path := Path(made, "quantised.gguf"), asked.isq)
         engine = Engine(path, asked.tp, max([*batches, 1]))
-        about = dict(engine="llama.cpp", version=llama_cpp.__version__, config=asked.config, tp=asked.tp)
+        about = dict(engine="llama.cpp", version=llama_cpp.__version__, config=asked.config, tp=asked.tp, isq=asked.isq)
         engine.generate(engine.prompts(1, 128), 16)
         if "a" in asked.parts:
             for batch in batches:

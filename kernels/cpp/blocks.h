@@ -5,7 +5,9 @@
 // groups of `super` inputs follow each other: a thread reads one stream of memory. A group is a head of its own, and of
 // each 32 inputs the codes, four inputs of each output side by side: VNNI multiplies and adds such fours of bytes with x
 // in digits (digits.h), for 16 outputs at once, and so do the tiles of AMX, for 16 rows at once. What is added of a group
-// is exact, so both make the same to the last bit. Without VNNI codes are converted to f32.
+// is exact, so both make the same to the last bit. AVX2 without VNNI multiplies and adds pairs: the first two digits as
+// one number, which makes the same where x is bf16. Elsewhere codes are converted to f32, and with AVX2 for three and
+// more rows of f32: of so many that takes fewer instructions.
 //
 // A form is a class of the source that includes this: Blocks below, and
 //     GROUPS         of 32 inputs, 1 or 2, that have numbers of their own
@@ -66,10 +68,11 @@ template <int BITS> INLINE Ints four_codes(const uint8_t* p, int i, int v) {
     return (*(const IntsAnywhere*)(p + i % 4 * 64 + 4 * v * LANES) >> (i < 4 ? 0 : 4)) & 0x0f0f0f0f;
 }
 
+typedef uint16_t Pairs __attribute__((vector_size(LANES * 4), may_alias));
+
 // Numbers v * LANES.. of sixteen of f16.
 INLINE Vec halves(const uint8_t* p, int v) { return load((const f16*)p + v * LANES); }
 
-#if defined(__AVX512VNNI__)
 // Adds what a group of a row makes, of its digits' dot products: the first digits' as `low`, with 256 times the second.
 template <typename F, typename T>
 INLINE void accumulate(Vec& total, Ints low, Ints high, Vec scale, Vec minimum, const Sums& of, int h) {
@@ -84,48 +87,110 @@ template <typename F> INLINE int32_t too_much(const int32_t (&of)[2], int32_t ze
     return zero * (F::GROUPS == 2 ? of[h] : of[0] + of[1]);
 }
 
+INLINE Ints fill_whole(int32_t x) { return x - (Ints){}; }
+INLINE Ints four_bytes(const uint8_t* p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return fill_whole(x);
+}
+
+// The dot products of a group, for LANES outputs and one row. begin: what zeros make too much, negative. add: of four
+// inputs from n on; x: the row.
+#if defined(__AVX512VNNI__)
+typedef Ints Codes;
+template <typename F> INLINE Codes four(const F& at, int i, int v) { return at.four(i, v); }
+
+template <typename T> struct Dots {
+    Ints digits[DIGITS<T>];
+
+    INLINE void begin(int32_t low, int32_t high) {
+        digits[0] = fill_whole(low), digits[1] = Ints{};
+        if (DIGITS<T> == 3) digits[DIGITS<T> - 1] = fill_whole(high);
+    }
+    INLINE void add(Ints codes, const uint8_t* x, int64_t n, int64_t inputs) {
+#pragma GCC unroll 3
+        for (int d = 0; d < DIGITS<T>; d++)
+            digits[d] = (Ints)_mm512_dpbusd_epi32((__m512i)digits[d], (__m512i)codes, (__m512i)four_bytes(x + d * inputs + n));
+    }
+    INLINE Ints low() const { return (digits[1] << 8) + digits[0]; }
+    INLINE Ints high() const { return digits[DIGITS<T> - 1]; }
+};
+#elif defined(__AVX2__)
+// Sums of two neighbours' products: of numbers of 16 bits; of bytes, those of x not negative, to 16 bits.
+#if defined(__AVX512F__)
+INLINE Ints dot_pairs(Ints x, Ints y) { return (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y); }
+INLINE Ints dot_bytes(Ints x, Ints y) { return (Ints)_mm512_maddubs_epi16((__m512i)x, (__m512i)y); }
+#else
+INLINE Ints dot_pairs(Ints x, Ints y) { return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y); }
+INLINE Ints dot_bytes(Ints x, Ints y) { return (Ints)_mm256_maddubs_epi16((__m256i)x, (__m256i)y); }
+#endif
+
+struct Codes {
+    Ints all, first, second;
+};
+template <typename F> INLINE Codes four(const F& at, int i, int v) {
+    const Ints all = at.four(i, v);
+    return {all, all & 0x00ff00ff, (Ints)((Pairs)all >> 8)};
+}
+
+template <typename T> struct Dots {
+    Ints sums[2];
+
+    INLINE void begin(int32_t low, int32_t high) { sums[0] = fill_whole(low), sums[1] = fill_whole(high); }
+    INLINE void add(const Codes& codes, const uint8_t* x, int64_t n, int64_t inputs) {
+        sums[0] += dot_pairs(codes.first, four_bytes(x + 2 * n)) + dot_pairs(codes.second, four_bytes(x + 2 * n + 4));
+        // Third digits are 64 at most, so that two products of theirs are less than 2^15.
+        if (DIGITS<T> == 3) sums[1] += dot_pairs(dot_bytes(codes.all, four_bytes(x + 2 * inputs + n)), fill_whole(0x10001));
+    }
+    INLINE Ints low() const { return sums[0]; }
+    INLINE Ints high() const { return sums[1]; }
+};
+#endif
+
 // A block of outputs for rows m..m + R - 1.
+#if defined(__AVX2__)
 template <int R, typename F, typename T>
-INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
-    constexpr int D = DIGITS<T>;
+INLINE void whole_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+    constexpr int FOURS = RUN / 4 / F::GROUPS;
     const int64_t pitch = row_bytes<T>(a.inputs), runs = a.inputs / RUN;
     const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
     F at(w, a.super);
-    for (int64_t g = 0; g < runs; g++, x += RUN, of += sizeof(Sums), at.next()) {
+    for (int64_t g = 0; g < runs; g++, of += sizeof(Sums), at.next()) {
         at.ask();
 #pragma GCC unroll 2
         for (int h = 0; h < F::GROUPS; h++) {
-            Ints part[R][D];
+            Dots<T> dots[R][WIDE];
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 const Sums& one = *(const Sums*)(of + r * pitch);
-                part[r][0] = (Ints)_mm512_set1_epi32(-too_much<F>(one.low, a.zero, h));
-                part[r][1] = (Ints){};
-                if (D == 3) part[r][D - 1] = (Ints)_mm512_set1_epi32(-too_much<F>(one.high, a.zero, h));
+                for (int v = 0; v < WIDE; v++)
+                    dots[r][v].begin(-too_much<F>(one.low, a.zero, h), -too_much<F>(one.high, a.zero, h));
             }
 #pragma GCC unroll 8
-            for (int i = h * 4; i < (F::GROUPS == 2 ? h * 4 + 4 : 8); i++) {
-                Ints codes = at.four(i, 0);
+            for (int i = h * FOURS; i < h * FOURS + FOURS; i++) {
+                Codes codes[WIDE];
+#pragma GCC unroll 2
+                for (int v = 0; v < WIDE; v++) codes[v] = four(at, i, v);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++)
-#pragma GCC unroll 3
-                    for (int d = 0; d < D; d++) {
-                        int32_t four;
-                        memcpy(&four, x + r * pitch + d * a.inputs + 4 * i, 4);
-                        part[r][d] = (Ints)_mm512_dpbusd_epi32((__m512i)part[r][d], (__m512i)codes, _mm512_set1_epi32(four));
-                    }
+#pragma GCC unroll 2
+                    for (int v = 0; v < WIDE; v++) dots[r][v].add(codes[v], x + r * pitch, g * RUN + i * 4, a.inputs);
             }
-            const Vec scale = at.scale(h, 0), minimum = at.minimum(h, 0);
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDE; v++) {
+                const Vec scale = at.scale(h, v), minimum = at.minimum(h, v);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-                accumulate<F, T>(total[r][0], (part[r][1] << 8) + part[r][0], part[r][D - 1], scale, minimum,
-                                 *(const Sums*)(of + r * pitch), h);
+                for (int r = 0; r < R; r++)
+                    accumulate<F, T>(total[r][v], dots[r][v].low(), dots[r][v].high(), scale, minimum,
+                                     *(const Sums*)(of + r * pitch), h);
+            }
         }
     }
 }
-#else
+#endif
+
 template <int R, typename F, typename T>
-INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+INLINE void float_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
     constexpr int G = F::MINIMA ? 2 : F::GROUPS;  // halves of a run whose sums of x are apart
     const int64_t pitch = row_bytes<T>(a.inputs);
     const uint8_t* of = (const uint8_t*)sums_of<T>((const uint8_t*)a.digits + m * pitch, a.inputs);
@@ -157,7 +222,16 @@ INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][W
             }
     }
 }
+
+template <int R, typename F, typename T>
+INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
+#if defined(__AVX512VNNI__)
+    return whole_tile<R, F, T>(a, m, w, total);
+#elif defined(__AVX2__)
+    if (DIGITS<T> == 2 || R <= 2) return whole_tile<R, F, T>(a, m, w, total);
 #endif
+    float_tile<R, F, T>(a, m, w, total);
+}
 
 #if defined(TILES)
 // From how many rows on tiles are faster: they load and store as much for one as for many. On a Xeon with AMX, 16 threads

@@ -10,6 +10,84 @@ struct Split {
     int64_t rows, inputs, pitch;
 };
 
+#if defined(__AVX2__)
+INLINE Ints nearest(Vec x) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (Ints)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+// Numbers of 16 bits. Of each four the second and the third change places.
+INLINE void store_pairs(int16_t* p, Ints x) {
+    constexpr int ORDER = 0xd8;
+#if defined(__AVX512F__)
+    __m256i y = _mm512_cvtepi32_epi16((__m512i)x);
+    _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(y, ORDER), ORDER));
+#else
+    __m128i y = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    _mm_storeu_si128((__m128i*)p, _mm_shufflehi_epi16(_mm_shufflelo_epi16(y, ORDER), ORDER));
+#endif
+}
+
+INLINE int32_t sum_of(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t y = 0;
+    for (int j = 0; j < LANES; j++) y += x[j];
+    return y;
+#endif
+}
+
+// Run `run` of a row, whose inputs are x.
+template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t run, int64_t inputs, Sums& to) {
+    constexpr int BITS = 8 * DIGITS<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
+    Vec values[RUN / LANES], most = {}, none = {};
+    for (int v = 0; v < RUN / LANES; v++) {
+        values[v] = load(x + v * LANES);
+        most = max(values[v] < 0 ? -values[v] : values[v], most);
+        none += values[v] * 0;
+    }
+    int32_t bits;
+    const float one = largest(most);
+    memcpy(&bits, &one, 4);
+    int32_t exponent = bits >> 23 < 30 ? 30 : bits >> 23;
+    int32_t up = (253 + BITS - exponent) << 23, down = (exponent + 1 - BITS) << 23;
+    float factor;
+    memcpy(&factor, &up, 4);
+    memcpy(&to.scale, &down, 4);
+    const bool finite = sum(none) == 0;
+    if (!finite) to.scale = __builtin_nanf("");
+    to = {{0, 0}, {0, 0}, {0, 0}, to.scale};
+    for (int v = 0; v < RUN / LANES; v++) {
+        const int half = v * LANES / (RUN / 2);
+        Ints left = nearest(values[v] * factor);
+#if defined(__AVX512VNNI__)
+        int32_t whole[DIGITS<T>];
+        for (int d = 0; d < DIGITS<T>; d++) {
+            Ints digit = left << 24 >> 24;
+            store((int8_t*)row + d * inputs + run * RUN + v * LANES, digit);
+            whole[d] = sum_of(digit);
+            left = (left - digit) >> 8;
+        }
+        to.low[half] += whole[1] * 256 + whole[0];
+        if (DIGITS<T> == 3) to.high[half] += whole[DIGITS<T> - 1];
+#else
+        Ints low = left << 16 >> 16, high = (left - low) >> 16;
+        store_pairs((int16_t*)row + run * RUN + v * LANES, low);
+        to.low[half] += sum_of(low);
+        if (DIGITS<T> == 3) {
+            store((int8_t*)row + 2 * inputs + run * RUN + v * LANES, high);
+            to.high[half] += sum_of(high);
+        }
+#endif
+    }
+    for (int j = 0; j < 2; j++) to.sums[j] = ((float)to.high[j] * 65536 + (float)to.low[j]) * to.scale;
+}
+#endif
+
 template <typename T> void split(const Split& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
     Share share(a.rows * runs, part, parts);
@@ -17,32 +95,8 @@ template <typename T> void split(const Split& a, int part, int parts) {
         const T* x = (const T*)a.x + n / runs * a.pitch + n % runs * RUN;
         uint8_t* row = (uint8_t*)a.y + n / runs * row_bytes<T>(a.inputs);
         Sums& to = ((Sums*)sums_of<T>(row, a.inputs))[n % runs];
-#if defined(__AVX512VNNI__)
-        constexpr int BITS = 8 * DIGITS<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
-        Vec values[2] = {load(x), load(x + LANES)};
-        float most = largest(max(values[0] < 0 ? -values[0] : values[0], values[1] < 0 ? -values[1] : values[1]));
-        int32_t bits;
-        memcpy(&bits, &most, 4);
-        int32_t exponent = bits >> 23 < 30 ? 30 : bits >> 23;
-        int32_t up = (253 + BITS - exponent) << 23, down = (exponent + 1 - BITS) << 23;
-        float factor;
-        memcpy(&factor, &up, 4);
-        memcpy(&to.scale, &down, 4);
-        bool finite = sum(values[0] * 0 + values[1] * 0) == 0;
-        if (!finite) to.scale = __builtin_nanf("");
-        for (int j = 0; j < 2; j++) {
-            Ints left = (Ints)_mm512_cvtps_epi32((__m512)(values[j] * factor));
-            int32_t whole[DIGITS<T>];
-            for (int d = 0; d < DIGITS<T>; d++) {
-                Ints digit = left << 24 >> 24;
-                store((int8_t*)row + d * a.inputs + n % runs * RUN + j * LANES, digit);
-                whole[d] = _mm512_reduce_add_epi32((__m512i)digit);
-                left = (left - digit) >> 8;
-            }
-            to.low[j] = whole[1] * 256 + whole[0];
-            to.high[j] = DIGITS<T> == 3 ? whole[DIGITS<T> - 1] : 0;
-            to.sums[j] = ((float)to.high[j] * 65536 + (float)to.low[j]) * to.scale;
-        }
+#if defined(__AVX2__)
+        split_run(x, row, n % runs, a.inputs, to);
 #else
         for (int j = 0; j < 2; j++) {
             to.sums[j] = 0;

@@ -2,8 +2,8 @@
 //
 // The weight lies in blocks of 16 outputs, input after input: a thread reads one stream of memory. e4m3 is f16 with the
 // exponent's bias 7 instead of 15 and three bits of mantissa: where those bits lie in f16's places, the number is 2^8
-// times too small, which the scales make up for. Its smallest numbers are f16's smallest, too, and AVX-512 converts
-// these as fast as others; f32 has no such, so that elsewhere they are told apart.
+// times too small, which the scales make up for. Its smallest numbers are f16's smallest, too, and x86 converts these as
+// fast as others; f32 has no such, so that elsewhere they are told apart.
 
 #include "op.h"
 #include "simd.h"
@@ -46,7 +46,7 @@ constexpr int STEP = 4;              // inputs that are converted together; a un
 constexpr int AHEAD = 4096;          // bytes from what is read to what is asked for
 constexpr int WIDE = BLOCK / LANES;  // vectors of a block's outputs
 constexpr int ROWS = LANES == 16 ? 8 : LANES == 8 ? 4 : 2;  // rows at once: their sums are in registers
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 constexpr float LESS = 0x1p8f;  // times which `convert` gives too little
 #else
 constexpr float LESS = 1;
@@ -62,14 +62,16 @@ INLINE void convert(const uint8_t* w, int v, Vec (&y)[STEP]) {
         y[i] = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
         y[i + 1] = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
     }
+#elif defined(__AVX2__)
+    const __m128i mask = _mm_set1_epi16((int16_t)0xbf80);
+    for (int i = 0; i < STEP; i++) {
+        __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(w + i * BLOCK + v * LANES)));
+        y[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), mask));
+    }
 #else
     for (int i = 0; i < STEP; i++) {
-#if defined(__AVX2__)
-        Ints code = (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(w + i * BLOCK + v * LANES)));
-#else
         Ints code;
         for (int j = 0; j < LANES; j++) code[j] = w[i * BLOCK + v * LANES + j];
-#endif
         Ints size = (code & 127) << 20;
         Ints small = size < 8 << 20;  // without the leading one: it is added, and subtracted again
         Vec number = (Vec)(size + (120 << 23) + (small & 1 << 23)) - (Vec)(small & 121 << 23);

@@ -95,9 +95,10 @@ def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):
     x, bias = torch.randn(rows, 512) * 0.1, torch.randn(48)
     gate, up = (x @ weight.T + bias).chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
+    atol = 1e-4 + 0.1 * digits_error(torch.float32, weight) * (gate.abs() + 1.1 * up.abs()).max().item()
     for panel in (1 << 20, 16 * 512):
         monkeypatch.setitem(panels.PANEL, "cpu", panel)
-        torch.testing.assert_close(one.linear(x, packed, "silu", bias), want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(one.linear(x, packed, "silu", bias), want, atol=atol, rtol=1e-4)
 
 
 def test_values_that_are_not_finite_stay_in_their_row(isa):
