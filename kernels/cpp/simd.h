@@ -79,8 +79,14 @@ template <> inline f16 narrow<f16>(float x) {  // likewise; from 65520 on, infin
 INLINE Vec fill(float x) { return x - (Vec){}; }
 
 INLINE Vec load(const float* p) { return *(const VecAnywhere*)p; }
-INLINE Vec load(const bf16* p) {
+INLINE Vec load(const bf16* p) {  // GCC 12 would convert halves of a vector, and put them together
+#if defined(__AVX512F__)
+    return (Vec)((Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+#elif defined(__AVX2__)
+    return (Vec)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#else
     return (Vec)(__builtin_convertvector(*(const ShortsAnywhere*)p, Ints) << 16);
+#endif
 }
 INLINE Vec load(const f16* p) {
 #if defined(__AVX512F__)
@@ -120,7 +126,15 @@ INLINE void store(bf16* p, Vec x) {
     Ints rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     Ints nan = x != x;  // all bits where it is one
     Ints y = (nan & (bits >> 16 | 64)) | (~nan & rounded);
-    *(ShortsAnywhere*)p = __builtin_convertvector(y & 0xffff, Shorts);
+    y &= 0xffff;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)y));
+#elif defined(__AVX2__)
+    __m256i both = (__m256i)y;
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
+#else
+    *(ShortsAnywhere*)p = __builtin_convertvector(y, Shorts);
+#endif
 #endif
 }
 
