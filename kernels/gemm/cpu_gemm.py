@@ -6,6 +6,7 @@ library is as fast or faster.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..cpp import ops
@@ -14,15 +15,16 @@ MOST_ROWS = 64
 
 
 def supports(x: Tensor, weight: Tensor) -> bool:
-    """x [T, I], weight [O, I]."""
-    if x.device.type != "cpu" or not 0 < len(x) <= MOST_ROWS or x.dtype != weight.dtype:
+    """x [T, I], weight [O, I]: of x's dtype, or of 16 bits where x is f32."""
+    if x.device.type != "cpu" or not 0 < len(x) <= MOST_ROWS or x.dtype not in (weight.dtype, torch.float32):
         return False
-    return x.stride(1) == 1 and weight.is_contiguous() and ops.takes(x)
+    return x.stride(1) == 1 and ops.takes(x) and ops.reads(weight)
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[T, O], where it supports."""
+    """[T, O], where it supports. bias: of x's dtype."""
     y = x.new_empty(len(x), len(weight))
     inputs = weight.shape[1]
-    ops.typed("cpu_gemm", "linear", x.dtype)(x, weight, bias, y, len(x), inputs, len(weight), x.stride(0))
+    name = "linear" if x.dtype == weight.dtype else "linear_f32_of"
+    ops.typed("cpu_gemm", name, weight.dtype)(x, weight, bias, y, len(x), inputs, len(weight), x.stride(0))
     return y

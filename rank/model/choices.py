@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -14,20 +14,24 @@ from ..safetensors_header import Index
 from . import stored_formats
 from .base import Model
 from .config import Config
-from .formats import ChooseFormat, Part, in_situ
+from .formats import ChooseFormat, Part, dense, in_situ
+from .formats._half_floats import HalfFloats
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 CODES = "F8_E4M3", "I8"  # of safetensors: elements that mean nothing without a scale
+HALVES = {"bf16": "BF16", "f16": "F16"}  # dtypes of 16 bits, as safetensors name them
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
 
-def choose_format(config: Config, isq: str, quantization: str = "auto", names: Collection[str] = ()) -> ChooseFormat:
+def choose_format(
+    config: Config, isq: str, quantization: str = "auto", names: Collection[str] = (), plain: ChooseFormat = dense
+) -> ChooseFormat:
     """The format of each linear: what the checkpoint stores, or what weights are quantised to while they are loaded.
 
     quantization: the method that the checkpoint must have, or auto. names: of the checkpoint's tensors; none where
-    config.json alone is known.
+    config.json alone is known. plain: of checkpoints that are not quantised, without isq.
     """
     method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
     if quantization not in ("auto", *stored_formats.goes_by(method)):
@@ -37,7 +41,7 @@ def choose_format(config: Config, isq: str, quantization: str = "auto", names: C
             USAGE,
         )
     if method == "none":
-        return in_situ(isq, sizes_of(config))
+        return plain if isq == "none" else in_situ(isq, sizes_of(config))
     if isq != "none":
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
     return stored_formats.choose(config.quantization, Part, names)
@@ -72,6 +76,20 @@ def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
     if device.type == "cpu":
         return "f32"
     return "bf16" if config.dtype == "f32" else config.dtype
+
+
+def choose_plain(
+    dtype: str, config: Config, device: torch.device, compiled: bool, stored: Callable[[str], str | None]
+) -> ChooseFormat:
+    """The format of linears that are not quantised. Where auto has a CPU compute in f32, weights of 16 bits stay so.
+
+    dtype: the option. compiled: whether there are kernels that read them. stored: of a linear's path, the dtype of its
+    weight as safetensors name it, as far as it is known.
+    """
+    if dtype != "auto" or device.type != "cpu" or config.dtype not in HALVES or not compiled:
+        return dense
+    kept, usual = HalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
+    return lambda path: kept if stored(path) in (usual, None) else Part
 
 
 def model_length(wanted: int, config: Config, speaks: bool = False) -> int:

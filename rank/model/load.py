@@ -15,6 +15,7 @@ from ...comm.base import HostComm
 from ...comm.broadcast import broadcast_bytes
 from ...comm.mesh import Mesh
 from ...errors import USAGE, FatalError, HostMemoryError, first_line, lacks_memory
+from ...kernels.cpp import ops
 from ...kernels.quantized import affine
 from ...kernels.quantized.stack import Stack
 from .. import filesystems
@@ -23,7 +24,7 @@ from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, load_memory, stored_formats
 from .base import Model
-from .choices import DTYPES, choose_dtype, choose_format, model_length, names_of, without_codes
+from .choices import DTYPES, choose_dtype, choose_format, choose_plain, model_length, names_of, without_codes
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
@@ -85,7 +86,8 @@ def load(
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    build = partial(_build, config, model_length(max_model_len, config, speaks), index, (isq, quantization))
+    length = model_length(max_model_len, config, speaks)
+    build = partial(_build, config, length, index, (isq, quantization, dtype), device)
     mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
     _check_experts(model, mesh, experts)
     if speaks and isq != "none":
@@ -107,17 +109,30 @@ def load(
         if isinstance(error, HostMemoryError) or not lacks_memory(error):
             raise
         raise load_memory.too_large(need, f"memory ran out ({first_line(error).rstrip('.')})") from error
-    _finish(model, DTYPES[chosen])
-    if speaks:
-        _tell_without_kernel(model)
+    _finish(model, DTYPES[chosen], speaks)
     return model.eval()
 
 
-def _build(config: Config, length: int, index: Index | None, quantised: tuple[str, str], mesh: Mesh) -> Model:
-    """This rank's model, without memory, for sequences of up to `length`. quantised: isq and quantization of `load`."""
+def _stored(model: type[Model], index: Index | None) -> Callable[[str], str | None]:
+    """Of a linear's path, the dtype of its weight in the checkpoint's files; None: there is no such tensor."""
+    if index is None:
+        return lambda path: None
+    entries = {model.rename(name): index.headers[file].get(name) for name, file in index.files.items()}
+    found = {name: entry.dtype for name, entry in entries.items() if entry is not None}
+    return lambda path: found.get(f"{path}.weight")
+
+
+def _build(
+    config: Config, length: int, index: Index | None, options: tuple[str, str, str], device: torch.device, mesh: Mesh
+) -> Model:
+    """This rank's model, without memory, for sequences of up to `length`. options: isq, quantization and dtype of
+    `load`."""
+    isq, quantization, dtype = options
     module = architectures.find(config.model_type)
     names = names_of(config, module.Model, index)
-    format_of = choose_format(config, *quantised, without_codes(names, module.Model, index))
+    compiled = device.type == "cpu" and ops.available()
+    plain = choose_plain(dtype, config, device, compiled, _stored(module.Model, index))
+    format_of = choose_format(config, isq, quantization, without_codes(names, module.Model, index), plain)
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
@@ -131,7 +146,7 @@ def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torc
     return Filler(model.sharded_modules(), device, dtype, stored, finished)
 
 
-def _finish(model: Model, dtype: torch.dtype) -> None:
+def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
     """Once its weights are loaded. dtype: the model's."""
     model.dtype = dtype
     for one in model.modules():
@@ -140,6 +155,8 @@ def _finish(model: Model, dtype: torch.dtype) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
+    if speaks:
+        _tell_without_kernel(model)
 
 
 def _fill_together(
@@ -227,7 +244,8 @@ def check(
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
-    model = _build(config, model_length(max_model_len, config), index, (isq, quantization), mesh)
+    length, options = model_length(max_model_len, config), (isq, quantization, "auto")
+    model = _build(config, length, index, options, torch.device("meta"), mesh)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:

@@ -28,7 +28,7 @@ from ...kernels.quantized import e4m3, e4m3_wide
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
-from .choices import DTYPES, choose_dtype, choose_format, names_of
+from .choices import DTYPES, choose_dtype, choose_format, choose_plain, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
@@ -60,7 +60,9 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
-    format_of, kept = choose_format(config, question["isq"]), question["kv_cache_dtype"]
+    kept = question["kv_cache_dtype"]
+    as_stored = choose_plain(question["dtype"], config, device, any(compiler.compilers()), lambda path: None)
+    format_of = choose_format(config, question["isq"], plain=as_stored)
     asked = question["tp"] or 1
     # It may refuse.
     models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), format_of)}

@@ -167,7 +167,7 @@ def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFor
     first = found[paths[0]]
     other = next((path for path, one in found.items() if one != first), None)
     if other is None:
-        return None if first is Part else first
+        return None if first is Part or getattr(first, "stacks_plain", False) else first
     if all(one is Part or getattr(one, "read_plain", False) for one in found.values()):
         return None
     raise FatalError(

@@ -1,0 +1,111 @@
+"""Checkpoints of 16 bits on CPUs that compute in f32: they stay as they are, and make what they make in f32."""
+
+import functools
+import json
+
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.cpp import ops
+from phalanx.rank.model import measure
+from phalanx.rank.model.choices import choose_plain
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.formats import Part, _half_floats
+from phalanx.rank.model.load import load
+from safetensors.torch import load_file, save_file
+
+from .. import test_architectures as architectures
+from ..harness import distance, run_steps, tokens
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+COMMON = dict(
+    hidden_size=96, intermediate_size=320, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=6,
+    head_dim=32, vocab_size=509, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
+)  # fmt: skip
+MODELS = {
+    "llama": dict(model_type="llama"),
+    "qwen2": dict(model_type="qwen2", hidden_size=192),  # biases
+    "gemma2": dict(model_type="gemma2", query_pre_attn_scalar=24, sliding_window=11),  # tied
+    "deepseek_v2": architectures.MODELS["deepseek_v2"],  # a linear that becomes plain; experts
+}
+
+
+def narrow(path, dtype, kept=()):
+    """The checkpoint's matrices in 16 bits, but those whose names end so."""
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    weights = load_file(file)
+    small = {name: x if name.endswith(tuple(kept)) and kept else x.to(dtype) for name, x in weights.items()}
+    save_file(small, file)
+    (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    @functools.cache
+    def make(name, dtype):
+        own = MODELS[name] if name == "deepseek_v2" else COMMON | MODELS[name]
+        return narrow(architectures.write(tmp_path_factory.mktemp(name) / "small", **own), dtype)
+
+    return make
+
+
+def load_on(path, tp=1, **options):
+    return threads.run(lambda comm: load(path, mesh.build(comm, tp, 1), **options), tp)
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_weights_in_f32(made, name, dtype, tp, pp):
+    path, ids = made(name, dtype), tokens(90, vocab=500)
+    steps = [[(0, 70)], *[[(0, 1)]] * 20]  # many rows at once, and one
+    mine, wide = (run_steps(path, [ids], steps, tp=tp, pp=pp, dtype=d, max_model_len=512)[0] for d in ("auto", "f32"))
+    assert distance(mine, wide) < 1e-5
+
+
+def test_what_is_held(made):
+    (model,), (wide,) = (load_on(made("llama", torch.bfloat16), dtype=d) for d in ("auto", "f32"))
+    linears = ((4 * 96 * 192 + 3 * 96 * 320) * 2 + 509 * 96) * 2
+    assert wide.weight_bytes - model.weight_bytes == linears, "half of what they take in f32"
+    assert model.num_weights == wide.num_weights and model.dtype == torch.float32
+    kept = [one.kept_bytes(torch.float32, torch.device("cpu")) for one in model.sharded_modules()]
+    assert model.weight_bytes == sum(kept)
+    (tied,) = load_on(made("gemma2", torch.bfloat16))
+    head = tied.lm_head.parts[0].packed.weight
+    assert head.dtype == torch.bfloat16 and torch.equal(head.float(), tied.model.embed_tokens.weight)
+
+
+def test_foretold(made):
+    path = made("llama", torch.float16)
+    question = dict(model=str(path), device="cpu", dtype="auto", isq="none", kv_cache_dtype="auto", tp=1, pp=1, most=1)
+    (model,) = load_on(path)
+    found = measure.measure(question)["ranks"][1]
+    layers = sum(one["bytes"] for kind in found["layers"] for one in found["kinds"][kind]["weights"])
+    assert layers + sum(one["bytes"] for one in found["ends"]["whole"]) == model.weight_bytes
+
+
+def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
+    name = "model.layers.1.mlp.down_proj"
+    path = narrow(
+        architectures.write(tmp_path / "mixed", **COMMON | MODELS["llama"]), torch.bfloat16, [f"{name}.weight"]
+    )
+    (model,) = load_on(path)
+    kept = model.get_submodule(name).matrix
+    assert kept.dtype == torch.float32 and torch.equal(kept, load_file(path / "model.safetensors")[f"{name}.weight"])
+    assert model.get_submodule("model.layers.0.mlp.down_proj").matrix is None
+
+
+@pytest.mark.parametrize("dtype, device, compiled, stored", [
+    ("f32", "cpu", True, "BF16"),
+    ("bf16", "cpu", True, "BF16"),
+    ("auto", "cuda", True, "BF16"),
+    ("auto", "cpu", False, "BF16"),
+    ("auto", "cpu", True, "F32"),
+])  # fmt: skip
+def test_who_has_plain_weights(made, dtype, device, compiled, stored):
+    config = read_config(made("llama", torch.bfloat16))
+    of = choose_plain(dtype, config, torch.device(device), compiled, lambda path: stored)
+    assert of("model.layers.0.mlp.down_proj") is Part
+    kept = choose_plain("auto", config, torch.device("cpu"), True, lambda path: "BF16")
+    assert kept("x") == _half_floats.HalfFloats(torch.bfloat16) == kept("y"), "neighbours become one part"
