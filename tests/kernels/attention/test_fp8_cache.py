@@ -80,7 +80,8 @@ def test_cpus_write_what_the_reference_writes(threads, called, dtype, heads, kv_
         found.append((q, cache))
     (q, cache), (want, wanted) = reversed(found)
     assert called == [f"rope_{'f32' if dtype == torch.float32 else 'bf16'}"]
-    close(q, want, dtype, atol=1e-5 if dtype == torch.float32 else 6e-2)
+    most = wide.abs().max().item()  # a rotation may leave little of two large numbers
+    close(q, want, dtype, atol=1e-5 + most * 1e-6 if dtype == torch.float32 else 6e-2)
     assert torch.equal(cache[1].view(torch.uint8), wanted[1].view(torch.uint8)), "values bit for bit"
     assert torch.equal(cache[2][:, :, 1], wanted[2][:, :, 1])
     for mine, other in zip(widened(cache), widened(wanted), strict=True):
