@@ -13,11 +13,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from pytest_timeout import _get_item_settings as timeout_of
 
 from . import leftovers
-from .processes import wait
+from .processes import kill, wait
 
-SESSION = secrets.token_hex(8)
+RUN, WORKER = (os.environ.get(f"PYTEST_XDIST_{name}", "") for name in ("TESTRUNUID", "WORKER"))
+SESSION = f"{RUN}-{WORKER}" if RUN else secrets.token_hex(8)
 PATIENCE = 20.0  # for what was told to end, on a machine that others use too
 GRACE = 60.0  # beyond its timeout, for a test to clear away what it has started
 STDERR = pytest.StashKey[int]()
@@ -53,15 +55,23 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def part_of_a_test(item):
     """pytest-timeout raises its error once, in Python: what waits in C, or catches the error and waits again, would
-    wait for ever. This ends the process and shows where each of its threads was; xdist then names the test and goes on
-    with a new process."""
-    marker = item.get_closest_marker("timeout")
-    limit = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
-    faulthandler.dump_traceback_later(float(limit) + GRACE, exit=True, file=item.config.stash[STDERR])
+    wait for ever. This ends the process and shows where each of its threads was; where there is xdist, it names the
+    test and goes on with a new process."""
+    limit = timeout_of(item).timeout
+    if not limit:
+        return (yield)
+    faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """In xdist's controller: what a process that was ended had started ends, too."""
+    if error:
+        kill(leftovers.marked(f"{node.workerinput['testrunuid']}-{node.gateway.id}", parts=True))
 
 
 pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = part_of_a_test

@@ -23,12 +23,16 @@ USUAL = Path(tempfile.gettempdir())  # before own_tmpdir()
 SHARED_BY_ALL = (KERNELS, "torchinductor_", OPEN_MPI_4)
 
 
-def marked(word: str) -> dict[int, str]:
-    """The processes that have this word as MARK, with their command lines; this process left out."""
+def marked(word: str, parts: bool = False) -> dict[int, str]:
+    """The processes that have this word as MARK, with their command lines; this process left out. parts: or the word
+    with more behind a colon."""
     wanted, found = f"{MARK}={word}".encode(), {}
     for pid, process in table().items():
         with contextlib.suppress(OSError):
-            if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if parts:
+                entries = [entry.partition(b":")[0] for entry in entries]
+            if pid != os.getpid() and wanted in entries:
                 found[pid] = process.line
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 from . import leftovers
 from .conftest import FIRST, pytest_collection_modifyitems
+from .processes import table
 
 HERE = Path(__file__).resolve().parent
 
@@ -49,9 +50,10 @@ def test_plain():
 """
 
 HANGS = """
-import ctypes, time, pytest
+import ctypes, subprocess, sys, time, pytest
 @pytest.mark.timeout(1)
 def test_in_c():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(98.75)"])
     lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex), lock(mutex)  # waits for itself, and has Python's lock meanwhile
 @pytest.mark.timeout(1)
@@ -84,7 +86,8 @@ def run(tmp_path):
         for name, text in files.items():
             (place / f"{name}.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
-        env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        env = outer | {"TMPDIR": str(tmp_path / "tmp")}
         return subprocess.run([*command, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
 
     return of
@@ -106,6 +109,7 @@ def test_a_test_that_no_timeout_ends_is_named_and_others_go_on(run):
     for name in ("test_in_c", "test_that_catches"):
         assert re.search(rf"crashed while running .*test_a.py::{name}\b", done.stdout), done.stdout
         assert re.search(rf'File ".*/test_a.py", line \d+ in {name}', done.stderr), done.stderr
+    assert not [line for line in (one.line for one in table().values()) if "sleep(98.75)" in line]
 
 
 def test_what_is_tried_twice_is_listed_with_its_reason(run):
