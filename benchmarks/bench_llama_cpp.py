@@ -72,17 +72,18 @@ def write_gguf(path: Path, config: dict[str, Any]) -> None:
     out.close()
 
 
-def quantize(path: Path, made: Path, isq: str) -> None:
-    """llama.cpp's own choice of types for each tensor."""
+def quantize(path: Path, isq: str) -> Path:
+    """Another file beside it, of types that llama.cpp chooses for each tensor; the embedding and the head, too."""
+    made = path.with_stem(f"{path.stem}-{isq}")
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = FILE_TYPES[isq]
     if llama_cpp.llama_model_quantize(str(path).encode(), str(made).encode(), ctypes.byref(options)):
         raise SystemExit(f"bench_llama_cpp.py: llama.cpp could not make {isq} of the weights")
+    return made
 
 
 class Engine:
     def __init__(self, path: Path, threads: int, sequences: int):
-        llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         asked = llama_cpp.llama_context_default_params()
         asked.n_ctx = CONTEXT * sequences
@@ -140,12 +141,13 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     asked = parser.parse_args()
     llama_cpp.llama_log_set(QUIET, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
     batches = [int(b) for b in asked.batches.split(",")]
     with tempfile.TemporaryDirectory() as made:
         path = Path(made, "model.gguf")
         write_gguf(path, CONFIGS[asked.config])
         if asked.isq:
-            quantize(path, path := Path(made, "quantised.gguf"), asked.isq)
+            path = quantize(path, asked.isq)
         engine = Engine(path, asked.tp, max([*batches, 1]))
         about = dict(engine="llama.cpp", version=llama_cpp.__version__, config=asked.config, tp=asked.tp, isq=asked.isq)
         engine.generate(engine.prompts(1, 128), 16)

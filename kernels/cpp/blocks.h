@@ -68,8 +68,6 @@ template <int BITS> INLINE Ints four_codes(const uint8_t* p, int i, int v) {
     return (*(const IntsAnywhere*)(p + i % 4 * 64 + 4 * v * LANES) >> (i < 4 ? 0 : 4)) & 0x0f0f0f0f;
 }
 
-typedef uint16_t Pairs __attribute__((vector_size(LANES * 4), may_alias));
-
 // Numbers v * LANES.. of sixteen of f16.
 INLINE Vec halves(const uint8_t* p, int v) { return load((const f16*)p + v * LANES); }
 
@@ -116,21 +114,23 @@ template <typename T> struct Dots {
     INLINE Ints high() const { return digits[DIGITS<T> - 1]; }
 };
 #elif defined(__AVX2__)
-// Sums of two neighbours' products: of numbers of 16 bits; of bytes, those of x not negative, to 16 bits.
+// Sums of two neighbours' products: of numbers of 16 bits; of bytes, those of codes not negative, to 16 bits.
 #if defined(__AVX512F__)
-INLINE Ints dot_pairs(Ints x, Ints y) { return (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y); }
-INLINE Ints dot_bytes(Ints x, Ints y) { return (Ints)_mm512_maddubs_epi16((__m512i)x, (__m512i)y); }
+INLINE Ints dot_pairs(Ints codes, Ints x) { return (Ints)_mm512_madd_epi16((__m512i)codes, (__m512i)x); }
+INLINE Ints dot_bytes(Ints codes, Ints x) { return (Ints)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x); }
 #else
-INLINE Ints dot_pairs(Ints x, Ints y) { return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y); }
-INLINE Ints dot_bytes(Ints x, Ints y) { return (Ints)_mm256_maddubs_epi16((__m256i)x, (__m256i)y); }
+INLINE Ints dot_pairs(Ints codes, Ints x) { return (Ints)_mm256_madd_epi16((__m256i)codes, (__m256i)x); }
+INLINE Ints dot_bytes(Ints codes, Ints x) { return (Ints)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x); }
 #endif
 
+typedef uint16_t Halves __attribute__((vector_size(LANES * 4), may_alias));
+
 struct Codes {
-    Ints all, first, second;
+    Ints all, first, second;  // first: of each four the first and the third, of 16 bits; second: the others
 };
 template <typename F> INLINE Codes four(const F& at, int i, int v) {
     const Ints all = at.four(i, v);
-    return {all, all & 0x00ff00ff, (Ints)((Pairs)all >> 8)};
+    return {all, all & 0x00ff00ff, (Ints)((Halves)all >> 8)};
 }
 
 template <typename T> struct Dots {
@@ -226,11 +226,15 @@ INLINE void float_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total
 template <int R, typename F, typename T>
 INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
 #if defined(__AVX512VNNI__)
-    return whole_tile<R, F, T>(a, m, w, total);
+    whole_tile<R, F, T>(a, m, w, total);
 #elif defined(__AVX2__)
-    if (DIGITS<T> == 2 || R <= 2) return whole_tile<R, F, T>(a, m, w, total);
-#endif
+    if constexpr (DIGITS<T> == 2 || R <= 2)
+        whole_tile<R, F, T>(a, m, w, total);
+    else
+        float_tile<R, F, T>(a, m, w, total);
+#else
     float_tile<R, F, T>(a, m, w, total);
+#endif
 }
 
 #if defined(TILES)
