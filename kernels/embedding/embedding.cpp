@@ -11,22 +11,23 @@ struct Embed {
     double scale;
 };
 
-template <typename T> INLINE void scale_row(const T* x, float scale, T* y, int64_t size) {
+template <typename T, typename W> INLINE void scale_row(const W* x, float scale, T* y, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * scale);
     if (i < size) store(y + i, load(x + i, size - i) * scale, size - i);
 }
 
-template <typename T> void embed(const Embed& a, int part, int parts) {
+// W: the table's numbers, where y has others.
+template <typename T, typename W = T> void embed(const Embed& a, int part, int parts) {
     Share share(a.width, part, parts);
     int64_t size = share.last - share.first;
     for (int64_t t = 0; t < a.count; t++) {
         int64_t row = a.ids[t] - a.start;
-        const T* x = (const T*)a.weight + row * a.width + share.first;
+        const W* x = (const W*)a.weight + row * a.width + share.first;
         T* y = (T*)a.y + t * a.width + share.first;
         if (row < 0 || row >= a.rows)
             memset(y, 0, size * sizeof(T));
-        else if (a.scale == 1)
+        else if (a.scale == 1 && sizeof(T) == sizeof(W))
             memcpy(y, x, size * sizeof(T));
         else
             scale_row(x, (float)a.scale, y, size);
@@ -55,4 +56,6 @@ static void cos_sin(const CosSin& a, int part, int parts) {
 
 OP(embed_f32, embed<float>, Embed)
 OP(embed_bf16, embed<bf16>, Embed)
+OP(embed_f32_of_bf16, (embed<float, bf16>), Embed)
+OP(embed_f32_of_f16, (embed<float, f16>), Embed)
 OP(cos_sin_f32, cos_sin, CosSin)

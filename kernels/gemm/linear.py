@@ -1,4 +1,4 @@
-"""The one place where activations meet a weight matrix in full precision.
+"""The one place where activations meet a weight matrix of their own precision.
 
 On CPUs, weights stay as they are where there are C++ kernels (cpu_gemm.py); without, f32 matrices are kept in oneDNN's
 blocked layout. Measured on a core of an EPYC with AVX-512, another one busy (2026-11-23), the GEMMs of 12 layers of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -15,13 +15,14 @@ from . import stored_formats
 from .base import Model
 from .config import Config
 from .formats import ChooseFormat, Part, dense, in_situ
-from .formats._half_floats import HalfFloats
+from .formats._half_floats import MakeHalfFloats
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 CODES = "F8_E4M3", "I8"  # of safetensors: elements that mean nothing without a scale
 HALVES = {"bf16": "BF16", "f16": "F16"}  # dtypes of 16 bits, as safetensors name them
+StoredDtypes = Callable[[], Mapping[str, str]]  # tensor → its dtype in the checkpoint's files
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
 
@@ -31,7 +32,7 @@ def choose_format(
     """The format of each linear: what the checkpoint stores, or what weights are quantised to while they are loaded.
 
     quantization: the method that the checkpoint must have, or auto. names: of the checkpoint's tensors; none where
-    config.json alone is known. plain: of checkpoints that are not quantised, without isq.
+    config.json alone is known. plain: of linears that are not quantised.
     """
     method = stored_formats.method_of(config.quantization, config.path) if config.quantization else "none"
     if quantization not in ("auto", *stored_formats.goes_by(method)):
@@ -44,7 +45,7 @@ def choose_format(
         return plain if isq == "none" else in_situ(isq, sizes_of(config))
     if isq != "none":
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
-    return stored_formats.choose(config.quantization, Part, names)
+    return stored_formats.choose(config.quantization, plain, names)
 
 
 def sizes_of(config: Config) -> mixes.Sizes:
@@ -63,10 +64,7 @@ def names_of(config: Config, model: type[Model], index: Index | None = None) -> 
 def without_codes(names: frozenset[str], model: type[Model], index: Index | None) -> frozenset[str]:
     """Names without those of codes, which are no plain weights: so that a linear whose scale is missing is not taken
     for one that is not quantised."""
-    if index is None:
-        return names
-    entries = {name: index.headers[file].get(name) for name, file in index.files.items()}
-    return names - {model.rename(name) for name, entry in entries.items() if entry and entry.dtype in CODES}
+    return names - {name for name, dtype in stored_dtypes(model, index).items() if dtype in CODES}
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
@@ -79,17 +77,25 @@ def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
 
 
 def choose_plain(
-    dtype: str, config: Config, device: torch.device, compiled: bool, stored: Callable[[str], str | None]
+    dtype: str, config: Config, device: torch.device, compiled: bool, stored: StoredDtypes
 ) -> ChooseFormat:
     """The format of linears that are not quantised. Where auto has a CPU compute in f32, weights of 16 bits stay so.
 
-    dtype: the option. compiled: whether there are kernels that read them. stored: of a linear's path, the dtype of its
-    weight as safetensors name it, as far as it is known.
+    dtype: the option. compiled: whether there are kernels that read them.
     """
     if dtype != "auto" or device.type != "cpu" or config.dtype not in HALVES or not compiled:
         return dense
-    kept, usual = HalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
-    return lambda path: kept if stored(path) in (usual, None) else Part
+    kept, usual = MakeHalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
+    found = stored()
+    return lambda path: kept if found.get(f"{path}.weight", usual) == usual else Part
+
+
+def stored_dtypes(model: type[Model], index: Index | None) -> dict[str, str]:
+    """Of the checkpoint's tensors, as safetensors name them; empty where there are no files."""
+    if index is None:
+        return {}
+    entries = {model.rename(name): index.headers[file].get(name) for name, file in index.files.items()}
+    return {name: entry.dtype for name, entry in entries.items() if entry}
 
 
 def model_length(wanted: int, config: Config, speaks: bool = False) -> int:

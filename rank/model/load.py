@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,9 +23,9 @@ from .. import filesystems
 from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
-from . import architectures, load_memory, stored_formats
+from . import architectures, choices, load_memory, stored_formats
 from .base import Model
-from .choices import DTYPES, choose_dtype, choose_format, choose_plain, model_length, names_of, without_codes
+from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
@@ -87,7 +88,7 @@ def load(
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     length = model_length(max_model_len, config, speaks)
-    build = partial(_build, config, length, index, (isq, quantization, dtype), device)
+    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype), device)
     mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
     _check_experts(model, mesh, experts)
     if speaks and isq != "none":
@@ -113,26 +114,23 @@ def load(
     return model.eval()
 
 
-def _stored(model: type[Model], index: Index | None) -> Callable[[str], str | None]:
-    """Of a linear's path, the dtype of its weight in the checkpoint's files; None: there is no such tensor."""
-    if index is None:
-        return lambda path: None
-    entries = {model.rename(name): index.headers[file].get(name) for name, file in index.files.items()}
-    found = {name: entry.dtype for name, entry in entries.items() if entry is not None}
-    return lambda path: found.get(f"{path}.weight")
+class Wanted(NamedTuple):
+    """Options of `load` by which formats are chosen."""
+
+    isq: str
+    quantization: str
+    dtype: str
 
 
-def _build(
-    config: Config, length: int, index: Index | None, options: tuple[str, str, str], device: torch.device, mesh: Mesh
-) -> Model:
-    """This rank's model, without memory, for sequences of up to `length`. options: isq, quantization and dtype of
-    `load`."""
-    isq, quantization, dtype = options
+def _build(config: Config, length: int, index: Index | None, wanted: Wanted, device: torch.device, mesh: Mesh) -> Model:
+    """This rank's model, without memory, for sequences of up to `length`."""
     module = architectures.find(config.model_type)
-    names = names_of(config, module.Model, index)
+    names = choices.names_of(config, module.Model, index)
     compiled = device.type == "cpu" and ops.available()
-    plain = choose_plain(dtype, config, device, compiled, _stored(module.Model, index))
-    format_of = choose_format(config, isq, quantization, without_codes(names, module.Model, index), plain)
+    stored = partial(choices.stored_dtypes, module.Model, index)
+    plain = choices.choose_plain(wanted.dtype, config, device, compiled, stored)
+    left = choices.without_codes(names, module.Model, index)
+    format_of = choices.choose_format(config, wanted.isq, wanted.quantization, left, plain)
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 
 
@@ -244,8 +242,8 @@ def check(
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     mesh = dataclasses.replace(mesh, ep=mesh.ep or 1)
     index = read_index(config.path) if load_format != "dummy" else None
-    length, options = model_length(max_model_len, config), (isq, quantization, "auto")
-    model = _build(config, length, index, options, torch.device("meta"), mesh)
+    wanted = Wanted(isq, quantization, "f32")  # which changes nothing of what is refused
+    model = _build(config, model_length(max_model_len, config), index, wanted, torch.device("cpu"), mesh)
     if mesh.ep > 1 and mesh.pipe.size == 1 and not _experts_of(model):
         raise _no_experts(mesh)
     if index is not None:

@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
     best = plan.best(figures)
-    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, shape.usual_dtype)
+    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, options.dtype)
     smallest = plan.fewest(shape, cluster, asked)
     answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
     print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))

@@ -220,8 +220,8 @@ def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 102
     return None
 
 
-def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, usual: str) -> list[str]:
-    """The lines that start it; `usual` is the dtype that serve chooses by itself."""
+def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, dtype: str = "auto") -> list[str]:
+    """The lines that start it. dtype: as it was asked for."""
     layout = one.layout
     words = ["--w", model]
     if cluster.device.cpu:
@@ -233,8 +233,7 @@ def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, 
     words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
     words += ["--num-experts-offload-per-rank", str(layout.offload)] if layout.offload else []
     words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
-    if asked.dtype != usual:
-        words += ["--dtype", asked.dtype]
+    words += ["--dtype", dtype] if dtype != "auto" else []
     if asked.isq != "none":
         words += ["--isq", asked.isq]
     if asked.kv_cache_dtype != "auto":

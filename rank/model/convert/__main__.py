@@ -27,6 +27,7 @@ from ....comm import mesh, threads
 from ....errors import MEMORY, MODEL, USAGE, FatalError, lacks_memory
 from ...safetensors_header import INDEX, Index, read_index, weight_files
 from ..base import Model
+from ..choices import choose_dtype
 from ..config import Config, read_config
 from ..experts.fused import StackedLinear
 from ..load import load
@@ -118,7 +119,8 @@ def _round(question: Question, config: Config, device: str) -> None:
 
 def _load(config: Config, question: Question, device: str) -> Model:
     alone = threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0]
-    model = load(question.source, alone, device, question.dtype, progress=_bar("reading"))
+    dtype = choose_dtype(question.dtype, config, torch.device(device))  # named: by auto, CPUs leave weights packed
+    model = load(question.source, alone, device, dtype, progress=_bar("reading"))
     for module in model.modules():
         if isinstance(module, StackedLinear) and any("{}" not in source.path for source in module.sources):
             raise FatalError(

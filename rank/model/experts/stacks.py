@@ -12,7 +12,7 @@ from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import super_blocks, super_blocks_cuda
 from ....kernels.quantized.stack import padded, parted
-from ..formats import ChooseFormat, MakePart, Part
+from ..formats import ChooseFormat, MakePart, Part, plain_of
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
@@ -163,11 +163,11 @@ def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFor
     paths = [
         one.path.replace("{}", str(number)) for one in sources for number in (experts if "{}" in one.path else (0,))
     ]
-    found = {path: format_of(path) for path in paths}
+    found = {path: plain_of(format_of(path)) for path in paths}
     first = found[paths[0]]
     other = next((path for path, one in found.items() if one != first), None)
     if other is None:
-        return None if first is Part or getattr(first, "stacks_plain", False) else first
+        return None if first is Part else first
     if all(one is Part or getattr(one, "read_plain", False) for one in found.values()):
         return None
     raise FatalError(

@@ -27,6 +27,12 @@ def dense(path: str) -> MakePart:
     return Part
 
 
+def plain_of(make: MakePart) -> MakePart:
+    """What makes a linear whose matrix others read: a plain one, where `make` leaves weights in 16 bits."""
+    plain: MakePart = getattr(make, "plain", make)
+    return plain
+
+
 # The linears of which a mix of formats has more bits, by the end of their paths → GGUF's names of them.
 MIXED = {
     "lm_head": "output", "v_proj": "attn_v", "qkv_proj": "attn_qkv", "c_attn": "attn_qkv", "kv_b_proj": "attn_kv_b",

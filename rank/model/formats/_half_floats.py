@@ -15,7 +15,7 @@ from .dense import Part as Plain
 
 
 class Part(PackedPart):
-    """Some outputs of a linear. A tied head has a copy of the embedding's table: tokens are looked up in f32."""
+    """Some outputs of a linear. A tied head has the embedding's table, which then stays so, too."""
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
     codec = half_floats
@@ -26,21 +26,24 @@ class Part(PackedPart):
         super().__init__(inputs, outputs, bias, sources)
         self.dtype = dtype
 
+    @property
+    def shared(self) -> bool:
+        return not self.sources
+
     def kept_bits(self, device: torch.device) -> float:
         return 8 * self.dtype.itemsize
 
     def finish(self) -> None:
-        self.hold(self.codec.pack(self.weight.data.to(self.dtype)))
+        self.hold(self.codec.pack(self.weight))
         del self.weight
 
 
 @dataclass(frozen=True)
-class HalfFloats:
-    """What makes parts that stay as the checkpoint has them. Stacks of experts become plain."""
+class MakeHalfFloats:
+    """What makes parts that stay as the checkpoint has them. plain: what makes them where others read the matrix."""
 
     dtype: torch.dtype
-    stacks_plain = True
-    read_plain = True
+    plain = Plain
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Plain:
         return Part(self.dtype, inputs, outputs, bias, sources)

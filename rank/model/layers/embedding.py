@@ -14,6 +14,7 @@ from ....comm.mesh import Mesh
 from ....kernels.embedding.embedding import embedding
 from ....kernels.sampling.logits import finish_logits
 from ..formats import Part
+from ..formats._half_floats import Part as HalfFloats
 from ..shard import even, whole
 from ..weights.slicing import Field, ShardedModule
 from .linear import ColumnParallel
@@ -33,16 +34,24 @@ class VocabParallelEmbedding(ShardedModule):
         self.vocab = even(vocab_size, self.tensor.rank, self.tensor.size)
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
         self.weight = nn.Parameter(torch.empty(self.vocab.width, hidden_size, device="meta"), requires_grad=False)
+        self.kept: torch.dtype | None = None
+
+    def keep(self, dtype: torch.dtype) -> None:
+        """Leave the table in the checkpoint's dtype, this one, whatever the model computes in."""
+        self.kept, self.fields = dtype, (Field("weight", "oi", stored=True),)
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self.kept or super().dtype_of(name, dtype)
 
     def finish(self) -> None:
-        self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
+        self.scale = torch.tensor(self.scale, dtype=self.model_dtype).item()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [T] int64. Returns [T, hidden], equal on all ranks."""
         if self.tensor.size == 1:
-            return embedding(ids, self.weight, scale=self.scale)
+            return embedding(ids, self.weight, scale=self.scale, dtype=self.model_dtype)
         # Scaled before the sum: of each row's parts all but one are zeros.
-        part = embedding(ids, self.weight, self.vocab.start, whole=False, scale=self.scale)
+        part = embedding(ids, self.weight, self.vocab.start, False, self.scale, self.model_dtype)
         return self.tensor.all_reduce(part)
 
 
@@ -83,6 +92,8 @@ class ParallelLMHead(ColumnParallel):
         part = cast(Part, self.parts[0])
         if any(field.name == "weight" for field in part.fields):
             part.weight, part.sources = table.weight, ()
+        if isinstance(part, HalfFloats):
+            table.keep(part.dtype)
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""

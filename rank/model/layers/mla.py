@@ -18,7 +18,7 @@ from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_sto
 from ....kernels.rope.rope import CosSin
 from ..batch import Batch
 from ..cache_spec import PagedLatent
-from ..formats import ChooseFormat, Part
+from ..formats import ChooseFormat, Part, plain_of
 from ..formats._packed import PackedPart
 from ..shard import Shard, even, scaled, whole
 from ..weights.slicing import Field, ShardedModule, Source, stored_shape
@@ -80,7 +80,7 @@ class LatentUp(ColumnParallel):
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._nope, "eio", keys))
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._value, "eoi", values))
             return
-        super().build(sources, format_of)
+        super().build(sources, lambda path: plain_of(format_of(path)))
         for part in self.parts:
             if isinstance(part, PackedPart):
                 part.expanded = True

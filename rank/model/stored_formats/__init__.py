@@ -53,15 +53,17 @@ def find(settings: dict[str, Any]) -> Any:
     return importlib.import_module(f".{method_of(settings).replace('-', '_')}", __name__)
 
 
-def choose(settings: dict[str, Any], plain: Any, names: Collection[str] = ()) -> Callable[[str], Any]:
-    """The format of each linear, by its path. plain: what makes parts of those that are not quantised.
+def choose(settings: dict[str, Any], plain: Callable[[str], Any], names: Collection[str] = ()) -> Callable[[str], Any]:
+    """The format of each linear, by its path. plain: of a path, what makes parts of those that are not quantised.
 
     names: of the checkpoint's tensors; none where config.json alone is known.
     """
     left_out = [pattern for key in LEFT_OUT for pattern in settings.get(key) or ()] + _dynamic(settings)
     match = find(settings).match
     # `phalanx fit` asks for each linear again with each tensor degree, and of many experts that takes seconds.
-    return functools.cache(lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain)
+    return functools.cache(
+        lambda path: (None if is_among(path, left_out) else match(settings, path, names)) or plain(path)
+    )
 
 
 def _dynamic(settings: dict[str, Any]) -> list[str]:

@@ -169,7 +169,7 @@ def test_a_gguf_file_has_all_that_is_needed(run, checkpoint, tmp_path):
 
 
 def test_linears_that_do_not_fit_stay_plain(run, tmp_path, text):
-    source = make_checkpoint(tmp_path / "model", **SIZES | dict(intermediate_size=80))
+    source = make_checkpoint(tmp_path / "model", **SIZES | dict(intermediate_size=80, dtype="bfloat16"))
     code, said = run(source, tmp_path / "made", "--group", "32", "--calibration", text, "--seqlen", "48")
     assert code == 0 and "; plain: gate_proj, up_proj, down_proj" in said
     with safe_open(tmp_path / "made" / "model.safetensors", "pt") as opened:

@@ -121,6 +121,15 @@ def test_bytes_of_live_ranks(tmp_path, model_type, variants, dtype, layouts, mon
     compare(path, dtype, layouts=LAYOUTS if model_type == "llama" else layouts)
 
 
+@pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
+@pytest.mark.parametrize("variant", ["plain", "tied"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
+def test_bytes_of_weights_that_stay_in_16_bits(tmp_path, model_type, variant):
+    """A latent's linear and experts become f32."""
+    path = write(tmp_path, config_of(model_type, torch_dtype="bfloat16", **VARIANTS[variant]))
+    compare(path, "auto", layouts=[(1, 1), (2, 2)])
+
+
 @pytest.mark.parametrize("tp, ep", [(2, 2), (6, 3), (6, 2)])
 def test_bytes_where_experts_are_shared_out(tmp_path, tp, ep):
     """Of 7 experts, so that the first ranks have most."""

@@ -107,7 +107,7 @@ def test_layers_in_host_memory(shape):
     assert stage.host == 40 * 1_711_276_032 and stage.slots == 2 * 1_711_276_032
     assert stage.loaded == sum(memory.stages(model, Layout(1), ASKED.context)[0].weights.values()) - stage.host
     assert one.runs and one.speed.decode_ms == pytest.approx(stage.host / 54e9 * 1e3)
-    assert " --cpu-offload-gb 65.1926" in plan.command("/m", one, where, asked, "bf16")[0]
+    assert " --cpu-offload-gb 65.1926" in plan.command("/m", one, where, asked)[0]
     assert not plan.estimate(model, Layout(1), cluster(GPU80, per_node=1, host_memory=6e10), asked).runs
 
 
@@ -131,18 +131,18 @@ def test_commands(shape):
     model = shape("Llama-3.1-70B")
     one = plan.estimate(model, Layout(8, 2), cluster(nodes=2), ASKED)
     serve = "phalanx serve --w /m --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --max-model-len 8192 --max-num-seqs 64"
-    assert plan.command("/m", one, cluster(nodes=2), ASKED, "bf16") == [
+    assert plan.command("/m", one, cluster(nodes=2), ASKED) == [
         "phalanx hostfile --slots 8 --mpi openmpi -o hosts",
         f"mpirun -np 16 -hostfile hosts --bind-to none --map-by slot {serve}",
         f"srun --mpi=pmix --nodes=2 --ntasks-per-node=8 {serve}",
     ]
     one = plan.estimate(model, Layout(8), cluster(), ASKED)
-    assert plan.command("/a b", one, cluster(), ASKED, "f16") == [
+    assert plan.command("/a b", one, cluster(), ASKED, ASKED.dtype) == [
         "phalanx serve --w '/a b' --d 0,1,2,3,4,5,6,7 --tp 8 --pp 1 --max-model-len 8192 --max-num-seqs 64 --dtype bf16"
     ]
     slow = plan.Cluster(1, 2, devices.cpu(devices.TYPICAL, 2, 64e9, ""), 50e9)
     asked = Workload(4096, 4, 2048, "f32", kv_fraction=0.5)
-    (line,) = plan.command("/m", plan.estimate(model, Layout(2), slow, asked), slow, asked, "f32")
+    (line,) = plan.command("/m", plan.estimate(model, Layout(2), slow, asked), slow, asked)
     assert line == (
         "phalanx serve --w /m --device cpu --tp 2 --pp 1 --max-model-len 4096 --max-num-seqs 4 --kv-fraction 0.5 --np 2"
     )

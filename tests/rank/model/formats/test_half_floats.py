@@ -7,7 +7,6 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
-from phalanx.rank.model import measure
 from phalanx.rank.model.choices import choose_plain
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.formats import Part, _half_floats
@@ -72,17 +71,10 @@ def test_what_is_held(made):
     kept = [one.kept_bytes(torch.float32, torch.device("cpu")) for one in model.sharded_modules()]
     assert model.weight_bytes == sum(kept)
     (tied,) = load_on(made("gemma2", torch.bfloat16))
-    head = tied.lm_head.parts[0].packed.weight
-    assert head.dtype == torch.bfloat16 and torch.equal(head.float(), tied.model.embed_tokens.weight)
-
-
-def test_foretold(made):
-    path = made("llama", torch.float16)
-    question = dict(model=str(path), device="cpu", dtype="auto", isq="none", kv_cache_dtype="auto", tp=1, pp=1, most=1)
-    (model,) = load_on(path)
-    found = measure.measure(question)["ranks"][1]
-    layers = sum(one["bytes"] for kind in found["layers"] for one in found["kinds"][kind]["weights"])
-    assert layers + sum(one["bytes"] for one in found["ends"]["whole"]) == model.weight_bytes
+    head, table = tied.lm_head.parts[0].packed.weight, tied.model.embed_tokens.weight
+    assert head is table and table.dtype == torch.bfloat16, "a tied head has the embedding's table"
+    (wide,) = load_on(made("gemma2", torch.bfloat16), dtype="f32")
+    assert wide.weight_bytes - tied.weight_bytes == ((4 * 96 * 192 + 3 * 96 * 320) * 2 + 509 * 96) * 2
 
 
 def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
@@ -105,7 +97,7 @@ def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
 ])  # fmt: skip
 def test_who_has_plain_weights(made, dtype, device, compiled, stored):
     config = read_config(made("llama", torch.bfloat16))
-    of = choose_plain(dtype, config, torch.device(device), compiled, lambda path: stored)
-    assert of("model.layers.0.mlp.down_proj") is Part
-    kept = choose_plain("auto", config, torch.device("cpu"), True, lambda path: "BF16")
-    assert kept("x") == _half_floats.HalfFloats(torch.bfloat16) == kept("y"), "neighbours become one part"
+    of = choose_plain(dtype, config, torch.device(device), compiled, lambda: {"x.weight": stored})
+    assert of("x") is Part
+    kept = choose_plain("auto", config, torch.device("cpu"), True, lambda: {"x.weight": "BF16"})
+    assert kept("x") == _half_floats.MakeHalfFloats(torch.bfloat16) == kept("y"), "neighbours become one part"
