@@ -290,7 +290,7 @@ def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, q
 
 def test_no_order_of_activations_may_be_false_too():
     settings = of_group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, actorder=False)
-    assert choose(settings, None)("model.layers.0.mlp.down_proj") is not None
+    assert choose(settings, lambda path: None)("model.layers.0.mlp.down_proj") is not None
 
 
 @pytest.mark.parametrize("module, plain", [
@@ -299,7 +299,7 @@ def test_no_order_of_activations_may_be_false_too():
 ])  # fmt: skip
 def test_what_auto_round_leaves_plain(module, plain):
     settings = auto_round("auto_gptq", None, extra_config={"lm_head": {"act_bits": None}, module: {"bits": 16}})[1]
-    assert (choose(settings, None)("model.layers.1.mlp.down_proj") is None) == plain
+    assert (choose(settings, lambda path: None)("model.layers.1.mlp.down_proj") is None) == plain
 
 
 @pytest.mark.parametrize("name, beside, changes", [
