@@ -76,7 +76,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     dtype: Annotated[
         str, flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
-                  help="of weights and arithmetic; auto: the checkpoint's, on CPUs arithmetic in f32"),
+                  help="of weights and arithmetic; auto: the checkpoint's, f32 on CPUs"),
     ] = "auto"  # fmt: skip
     isq: Annotated[
         str, flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
