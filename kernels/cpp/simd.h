@@ -181,6 +181,15 @@ INLINE float sum(Vec x) {
     return y;
 #endif
 }
+INLINE int32_t sum(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t y = 0;
+    for (int j = 0; j < LANES; j++) y += x[j];
+    return y;
+#endif
+}
 INLINE float largest(Vec x) {
     float y = x[0];
     for (int j = 1; j < LANES; j++) y = x[j] > y ? x[j] : y;

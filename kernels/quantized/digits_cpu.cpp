@@ -31,16 +31,6 @@ INLINE void store_pairs(int16_t* p, Ints x) {
 #endif
 }
 
-INLINE int32_t sum_of(Ints x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)x);
-#else
-    int32_t y = 0;
-    for (int j = 0; j < LANES; j++) y += x[j];
-    return y;
-#endif
-}
-
 // Run `run` of a row, whose inputs are x.
 template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t run, int64_t inputs, Sums& to) {
     constexpr int BITS = 8 * DIGITS<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
@@ -69,7 +59,7 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
         for (int d = 0; d < DIGITS<T>; d++) {
             Ints digit = left << 24 >> 24;
             store((int8_t*)row + d * inputs + run * RUN + v * LANES, digit);
-            whole[d] = sum_of(digit);
+            whole[d] = sum(digit);
             left = (left - digit) >> 8;
         }
         to.low[half] += whole[1] * 256 + whole[0];
@@ -77,10 +67,10 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
 #else
         Ints low = left << 16 >> 16, high = (left - low) >> 16;
         store_pairs((int16_t*)row + run * RUN + v * LANES, low);
-        to.low[half] += sum_of(low);
+        to.low[half] += sum(low);
         if (DIGITS<T> == 3) {
             store((int8_t*)row + 2 * inputs + run * RUN + v * LANES, high);
-            to.high[half] += sum_of(high);
+            to.high[half] += sum(high);
         }
 #endif
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 CODES = "F8_E4M3", "I8"  # of safetensors: elements that mean nothing without a scale
 HALVES = {"bf16": "BF16", "f16": "F16"}  # dtypes of 16 bits, as safetensors name them
-StoredDtypes = Callable[[], Mapping[str, str]]  # tensor → its dtype in the checkpoint's files
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # config.json's keys for how many a layer has
 
 
@@ -61,10 +60,10 @@ def names_of(config: Config, model: type[Model], index: Index | None = None) -> 
     return frozenset(map(model.rename, index.files)) if index else frozenset()
 
 
-def without_codes(names: frozenset[str], model: type[Model], index: Index | None) -> frozenset[str]:
+def without_codes(names: frozenset[str], stored: Mapping[str, str]) -> frozenset[str]:
     """Names without those of codes, which are no plain weights: so that a linear whose scale is missing is not taken
-    for one that is not quantised."""
-    return names - {name for name, dtype in stored_dtypes(model, index).items() if dtype in CODES}
+    for one that is not quantised. stored: as stored_dtypes has them."""
+    return names - {name for name, dtype in stored.items() if dtype in CODES}
 
 
 def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
@@ -77,17 +76,16 @@ def choose_dtype(dtype: str, config: Config, device: torch.device) -> str:
 
 
 def choose_plain(
-    dtype: str, config: Config, device: torch.device, compiled: bool, stored: StoredDtypes
+    dtype: str, config: Config, device: torch.device, compiled: bool, stored: Mapping[str, str]
 ) -> ChooseFormat:
     """The format of linears that are not quantised. Where auto has a CPU compute in f32, weights of 16 bits stay so.
 
-    dtype: the option. compiled: whether there are kernels that read them.
+    dtype: the option. compiled: whether there are kernels that read them. stored: as stored_dtypes has them.
     """
     if dtype != "auto" or device.type != "cpu" or config.dtype not in HALVES or not compiled:
         return dense
     kept, usual = MakeHalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
-    found = stored()
-    return lambda path: kept if found.get(f"{path}.weight", usual) == usual else Part
+    return lambda path: kept if stored.get(f"{path}.weight", usual) == usual else Part
 
 
 def stored_dtypes(model: type[Model], index: Index | None) -> dict[str, str]:

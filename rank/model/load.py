@@ -127,9 +127,9 @@ def _build(config: Config, length: int, index: Index | None, wanted: Wanted, dev
     module = architectures.find(config.model_type)
     names = choices.names_of(config, module.Model, index)
     compiled = device.type == "cpu" and ops.available()
-    stored = partial(choices.stored_dtypes, module.Model, index)
+    stored = choices.stored_dtypes(module.Model, index)
     plain = choices.choose_plain(wanted.dtype, config, device, compiled, stored)
-    left = choices.without_codes(names, module.Model, index)
+    left = choices.without_codes(names, stored)
     format_of = choices.choose_format(config, wanted.isq, wanted.quantization, left, plain)
     return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
 

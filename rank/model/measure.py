@@ -61,7 +61,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
     kept = question["kv_cache_dtype"]
-    as_stored = choose_plain(question["dtype"], config, device, any(compiler.compilers()), dict)
+    as_stored = choose_plain(question["dtype"], config, device, any(compiler.compilers()), {})
     format_of = choose_format(config, question["isq"], plain=as_stored)
     asked = question["tp"] or 1
     # It may refuse.

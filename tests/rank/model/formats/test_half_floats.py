@@ -15,18 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from .. import test_architectures as architectures
 from ..harness import distance, run_steps, tokens
+from .test_q8_0 import COMMON
+from .test_q8_0 import MODELS as OWN
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
-COMMON = dict(
-    hidden_size=96, intermediate_size=320, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=6,
-    head_dim=32, vocab_size=509, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
-)  # fmt: skip
-MODELS = {
-    "llama": dict(model_type="llama"),
-    "qwen2": dict(model_type="qwen2", hidden_size=192),  # biases
-    "gemma2": dict(model_type="gemma2", query_pre_attn_scalar=24, sliding_window=11),  # tied
-    "deepseek_v2": architectures.MODELS["deepseek_v2"],  # a linear that becomes plain; experts
-}
+MODELS = {name: COMMON | OWN[name] for name in ("llama", "qwen2", "gemma2")}
+MODELS["deepseek_v2"] = architectures.MODELS["deepseek_v2"]  # a linear that becomes plain; experts
 
 
 def narrow(path, dtype, kept=()):
@@ -43,8 +37,7 @@ def narrow(path, dtype, kept=()):
 def made(tmp_path_factory):
     @functools.cache
     def make(name, dtype):
-        own = MODELS[name] if name == "deepseek_v2" else COMMON | MODELS[name]
-        return narrow(architectures.write(tmp_path_factory.mktemp(name) / "small", **own), dtype)
+        return narrow(architectures.write(tmp_path_factory.mktemp(name) / "small", **MODELS[name]), dtype)
 
     return make
 
@@ -79,9 +72,7 @@ def test_what_is_held(made):
 
 def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
     name = "model.layers.1.mlp.down_proj"
-    path = narrow(
-        architectures.write(tmp_path / "mixed", **COMMON | MODELS["llama"]), torch.bfloat16, [f"{name}.weight"]
-    )
+    path = narrow(architectures.write(tmp_path / "mixed", **MODELS["llama"]), torch.bfloat16, [f"{name}.weight"])
     (model,) = load_on(path)
     kept = model.get_submodule(name).matrix
     assert kept.dtype == torch.float32 and torch.equal(kept, load_file(path / "model.safetensors")[f"{name}.weight"])
@@ -97,7 +88,7 @@ def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
 ])  # fmt: skip
 def test_who_has_plain_weights(made, dtype, device, compiled, stored):
     config = read_config(made("llama", torch.bfloat16))
-    of = choose_plain(dtype, config, torch.device(device), compiled, lambda: {"x.weight": stored})
+    of = choose_plain(dtype, config, torch.device(device), compiled, {"x.weight": stored})
     assert of("x") is Part
-    kept = choose_plain("auto", config, torch.device("cpu"), True, lambda: {"x.weight": "BF16"})
+    kept = choose_plain("auto", config, torch.device("cpu"), True, {"x.weight": "BF16"})
     assert kept("x") == _half_floats.MakeHalfFloats(torch.bfloat16) == kept("y"), "neighbours become one part"
