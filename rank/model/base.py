@@ -91,9 +91,10 @@ class Args:
             kind = str(field.type).removesuffix(" | None")
             if value is not None:
                 values[field.name] = value
-                if not _is_of(value, kind) or (field.name in POSITIVE and value < 1):
+                least = 1 if field.name in POSITIVE else 0
+                if not _is_of(value, kind) or (kind == "int" and value < least):
                     name = spelled(field.name, config.model_type)
-                    expected = f"{kind}, at least 1" if field.name in POSITIVE else kind
+                    expected = f"int, at least {least}" if kind == "int" else kind
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
             elif field.name in given and kind != str(field.type):
                 values[field.name] = None

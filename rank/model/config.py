@@ -23,6 +23,12 @@ DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
 # is the extended length already (llama3), or they do not extend it.
 STRETCHING = ("linear", "dynamic")
+# Rope parameters that tables of embeddings are made with, which divide by them or take their logarithm.
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow",
+)  # fmt: skip
+ROPE_LISTS = "short_factor", "long_factor", "mrope_section"
 # The types of layers, as config.json's layer_types has them.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Keys of a multimodal model that stand beside its text_config and hold for the text model.
@@ -206,10 +212,23 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     nested = FULL in given or SLIDING in given
     if nested:
         full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}
-    if not nested and not config_keys(raw["model_type"]).rope_per_layer_type:
+        for name, one in ((FULL, full), (SLIDING, sliding)):
+            if not isinstance(one, dict):
+                raise FatalError(
+                    f"{config_file(path)}: the rope parameters of {name} are {one!r}, not an object", MODEL
+                )
+    per_layer_type = config_keys(raw["model_type"]).rope_per_layer_type
+    if not nested and not per_layer_type:
         return _rope_of(given, raw, raw.get("rope_theta"), path)
     local = raw.get("rope_local_base_freq") or raw.get("rope_theta")
-    return {FULL: _rope_of(full, raw, raw.get("rope_theta"), path), SLIDING: _rope_of(sliding, raw, local, path)}
+    ropes = {FULL: _rope_of(full, raw, raw.get("rope_theta"), path), SLIDING: _rope_of(sliding, raw, local, path)}
+    if not per_layer_type:
+        raise FatalError(
+            f"{config_file(path)}: the rope parameters differ between {FULL} and {SLIDING} layers, which is not "
+            "supported for this model type",
+            MODEL,
+        )
+    return ropes
 
 
 def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, path: Path) -> dict[str, Any]:
@@ -217,15 +236,29 @@ def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, pa
     rope = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", theta or 10000.0)
-    for key, value in rope.items():
-        if isinstance(value, str | dict) and key != "rope_type":
-            raise FatalError(f"{config_file(path)}: rope parameter {key} is {value!r}, not a number", MODEL)
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
     if rope["rope_type"] in ("llama3", "yarn", "longrope", "su"):
         original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         rope["original_max_position_embeddings"] = original or raw.get("max_position_embeddings")
+    for key, value in rope.items():
+        _check_rope(key, value, path)
     return rope
+
+
+def _check_rope(key: str, value: Any, path: Path) -> None:
+    """Raises FatalError for a value that no rope type takes."""
+    if key == "rope_type":
+        fits, expected = isinstance(value, str), "a name"
+    elif key in ROPE_LISTS:
+        fits, expected = isinstance(value, list), "a list"
+    elif key in ROPE_NUMBERS:
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        expected = "a positive number"
+    else:
+        fits, expected = isinstance(value, int | float), "a number"
+    if not fits:
+        raise FatalError(f"{config_file(path)}: rope parameter {key} is {value!r}, not {expected}", MODEL)
 
 
 def _dtype(raw: dict[str, Any], path: Path) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ....errors import MODEL, FatalError
 from ....kernels.embedding.embedding import embedding
 from ....kernels.rope.rope import CosSin, cos_sin
-from ..config import FULL, SLIDING
 
 Parameters = dict[str, Any]
 # The rope type of layers without positions (NoPE: Kazemnejad et al. 2023, arXiv 2305.19466): nothing is rotated.
@@ -59,13 +58,7 @@ class RotaryEmbedding(nn.Module):
         """`parameters` is config.json's rope_parameters, or a layer's part of it; max_positions its
         max_position_embeddings. Raises FatalError for parameters that are not supported."""
         super().__init__()
-        kind = parameters.get("rope_type")
-        if kind is None:
-            raise FatalError(
-                f"config.json: the rope parameters differ between {FULL} and {SLIDING} layers, which is not supported "
-                "for this model type",
-                MODEL,
-            )
+        kind = parameters["rope_type"]
         if kind not in KINDS and parameters != NONE:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))

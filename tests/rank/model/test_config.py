@@ -181,12 +181,40 @@ def test_missing_and_garbled_files(tmp_path):
         ),
         (
             {"rope_parameters": {"full_attention": {"factor": "two"}}},
-            "{}/config.json: rope parameter factor is 'two', not a number",
+            "{}/config.json: rope parameter factor is 'two', not a positive number",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}},
+            "{}/config.json: the rope parameters of sliding_attention are 3, not an object",
+        ),
+        (
+            {"rope_parameters": {"rope_type": ["yarn"]}},
+            "{}/config.json: rope parameter rope_type is ['yarn'], not a name",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": -1}},
+            "{}/config.json: rope parameter rope_theta is -1, not a positive number",
+        ),
+        (
+            {"rope_parameters": None, "rope_theta": [1e4]},
+            "{}/config.json: rope parameter rope_theta is [10000.0], not a positive number",
+        ),
+        (
+            {"partial_rotary_factor": 0},
+            "{}/config.json: rope parameter partial_rotary_factor is 0, not a positive number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": 1.0}},
+            "{}/config.json: rope parameter short_factor is 1.0, not a list",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": [1]}},
+            "{}/config.json: rope parameter mscale is [1], not a number",
         ),
         ({"text_config": "llama"}, "{}/config.json: text_config is 'llama', not an object"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": "two"}},
-            "{}/config.json: rope parameter factor is 'two', not a number",
+            "{}/config.json: rope parameter factor is 'two', not a positive number",
         ),
     ],
 )

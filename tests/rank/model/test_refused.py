@@ -38,6 +38,7 @@ REFUSED = [
     ("glm4_moe", {"n_group": 16}, "16 experts in 16 groups are 1 in each, but groups are chosen by their best 2"),
     ("glm4_moe", {"n_group": 8, "topk_group": 1}, "cannot visit 3 experts of its best 1 of 8 groups of 2"),
     ("glm4_moe", {"n_group": 2, "topk_group": 3}, "cannot visit 3 experts of its best 3 of 2 groups of 8"),
+    ("qwen2", {"intermediate_size": -1}, "intermediate_size is -1, expected int, at least 0"),
     ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', expected int, at least 1"),
     ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, expected int, at least 1"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected int, at least 1"),
@@ -135,6 +136,22 @@ def test_unknown_rope_types(tmp_path, model_type):
 
     with pytest.raises(errors.FatalError, match="rope type 'spiral' is not supported") as stopped:
         changed(tmp_path, model_type, spiral)
+    assert stopped.value.code == errors.MODEL
+
+
+def per_layer_type(model_type):
+    keys = architectures.config_keys(model_type)
+    return architectures.config_keys(keys.text_type or model_type).rope_per_layer_type
+
+
+@pytest.mark.parametrize("model_type", [one for one in TYPES if not per_layer_type(one)])
+def test_ropes_that_differ_between_layers(tmp_path, model_type):
+    def layered(text):
+        ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+        text["rope_parameters"] = ropes
+
+    with pytest.raises(errors.FatalError, match="rope parameters differ between full_attention and") as stopped:
+        changed(tmp_path, model_type, layered)
     assert stopped.value.code == errors.MODEL
 
 
