@@ -39,8 +39,8 @@ class Layout(NamedTuple):
 
 
 SHORT = "short"
-# One of each kind of cache, position and layer. The long suite's layouts have all types; of those that cut both ways
-# only these get 200 tokens, for which four ranks on two cores take 12 to 20 s a model, and 7 for 80.
+# One of each kind of cache, position and layer. The long suite's layouts have all types. Of those that cut both ways,
+# each type gets 200 tokens in one, these in both; four ranks on two cores take 12 to 20 s a model for that, 7 for 80.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
@@ -69,13 +69,19 @@ def cases():
     representative = {options["model_type"]: name for name, options in reversed(SERVED.items())}.values()
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     for layout, cut in list(LAYOUTS.items())[1:]:
-        longest = SHORT_MODELS if min(cut.tp, cut.pp) > 1 else representative
         for name, options in SERVED.items():
             text = options | options.get("text_config", {})
             heads = (COMMON | text)["num_attention_heads"]
             several = any("experts" in key for key in text)
-            if heads % cut.tp == 0 and ("others" in layout) != (name in longest) and (cut.ep == 1 or several):
+            both = min(cut.tp, cut.pp) > 1
+            longest = name in representative and (not both or several == (cut.ep > 1) or name in SHORT_MODELS)
+            if heads % cut.tp == 0 and ("others" in layout) != longest and (cut.ep == 1 or several):
                 yield pytest.param(layout, name, marks=pytest.mark.long)
+
+
+def values_of(case):
+    """Of a case with marks, or without."""
+    return getattr(case, "values", case)
 
 
 EMBEDDING = re.compile("embed|wte|wpe")
@@ -251,7 +257,13 @@ def test_a_wrong_token_is_named_and_a_tie_is_told():
 
 def test_prompts_are_longer_than_windows():
     for name, options in SERVED.items():
-        assert (options.get("sliding_window") or 0) < LENGTH, name
+        text = options | options.get("text_config", {})
+        assert (text.get("sliding_window") or 0) < LENGTH, name
+
+
+def test_each_type_is_served_in_full_where_tensors_and_layers_are_cut():
+    full = {name for layout, name in map(values_of, cases()) if layout in ("tp2-pp2", "ep2-pp2")}
+    assert {SERVED[name]["model_type"] for name in full} == {options["model_type"] for options in SERVED.values()}
 
 
 def test_each_architecture_is_served():
