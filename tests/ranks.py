@@ -17,7 +17,8 @@ _QUICK = """
 import gc, os, runpy, sys
 gc.set_threshold(1_000_000)
 del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
+del sys.path[0]
+sys.path.append(os.path.dirname(sys.argv[0]))  # last, as a folder of tests may have a library's name
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

@@ -8,7 +8,7 @@ MODELS names the directories, a colon between, and REQUESTS a JSON file:
               log-probabilities of all tokens
     blocks    in the pool
 
-Rank 0 writes the answers beside each model's config.json, under the name that ANSWERS gives:
+Rank 0 writes the answers beside each model's config.json, or its GGUF file, under the name that ANSWERS gives:
 
     tokens    of each prompt
     again     of the last prompt with its known tokens
@@ -53,8 +53,8 @@ class ServingRank(ReloadingRank):
             chunks=first.chunks,
             preemptions=first.preemptions,
         )
-        directory = Path(os.environ["MODELS"].split(":")[self.served])
-        (directory / os.environ["ANSWERS"]).write_bytes(msgspec.json.encode(answers))
+        model = Path(os.environ["MODELS"].split(":")[self.served])
+        ((model if model.is_dir() else model.parent) / os.environ["ANSWERS"]).write_bytes(msgspec.json.encode(answers))
         self.served += 1
         replica.executor.start(protocol.Plan(step=-1, stop=0))
         return 0
