@@ -61,6 +61,15 @@ def test_files():
     assert not [(place, lines) for place, text in files() if (lines := text.count("\n")) > FILE]
 
 
+def test_architectures():
+    """Each is read as one page; one with another's Model is that architecture but for its arguments."""
+    lengths = {}
+    for place, text in files():
+        if place.startswith("rank/model/architectures/"):
+            lengths[place] = (text.count("\n"), 200 if "\nclass Model(" in text else 60)
+    assert len(lengths) > 30 and not [place for place, (lines, most) in lengths.items() if lines > most]
+
+
 def test_functions():
     lengths = [(one.place, one.name, one.lines) for one in functions()]
     for place, text in files():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
+from phalanx.rank.gguf import architectures
 from phalanx.rank.model.formats._half_floats import Part as HalfFloats
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights import striped
@@ -96,6 +97,12 @@ def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, na
     (logits,) = run_steps(file, [ids], tp=2, max_model_len=128)
     assert distance(logits, expected(path, ids)) < 1e-4
     assert not [one for one in caplog.records if one.name.startswith("phalanx")]
+
+
+def test_each_reader_has_a_file():
+    types = {options["model_type"] for options in MODELS.values()}
+    names = {architectures.spelled(gguf_files.ARCHITECTURES.get(one, one)) for one in types}
+    assert names == set(architectures.supported())
 
 
 def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
@@ -247,14 +254,17 @@ def test_types_without_kernels_are_dequantised(quantised, caplog):
 
 
 @pytest.mark.parametrize("tp, dense", [(1, []), (2, ["o_proj"])])
-def test_groups_that_a_cut_would_part_are_dequantised(tmp_path, tp, dense):
-    """Of a super-block of 256 inputs each rank would get half."""
+def test_groups_that_a_cut_would_part_are_dequantised(tmp_path, caplog, tp, dense):
+    """Of a super-block of 256 inputs each rank would get half. The log says so."""
+    caplog.set_level("INFO", "phalanx")
     path = write(tmp_path / "plain", model_type="llama", **SIZES | SUPER)
     file = gguf_files.write(path, tmp_path / "x.gguf", "Q4_K")
     for model in threads.run(lambda comm: load(file, mesh.build(comm, tp, 1)), tp):
         layer = model.model.layers["1"]
         linears = {"o_proj": layer.self_attn.o_proj, "down_proj": layer.mlp.down_proj, "head": model.lm_head}
         assert [name for name, one in linears.items() if one.matrix is not None] == dense
+    told = [one for one in caplog.messages if "groups cut by --tp" in one]
+    assert len(told) == bool(dense) and all(one.endswith(": Q4_K") for one in told)
 
 
 def test_quantised_linears_stay_so(quantised):

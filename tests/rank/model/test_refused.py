@@ -186,10 +186,12 @@ def test_misshapen_tensors(made, tmp_path, name, tensor):
     assert message.endswith(f"{tensor} is {shapes[0]}, expected {shapes[1]}")
 
 
-def test_weights_in_pickles(made, tmp_path):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_weights_in_pickles(made, tmp_path, name):
     path = copy(made("phi"), tmp_path, {})
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    assert "; pytorch_model.bin is not read, as pickled weights can run code: convert them to safe" in stop(path)
+    (path / "model.safetensors").rename(path / name)
+    (path / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
+    assert f"; {name} is not read, as pickled weights can run code: convert them to safe" in stop(path)
 
 
 @pytest.mark.parametrize("name, words", [
