@@ -40,7 +40,7 @@ from .layers.mla import LatentAttention
 from .layers.moe import Router
 from .shard import Shard, stage_layers
 from .stored_formats import fp8
-from .stored_formats._part import StoredPart
+from .stored_formats._part import BIAS, StoredPart
 from .weights.slicing import ShardedModule
 
 POSITIONS = 1  # of the rotary tables, which are computed
@@ -92,12 +92,14 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_bytes(model: Model, dtype: torch.dtype) -> int:
-    """Of a checkpoint of this dtype. Scales have that too, if it is of 16 bits."""
-    held = {
-        id(parameter): parameter.numel() * min(module.dtype_of(name, dtype), dtype, key=_width_of_floats).itemsize
-        for module in model.sharded_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+    """Of a checkpoint of this dtype. Scales of codes have that too, if it is of 16 bits, and 16 bits else."""
+    held = {}
+    for module in model.sharded_modules():
+        quantised = isinstance(module, StoredPart)
+        for name, parameter in module.named_parameters(recurse=False):
+            widest = torch.float16 if quantised and name != BIAS.name else dtype
+            width = min(module.dtype_of(name, dtype), widest, key=_width_of_floats).itemsize
+            held[id(parameter)] = parameter.numel() * width
     return sum(held.values())
 
 
