@@ -150,3 +150,7 @@ __device__ inline unsigned load_shared4(unsigned from) {
 template <int THREADS> __device__ inline void block_sync(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
+// The same for threads that others of the barrier wait for, and that go on.
+template <int THREADS> __device__ inline void block_arrive(int number) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}

@@ -124,6 +124,7 @@ e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, cons
         Lookup next = items.seek(index);
         items.find(next);
         Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty};
+        chunks.begin_turns();
 #pragma unroll 1
         while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
             const Item item = items.item(index, next);
@@ -136,6 +137,7 @@ e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, cons
             scale_rows(rows.scales, sum);
             store_sums(sum, rows, item, bias, y);
         }
+        chunks.end_turns();
         if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while the other may write there
     }
 #endif

@@ -29,6 +29,7 @@ constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
+constexpr int TURN = 2;  // the first of the named barriers of turns, one of each warpgroup
 static_assert(GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
 static_assert(SPLIT == 1 || SHARE * OVER == 1);
 static_assert(HALVES <= 32 && ROWS % N == 0 && AT_ONCE % PARTS == 0);
@@ -55,12 +56,27 @@ struct Chunks {
     Barrier *full, *empty;
     Place next = {};  // the run to be multiplied
 
+    // Warpgroups ask for their matmuls in turns: tensor cores do those of one while another adds up its sums. Else all
+    // would wait for theirs at once, and then add up at once. The last one gives the first its first turn.
+    __device__ inline void begin_turns() const {
+        if (group == GROUPS - 1) pass_turn();
+    }
+    __device__ inline void end_turns() const {
+        if (group == 0) take_turn();
+    }
+    __device__ inline void take_turn() const {
+        if constexpr (GROUPS > 1) block_sync<256>(TURN + group);
+    }
+    __device__ inline void pass_turn() const {
+        if constexpr (GROUPS > 1) block_arrive<256>(TURN + (group + 1) % GROUPS);
+    }
     // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its first.
     template <int SUMS> __device__ inline void begin(int part, int c, float (&made)[SUMS], float (&scales)[2]) {
         Place at = next;
         at.advance(c);
         const unsigned x = ring + at.stage * STAGE, weights = x + X_BYTES;
         if (part == 0) mbarrier_wait(full + at.stage, at.round);
+        take_turn();
         if (c == 0) fence_registers(made);
         wgmma_fence();
 #pragma unroll
@@ -68,6 +84,7 @@ struct Chunks {
             wgmma_e4m3(made, plain_descriptor(weights + group * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
                        smem_descriptor(x + part * N * SPAN + p * 32, 16), c + p > 0);
         wgmma_commit();
+        pass_turn();
         if (part + c == 0) load_scales(scales);
     }
     // The run's: of outputs lane / 4 of the warp's 16 and 8 below. Its first chunk is there.

@@ -153,6 +153,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         grid_wait();
         const Tiles tiles(rows, width, height);
         Chunks chunks{ring, (int)__shfl_sync(0xffffffffu, thread / 128, 0), full, empty};
+        chunks.begin_turns();
 #pragma unroll 1
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles[i];
@@ -170,6 +171,7 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
             else
                 store_sums(sum, bias, y, tile, width, mine);
         }
+        chunks.end_turns();
         if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while another may read or write there
     }
 #endif

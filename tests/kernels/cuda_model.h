@@ -53,7 +53,7 @@ extern unsigned char smem[SMEM];
 void fail(const char* what);  // of a thread: it ends there, and so does the launch
 void wait_until(std::function<bool()> ready);
 unsigned (*together(const unsigned* mine, int n))[8];  // all lanes hand in n words and get everybody's
-void meet(int number, int count);
+void meet(int number, int count, bool waits = true);
 static int lane() { return now->thread.x % 32; }
 static unsigned char* at(unsigned address, int bytes) {
     if (address % bytes || address + bytes > SMEM) fail("an access to shared memory is not aligned, or past its end");
@@ -154,6 +154,7 @@ static unsigned load_shared4(unsigned from) {
     return y;
 }
 template <int THREADS> static void block_sync(int number) { model::meet(number, THREADS); }
+template <int THREADS> static void block_arrive(int number) { model::meet(number, THREADS, false); }
 static void __syncthreads() { model::meet(0, model::threads.x); }
 static void __syncwarp() {
     unsigned none = 0;
