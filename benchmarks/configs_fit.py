@@ -33,7 +33,7 @@ ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor
 MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_configs: dict(together=8.0)}
 FOUND = 3.0  # weight of what a choice loses, beside how far times are off
 
-TILES = {tile for tile, _ in e4m3_wgmma.TILES + e4m3_wgmma.LONG_TILES}  # files have others, too, that were not worth it
+TILES = {tile for tile, _ in e4m3_wgmma.TILES}  # files have others, too, that were not worth it
 
 Costs = Any  # of e4m3_wgmma or of wgmma_configs
 
@@ -58,6 +58,8 @@ class Shape(NamedTuple):
 def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
     """long: of pieces with the same scales, or of others, as older files have them alone."""
     times, sizes, alike = {}, (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
+    if e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS):
+        return Shape(*sizes, times, lambda *_: 0)
     for key, value in line.items():
         if long == (alike > 1) and (match := OF_E4M3.fullmatch(key)):
             config = E4m3Config(*(int(part or 0) for part in match.groups()))

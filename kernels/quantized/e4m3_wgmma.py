@@ -36,12 +36,15 @@ TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and 
     ((192, 128, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
     ((192, 128, 64), ((1, 1, 1), (1, 1, 2))),
     ((128, 192, 96), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
+    ((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
     ((128, 256, 128), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
-# For pieces with the same scales alone: sums are seldom added up, while other warpgroups multiply.
-LONG_TILES = (((128, 192, 192), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),)
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
+# Where a GPU's power is the bound, the tile that reads shared memory least is the fastest, whatever `time` says: the
+# 8B model's linears of 8192 rows lose 1 % by it, and of 2048 2 to 4 % (H200, 2026-11-27).
+LARGE_ROWS, LARGE_WAVES = 2048, 2
+SHARED_ROWS = 4096  # from which on weights with a scale for each 128 inputs are brought to two tiles at once
 LEAST_STAGES, MOST_STAGES = 3, 8
 
 
@@ -119,17 +122,26 @@ def variants(
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found: DeviceCaps) -> E4m3Config:
     """The fastest config for these sizes, by a model of waves of blocks. alike: as Layout has it."""
+    found_configs = list(configs(rows, inputs, alike, gated))
+    if (large := large_config(rows, outputs, alike, found.num_sms)) in found_configs:
+        return large
     costs = LONG_COSTS if alike > 1 else COSTS
 
     def of(config: E4m3Config) -> float:
         return time(config, rows, outputs, inputs, alike, found.num_sms, costs)
 
-    return min(configs(rows, inputs, alike, gated), key=of)
+    return min(found_configs, key=of)
+
+
+def large_config(rows: int, outputs: int, alike: int, num_sms: int) -> E4m3Config | None:
+    """For many rows and many tiles, where the GPU's power is the bound."""
+    config = E4m3Config(128, 192, 1, over=2 if alike == 1 and rows >= SHARED_ROWS else 1, matmul=192)
+    return config if rows >= LARGE_ROWS and config.blocks(rows, outputs) >= LARGE_WAVES * num_sms else None
 
 
 def configs(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[E4m3Config]:
     """All that `gemm` takes for these sizes and that may be the fastest."""
-    for (outputs, height, matmul), clusters in TILES + (LONG_TILES if alike > 1 else ()):
+    for (outputs, height, matmul), clusters in TILES:
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
         for cluster in clusters:
@@ -159,33 +171,33 @@ class Costs(NamedTuple):
 
 # Of an H200.
 COSTS = Costs(
-    multiplied=1.654,
+    multiplied=1.486,
     added=0,
-    alone=128.3,
-    row=1.13,
+    alone=8.018,
+    row=0.0719,
     ingest=65.09,
     second_level=7000,
-    memory=3425,
-    together=7.855,
-    tile=660.1,
-    exchange=954,
+    memory=3362,
+    together=8,
+    tile=309.9,
+    exchange=1106,
     exchanged=7.363,
-    launch=1879,
+    launch=1783,
 )
 # Of pieces with the same scales, of an H200.
 LONG_COSTS = Costs(
-    multiplied=1.33,
-    added=0.5556,
-    alone=2.074,
-    row=0.3231,
-    ingest=81.42,
+    multiplied=1.137,
+    added=1.15,
+    alone=9.18,
+    row=0.0517,
+    ingest=68.63,
     second_level=7000,
-    memory=3180,
+    memory=3206,
     together=8,
-    tile=205.4,
-    exchange=549.3,
-    exchanged=8.501,
-    launch=2298,
+    tile=58.88,
+    exchange=1484,
+    exchanged=10.1,
+    launch=1845,
 )
 
 
