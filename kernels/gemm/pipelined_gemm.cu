@@ -17,6 +17,9 @@
 // tile: each multiplies its part of the inputs, and they add their sums up through each other's shared memory. A tile may then have SPLIT times the outputs,
 // so that x comes from the second-level cache that much less often: beside tiles of 32 outputs 64 rows of x are twice
 // the bytes of W.
+//
+// With UNEVEN, which needs SPLIT to be 1, the last tile has fewer outputs of y: what TMA brings beside them, zeros or the
+// first rows of the up matrix, is multiplied and not stored.
 
 constexpr int ROWS = 8 * TILES;                // of x
 constexpr int BOXES = KC / 64;                 // of a chunk
@@ -27,6 +30,7 @@ constexpr int GROUPS = WHOLE || SUBTILES > 4 ? 1 : SUBTILES > 2 ? 2 : 4;  // of 
 constexpr int THREADS = SUBTILES * GROUPS * 32;  // that multiply
 constexpr int OUTS = GATED ? M / 2 : M;        // what a tile is to y
 constexpr int WIDE = ROWS + 1;
+static_assert(!UNEVEN || SPLIT == 1);
 constexpr int PARTS = M > 128 ? 2 : 1, WIDTH = M / PARTS;  // of a tile's outputs, each of one instruction
 #include "tma.cuh"
 #include "mma.cuh"
@@ -48,6 +52,7 @@ __device__ inline void store(const float* sums, const T* bias, T* y, int first, 
     for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
         int row = i / OUTS, out = i % OUTS;
         const int column = first + out;
+        if (UNEVEN && column >= width) continue;
         float value = total(sums, out, row, bias + column);
         if (GATED) value = gated<T, ACT>(value, total(sums, OUTS + out, row, bias + width + column));
         y[(long long)row * width + column] = from_float<T>(value);
@@ -137,6 +142,7 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
             Vec<T, 2> pair;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
+                if (UNEVEN && column + r / 4 * 8 + i >= width) continue;
                 const float value = with_bias(sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)], r / 4 * 8 + i);
                 if constexpr (GATED) {
                     const int up = r + i + OUTS / 2;
@@ -146,7 +152,14 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
                     pair.x[i] = from_float<T>(value);
                 }
             }
-            if (row < rows) *(Vec<T, 2>*)(to + (long long)row * width + r / 4 * 8) = pair;
+            T* const there = to + (long long)row * width + r / 4 * 8;
+            if constexpr (UNEVEN) {  // a row of y may begin anywhere
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (row < rows && column + r / 4 * 8 + i < width) there[i] = pair.x[i];
+            } else {
+                if (row < rows) *(Vec<T, 2>*)there = pair;
+            }
         }
     }
 }
@@ -195,7 +208,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int width = GATED ? outputs / 2 : outputs, tiles = outputs / M;
+    const int width = GATED ? outputs / 2 : outputs, tiles = UNEVEN ? (width + OUTS - 1) / OUTS : outputs / M;
     const int mine = SPLIT > 1 ? 1 : (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x, count = mine * CHUNKS;
     if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();

@@ -22,6 +22,7 @@ SPLITS = (4, 2, 1)  # blocks that share a tile
 # by four blocks takes 36.0 us instead of 39.1, 4096 x 14336 by two 30.4 instead of 31.2, and 3584 x 3584 by two 9.6
 # instead of 9.2.
 SPLIT_FROM = 12288
+UNEVEN_GAIN = 0.9  # of the time of tiles that divide the outputs
 GEMV_SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 GEMV_WARPS = 8  # of a block
 NORMED = 8192  # elements of x that a block has registers for to norm them
@@ -92,7 +93,9 @@ def variants(
         config = _choose(n, outputs, inputs, found) if weight.element_size() == 2 else None
         if isinstance(config, TileConfig):
             whole = whole_tiles(n, found)
-            yield jit.variant("pipelined_gemm", weight.dtype, **_pipelined_sizes(n, inputs, config, gate, bias, whole))
+            yield jit.variant(
+                "pipelined_gemm", weight.dtype, **_pipelined_sizes(n, outputs, inputs, config, gate, bias, whole)
+            )
         elif config:
             how = *_gemv_config(n, outputs, found, gate), gate, bias, norm and n * inputs <= NORMED
             yield jit.variant("gemv", weight.dtype, **_gemv_sizes(n, inputs, *how))
@@ -118,7 +121,9 @@ def _gemv_sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: 
     )
 
 
-def _pipelined_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, whole: bool) -> dict[str, int]:
+def _pipelined_sizes(
+    rows: int, outputs: int, inputs: int, config: TileConfig, gate: str, bias: bool, whole: bool
+) -> dict[str, int]:
     count, _ = stages(config, rows, whole)
     tiles = _row_tiles(rows, whole)
     return dict(
@@ -131,6 +136,7 @@ def _pipelined_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias
         BIAS=int(bias),
         WHOLE=int(whole),
         SPLIT=config.split,
+        UNEVEN=int(outputs % config.outputs > 0),
     )
 
 
@@ -161,8 +167,16 @@ def choose(
     # its outputs take to be read, and x as a quarter as many (measured on an H200 on 2026-11-23, 37888 outputs: of 16
     # rows 8 layers take 999 us at 32, 1012 at 64 and 1050 at 128, of 64 rows 1156, 1144 and 1177).
     padded = 8 * _row_tiles(rows, False)
-    heights = [h for h in HEIGHTS if outputs % h == 0 and (h <= 128 or outputs // h <= num_sms)]
-    height = min(heights, key=lambda h: -(-outputs // h // num_sms) * (h + padded / 4), default=0)
+
+    def time(height: int) -> float:
+        return -(-outputs // height // num_sms) * (height + padded / 4)
+
+    heights = [h for h in HEIGHTS if h <= 128 or -(-outputs // h) <= num_sms]
+    height = min((h for h in heights if outputs % h == 0), key=time, default=0)
+    if outputs >= HEIGHTS[0] * num_sms:  # a last tile of fewer outputs costs little where tiles are many
+        uneven = min(heights, key=time)
+        if not height or (whole and inputs < SPLIT_FROM and time(uneven) < UNEVEN_GAIN * time(height)):
+            height = uneven
     for split in SPLITS if whole and inputs >= SPLIT_FROM else (1,):
         length = _length(height * split, inputs // split)
         if height and length and _splits(height * split, outputs, inputs, num_sms, split):
@@ -187,7 +201,7 @@ def _splits(height: int, outputs: int, inputs: int, num_sms: int, split: int) ->
 def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:
     """All that `pipelined` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
     for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
-        divides = outputs % config.outputs == inputs % (config.inputs * config.split) == 0
+        divides = inputs % (config.inputs * config.split) == 0
         fits = rows <= MOST_ROWS and stages(config, rows, whole)[0] > 1
         if fits and divides and _splits(config.outputs, outputs, inputs, num_sms, config.split):
             yield config
@@ -228,9 +242,9 @@ def pipelined(x: Tensor, weight: Tensor, config: TileConfig, gate: str = "", bia
     y = x.new_empty(rows, outputs // 2 if gate else outputs)
     kernel = jit.kernel(
         "pipelined_gemm", "pipelined_gemm", x.dtype, shared,
-        **_pipelined_sizes(rows, inputs, config, gate, bias is not None, whole),
+        **_pipelined_sizes(rows, outputs, inputs, config, gate, bias is not None, whole),
     )  # fmt: skip
-    blocks = min(outputs // config.outputs * config.split, found.num_sms)
+    blocks = min(-(-outputs // config.outputs) * config.split, found.num_sms)
     threads = 32 + 32 * (4 if whole else config.outputs // 16 * _groups(config))
     of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
     of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, config.outputs // 2 if gate else config.outputs, inputs)

@@ -4,6 +4,8 @@ import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.attention import attention_tma, mla_decode
 from phalanx.kernels.collective import allreduce
+from phalanx.kernels.gemm import skinny
+from phalanx.kernels.gemm.skinny import TileConfig
 from phalanx.kernels.moe import (
     e4m3_experts,
     expert_gemm,
@@ -51,6 +53,10 @@ def room(sizes):
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * wide))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def pipelined(dtype, *sizes):
+    return "pipelined_gemm", dict(T=dtype, **skinny._pipelined_sizes(*sizes))
 
 
 def quantized_gemv(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
@@ -132,30 +138,15 @@ PROGRAMS = [
     ("gemv", dict(T=torch.bfloat16, I=4096, R=1, OUTS=1, AHEAD=8, GATED=0, NORM=1, WARPS=8, ACT=0, BIAS=0)),
     ("gemv", dict(T=torch.float16, I=14336, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=0, WARPS=8, ACT=0, BIAS=1)),
     ("gemv", dict(T=torch.bfloat16, I=4096, R=2, OUTS=2, AHEAD=4, GATED=1, NORM=1, WARPS=8, ACT=0, BIAS=0)),
-    (
-        "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=224, KC=64, STAGES=6, TILES=2, GATED=1, WHOLE=0, ACT=2, BIAS=1, SPLIT=1),
-    ),
-    (
-        "pipelined_gemm",
-        dict(T=torch.float16, I=7168, M=112, KC=128, STAGES=4, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=0, SPLIT=1),
-    ),
-    (
-        "pipelined_gemm",
-        dict(T=torch.bfloat16, I=4096, M=192, KC=64, STAGES=6, TILES=8, GATED=1, WHOLE=1, ACT=2, BIAS=1, SPLIT=1),
-    ),
-    (
-        "pipelined_gemm",
-        dict(T=torch.bfloat16, I=14336, M=32, KC=256, STAGES=5, TILES=1, GATED=0, WHOLE=0, ACT=2, BIAS=0, SPLIT=1),
-    ),
-    (
-        "pipelined_gemm",
-        dict(T=torch.bfloat16, I=14336, M=64, KC=256, STAGES=3, TILES=8, GATED=0, WHOLE=1, ACT=2, BIAS=1, SPLIT=2),
-    ),
-    (
-        "pipelined_gemm",
-        dict(T=torch.float16, I=4096, M=128, KC=128, STAGES=4, TILES=8, GATED=1, WHOLE=1, ACT=0, BIAS=1, SPLIT=4),
-    ),
+    pipelined(torch.bfloat16, 16, 28672, 4096, TileConfig(224, 64), "gelu_tanh", True, False),
+    pipelined(torch.float16, 64, 14336, 7168, TileConfig(112, 128), "", False, True),
+    pipelined(torch.bfloat16, 64, 24576, 4096, TileConfig(192, 64), "gelu_tanh", True, True),
+    pipelined(torch.bfloat16, 8, 4096, 14336, TileConfig(32, 256), "", False, False),
+    pipelined(torch.bfloat16, 64, 4096, 14336, TileConfig(64, 256, 2), "", True, True),
+    pipelined(torch.float16, 64, 3584, 4096, TileConfig(128, 128, 4), "silu", True, True),
+    pipelined(torch.bfloat16, 64, 37888, 3584, TileConfig(96, 128), "silu", True, True),
+    pipelined(torch.float16, 64, 100278, 4096, TileConfig(128, 128), "", True, True),
+    pipelined(torch.bfloat16, 16, 100278, 4096, TileConfig(128, 128), "", True, False),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
