@@ -46,11 +46,19 @@ def model(id: str, waiting: bool = False) -> str:
 
 def gguf(id: str, file: str, waiting: bool = False) -> str:
     """The path of a GGUF file of a model, with its other shards beside it, fetched as `model` does."""
-    names = [str(Path(file).with_name(one.name)) for one in checkpoint.shards(Path(file))]
-    path = _cached_files(id, names)
+    path = cached_gguf(id, file)
     if waiting and not path:
         raise _not_here(id, f"{id} --f {file}")
-    return path or _fetch_files(id, names)
+    return path or _fetch_files(id, _shards(file))
+
+
+def cached_gguf(id: str, file: str) -> str:
+    """The path of a GGUF file of a model in the cache; "" where it is not there with all its shards."""
+    return _cached_files(id, _shards(file))
+
+
+def _shards(file: str) -> list[str]:
+    return [str(Path(file).with_name(one.name)) for one in checkpoint.shards(Path(file))]
 
 
 def _cached_files(id: str, names: list[str]) -> str:

@@ -41,6 +41,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         flag("--model", "--w", "--weight-path", "--m", group=_GROUP, metavar="DIR", positional=True,
              help="directory, GGUF file, or hub id; none: the built-in model"),
     ] = ""  # fmt: skip
+    weight_file: Annotated[
+        str, flag("--f", "--weight-file", group=_GROUP, metavar="FILE",
+                  help="a GGUF file, its first shard; in --model's directory or fetched"),
+    ] = ""  # fmt: skip
     nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
     gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1
     gpu_mem: Annotated[
@@ -113,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     for note in chosen.notes:
         say(note)
     options = chosen.options
-    found = directory.find(options.model)
+    found = directory.find(options.model, options.weight_file)
     device = _device(options)
     cluster = plan.Cluster(options.nodes, options.gpus, device, options.network * 1e9, options.host_mem * devices.GIB)
     kind = "cpu" if device.cpu else "cuda"

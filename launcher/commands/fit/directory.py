@@ -18,11 +18,13 @@ class Found(NamedTuple):
     served_as: str  # how `serve` is told
 
 
-def find(model: str) -> Found:
+def find(model: str, file: str = "") -> Found:
     """Of a directory, a GGUF file, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
 
-    Of a model that is not in the cache config.json alone is fetched.
+    file: a GGUF file in the directory or in the hub's cache. Of a model that is not there config.json alone is fetched.
     """
+    if file:
+        return _weight_file(model, file)
     path = Path(model or DEMO).expanduser()
     if path.is_file() and is_gguf(path):
         return Found(path.absolute(), checkpoint.name(path), str(path))
@@ -33,6 +35,20 @@ def find(model: str) -> Found:
     if not hf_hub.is_id(model):
         raise errors.FatalError(f"model {model!r}: there is no such directory", errors.USAGE)
     return Found(_from_hub(model), model.rpartition("/")[2], model)
+
+
+def _weight_file(model: str, file: str) -> Found:
+    """In the model's directory, in the hub's cache, or by itself: to read its header it is not fetched."""
+    if not is_gguf(file):
+        raise errors.FatalError(f"--f {file}: a file that ends with .gguf is needed", errors.USAGE)
+    path = Path(model).expanduser() / Path(file).expanduser()
+    if not path.is_file() and model and not Path(model).expanduser().is_dir() and hf_hub.is_id(model):
+        path = Path(hf_hub.cached_gguf(model, file))
+        if not path.name:
+            raise errors.FatalError(
+                f"--f {file}: it is not in the cache: fetch it with phalanx pull {model} --f {file}", errors.USAGE
+            )
+    return find(str(path))
 
 
 def _from_hub(id: str) -> Path:

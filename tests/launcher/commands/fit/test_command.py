@@ -10,11 +10,13 @@ from pathlib import Path
 
 import phalanx
 import pytest
-from phalanx.launcher import cli
+from phalanx.launcher import cli, hf_hub
 from phalanx.launcher.commands.fit import devices, measured
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
 
+from .... import gguf_files
+from ....checkpoints import make_checkpoint
 from .. import fake_hub
 from .configs import CONFIGS, ask, write
 
@@ -327,6 +329,29 @@ def test_a_hub_id(tmp_path):
         assert none.stderr.endswith(f", and no such model at {hub.url}; a private one needs HF_TOKEN\n")
     finally:
         hub.close()
+
+
+def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
+    """What is not in the hub's cache is not fetched for its header."""
+    source = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    file = gguf_files.write(source, tmp_path / "tiny.gguf", "F16")
+    whole = fit("", str(file), "--gpu-mem", "80")
+    assert whole[0] == 0 and f"phalanx serve --w {file} --d 0 " in whole[1]
+    assert fit("", "--w", str(tmp_path), "--f", file.name, "--gpu-mem", "80") == whole
+    assert fit("", "--f", str(file), "--gpu-mem", "80") == whole
+    cached = {"tiny.gguf": str(file)}
+    monkeypatch.setattr(hf_hub, "_cached_files", lambda id, names: cached.get(names[0], ""))
+    assert fit("", "--m", "org/tiny", "--f", "tiny.gguf", "--gpu-mem", "80") == whole
+    code, _, err = fit("", "--m", "org/tiny", "--f", "none.gguf", "--gpu-mem", "80")
+    assert (code, err) == (
+        2, "phalanx: --f none.gguf: it is not in the cache: fetch it with phalanx pull org/tiny --f none.gguf\n"
+    )  # fmt: skip
+    for words, message in (
+        (("--w", str(tmp_path), "--f", "none.gguf"), f"model '{tmp_path}/none.gguf': there is no such file"),
+        (("--w", str(tmp_path), "--f", "model.safetensors"), "a file that ends with .gguf is needed"),
+    ):
+        code, _, err = fit("", *words, "--gpu-mem", "80")
+        assert code == 2 and message in err
 
 
 def test_foreign_flags_are_answered(fit):
