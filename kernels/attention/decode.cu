@@ -305,7 +305,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
         grid_wait();
         if (lane == 0 && state.borders[1].box > 0) {
-            *state.complete = stored(arrived + state.borders[1].b * KV_HEADS + head) == state.borders[1].count - 1;
+            *state.complete = counted(arrived + state.borders[1].b * KV_HEADS + head) == state.borders[1].count - 1;
             mbarrier_arrive(state.told);
         }
         return;

@@ -196,10 +196,3 @@ __device__ inline Part with_sink(Part part, float sink) {
     for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
     return part;
 }
-
-// How many blocks have stored their parts, which those may load who meet this thread afterwards.
-__device__ inline int stored(const int* count) {
-    int y;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(count) : "memory");
-    return y;
-}

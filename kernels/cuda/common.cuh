@@ -90,11 +90,17 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+// How many have counted. What those wrote before may be read, past the first-level cache, by threads that meet this one
+// afterwards.
+__device__ inline int counted(const int* count) {
+    int y;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(count) : "memory");
+    return y;
+}
+
 // Until others have counted this far: then what they wrote before may be read, past the first-level cache.
 __device__ inline void wait_for_count(const int* count, int least) {
-    int seen;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-    while (seen < least);
+    while (counted(count) < least) {}
 }
 
 // One more block, whose threads have met; how many had before. What those wrote may be read, past the first-level cache,

@@ -209,6 +209,22 @@ void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* ba
     };
     copy(to, box.height * 128, land, barrier);
 }
+void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier) {
+    const TensorMap box = *map;
+    const int bytes = box.run * 2, pieces = bytes / 16;  // of a run
+    if (to % (bytes * 8)) fail("a swizzled box does not begin where its pieces' order does");
+    auto land = [=] {
+        for (int i = 0; i < box.height * box.runs * pieces; i++) {
+            const int r = i / pieces, c = i % pieces, first = (run + r % box.runs) * box.run + c * 8;
+            const unsigned line = (to + r * bytes) / 128;
+            unsigned char* place = smem + to + r * bytes + (c ^ line % pieces) * 16;
+            memset(place, 0, 16);
+            if (row + r / box.runs < box.rows)
+                memcpy(place, box.start + ((size_t)(row + r / box.runs) * box.columns + first) * 2, 16);
+        }
+    };
+    copy(to, box.height * box.runs * bytes, land, barrier);
+}
 void copy_async16(unsigned to, const void* from, bool there) {
     memset(at(to, 16), 0xff, 16);
     auto left = running().copying;

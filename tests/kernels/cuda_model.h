@@ -180,8 +180,19 @@ static bool __any_sync(unsigned, bool x) {
     for (int lane = 0; lane < 32; lane++) any |= __shfl_sync(0, (int)x, lane);
     return any;
 }
+static int __reduce_add_sync(unsigned, int x) {
+    int sum = 0;
+    for (int lane = 0; lane < 32; lane++) sum += __shfl_sync(0, x, lane);
+    return sum;
+}
+static float warp_sum(float x) {
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(0, x, step);
+    return x;
+}
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class E> static E __ldcg(const E* x) { return *x; }
+static int counted(const int* count) { return *count; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
 static int add_one(int* x) { return atomicAdd(x, 1); }
 static void __threadfence() {}
@@ -203,6 +214,7 @@ struct Barrier {
 struct TensorMap {
     const char* start;
     int rows, columns, height;
+    int runs, run;  // of a box, if there are several side by side, and their elements
 };
 static void mbarrier_init(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
 static void fence_mbarrier_init() {}
@@ -220,6 +232,9 @@ static void release_stage(Barrier* empty) {
 }
 void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier);
 void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier);
+void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier);
+static void prefetch_tensor_map(const TensorMap*) {}
+static void zero_smem(unsigned at) { memset(model::at(at, 16), 0, 16); }
 
 #include "cuda_model_copies.h"
 #include "cuda_model_wgmma.h"

@@ -24,9 +24,12 @@ RUN = "void run_kernel(void** args) {{ {call}; }}"
 
 
 class Box(ctypes.Structure):
-    """A TensorMap of a matrix [rows, columns] of 16-bit elements, in boxes of `height` rows by 64."""
+    """A TensorMap of a matrix [rows, columns] of 16-bit elements, in boxes of `height` rows by 64, or by runs."""
 
-    _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("rows", "columns", "height"))]
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "height", "runs", "run")),
+    ]
 
 
 class Builder:

@@ -1,6 +1,7 @@
 // What pairs.cuh and mma.cuh do, in the model of a GPU's block. Included by cuda_model.h.
 
 #define MINUS_INFINITY (-INFINITY)
+#define LOG2_E 1.4426950408889634f
 static unsigned and_xor(unsigned x, unsigned mask, unsigned with) { return x & mask ^ with; }
 template <class E> static unsigned pack(float a, float b) {
     return from_float<E>(a).bits | (unsigned)from_float<E>(b).bits << 16;
@@ -68,6 +69,10 @@ template <class E> static void mma(float (&c)[4], const unsigned (&a)[4], unsign
         }
         c[i] = (float)sum;
     }
+}
+template <bool HAS_SOFTCAP> static float score(float dot, float scale, float softcap) {
+    const float c = softcap * LOG2_E;
+    return HAS_SOFTCAP ? c * tanhf(dot * (scale / c)) : dot * scale;
 }
 static void exchange_quads(unsigned (&x)[4]) {
     auto slots = model::together(x, 4);
