@@ -152,30 +152,49 @@ __device__ __forceinline__ void load_box(const KVMaps& maps, unsigned to, int he
     }
 }
 
-// The warp that has TMA bring the run's tiles: each lane asks for a box of every tile.
+// A tile of so many tokens, whose boxes lie in the cache at `row` of the lanes from `first` on.
+__device__ __forceinline__ void load_tile(const Step& step, const KVMaps& maps, const Buffers& buffers,
+                                          const SharedState& state, int t, int row, int first, int tokens, int head) {
+    const int stage = t % STAGES;
+    Barrier* const full = state.full + stage;
+    int rows[PER_TILE];
+#pragma unroll
+    for (int i = 0; i < PER_TILE; i++) rows[i] = __shfl_sync(~0u, row, first + i);
+    if (elected()) {
+        if (t >= STAGES) mbarrier_wait(state.empty + stage, t / STAGES - 1);
+        const int scaled = FP8 ? (tokens + BOX - 1) / BOX * BOX * 2 : 0;
+        mbarrier_expect(full, (tokens + FEW - 1) / FEW * FEW * 2 * DIM * BYTES + scaled);
+#pragma unroll
+        for (int i = 0; i < PER_TILE; i++) {
+            const int left = tokens - i * BOX;
+            if (left <= 0) break;
+            if (FP8)
+                bulk_load(smem_address(buffers.scales) + stage * SCALE_BYTES + i * BOX * 2,
+                          step.scales + ((long long)(rows[i] / SIZE) * KV_HEADS + head) * 2 * SIZE, BOX * 2, full);
+            load_box(maps, buffers.ring + stage * 2 * TILE_BYTES + i * BOX * DIM * BYTES, head, rows[i], left, full);
+        }
+    }
+    __syncwarp();
+}
+
+// The warp that has TMA bring the run's tiles: each lane looks up where a box lies, one asks for them.
 __device__ __forceinline__ void load_tiles(const Step& step, const KVMaps& maps, const Buffers& buffers,
                                            const SharedState& state, Way& way, int head, int lane) {
-    auto row = [&]() {  // of the cache, for this lane's box of the tile at way.at
+    constexpr int AHEAD = 32 * BOX;  // tokens that are looked up at once
+    auto look_up = [&](bool more) {  // the block of this lane's box, of those from way.at on
         const int token = way.at + lane * BOX;
-        const int* table = step.tables + (long long)way.b * step.table_row;
-        return lane < PER_TILE && token < way.stop ? __ldcg(table + token / SIZE) * SIZE + token % SIZE : -1;
+        return load_if(step.tables + (long long)way.b * step.table_row + token / SIZE, more && token < way.stop);
     };
-    int ahead = row(), t = 0;
-    for (bool more = true; more; t++) {
-        const int stage = t % STAGES, now = ahead, left = min(way.stop - way.at, TILE), of_box = left - lane * BOX;
-        way.at += TILE, more = way.at < way.stop || way.next();
-        if (more) ahead = row();  // what comes next is asked for beforehand
-        if (t >= STAGES) mbarrier_wait(state.empty + stage, t / STAGES - 1);
-        const int scaled = FP8 ? (left + BOX - 1) / BOX * BOX * 2 : 0;
-        if (lane == 0) mbarrier_expect(state.full + stage, (left + FEW - 1) / FEW * FEW * 2 * DIM * BYTES + scaled);
-        __syncwarp();
-        if (now < 0) continue;
-        const unsigned at = buffers.ring + stage * 2 * TILE_BYTES + lane * BOX * DIM * BYTES;
-        if (FP8)
-            bulk_load(smem_address(buffers.scales) + stage * SCALE_BYTES + lane * BOX * 2,
-                      step.scales + ((long long)(now / SIZE) * KV_HEADS + head) * 2 * SIZE, BOX * 2,
-                      state.full + stage);
-        load_box(maps, at, head, now, of_box, state.full + stage);
+    int block = look_up(true), t = 0;
+    for (bool more = true; more;) {
+        int at = way.at, first = 0;
+        const int stop = min(way.stop, at + AHEAD), row = block * SIZE + (at + lane * BOX) % SIZE;
+        way.at += AHEAD, more = way.at < way.stop || way.next();
+        block = look_up(more);  // what comes next is asked for beforehand
+        do {  // once where there is nothing, too
+            load_tile(step, maps, buffers, state, t++, row, first, min(stop - at, TILE), head);
+            at += TILE, first += PER_TILE;
+        } while (at < stop);
     }
 }
 

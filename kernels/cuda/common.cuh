@@ -90,6 +90,17 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+// What lies there, past the first-level cache, or 0 where `there` is false. It is awaited where it is used: behind a
+// branch, the compiler would wait at the branch's end.
+__device__ inline int load_if(const int* from, bool there) {
+    int y = 0;
+    asm volatile("{ .reg .pred there; setp.ne.b32 there, %2, 0; @there ld.global.cg.s32 %0, [%1]; }"
+                 : "+r"(y)
+                 : "l"(from), "r"((int)there)
+                 : "memory");
+    return y;
+}
+
 // How many have counted. What those wrote before may be read, past the first-level cache, by threads that meet this one
 // afterwards.
 __device__ inline int counted(const int* count) {
