@@ -148,40 +148,67 @@ __device__ inline void store_part(const Step& step, int place, const Part& part)
     if (lane == 0) step.sums[place] = part.weight;
 }
 
-__device__ inline Part load_part(const Step& step, int place) {
-    Part part;
+__device__ inline Vec<float, DIM / 32> load_mean(const Step& step, int place) {
+    constexpr int AT_ONCE = DIM / 32 < 4 ? 2 : 4;
+    Vec<float, DIM / 32> mean;
     const float* from = step.parts + place * DIM + threadIdx.x % 32 * (DIM / 32);
 #pragma unroll
-    for (int d = 0; d < DIM / 32; d += 2) {
-        const float2 y = __ldcg((const float2*)(from + d));
-        part.mean.x[d] = y.x, part.mean.x[d + 1] = y.y;
-    }
-    part.weight = __ldcg(step.sums + place);
-    return part;
+    for (int d = 0; d < DIM / 32; d += AT_ONCE)
+        if constexpr (AT_ONCE == 2) {
+            const float2 y = __ldcg((const float2*)(from + d));
+            mean.x[d] = y.x, mean.x[d + 1] = y.y;
+        } else {
+            const float4 y = __ldcg((const float4*)(from + d));
+            mean.x[d] = y.x, mean.x[d + 1] = y.y, mean.x[d + 2] = y.z, mean.x[d + 3] = y.w;
+        }
+    return mean;
 }
 
-// All of a sequence's head g: `part` is its beginning, the other parts have been stored.
+__device__ inline Part load_part(const Step& step, int place) {
+    return {load_mean(step, place), __ldcg(step.sums + place)};
+}
+
+// All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane each
+// has the weight, and two batches of means are under way: one after the other, parts would be waited for 32 times.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
-    constexpr int AHEAD = 8;
-    float sum = part.weight == MINUS_INFINITY ? 0 : 1;
-    for (int i = 1; i < divided.count; i += AHEAD) {
-        Part next[AHEAD];
+    constexpr int BATCH = 1024 / DIM, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
+    typedef Vec<float, DIM / 32> Mean;
+    const int lane = threadIdx.x % 32;
+    float sum = 0;  // to be added up over the lanes
+#pragma unroll 1
+    for (int begin = 1; begin < divided.count; begin += 32) {
+        const int first = place(divided.first + begin, head, false, g), left = divided.count - begin;
+        Mean means[2][BATCH];
+        auto load = [&](int batch) {
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            next[j] = {{}, MINUS_INFINITY};  // or the compiler would keep registers for it in all of the kernel
-            if (i + j < divided.count) next[j] = load_part(step, place(divided.first + i + j, head, false, g));
-        }
+            for (int j = 0; j < BATCH; j++) {
+                means[batch % 2][j] = {};
+                if (batch * BATCH + j < left) means[batch % 2][j] = load_mean(step, first + (batch * BATCH + j) * APART);
+            }
+        };
+        const float mine = lane < left ? __ldcg(step.sums + first + lane * APART) : MINUS_INFINITY;
+        load(0), load(1);
+        const float top = fmaxf(part.weight, warp_max(mine));
+        const float old = part.weight == MINUS_INFINITY ? 0 : exp2_approx(part.weight - top);
+        const float by = mine == MINUS_INFINITY ? 0 : exp2_approx(mine - top);
+        sum = (begin > 1 ? sum * old : lane == 0 ? old : 0) + by;  // of `part` itself 1
+        part.weight = top;
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-            if (i + j >= divided.count) break;
-            const float top = fmaxf(part.weight, next[j].weight);
-            const float old = part.weight == MINUS_INFINITY ? 0 : exp2_approx(part.weight - top);
-            const float by = next[j].weight == MINUS_INFINITY ? 0 : exp2_approx(next[j].weight - top);
-            part.weight = top, sum = fmaf(sum, old, by);
+        for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= old;
 #pragma unroll
-            for (int d = 0; d < DIM / 32; d++) part.mean.x[d] = fmaf(part.mean.x[d], old, by * next[j].mean.x[d]);
+        for (int batch = 0; batch < 32 / BATCH; batch++) {
+            if (batch * BATCH >= left) break;
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const float of_part = __shfl_sync(~0u, by, batch * BATCH + j);
+#pragma unroll
+                for (int d = 0; d < DIM / 32; d++)
+                    part.mean.x[d] = fmaf(of_part, means[batch % 2][j].x[d], part.mean.x[d]);
+            }
+            if (batch + 2 < 32 / BATCH) load(batch + 2);
         }
     }
+    sum = warp_sum(sum);
     const float by = sum > 0 ? 1 / sum : 0;
 #pragma unroll
     for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
