@@ -58,20 +58,29 @@ static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (
                       SEQUENCES * 4 == ROOM,
               "attention_tma.py reckons with another layout of shared memory");
 
-// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see. They,
-// and tables, are loaded past the first-level cache: another step may have left others there, and grid_wait() has not
-// been passed.
-__device__ inline bool find_run(const int* lengths, int n, int wanted, int run, int* kept, Border* borders) {
-    constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
+constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of
+struct OwnLengths {
+    int x[EACH];
+};
+
+// They, and tables, are loaded past the first-level cache: another step may have left others there, and grid_wait() has
+// not been passed.
+__device__ __forceinline__ OwnLengths load_lengths(const int* lengths, int n) {
+    OwnLengths own;
+#pragma unroll
+    for (int i = 0, b = threadIdx.x * EACH; i < EACH; i++, b++) own.x[i] = load_if(lengths + b, b < n);
+    return own;
+}
+
+// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see.
+__device__ inline bool find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, Border* borders) {
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    int boxes[EACH], mine = 0, mine_in_tiles = 0;  // lengths first
-#pragma unroll
-    for (int i = 0; i < EACH; i++) boxes[i] = thread * EACH + i < n ? __ldcg(lengths + thread * EACH + i) : 0;
+    int boxes[EACH] = {}, mine = 0, mine_in_tiles = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (thread * EACH + i >= n) continue;
-        const Span span(kept[thread * EACH + i] = boxes[i]);
+        const Span span(kept[thread * EACH + i] = own.x[i]);
         mine += boxes[i] = span.boxes(), mine_in_tiles += span.tiles();
     }
     mine_in_tiles = __reduce_add_sync(~0u, mine_in_tiles);
@@ -128,6 +137,11 @@ __device__ __forceinline__ void init_barriers(const SharedState& state) {
     for (int i = 0; i < 2; i++) mbarrier_init(state.ready + i, 1), mbarrier_init(state.taken + i, WARPS);
     mbarrier_init(state.told, 1);
     fence_mbarrier_init();
+}
+
+__device__ __forceinline__ void prefetch_maps(const KVMaps& maps) {
+    prefetch_tensor_map(maps.keys), prefetch_tensor_map(maps.values);
+    prefetch_tensor_map(maps.few_keys), prefetch_tensor_map(maps.few_values);
 }
 
 // Rows without a head stay so.
@@ -305,19 +319,22 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     const Buffers buffers(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     launch_dependents();
-    if (thread == 0) init_barriers(state);
-    if (thread == THREADS) {
-        prefetch_tensor_map(&of_k), prefetch_tensor_map(&of_v);
-        prefetch_tensor_map(&few_k), prefetch_tensor_map(&few_v);
-    }
+    // q, k and v are made by a GEMM. Ours launch_dependents() late, and the library's begin when what is before them
+    // has ended: all else that is read was there before. Without ROTATE keys and values come from the kernel before.
+    // Lengths come first: where a run's tiles lie follows from them.
+    OwnLengths own;
+    if (ROTATE) own = load_lengths(lengths, n);
+    if (thread == THREADS + 32) init_barriers(state);  // in another warp than the first lengths: its fence awaits loads
+    if (thread == THREADS) prefetch_maps(maps);
     clear_heads(buffers.heads, thread);
     // Runs of whole sequences, where all are of one length and there are enough of them.
     const int most = gridDim.x / KV_HEADS, per_run = (n + most - 1) / most, whole = (n + per_run - 1) / per_run;
     const int run = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
-    // q, k and v are made by a GEMM. Ours launch_dependents() late, and the library's begin when what is before them
-    // has ended: all else that is read was there before. Without ROTATE keys and values come from the kernel before.
-    if (!ROTATE) grid_wait();
-    if (!find_run(lengths, n, whole * 10 >= most * 9 ? whole : most, run, buffers.lengths, state.borders)) return;
+    if (!ROTATE) {
+        grid_wait();
+        own = load_lengths(lengths, n);
+    }
+    if (!find_run(own, n, whole * 10 >= most * 9 ? whole : most, run, buffers.lengths, state.borders)) return;
     Way way(buffers.lengths, state.borders);
     if (warp == WARPS) {
         load_tiles(step, maps, buffers, state, way, head, lane);
