@@ -72,8 +72,13 @@ __device__ __forceinline__ OwnLengths load_lengths(const int* lengths, int n) {
     return own;
 }
 
-// The borders of this block's run; false where there is none for it. `kept`: all lengths, for all threads to see.
-__device__ inline bool find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, Border* borders) {
+struct Found {  // where a run begins: in sequence b, whose boxes stand from `at` on
+    int b, at, boxes;
+};
+
+// How sequences are shared out, and where this block's run begins and ends, if there is one for it. `kept`: all lengths,
+// for all threads to see.
+__device__ inline StreamKRuns find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, Found* ends) {
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     int boxes[EACH] = {}, mine = 0, mine_in_tiles = 0;
@@ -97,22 +102,21 @@ __device__ inline bool find_run(const OwnLengths& own, int n, int wanted, int ru
 #pragma unroll
     for (int w = 0; w < ALL / 32; w++) at += w < warp ? counts[w] : 0, all += counts[w], all_tiles += tiles[w];
     const StreamKRuns runs(all, all_tiles, wanted);
-    if (run >= runs.count) return false;
-#pragma unroll 1
+#pragma unroll
     for (int end = 0; end < 2; end++) {
         const int begin = runs.begin(run + end);
         int b = -1, from = 0, count = 0;
 #pragma unroll
         for (int i = 0, next = at; i < EACH; next += boxes[i++])
             if (begin >= next && begin < next + boxes[i]) b = thread * EACH + i, from = next, count = boxes[i];
-        if (b >= 0) borders[end] = runs.border(run + end, b, from, count);
+        if (b >= 0) ends[end] = {b, from, count};
     }
-    if (thread == 0 && run + 1 == runs.count) borders[1] = {n, 0, 0, 0};
+    if (thread == 0 && run + 1 >= runs.count) ends[1] = {n, runs.begin(run + 1), 0};
     __syncthreads();
-    return true;
+    return runs;
 }
 
-struct SharedState {  // what a block's warps tell each other, and where its run begins and ends
+struct SharedState {  // what a block's warps tell each other, and the borders of its run
     Barrier *full, *empty, *ready, *taken, *told;  // [STAGES] twice, [2] twice, one
     Border* borders;                               // [2]
     int *complete, *latest;
@@ -311,6 +315,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
     __shared__ Border borders[2];
+    __shared__ Found ends[2];
     __shared__ int complete, latest;
     const SharedState state = {full, empty, ready, taken, &told, borders, &complete, &latest};
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, scales, tables, out, parts, sums,
@@ -334,20 +339,26 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         grid_wait();
         own = load_lengths(lengths, n);
     }
-    if (!find_run(own, n, whole * 10 >= most * 9 ? whole : most, run, buffers.lengths, state.borders)) return;
-    Way way(buffers.lengths, state.borders);
+    const StreamKRuns runs = find_run(own, n, whole * 10 >= most * 9 ? whole : most, run, buffers.lengths, ends);
+    if (run >= runs.count) return;
+    auto border = [&](int end) { return runs.border(run + end, ends[end].b, ends[end].at, ends[end].boxes); };
+    auto position = [&](int end) { return runs.position(run + end, ends[end].b, ends[end].at, ends[end].boxes); };
+    const Border of_run[2] = {position(0), position(1)};
+    Way way(buffers.lengths, of_run);
     if (warp == WARPS) {
         load_tiles(step, maps, buffers, state, way, head, lane);
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
         grid_wait();
-        if (lane == 0 && state.borders[1].box > 0) {
-            *state.complete = counted(arrived + state.borders[1].b * KV_HEADS + head) == state.borders[1].count - 1;
+        const Border last = border(1);
+        if (lane == 0 && last.box > 0) {
+            *state.complete = counted(arrived + last.b * KV_HEADS + head) == last.count - 1;
             mbarrier_arrive(state.told);
         }
         return;
     }
     grid_wait();
     if (warp > WARPS) return prepare_heads(step, buffers, state, way, head, lane);
+    if (thread == 0 || thread == 32) borders[thread / 32] = border(thread / 32);  // for finish_sequence()
     attend_run(step, buffers, state, way, run, head, warp, lane);
 #endif
 }

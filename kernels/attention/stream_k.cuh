@@ -36,11 +36,18 @@ struct StreamKRuns {  // of `boxes` in `tiles`, as many as are wanted if each ha
     }
     // Where `run` begins: in sequence b, whose boxes stand from `at` on.
     __device__ Border border(int run, int b, int at, int boxes) const {
+        Border border = position(run, b, at, boxes);
+        if (border.box > 0) {
+            const int first = begins_from(at + near + 1), last = begins_from(at + boxes - near);
+            border.first = first - 1, border.count = last - first + 1;
+        }
+        return border;
+    }
+    // The same without the runs that have parts, which takes two divisions.
+    __device__ Border position(int run, int b, int at, int boxes) const {
         const int box = begin(run) - at;
         if (box <= near) return {b, 0, 0, 0};
-        if (box >= boxes - near) return {b + 1, 0, 0, 0};
-        const int first = begins_from(at + near + 1), last = begins_from(at + boxes - near);
-        return {b, box, first - 1, last - first + 1};
+        return box >= boxes - near ? Border{b + 1, 0, 0, 0} : Border{b, box, 0, 0};
     }
 };
 
