@@ -72,6 +72,14 @@ __device__ __forceinline__ OwnLengths load_lengths(const int* lengths, int n) {
     return own;
 }
 
+// Block tables of few sequences are brought near while their lengths are under way: more would be read in vain, as how
+// much of them is used is not known yet.
+__device__ __forceinline__ void prefetch_tables(const int* tables, int n, int table_row) {
+    constexpr int MOST = 4, LINE = 32;  // sequences; numbers
+    const long long at = ((long long)blockIdx.x * ALL + threadIdx.x) * LINE;
+    if (n <= MOST && at < (long long)n * table_row) prefetch_line(tables + at);
+}
+
 struct Found {  // where a run begins: in sequence b, whose boxes stand from `at` on
     int b, at, boxes;
 };
@@ -329,6 +337,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     // Lengths come first: where a run's tiles lie follows from them.
     OwnLengths own;
     if (ROTATE) own = load_lengths(lengths, n);
+    prefetch_tables(tables, n, table_row);
     if (thread == THREADS + 32) init_barriers(state);  // in another warp than the first lengths: its fence awaits loads
     if (thread == THREADS) prefetch_maps(maps);
     clear_heads(buffers.heads, thread);

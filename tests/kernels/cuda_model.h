@@ -192,6 +192,7 @@ static float warp_sum(float x) {
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class E> static E __ldcg(const E* x) { return *x; }
+static void prefetch_line(const void*) {}
 static int load_if(const int* from, bool there) { return there ? *from : 0; }
 static int counted(const int* count) { return *count; }
 static int atomicAdd(int* x, int y) { return (*x += y) - y; }
