@@ -365,6 +365,7 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
         }
         return;
     }
+    if (ROTATE && warp > WARPS) prefetch_rotation(step, way.b);
     grid_wait();
     if (warp > WARPS) return prepare_heads(step, buffers, state, way, head, lane);
     if (thread == 0 || thread == 32) borders[thread / 32] = border(thread / 32);  // for finish_sequence()

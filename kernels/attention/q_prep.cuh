@@ -96,6 +96,17 @@ __device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const Hea
     if (threadIdx.x % 32 == 0) to.q_scale = scale_of(exponent);
 }
 
+// What prepare() reads besides q, k and v is brought near, which grid_wait() need not have been passed for.
+__device__ __forceinline__ void prefetch_rotation(const Step& step, int b) {
+    const int at = threadIdx.x % 32 * PAIRS;
+    prefetch_line(step.cos + (long long)b * DIM + at), prefetch_line(step.sin + (long long)b * DIM + HALF + at);
+    prefetch_line(step.slots + b);
+    if (NORM) {
+        prefetch_line(step.q_weight + at), prefetch_line(step.q_weight + HALF + at);
+        prefetch_line(step.k_weight + at), prefetch_line(step.k_weight + HALF + at);
+    }
+}
+
 // Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
     const int lane = threadIdx.x % 32, at = lane * PAIRS;
