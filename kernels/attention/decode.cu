@@ -84,8 +84,8 @@ struct Found {  // where a run begins: in sequence b, whose boxes stand from `at
     int b, at, boxes;
 };
 
-// How sequences are shared out, and where this block's run begins and ends, if there is one for it. `kept`: all lengths,
-// for all threads to see.
+// How sequences are shared out, and where this block's run begins and ends, if there is one for it. `kept`: all
+// lengths, for all threads to see.
 __device__ inline StreamKRuns find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, Found* ends) {
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

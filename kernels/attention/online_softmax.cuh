@@ -168,8 +168,8 @@ __device__ inline Part load_part(const Step& step, int place) {
     return {load_mean(step, place), __ldcg(step.sums + place)};
 }
 
-// All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane each
-// has the weight, and two batches of means are under way: one after the other, parts would be waited for 32 times.
+// All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane
+// each has the weight, and two batches of means are under way.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
     constexpr int BATCH = 1024 / DIM, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
     typedef Vec<float, DIM / 32> Mean;
@@ -183,7 +183,8 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
 #pragma unroll
             for (int j = 0; j < BATCH; j++) {
                 means[batch % 2][j] = {};
-                if (batch * BATCH + j < left) means[batch % 2][j] = load_mean(step, first + (batch * BATCH + j) * APART);
+                const int i = batch * BATCH + j;
+                if (i < left) means[batch % 2][j] = load_mean(step, first + i * APART);
             }
         };
         const float mine = lane < left ? __ldcg(step.sums + first + lane * APART) : MINUS_INFINITY;
