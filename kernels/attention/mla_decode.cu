@@ -35,6 +35,14 @@ static_assert(HELD * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 =
 static_assert(HELD >= 4, "a tile, and another one under way");
 
 #if __CUDA_ARCH__ >= 800
+// A panel has its tokens' rows, and behind them, where FP8, their scales: of latents and then of the rest.
+//
+// Where a row's piece of 16 bytes lies: places change among the eight of 128 bytes, so that eight rows' pieces are in
+// different banks. Where FP8, among the four of 64 bytes: neighbouring rows begin 64 bytes apart in them.
+__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ (FP8 ? row / 2 % 4 : row % 8)) * 16; }
+
+#include "mla_values.cuh"
+#include "mla_parts.cuh"
 #include "mla_rows.cuh"
 #include "mla_operands.cuh"
 
@@ -78,87 +86,6 @@ struct Softmax {
     }
 };
 
-// A part: means of values, and of this thread's two rows the logarithms of sums.
-struct Part {
-    Values mean;
-    float weight[2];
-
-    __device__ void store(float* to) const {
-        const int thread = threadIdx.x, lane = thread % 32;
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++) {
-            const float* o = mean.o[n];
-            ((float4*)to)[n * THREADS + thread] = make_float4(o[0], o[1], o[2], o[3]);
-        }
-        if (thread < 32 && lane % 4 == 0)
-            for (int h = 0; h < 2; h++) to[ROWS * LATENT + lane / 4 + h * 8] = weight[h];
-    }
-    // All of `count` parts that lie `stride` parts from each other, this one the `mine`-th; in their order, whichever has
-    // come last.
-    __device__ void add_up(const float* parts, int count, int stride, int mine) {
-        const int thread = threadIdx.x;
-        float top[2] = {MINUS_INFINITY, MINUS_INFINITY}, sum[2] = {0, 0};
-        Values all = {};
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            const float* const part = parts + i * stride * PART;
-            Part next = *this;
-            if (i != mine) {
-#pragma unroll
-                for (int h = 0; h < 2; h++) next.weight[h] = __ldcg(part + ROWS * LATENT + thread % 32 / 4 + h * 8);
-#pragma unroll
-                for (int n = 0; n < COLUMNS / 8; n++) {
-                    const float4 y = __ldcg((const float4*)part + n * THREADS + thread);
-                    float* const o = next.mean.o[n];
-                    o[0] = y.x, o[1] = y.y, o[2] = y.z, o[3] = y.w;
-                }
-            }
-            float old[2], by[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float best = fmaxf(top[h], next.weight[h]);
-                old[h] = exp2_approx(top[h] - best), by[h] = exp2_approx(next.weight[h] - best);
-                top[h] = best, sum[h] = sum[h] * old[h] + by[h];
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    all.o[n][j] = fmaf(all.o[n][j], old[j / 2], by[j / 2] * next.mean.o[n][j]);
-        }
-        const float by[2] = {1 / sum[0], 1 / sum[1]};
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) mean.o[n][j] = all.o[n][j] * by[j / 2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) weight[h] = top[h] + log2f(sum[h]);
-    }
-};
-
-// AT_ONCE neighbouring parts are added up by the block of them that is the last to be there, then AT_ONCE of these sums, and
-// so on. Whether this block has all of the sequence in the end. arrived: as many counts as there may be parts, zero before
-// and after: one for each sum, where its first part has its own and, as sums of sums share that, so many behind it.
-__device__ inline bool add_up(Part& part, int split, int count, float* parts, int* arrived, int* latest) {
-    for (int stride = 1, level = 0; count > 1; stride *= AT_ONCE, level++) {
-        const int first = split / AT_ONCE * AT_ONCE, some = min(AT_ONCE, count - first);
-        if (some > 1) {
-            __syncthreads();  // all have read the weights that are overwritten
-            part.store(parts + split * stride * PART);
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                int* const count = arrived + first * stride + level;
-                *latest = add_one(count) == some - 1;
-                if (*latest) *count = 0;
-            }
-            __syncthreads();
-            if (!*latest) return false;
-            part.add_up(parts + first * stride * PART, some, stride, split - first);
-        }
-        split /= AT_ONCE, count = (count + AT_ONCE - 1) / AT_ONCE;
-    }
-    return true;
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

@@ -1,5 +1,5 @@
 """Decoding sequences of multi-head latent attention by mla_decode.cu, in DeepSeek's sizes: 512 + 64 elements a token,
-in 16 bits or e4m3.
+in 16 bits or e4m3. With TMA caches in e4m3 go to mla_decode_e4m3.cu.
 
 As a backend it attends to latents as they are cached, as mla_triton.py does, which takes everything else.
 """
@@ -35,6 +35,9 @@ MOST_PANELS = 8
 # Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.
 FIXED = 4 * ROWS * (TILE + 8) * 4 + ROWS * (TILE * 2 + 16) + 3 * ROWS * 4
 PART = ROWS * LATENT + ROWS  # floats that are kept of a part
+# Of mla_decode_e4m3.cu, whose tiles have 64 tokens: bytes of two tiles, rows of five boxes of 128 and two scales; of
+# scores, softmax weights, and what it keeps of each head; and for a start at a multiple of 1024.
+TMA_SHARED = 2 * 64 * (5 * 128 + 2) + 5 * ROWS * (64 + 8) * 4 + ROWS * (64 * 2 + 16) + 3 * ROWS * 4 + 1024
 
 
 def supports(part: Part) -> bool:
@@ -87,6 +90,16 @@ def occupancy(device: torch.device, fp8: bool = False) -> tuple[int, int]:
     return min(MOST_PANELS, (room - FIXED) // panel_bytes(fp8)), 1
 
 
+def by_tma(device: torch.device) -> bool:
+    """Whether mla_decode_e4m3.cu reads a cache in e4m3."""
+    return device.type != "cuda" or device_caps(device).has_tma
+
+
+def sizes_by_tma(heads: int, block_size: int) -> dict[str, int]:
+    """What mla_decode_e4m3.cu is compiled for."""
+    return dict(HEADS=heads, SIZE=block_size, SPLIT=SPLIT, ROOM=TMA_SHARED, FP8=1)
+
+
 def sizes(heads: int, block_size: int, panels: int, blocks: int, fp8: bool = False) -> dict[str, int]:
     """What mla_decode.cu is compiled for."""
     room = shared_bytes(panels, fp8)
@@ -114,17 +127,22 @@ def decode(
     what the kernels before that one wrote.
     """
     n, heads, _ = q.shape
-    fp8 = scales is not None
-    blocks, (panels, per_sm) = n * -(-heads // ROWS), occupancy(q.device, fp8)
-    shared, of = shared_bytes(panels, fp8), sizes(heads, cache.shape[1], panels, per_sm, fp8)
-    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **of)
+    fp8, size, width = scales is not None, *cache.shape[1:]
+    blocks = n * -(-heads // ROWS)
     fill = fill or min(AT_ONCE, device_caps(q.device).num_sms // blocks)
     splits = arrived = out  # one split keeps nothing
     if most > 1:
         assert blocks * most <= jit.COUNTERS  # choose_kv_splits does not make so many
         splits = q.new_empty(blocks, most, PART, dtype=torch.float32)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
-    kernel(
-        (blocks, most, 1), THREADS, q, cache, lengths if scales is None else scales, tables, lengths, out, splits,
-        arrived, q.stride(0), tables.stride(0), fill, scale * LOG2_E, shared=shared,
-    )  # fmt: skip
+    rest = tables, lengths, out, splits, arrived, q.stride(0), tables.stride(0), fill, scale * LOG2_E
+    if scales is not None and by_tma(q.device):
+        kernel = jit.kernel("mla_decode_e4m3", "mla_decode_e4m3", q.dtype, TMA_SHARED, **sizes_by_tma(heads, size))
+        codes = jit.tensor_map(cache.data_ptr(), cache.shape[0] * size, width // 2, PANEL, width // 2)
+        kernel((blocks, most, 1), THREADS, q, codes, scales, *rest, shared=TMA_SHARED)
+        return
+    panels, per_sm = occupancy(q.device, fp8)
+    shared = shared_bytes(panels, fp8)
+    kernel = jit.kernel("mla_decode", "mla_decode", q.dtype, shared, **sizes(heads, size, panels, per_sm, fp8))
+    of_scales = lengths if scales is None else scales
+    kernel((blocks, most, 1), THREADS, q, cache, of_scales, *rest, shared=shared)

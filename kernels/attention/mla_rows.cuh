@@ -1,23 +1,4 @@
-// What a block of mla_decode.cu takes of a sequence, and how its tokens come to the ring in shared memory.
-
-// The KV split `split` of a sequence, of at most `most`; fill: splits that find a multiprocessor idle.
-struct Span {
-    int count, start, stop;  // splits of the sequence; this one's tokens
-
-    __device__ Span(int length, int split, int most, int fill) {
-        const int tiles = (length + TILE - 1) / TILE, wanted = max((length + SPLIT / 2) / SPLIT, min(tiles, fill));
-        const int each = max((tiles + max(min(wanted, most), 1) - 1) / max(min(wanted, most), 1), 1) * TILE;
-        count = max((length + each - 1) / each, 1);
-        start = split * each, stop = min(start + each, length);
-    }
-    __device__ int tiles() const { return (stop - start + TILE - 1) / TILE; }
-};
-
-// A panel has its tokens' rows, and behind them, where FP8, their scales: of latents and then of the rest.
-//
-// Where a row's piece of 16 bytes lies: places change among the eight of 128 bytes, so that eight rows' pieces are in
-// different banks. Where FP8, among the four of 64 bytes: neighbouring rows begin 64 bytes apart in them.
-__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ (FP8 ? row / 2 % 4 : row % 8)) * 16; }
+// How the tokens that a block of mla_decode.cu takes come to the ring in shared memory.
 
 // What a warp copies: four tokens of each tile, all in one panel. Rows past `stop` become zeros.
 struct Rows {

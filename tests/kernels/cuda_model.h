@@ -220,6 +220,7 @@ struct TensorMap {
 };
 static void mbarrier_init(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
 static void fence_mbarrier_init() {}
+static void prefetch_tensor_map(const TensorMap*) {}
 static void fence_async_proxy() {}
 void mbarrier_arrive(Barrier* barrier);
 void mbarrier_expect(Barrier* barrier, int bytes);

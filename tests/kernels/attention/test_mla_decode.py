@@ -8,9 +8,11 @@ from phalanx.kernels import jit
 from phalanx.kernels.attention import mla_decode
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
+from phalanx.kernels.device import HALF_SHARED
 from phalanx.kernels.rope import fp8_cache
 
 from .. import cuda_model
+from ..cuda_model import Box
 from .decoding import part_of
 from .latents import DEEPSEEK, NAN, fp8_latents, latent_cache
 from .test_attention import make_rows
@@ -27,6 +29,7 @@ class Launcher:
         self.seed, self.grids = 0, []
         monkeypatch.setattr(jit, "kernel", self.kernel)
         monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
+        monkeypatch.setattr(jit, "tensor_map", lambda at, rows, columns, high, _: Box(at, rows, columns, high))
         monkeypatch.setattr(mla_decode, "device_caps", lambda _: SimpleNamespace(num_sms=4))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
         real = torch.Tensor.new_empty
@@ -40,7 +43,7 @@ class Launcher:
             self.seed += 1
             self.grids.append(grid)
             options = dict(seed=self.seed, writes=self.writes, any_order=True)
-            cuda_model.launch(library, grid, threads, args, args[0], **options)
+            cuda_model.launch(library, grid, threads, args, args[0], x=args[2], **options)
 
         return launch
 
@@ -103,9 +106,9 @@ class Step:
         return self.out
 
 
-# Lengths, parts at most, parts of short sequences, panels that a block holds, and what else a step has: of one part and
-# of several, on one level and on two, tiles and panels that are full and that are not, a ring that is filled once and
-# that goes round.
+# Lengths, parts at most, parts of short sequences, panels that a block holds, or 0 with TMA, and what else a step has:
+# of one part and of several, on one level and on two, tiles and panels that are full and that are not, a ring that is
+# filled once and that goes round.
 CASES = [
     ([1, 0, 33, 128], 1, 1, 5, {}),
     ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=7)),
@@ -116,7 +119,7 @@ CASES = [
     ([1024, 2], 64, 64, 8, dict(heads=2, size=64)),
     ([900, 161], 2, 4, 5, dict(dtype=torch.float16, heads=17, size=32)),
 ]
-# The same of a cache in e4m3.
+# The same of a cache in e4m3, by the kernel of GPUs without TMA.
 FP8_CASES = [
     ([1, 0, 34, 127], 1, 1, 8, dict(fp8=True)),
     ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=48, fp8=True)),
@@ -125,6 +128,15 @@ FP8_CASES = [
     ([1500, 577], 32, 4, 8, dict(heads=33, spare=5, size=64, fp8=True)),
     ([900, 161], 2, 4, 4, dict(dtype=torch.float16, heads=17, size=32, fp8=True)),
 ]
+# And with TMA, by tiles of 64 tokens, of which two are held.
+TMA_CASES = [
+    ([1, 0, 66, 127], 1, 1, 0, dict(fp8=True)),
+    ([400, 0, 129, 64], 4, 2, 0, dict(heads=5, size=48, fp8=True)),
+    ([200], 8, 8, 0, dict(dtype=torch.float16, heads=20, spare=4, fp8=True)),
+    ([0], 2, 2, 0, dict(heads=1, fp8=True)),
+    ([1500, 577], 32, 4, 0, dict(heads=33, spare=5, size=64, fp8=True)),
+    ([2125], 1, 1, 0, dict(dtype=torch.float16, heads=17, size=32, fp8=True)),
+]
 
 
 @pytest.mark.parametrize(
@@ -132,11 +144,13 @@ FP8_CASES = [
     [
         *CASES[:3],
         *FP8_CASES[:3],
-        *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:] + FP8_CASES[3:]),
+        *TMA_CASES[:3],
+        *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[3:] + FP8_CASES[3:] + TMA_CASES[3:]),
     ],
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
     monkeypatch.setattr(mla_decode, "occupancy", lambda *_: (panels, 1))
+    monkeypatch.setattr(mla_decode, "by_tma", lambda _: not panels)
     step = Step(lengths, **options)
     want = step.want()
     got = step.decode(launcher, most, fill)
@@ -162,7 +176,12 @@ def test_what_is_read_early(launcher):
         assert step.decode(launcher, 1, 1).isnan().any().item() == early
 
 
-def test_numbers_of_all_sizes_in_e4m3(launcher):
+@pytest.fixture(params=[False, True])
+def tma(request, monkeypatch):
+    monkeypatch.setattr(mla_decode, "by_tma", lambda _: request.param)
+
+
+def test_numbers_of_all_sizes_in_e4m3(launcher, tma):
     """Scales from one end of their range to the other; queries of a head that are 0, large, and small."""
     step = Step([70, 33], heads=4, fp8=True)
     step.scales[step.scales != 255] = torch.randint(105, 135, (int((step.scales != 255).sum()),), dtype=torch.uint8)
@@ -174,7 +193,7 @@ def test_numbers_of_all_sizes_in_e4m3(launcher):
     assert ((got - want).abs() <= 2e-2 * want.abs().amax(2, keepdim=True)).all()
 
 
-def test_many_small_weights_in_e4m3(launcher):
+def test_many_small_weights_in_e4m3(launcher, tma):
     """Of 700 tokens whose weights are 2^-23 of another one's, which has a value of 0, a sum is left: f16 keeps them."""
     step = Step([701], heads=1, fp8=True)
     codes, (tokens,) = step.cache.view(torch.uint8).view(-1, WIDTH), [slots_of(step.rows, 0, 16)]
@@ -235,4 +254,4 @@ def test_parts():
     sizes = [(1, 64), (16, 16), (64, 4), (100, 2), (128, 2), (256, 1)]
     assert [(blocks, mla_decode.choose_kv_splits(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
     assert mla_decode.choose_kv_splits(1, 32, 264) == 1 and mla_decode.choose_kv_splits(1, 33, 264) == 2
-    assert mla_decode.shared_bytes(5) <= 115_400, "two blocks of a multiprocessor"
+    assert max(mla_decode.shared_bytes(5), mla_decode.TMA_SHARED) <= HALF_SHARED, "two blocks of a multiprocessor"

@@ -1,0 +1,141 @@
+// How mla_decode_e4m3.cu copies a tile's codes, and multiplies queries by them.
+
+// What a warp asks TMA for: of each tile the panel warp % 4, the first two boxes and the last one, or else the other two and
+// the scales. `full` has an arrival of each warp, and so has `empty`.
+struct Copies {
+    const TensorMap* cache;
+    const unsigned char* scales;
+    const int* table;
+    Barrier *full, *empty;  // [STAGES]
+    unsigned ring;          // STAGES tiles, and as many tiles' scales behind them: of a panel those of latents, then the rest's
+    int start, stop;
+    int slots;  // of the 32 tiles from a multiple of 32 on: a lane has its tile's panel's
+
+    __device__ static int panel() { return threadIdx.x / 32 % PANELS; }
+    __device__ void begin() { slots = find(0); }
+    // Past the first-level cache, where another step may have left tables: grid_wait() has not been passed.
+    __device__ int find(int tile) const {
+        const int token = start + (tile + threadIdx.x % 32) * TILE + panel() * PANEL;
+        return token < stop ? __ldcg(table + token / SIZE) * SIZE + token % SIZE : -1;
+    }
+    // To be called once for each tile, one after the other.
+    __device__ void ask(int tile) {
+        if (tile % 32 == 0 && tile) slots = find(tile);
+        const int slot = __shfl_sync(~0u, slots, tile % 32), stage = tile % STAGES;
+        if (!elected()) return;
+        if (tile >= STAGES) mbarrier_wait(empty + stage, tile / STAGES - 1);
+        Barrier* const barrier = full + stage;
+        const unsigned to = ring + stage * TILE_BYTES + panel() * PANEL_BYTES;
+        auto box = [&](int i) { tma_load(to + i * BOX_BYTES, cache, i * 64, slot, barrier); };
+        if (slot < 0) {
+            mbarrier_arrive(barrier);
+        } else if (threadIdx.x / 32 < PANELS) {
+            mbarrier_expect(barrier, 3 * BOX_BYTES);
+            box(0), box(1), box(4);
+        } else {
+            const unsigned there = ring + STAGES * TILE_BYTES + stage * SCALE_BYTES + panel() * 2 * PANEL;
+            const unsigned char* const from = scales + slot / SIZE * 2 * (long long)SIZE + slot % SIZE;
+            mbarrier_expect(barrier, 2 * BOX_BYTES + 2 * PANEL);
+            box(2), box(3);
+            bulk_load(there, from, SIZE == PANEL ? 2 * PANEL : PANEL, barrier);
+            if (SIZE != PANEL) bulk_load(there + PANEL, from + SIZE, PANEL, barrier);
+        }
+    }
+};
+
+// This warp's steps of 16 heads' queries, as the first operand of matmuls: step j of the latent has the elements from j * 64
+// on and 16 times the warp's quarter. ldmatrix moves pairs of bytes, so that of 16 elements of a key a lane has four
+// neighbours: so it has here. Heads past the last one are zeros. Each head is divided by a power of two (query_exponent).
+struct Queries {
+    unsigned latent[STEPS][4], rope[ROPE_STEPS][4];
+
+    // tops: [QUARTERS, ROWS], of each head's numbers.
+    __device__ Queries(const T* q, int heads, float* tops) {
+        const int quarter = threadIdx.x / 32 % QUARTERS;
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) load(latent[j], q + j * 64 + quarter * 16, heads);
+#pragma unroll
+        for (int j = 0; j < ROPE_STEPS; j++) load(rope[j], q + LATENT + j * 16, heads);
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = 0;
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) top = fmaxf(top, largest(latent[j], h));
+#pragma unroll
+            for (int j = 0; j < ROPE_STEPS; j++) top = fmaxf(top, largest(rope[j], h));
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+            if (lane % 4 == 0) tops[quarter * ROWS + lane / 4 + h * 8] = top;  // two warps have the same
+        }
+        __syncthreads();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float by = inverse_scale(query_exponent(most(tops, lane / 4 + h * 8)));
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) divide(latent[j], h, by);
+#pragma unroll
+            for (int j = 0; j < ROPE_STEPS; j++) divide(rope[j], h, by);
+        }
+    }
+    __device__ static float most(const float* tops, int head) {
+        float top = tops[head];
+#pragma unroll
+        for (int i = 1; i < QUARTERS; i++) top = fmaxf(top, tops[i * ROWS + head]);
+        return top;
+    }
+    __device__ static void load(unsigned (&x)[4], const T* from, int heads) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int head = lane / 4 + i % 2 * 8;
+            x[i] = head < heads ? *(const unsigned*)(from + head * WIDTH + lane % 4 * 4 + i / 2 * 2) : 0;
+        }
+    }
+    __device__ static float largest(const unsigned (&x)[4], int h) {
+        const float2 a = unpack<T>(x[h]), b = unpack<T>(x[h + 2]);
+        return fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
+    }
+    __device__ static void divide(unsigned (&x)[4], int h, float by) {
+#pragma unroll
+        for (int i = h; i < 4; i += 2) {
+            const float2 a = unpack<T>(x[i]);
+            x[i] = pack<Operand>(a.x * by, a.y * by);
+        }
+    }
+};
+
+// What mma() has of 16 heads and 8 tokens, to scores of the first of them.
+__device__ inline void store_scores(float* to, const float (&s)[4]) {
+    float* const at = to + threadIdx.x % 32 / 4 * SCORES_ROW + threadIdx.x % 4 * 2;
+    *(float2*)at = {s[0], s[1]}, *(float2*)(at + 8 * SCORES_ROW) = {s[2], s[3]};
+}
+
+// Of the dot products of 16 heads' queries and a tile's tokens, codes for numbers, this warp's part, to scores [PLANES, ROWS,
+// SCORES_ROW]: a quarter of the latents' elements of half of the tokens, and all of the rotated ones of 8.
+__device__ inline void multiply_keys(const Queries& q, unsigned tile, float* scores) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % QUARTERS, half = warp / QUARTERS;
+    // Each 8 lanes have 8 tokens: of piece `quarter`, and of the one four behind it; of the rotated ones a piece each.
+    const unsigned at = tile + (half * 2 + lane / 16) * PANEL_BYTES + lane % 16 * 128;
+    const unsigned even = at + (quarter ^ lane % 8) * 16, odd = at + (quarter ^ lane % 8 ^ 4) * 16;
+    const unsigned rotated = tile + warp / 2 * PANEL_BYTES + swizzled(warp % 2 * 8 + lane % 8, LATENT / 16 + lane / 8);
+    float s[4][4] = {}, r[4] = {};
+    unsigned y[4], z[4], b[2];
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+        ldmatrix(y, (j % 2 ? odd : even) + j / 2 * BOX_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            f16_pairs(y[n], b[0], b[1]);
+            mma<Operand>(s[n], q.latent[j], b[0], b[1]);
+        }
+        const int k = j - (STEPS - ROPE_STEPS);  // late, as registers are short: sums follow each other beside the others
+        if (k < 0) continue;
+        if (k == 0) ldmatrix(z, rotated);
+        f16_pairs(z[k], b[0], b[1]);
+        mma<Operand>(r, q.rope[k], b[0], b[1]);
+    }
+    store_scores(scores + QUARTERS * ROWS * SCORES_ROW + warp * 8, r);
+#pragma unroll
+    for (int n = 0; n < 4; n++) store_scores(scores + quarter * ROWS * SCORES_ROW + half * 32 + n * 8, s[n]);
+}
