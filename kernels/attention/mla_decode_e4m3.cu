@@ -39,6 +39,18 @@ __device__ inline int swizzled(int row, int piece) { return piece / 8 * BOX_BYTE
 #include "mla_parts.cuh"
 #include "mla_tiles_e4m3.cuh"
 
+struct Buffers {  // in dynamic shared memory
+    unsigned ring;                            // STAGES tiles
+    unsigned char *tiles, *scales, *weights;  // the ring; [STAGES, SCALE_BYTES]; [ROWS, WEIGHTS_ROW]
+    float *scores, *shrink, *inverse, *sums;  // [PLANES, ROWS, SCORES_ROW], and of each head one
+
+    __device__ explicit Buffers(uint4* memory) : ring((smem_address(memory) + 1023) / 1024 * 1024) {
+        tiles = (unsigned char*)memory + (ring - smem_address(memory)), scales = tiles + STAGES * TILE_BYTES;
+        scores = (float*)(scales + STAGES * SCALE_BYTES), weights = (unsigned char*)scores + SCORES_BYTES;
+        shrink = (float*)(weights + WEIGHTS_BYTES), inverse = shrink + ROWS, sums = inverse + ROWS;
+    }
+};
+
 // Of two heads, one for each 16 lanes of a warp: a lane has four tokens of each tile.
 struct Softmax {
     float scale, top = MINUS_INFINITY, sum = 0;  // of scores as they are multiplied; the head's; this lane's
@@ -108,7 +120,7 @@ mla_decode_e4m3(const T* q, const __grid_constant__ TensorMap cache, const unsig
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
     const int b = blockIdx.x / GROUPS, head = blockIdx.x % GROUPS * ROWS, heads = min(HEADS - head, ROWS);
-    const int split = blockIdx.y, most = gridDim.y, lane = threadIdx.x % 32;
+    const int split = blockIdx.y, most = gridDim.y;
     const int length = __ldcg(lengths + b);
     const Span span(length, split, most, fill);
     T* const to = out + ((long long)b * HEADS + head) * LATENT;
@@ -119,51 +131,43 @@ mla_decode_e4m3(const T* q, const __grid_constant__ TensorMap cache, const unsig
         for (int i = threadIdx.x; i < heads * LATENT / 8; i += THREADS) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
         return;
     }
-    const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
-    unsigned char* const tile_memory = (unsigned char*)memory + (ring - smem_address(memory));
-    unsigned char* const tile_scales = tile_memory + STAGES * TILE_BYTES;
-    float* const scores = (float*)(tile_scales + STAGES * SCALE_BYTES);
-    unsigned char* const weights = (unsigned char*)scores + SCORES_BYTES;
-    float *const shrink = (float*)(weights + WEIGHTS_BYTES), *const inverse = shrink + ROWS, *const sums = inverse + ROWS;
+    const Buffers at(memory);
     if (threadIdx.x == 0) {
         prefetch_tensor_map(&cache);
-        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s, WARPS), mbarrier_init(empty + s, WARPS);
+        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s, PANELS), mbarrier_init(empty + s, WARPS);
         fence_mbarrier_init();
     }
     const int tiles = span.tiles(), newest = (length - 1 - span.start) / PANEL;
-    Copies copies = {&cache, scales, tables + (long long)b * table_row, full, empty, ring, span.start, span.stop};
+    Copies copies = {&cache, scales, tables + (long long)b * table_row, full, empty, at.ring, span.start, span.stop};
     copies.begin();
     __syncthreads();
-    for (int t = 0; t < STAGES && t < tiles; t++)
-        if (newest != t * PANELS + Copies::panel()) copies.ask(t);
+    copies.ask_first(tiles, newest, false);
     grid_wait();
     launch_dependents();
-    for (int t = 0; t < STAGES && t < tiles; t++)
-        if (newest == t * PANELS + Copies::panel()) copies.ask(t);
-    Queries queries(q + (long long)b * q_row + head * WIDTH, heads, (float*)weights);
-    Softmax softmax = {scale * scale_of(query_exponent(queries.most((float*)weights, Softmax::head())))};
+    copies.ask_first(tiles, newest, true);
+    const Queries queries(q + (long long)b * q_row + head * WIDTH, heads, (float*)at.weights);
+    Softmax softmax = {scale * scale_of(query_exponent(queries.most((float*)at.weights, Softmax::head())))};
     Part part = {};
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {
         const int stage = t % STAGES, count = span.stop - span.start - t * TILE;
+        const unsigned tile = at.ring + stage * TILE_BYTES;
         if (t > 0 && t + 1 < tiles) copies.ask(t + 1);
         mbarrier_wait(full + stage, t / STAGES);
-        multiply_keys(queries, ring + stage * TILE_BYTES, scores);
+        multiply_keys(queries, tile, at.scores);
         __syncthreads();  // scores are there, and all have read the weights before
-        softmax.take(scores, tile_scales + stage * SCALE_BYTES, weights, shrink, count);
+        softmax.take(at.scores, at.scales + stage * SCALE_BYTES, at.weights, at.shrink, count);
         __syncthreads();
-        part.mean.scale(shrink);
-        if (count < TILE) clear_rows(tile_memory + stage * TILE_BYTES, count);
-#pragma unroll
-        for (int i = 0; i < PANELS; i++)
-            part.mean.add_panel(smem_address(weights) + i * PANEL * 2, ring + stage * TILE_BYTES + i * PANEL_BYTES);
+        part.mean.scale(at.shrink);
+        if (count < TILE) clear_rows(at.tiles + stage * TILE_BYTES, count);
+        add_values(part.mean, smem_address(at.weights), tile);
         release_stage(empty + stage);
     }
-    softmax.finish(inverse, sums);
+    softmax.finish(at.inverse, at.sums);
     __syncthreads();
-    part.mean.scale(inverse);
-    part.weight[0] = sums[lane / 4], part.weight[1] = sums[lane / 4 + 8];
+    part.mean.scale(at.inverse);
+    for (int h = 0; h < 2; h++) part.weight[h] = at.sums[threadIdx.x % 32 / 4 + h * 8];
     const long long first = (long long)blockIdx.x * most;
-    if (add_up(part, split, span.count, parts + first * PART, arrived + first, (int*)shrink)) part.mean.store(to, heads);
+    if (add_up(part, split, span.count, parts + first * PART, arrived + first, (int*)at.shrink)) part.mean.store(to, heads);
 #endif
 }

@@ -1,7 +1,7 @@
 // How mla_decode_e4m3.cu copies a tile's codes, and multiplies queries by them.
 
-// What a warp asks TMA for: of each tile the panel warp % 4, the first two boxes and the last one, or else the other two and
-// the scales. `full` has an arrival of each warp, and so has `empty`.
+// What the first warps ask TMA for: each a panel of each tile, and its scales. `full` has an arrival of each of them, `empty`
+// of all warps.
 struct Copies {
     const TensorMap* cache;
     const unsigned char* scales;
@@ -11,7 +11,8 @@ struct Copies {
     int start, stop;
     int slots;  // of the 32 tiles from a multiple of 32 on: a lane has its tile's panel's
 
-    __device__ static int panel() { return threadIdx.x / 32 % PANELS; }
+    __device__ static int panel() { return threadIdx.x / 32; }
+    __device__ static bool asks() { return panel() < PANELS; }
     __device__ void begin() { slots = find(0); }
     // Past the first-level cache, where another step may have left tables: grid_wait() has not been passed.
     __device__ int find(int tile) const {
@@ -20,26 +21,29 @@ struct Copies {
     }
     // To be called once for each tile, one after the other.
     __device__ void ask(int tile) {
+        if (!asks()) return;
         if (tile % 32 == 0 && tile) slots = find(tile);
         const int slot = __shfl_sync(~0u, slots, tile % 32), stage = tile % STAGES;
         if (!elected()) return;
         if (tile >= STAGES) mbarrier_wait(empty + stage, tile / STAGES - 1);
         Barrier* const barrier = full + stage;
         const unsigned to = ring + stage * TILE_BYTES + panel() * PANEL_BYTES;
-        auto box = [&](int i) { tma_load(to + i * BOX_BYTES, cache, i * 64, slot, barrier); };
         if (slot < 0) {
             mbarrier_arrive(barrier);
-        } else if (threadIdx.x / 32 < PANELS) {
-            mbarrier_expect(barrier, 3 * BOX_BYTES);
-            box(0), box(1), box(4);
-        } else {
-            const unsigned there = ring + STAGES * TILE_BYTES + stage * SCALE_BYTES + panel() * 2 * PANEL;
-            const unsigned char* const from = scales + slot / SIZE * 2 * (long long)SIZE + slot % SIZE;
-            mbarrier_expect(barrier, 2 * BOX_BYTES + 2 * PANEL);
-            box(2), box(3);
-            bulk_load(there, from, SIZE == PANEL ? 2 * PANEL : PANEL, barrier);
-            if (SIZE != PANEL) bulk_load(there + PANEL, from + SIZE, PANEL, barrier);
+            return;
         }
+        mbarrier_expect(barrier, PANEL_BYTES + 2 * PANEL);
+#pragma unroll
+        for (int i = 0; i < PANEL_BYTES / BOX_BYTES; i++) tma_load(to + i * BOX_BYTES, cache, i * 64, slot, barrier);
+        const unsigned there = ring + STAGES * TILE_BYTES + stage * SCALE_BYTES + panel() * 2 * PANEL;
+        const unsigned char* const from = scales + slot / SIZE * 2 * (long long)SIZE + slot % SIZE;
+        bulk_load(there, from, SIZE == PANEL ? 2 * PANEL : PANEL, barrier);
+        if (SIZE != PANEL) bulk_load(there + PANEL, from + SIZE, PANEL, barrier);
+    }
+    // As many tiles as are held: the panel that the newest token is in, or all others.
+    __device__ void ask_first(int tiles, int newest, bool of_newest) {
+        for (int t = 0; t < STAGES && t < tiles; t++)
+            if ((newest == t * PANELS + panel()) == of_newest) ask(t);
     }
 };
 
@@ -116,8 +120,7 @@ __device__ inline void store_scores(float* to, const float (&s)[4]) {
 __device__ inline void multiply_keys(const Queries& q, unsigned tile, float* scores) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % QUARTERS, half = warp / QUARTERS;
     // Each 8 lanes have 8 tokens: of piece `quarter`, and of the one four behind it; of the rotated ones a piece each.
-    const unsigned at = tile + (half * 2 + lane / 16) * PANEL_BYTES + lane % 16 * 128;
-    const unsigned even = at + (quarter ^ lane % 8) * 16, odd = at + (quarter ^ lane % 8 ^ 4) * 16;
+    const unsigned even = tile + (half * 2 + lane / 16) * PANEL_BYTES + swizzled(lane % 16, quarter), odd = even ^ 4 * 16;
     const unsigned rotated = tile + warp / 2 * PANEL_BYTES + swizzled(warp % 2 * 8 + lane % 8, LATENT / 16 + lane / 8);
     float s[4][4] = {}, r[4] = {};
     unsigned y[4], z[4], b[2];
@@ -138,4 +141,15 @@ __device__ inline void multiply_keys(const Queries& q, unsigned tile, float* sco
     store_scores(scores + QUARTERS * ROWS * SCORES_ROW + warp * 8, r);
 #pragma unroll
     for (int n = 0; n < 4; n++) store_scores(scores + quarter * ROWS * SCORES_ROW + half * 32 + n * 8, s[n]);
+}
+
+// 16 heads' weights times a tile's values.
+__device__ inline void add_values(Values& values, unsigned weights, unsigned tile) {
+    const unsigned first = tile + Values::codes_at(0), second = first ^ 2 * 16;  // the piece two behind it
+    unsigned p[4];
+#pragma unroll
+    for (int i = 0; i < PANELS; i++) {
+        Values::load_weights(p, weights + i * PANEL * 2);
+        values.add_codes(p, first + i * PANEL_BYTES, second + i * PANEL_BYTES);
+    }
 }

@@ -15,14 +15,22 @@ struct Values {
         for (int n = 0; n < COLUMNS / 8; n++)
             o[n][0] *= upper, o[n][1] *= upper, o[n][2] *= lower, o[n][3] *= lower;
     }
-    __device__ void add_panel(unsigned weights, unsigned panel) {  // weights: 16 heads' of its tokens
-        const int lane = threadIdx.x % 32, row = lane % 16;
+    // weights: 16 heads' of a panel's tokens
+    __device__ void add_panel(unsigned weights, unsigned panel) {
+        const int row = threadIdx.x % 16;
         unsigned p[4];
-        ldmatrix(p, weights + row * WEIGHTS_ROW + lane / 16 * 16);
+        load_weights(p, weights);
         if (FP8)
-            add_codes(p, panel, row);
+            add_codes(p, panel + codes_at(0), panel + codes_at(1));
         else
             add_elements(p, panel + threadIdx.x / 32 * COLUMNS * 2, row);
+    }
+    __device__ static void load_weights(unsigned (&p)[4], unsigned weights) {
+        ldmatrix(p, weights + threadIdx.x % 16 * WEIGHTS_ROW + threadIdx.x % 32 / 16 * 16);
+    }
+    // Where a panel has this lane's row of this warp's columns: of the first 32 or of the others.
+    __device__ static int codes_at(int m) {
+        return swizzled(threadIdx.x % 16, threadIdx.x / 32 * (COLUMNS / 16) + m * 2 + threadIdx.x % 32 / 16);
     }
     __device__ void add_elements(const unsigned (&p)[4], unsigned panel, int row) {
 #pragma unroll
@@ -33,11 +41,11 @@ struct Values {
             mma<Operand>(o[2 * m + 1], p, y[2], y[3]);
         }
     }
-    __device__ void add_codes(const unsigned (&p)[4], unsigned panel, int row) {
+    __device__ void add_codes(const unsigned (&p)[4], unsigned first, unsigned second) {
 #pragma unroll
         for (int m = 0; m < COLUMNS / 32; m++) {
             unsigned y[4], even[4], odd[4];
-            ldmatrix_transposed(y, panel + swizzled(row, threadIdx.x / 32 * (COLUMNS / 16) + m * 2 + threadIdx.x % 32 / 16));
+            ldmatrix_transposed(y, m ? second : first);
 #pragma unroll
             for (int i = 0; i < 4; i++) f16_pairs(__byte_perm(y[i], 0, 0x3120), even[i], odd[i]);
 #pragma unroll
