@@ -95,6 +95,39 @@ __device__ inline void store_split(const float* sums, const T* bias, T* y, int f
     }
 }
 
+// Sums in registers of a tile that this block has alone, whose first output is `first` of y's.
+__device__ __forceinline__ void store_sums(const float (&sum)[PARTS][WIDTH / 2], const T* bias, T* y, int first, int width,
+                                           int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = first + lane % 4 * 2;
+    auto with_bias = [&](float value, int at) { return BIAS ? value + to_float(bias[column + at]) : value; };
+    T* to = y + column;
+#pragma unroll
+    for (int r = 0; r < OUTS / 2; r += 2) {
+        const int row = warp * 16 + lane / 4 + r % 4 / 2 * 8;
+        Vec<T, 2> pair;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (UNEVEN && column + r / 4 * 8 + i >= width) continue;
+            const float value = with_bias(sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)], r / 4 * 8 + i);
+            if constexpr (GATED) {
+                const int up = r + i + OUTS / 2;
+                const float other = with_bias(sum[up / (WIDTH / 2)][up % (WIDTH / 2)], width + r / 4 * 8 + i);
+                pair.x[i] = from_float<T>(gated<T, ACT>(value, other));
+            } else {
+                pair.x[i] = from_float<T>(value);
+            }
+        }
+        T* const there = to + (long long)row * width + r / 4 * 8;
+        if constexpr (UNEVEN) {  // a row of y may begin anywhere
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (row < rows && column + r / 4 * 8 + i < width) there[i] = pair.x[i];
+        } else {
+            if (row < rows) *(Vec<T, 2>*)there = pair;
+        }
+    }
+}
+
 // The block's tiles, `mine` of them, WHOLE. With SPLIT it has one, and `sums` is what the cluster's blocks read.
 __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* full, Barrier* empty, float* sums, int mine,
                                    int width, int rows) {
@@ -133,34 +166,7 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
             cluster_sync();  // no block leaves while another may read its sums
             return;
         }
-        const int column = (blockIdx.x + t * gridDim.x) * OUTS + lane % 4 * 2;
-        auto with_bias = [&](float value, int at) { return BIAS ? value + to_float(bias[column + at]) : value; };
-        T* to = y + column;
-#pragma unroll
-        for (int r = 0; r < OUTS / 2; r += 2) {
-            const int row = warp * 16 + lane / 4 + r % 4 / 2 * 8;
-            Vec<T, 2> pair;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if (UNEVEN && column + r / 4 * 8 + i >= width) continue;
-                const float value = with_bias(sum[(r + i) / (WIDTH / 2)][(r + i) % (WIDTH / 2)], r / 4 * 8 + i);
-                if constexpr (GATED) {
-                    const int up = r + i + OUTS / 2;
-                    const float other = with_bias(sum[up / (WIDTH / 2)][up % (WIDTH / 2)], width + r / 4 * 8 + i);
-                    pair.x[i] = from_float<T>(gated<T, ACT>(value, other));
-                } else {
-                    pair.x[i] = from_float<T>(value);
-                }
-            }
-            T* const there = to + (long long)row * width + r / 4 * 8;
-            if constexpr (UNEVEN) {  // a row of y may begin anywhere
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (row < rows && column + r / 4 * 8 + i < width) there[i] = pair.x[i];
-            } else {
-                if (row < rows) *(Vec<T, 2>*)there = pair;
-            }
-        }
+        store_sums(sum, bias, y, (blockIdx.x + t * gridDim.x) * OUTS, width, rows);
     }
 }
 #endif

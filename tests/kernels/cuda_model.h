@@ -236,7 +236,6 @@ static void release_stage(Barrier* empty) {
 void bulk_load(unsigned to, const void* from, int bytes, Barrier* barrier);
 void tma_load(unsigned to, const TensorMap* map, int input, int row, Barrier* barrier);
 void tma_load_runs(unsigned to, const TensorMap* map, int run, int row, Barrier* barrier);
-static void prefetch_tensor_map(const TensorMap*) {}
 static void zero_smem(unsigned at) { memset(model::at(at, 16), 0, 16); }
 
 #include "cuda_model_copies.h"
