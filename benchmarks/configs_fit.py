@@ -57,7 +57,8 @@ class Shape(NamedTuple):
 
 def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
     """long: of pieces with the same scales, or of others, as older files have them alone."""
-    times, sizes, alike = {}, (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
+    times: dict[Any, float] = {}
+    sizes, alike = (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
     if e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS):
         return Shape(*sizes, times, lambda *_: 0)
     for key, value in line.items():
