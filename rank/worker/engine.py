@@ -255,7 +255,7 @@ class Engine:
         device = sampler.device
         if device.type != "cuda":
             return 0
-        jit.compile_ahead(graphs.gemm_variants(self.model, max_num_seqs, device), device)
+        jit.compile_ahead(graphs.gemm_variants(self.model, max_num_seqs, budget, device), device)
         advice = (
             f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
         )

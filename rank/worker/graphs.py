@@ -41,6 +41,13 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in steps if size < most] + [most]
 
 
+def eager_sizes(tokens: int) -> list[int]:
+    """Rows of steps with prompts, of up to `tokens` rows, that together choose nearly every kernel of quantised weights
+    (pieces_cuda.py, e4m3_wgmma.py): all of the fewest, then as close together as tiles are high."""
+    steps = [*range(1, 9), 16, 33, *range(48, 1025, 16), *range(1088, tokens, 64)]
+    return [size for size in steps if size < tokens] + [tokens]
+
+
 def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
     """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows, without a bias."""
     captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
@@ -53,10 +60,12 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
             yield TuneRequest(matrix, captured, peers)
 
 
-def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iterator[jit.KernelVariant]:
-    """The kernels to compile ahead for the small GEMMs of captured steps: each batch size has its own variants."""
+def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.device) -> Iterator[jit.KernelVariant]:
+    """The kernels to compile ahead for GEMMs: of captured steps, each of whose sizes has its own variants, and then of
+    quantised weights in steps with prompts, of up to `tokens` rows. profile_run.py runs those of plain weights."""
     sizes, found = capture_sizes(max_num_seqs), device_caps(device)
     few = [size for size in sizes if size <= MOST_ROWS]
+    packed = []  # quantised weights, with their gates
     for module in _linears(model):
         gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
         if (matrix := module.matrix) is not None:
@@ -64,8 +73,12 @@ def gemm_variants(model: Model, max_num_seqs: int, device: torch.device) -> Iter
             first = isinstance(module, QKVParallel | LatentProjection)
             for norm in (False, True) if alone and first else (alone and bool(gate),):
                 yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
-        elif len(module.parts) == 1:
-            yield from cast(Part, module.parts[0]).variants(sizes, gate, model.dtype, found)
+        else:
+            alone = len(module.parts) == 1  # else its outputs are gated together
+            packed += [(cast(Part, part), gate if alone else "") for part in module.parts]
+    for rows in sizes, eager_sizes(tokens):
+        for part, gate in packed:
+            yield from part.variants(rows, gate, model.dtype, found)
 
 
 def _linears(model: Model) -> Iterator[Linear]:

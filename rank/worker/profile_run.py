@@ -100,7 +100,8 @@ def step_seconds(
 def small_steps(
     model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None
 ) -> Iterator[Batch]:
-    """Steps that together use every kernel that a step of at most `tokens` tokens may choose.
+    """Steps that together use every kernel that a step of at most `tokens` tokens may choose, but for those of
+    quantised weights that are compiled meanwhile (graphs.gemm_variants).
 
     A kernel takes seconds to compile, which must not happen while a request waits.
     """

@@ -7,11 +7,14 @@ import pytest
 import torch
 from phalanx.comm import custom_allreduce, mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.kernels.device import DeviceCaps
+from phalanx.kernels.quantized import e4m3_wgmma
 from phalanx.rank.model.architectures import llama
 from phalanx.rank.worker import graphs, model_runner
 from phalanx.rank.worker.graphs import capture_sizes, gemms
 
 HIDDEN, INNER, VOCABULARY = 32, 48, 100
+GPU = torch.device("cuda")
 
 
 def model(tp=1, pp=1, **more):
@@ -61,7 +64,7 @@ def test_what_is_compiled_ahead(monkeypatch):
     monkeypatch.setattr(graphs, "device_caps", lambda device: "device caps")
     monkeypatch.setattr(graphs.skinny, "variants", lambda *a: asked.append(a) or ["a program"])
     (one,) = model()
-    assert list(graphs.gemm_variants(one, 100, torch.device("cuda"))) == ["a program"] * 11
+    assert list(graphs.gemm_variants(one, 100, 8192, GPU)) == ["a program"] * 11
     rows = [1, 2, 4, *range(8, 65, 8)]
 
     def said(shape, norm):
@@ -72,8 +75,48 @@ def test_what_is_compiled_ahead(monkeypatch):
     assert found == [*layer, *layer, said((VOCABULARY, HIDDEN), False)]
     asked.clear()
     one, _ = model(tp=2)
-    assert len(list(graphs.gemm_variants(one, 100, torch.device("cuda")))) == 9
+    assert len(list(graphs.gemm_variants(one, 100, 8192, GPU))) == 9
     assert not any(a[4] for a in asked), "sums come before their norms"
+
+
+class QuantizedPart:
+    """Of which e4m3_wgmma.py's config of so many rows is all that is compiled."""
+
+    outputs, inputs, alike = 28672, 4096, 1
+
+    def config(self, rows, gate, found):
+        return e4m3_wgmma.choose(rows, self.outputs, self.inputs, self.alike, bool(gate), found)
+
+    def variants(self, rows, gate, dtype, found):
+        return (self.config(n, gate, found) for n in rows)
+
+
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+@pytest.mark.parametrize("alike", [1, 4])
+@pytest.mark.parametrize("outputs, inputs, gate", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
+def test_prompts_of_any_length_find_their_kernels(outputs, inputs, gate, alike, num_sms, monkeypatch):
+    """Of quantised weights: of an H20, an H100 on PCIe, an H200."""
+    hopper = DeviceCaps(num_sms, "sm_90a", has_pdl=True, has_tma=True, hopper=True)
+    part = QuantizedPart()
+    part.outputs, part.inputs, part.alike = outputs, inputs, alike
+    one = SimpleNamespace(matrix=None, parts=[part], activation=gate)
+    monkeypatch.setattr(graphs, "device_caps", lambda device: hopper)
+    monkeypatch.setattr(graphs, "_linears", lambda model: [one])
+    asked = SimpleNamespace(tensor=SimpleNamespace(size=1), dtype=torch.bfloat16)
+    ahead = set(graphs.gemm_variants(asked, 8, 8192, GPU))
+    rows = range(e4m3_wgmma.LEAST_ROWS, 8193, 5)
+    late = [n for n in rows if part.config(n, gate, hopper) not in ahead]
+    assert len(late) <= 0.01 * len(rows)
+    if gate:  # gated together, once all parts are there
+        one.parts = [part, part]
+        assert set(graphs.gemm_variants(asked, 8, 100, GPU)) == {
+            part.config(n, "", hopper) for n in [*graphs.capture_sizes(8), *graphs.eager_sizes(100)]
+        }
+
+
+def test_sizes_of_steps_with_prompts():
+    assert graphs.eager_sizes(5) == [1, 2, 3, 4, 5] and graphs.eager_sizes(50) == [*range(1, 9), 16, 33, 48, 50]
+    assert graphs.eager_sizes(1200)[-4:] == [1024, 1088, 1152, 1200]
 
 
 class Group(custom_allreduce.CustomAllReduceComm):
