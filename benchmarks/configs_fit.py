@@ -56,13 +56,13 @@ class Shape(NamedTuple):
 
 
 def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
-    """long: of pieces with the same scales, or of others, as older files have them alone."""
+    """long: of pieces with the same scales, or of others, as older files have them alone. Shapes that large_config()
+    has a tile for have no times: costs do not choose it."""
     times: dict[Any, float] = {}
     sizes, alike = (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
-    if e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS):
-        return Shape(*sizes, times, lambda *_: 0)
+    by_costs = long == (alike > 1) and e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS) is None
     for key, value in line.items():
-        if long == (alike > 1) and (match := OF_E4M3.fullmatch(key)):
+        if by_costs and (match := OF_E4M3.fullmatch(key)):
             config = E4m3Config(*(int(part or 0) for part in match.groups()))
             if (config.outputs, config.rows, config.n) in TILES:
                 times[config._replace(matmul=config.n)] = value

@@ -39,6 +39,7 @@ def test_lines_of_other_kernels_and_of_the_file_that_is_kept():
     (config,) = configs_fit.of_e4m3(long, True).times
     assert config == e4m3_wgmma.E4m3Config(128, 64, 1, matmul=64)
     assert not configs_fit.of_registers(line(64, COSTS) | dict(what="fp8")).times
+    assert not configs_fit.of_e4m3(of_e4m3 | dict(rows=8192), False).times, "costs do not choose its tile"
 
 
 def test_each_costs_are_written_by_their_name(monkeypatch, tmp_path):
