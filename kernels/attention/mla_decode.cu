@@ -12,7 +12,8 @@
 // mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
 //
 // FP8: the cache has e4m3 codes, and for each block its tokens' scales, of latents and then of the rest
-// (rope/fp8_cache.py). mla_operands.cuh says how they are multiplied.
+// (rope/fp8_cache.py). mla_operands.cuh and mla_values.cuh say how they are multiplied. With TMA such a cache goes to
+// mla_decode_e4m3.cu.
 #include "async_copy.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"

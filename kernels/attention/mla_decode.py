@@ -84,7 +84,7 @@ def choose_kv_splits(blocks: int, longest: int, room: int) -> int:
 def occupancy(device: torch.device, fp8: bool = False) -> tuple[int, int]:
     """Panels that a block holds, and blocks of a multiprocessor."""
     if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.HALF_SHARED
-        return MOST_PANELS if fp8 else 5, 2
+        return 5, 2  # panels in 16 bits: mla_decode_e4m3.cu has none
     # CUDA keeps 1024 bytes of each block's shared memory.
     room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
     return min(MOST_PANELS, (room - FIXED) // panel_bytes(fp8)), 1

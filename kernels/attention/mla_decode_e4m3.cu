@@ -1,5 +1,5 @@
 // One token of each of n sequences over a paged cache of latents in e4m3, where TMA is: mla_decode.cu says what is computed,
-// fp8_cache.py what the cache holds. Before sm_90 mla_decode.cu reads such a cache, too.
+// fp8_cache.py what the cache holds. Where TMA is not, mla_decode.cu reads such a cache, too.
 //
 // A block takes a part of one sequence for 16 heads, which are the rows of its matmuls, and multiplies 64 tokens at a time, a
 // tile. Instructions bound it, so that what a tile takes once is what counts: TMA copies, and a score's scale is multiplied
