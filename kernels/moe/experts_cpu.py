@@ -34,12 +34,15 @@ def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
     there = all(multiplies(one) or _is_plain(one, x) for one in (w13, w2))
     if not there or x.stride(1) != 1 or not x.numel() or not ops.takes(x):
         return False
-    plain = isinstance(w13, Tensor) or isinstance(w2, Tensor)
+    plain = any(isinstance(one, Tensor) and one.dtype == x.dtype for one in (w13, w2))
     return ids.numel() <= MOST_ROWS * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
 
 
 def _is_plain(stack: Matrices, x: Tensor) -> bool:
-    return isinstance(stack, Tensor) and stack.dtype == x.dtype and stack.is_contiguous()
+    """Of x's dtype, or of 16 bits under f32."""
+    if not isinstance(stack, Tensor) or not stack.is_contiguous():
+        return False
+    return stack.dtype == x.dtype or (x.dtype == torch.float32 and stack.element_size() == 2)
 
 
 def multiplies(stack: object) -> bool:
@@ -98,8 +101,8 @@ def plain_linear(
     name: str, x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, scratch: Scratch
 ) -> ops.Calls:
     """Operations of host_experts.cpp that make y [pairs, O] of x [pairs, I], by each place's expert: at [places] is its
-    index in stack [E, O, I], and starts [places + 1] where its rows begin. name: experts_up makes x's dtype,
-    experts_down f32."""
+    index in stack [E, O, I], of x's dtype or of 16 bits under f32, and starts [places + 1] where its rows begin. name:
+    experts_up makes x's dtype, experts_down f32."""
     _, outputs, inputs = stack.shape
     calls: ops.Calls = ()
     paired = None
@@ -108,9 +111,8 @@ def plain_linear(
         paired = scratch.empty(x, (len(x) // tiled.rows + len(at) + 1, tiled.rows * inputs), x.dtype)
         calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
     of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
-    f16 = stack.dtype == torch.float16
-    one = ops.op(PLAIN_SOURCE, "experts_f16") if f16 else ops.typed(PLAIN_SOURCE, name, x.dtype)
-    return *calls, (one, of)
+    name = name if x.dtype == stack.dtype else "experts_f32_of"
+    return *calls, (ops.typed(PLAIN_SOURCE, name, stack.dtype), of)
 
 
 @functools.cache

@@ -204,7 +204,7 @@ def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs] of one expert."""
     if isinstance(stack, Stack):
         return stack.expert(expert, dtype)
-    return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert]
+    return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert].to(dtype)
 
 
 def plain(stack: Matrices, dtype: torch.dtype) -> Plain:

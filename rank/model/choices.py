@@ -14,7 +14,7 @@ from ..safetensors_header import Index
 from . import stored_formats
 from .base import Model
 from .config import Config
-from .formats import ChooseFormat, Part, dense, in_situ
+from .formats import ChooseFormat, MakePart, Part, dense, in_situ
 from .formats._half_floats import MakeHalfFloats
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,12 @@ def choose_plain(
     if dtype != "auto" or device.type != "cpu" or config.dtype not in HALVES or not compiled:
         return dense
     kept, usual = MakeHalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
-    return lambda path: kept if stored.get(f"{path}.weight", usual) == usual else Part
+
+    def choose(path: str) -> MakePart:
+        """Stacked experts are stored by their path alone."""
+        return kept if stored.get(f"{path}.weight", stored.get(path, usual)) == usual else Part
+
+    return choose
 
 
 def stored_dtypes(model: type[Model], index: Index | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How experts are quantised: in a format of linears, each expert as one of its parts, and all packed as one stack."""
+"""How experts are stored: in a format of linears, each expert as one of its parts, and all packed as one stack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import super_blocks, super_blocks_cuda
 from ....kernels.quantized.stack import padded, parted
-from ..formats import ChooseFormat, MakePart, Part, plain_of
+from ..formats import ChooseFormat, MakePart, Part
+from ..formats._half_floats import MakeHalfFloats
 from ..formats._packed import PackedPart
 from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, ShardedModule, Source
@@ -156,6 +157,21 @@ class OrderedStack(StackOfParts):
         return 0
 
 
+class HalfFloats:
+    """Experts that stay bf16 or f16, as the checkpoint has them, where a CPU computes in f32."""
+
+    def __init__(self, dtype: torch.dtype, layer: Stacked):
+        self.dtype = dtype
+        self.fields = (Field("weight", layer.layout.axes, stored=True),)
+
+    def make(self, layer: Stacked) -> Tensor:
+        weight = layer.get_parameter("weight").data
+        return layer.in_order(weight if layer.layout.axes == "eoi" else weight.mT)
+
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
+        return 8 * self.dtype.itemsize
+
+
 def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFormat) -> Any:
     """The format of a stack, by the paths of its experts' tensors; None: it is plain. Raises FatalError where experts
     differ."""
@@ -163,12 +179,14 @@ def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFor
     paths = [
         one.path.replace("{}", str(number)) for one in sources for number in (experts if "{}" in one.path else (0,))
     ]
-    found = {path: plain_of(format_of(path)) for path in paths}
+    found = {path: format_of(path) for path in paths}
     first = found[paths[0]]
     other = next((path for path, one in found.items() if one != first), None)
     if other is None:
         return None if first is Part else first
-    if all(one is Part or getattr(one, "read_plain", False) for one in found.values()):
+    if all(
+        one is Part or isinstance(one, MakeHalfFloats) or getattr(one, "read_plain", False) for one in found.values()
+    ):
         return None
     raise FatalError(
         f"{other} and {paths[0]} are stored in different formats, and all experts of a layer are multiplied as one: "
@@ -185,7 +203,7 @@ def cut_unit(chosen: Any) -> int:
 def fitting(chosen: Any, path: str, size: int, ranks: int) -> Any:
     """This format, or its smaller one, with which so many ranks can share each expert's `size` inputs. Raises
     FatalError where none fits, or where experts cannot be stored so."""
-    if chosen is None or hasattr(chosen, "make"):
+    if chosen is None or isinstance(chosen, MakeHalfFloats) or hasattr(chosen, "make"):
         return chosen
     unit = cut_unit(chosen)
     if not unit:
@@ -214,4 +232,6 @@ def build(chosen: Any, layer: Stacked, sources: Sequence[Source]) -> StoredStack
     """What `chosen` makes of a stack."""
     if chosen is None or hasattr(chosen, "make"):
         return cast(StoredStack | None, chosen)
+    if isinstance(chosen, MakeHalfFloats):
+        return HalfFloats(chosen.dtype, layer)
     return (OrderedStack if getattr(chosen, "ordered", False) else StackOfParts)(chosen, layer, sources)

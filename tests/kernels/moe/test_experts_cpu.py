@@ -69,6 +69,27 @@ def test_plain_experts(dtype, bound):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_make_what_they_make_in_f32(kept):
+    """To the bit, of few rows; of many by another kernel."""
+    torch.manual_seed(0)
+    for sizes, exact in (
+        (Sizes(5, 2, 6, 48, 40), True),
+        (Sizes(90, 2, 6, 64, 32), False),
+        (Sizes(700, 1, 6, 64, 32), False),
+    ):
+        given = make(sizes, torch.float32)
+        small = [one.to(kept) for one in (given.w13, given.w2)]
+        biases = Biases(*(torch.randn(one.shape[:2]) for one in small))
+        case = given._replace(w13=small[0], w2=small[1], biases=biases)
+        assert experts_cpu.supports(case.x, case.ids, case.w13, case.w2) == (sizes.tokens < 700)
+        got, want = (moe.fused_experts(case._replace(w13=a, w2=b)) for a, b in (small, [one.float() for one in small]))
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want) if exact else ((got - want).norm() / want.norm()).item() < 1e-6, sizes
+    assert not experts_cpu.supports(given.x.to(kept), given.ids, given.w13, given.w2), "f32 under 16 bits"
+
+
+@needs_compiler
 def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     torch.manual_seed(0)
     w13, w2 = quantised(torch.randn(4, 64, 96), q8_0), quantised(torch.randn(4, 96, 32), q8_0)

@@ -9,6 +9,9 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
 from phalanx.rank.model.choices import choose_plain
 from phalanx.rank.model.config import read_config
+from phalanx.rank.model.experts.fused import StackedLinear
+from phalanx.rank.model.experts.host import WAYS
+from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.formats import Part, _half_floats
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
@@ -20,7 +23,8 @@ from .test_q8_0 import MODELS as OWN
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 MODELS = {name: COMMON | OWN[name] for name in ("llama", "qwen2", "gemma2")}
-MODELS["deepseek_v2"] = architectures.MODELS["deepseek_v2"]  # a linear that becomes plain; experts
+# A linear that becomes plain; experts; those of one tensor, inputs before outputs, gate and up in turn, with biases.
+MODELS |= {name: architectures.MODELS[name] for name in ("deepseek_v2", "qwen3_moe", "gpt_oss")}
 
 
 def narrow(path, dtype, kept=()):
@@ -68,6 +72,34 @@ def test_what_is_held(made):
     assert head is table and table.dtype == torch.bfloat16, "a tied head has the embedding's table"
     (wide,) = load_on(made("gemma2", torch.bfloat16), dtype="f32")
     assert wide.weight_bytes - tied.weight_bytes == ((4 * 96 * 192 + 3 * 96 * 320) * 2 + 509 * 96) * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_take_half(made, tmp_path, name):
+    (model,), (wide,) = (load_on(made(name, torch.bfloat16), dtype=d) for d in ("auto", "f32"))
+    kept, stacks = 0, [one for one in model.modules() if isinstance(one, StackedLinear)]
+    for one in stacks:
+        assert one.matrices.dtype == torch.bfloat16 and one.matrices.is_contiguous()
+        kept += one.kept_bytes(torch.float32, torch.device("cpu"))
+    linears = sum(one.num_weights for one in stacks)
+    assert stacks and kept == linears * 2 + sum(0 if one.bias is None else one.bias.nbytes for one in stacks)
+    assert model.num_weights == wide.num_weights and wide.weight_bytes - model.weight_bytes > linears * 2
+    some = "experts.gate_up_proj" if name == "gpt_oss" else "experts.0.gate_proj.weight"
+    path = narrow(architectures.write(tmp_path / "mixed", **MODELS[name]), torch.bfloat16, [some])
+    (mixed,) = load_on(path)
+    dtypes = {one.matrices.dtype for one in mixed.modules() if isinstance(one, StackedLinear)}
+    assert dtypes == {torch.bfloat16, torch.float32}, "a stack of which some is stored in f32 stays in f32"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_host_memory(made, name):
+    ids = tokens(40, vocab=500)
+    steps = [[(0, 20)], *[[(0, 1)]] * 20]
+    (want,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="f32", max_model_len=512)
+    for way in WAYS:
+        room = ExpertRoom(offload=2, way=way)
+        (got,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="auto", max_model_len=512, experts=room)
+        assert distance(got, want) < 1e-5, way
 
 
 def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):
