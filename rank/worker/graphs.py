@@ -9,7 +9,7 @@ too, so all ranks must capture the same sizes in the same order, and must free t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import cast
 
 import torch
@@ -43,8 +43,9 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 def eager_sizes(tokens: int) -> list[int]:
     """Rows of steps with prompts, of up to `tokens` rows, that together choose nearly every kernel of quantised weights
-    (pieces_cuda.py, e4m3_wgmma.py): all of the fewest, then as close together as tiles are high."""
-    steps = [*range(1, 9), 16, 33, *range(48, 1025, 16), *range(1088, tokens, 64)]
+    (pieces_cuda.py, e4m3_wgmma.py): all of the fewest, then as close together as tiles are high, until all tiles are
+    full."""
+    steps = [*range(1, 9), 16, 33, *range(48, 1025, 16), *range(1088, 2049, 64), *range(2560, tokens, 512)]
     return [size for size in steps if size < tokens] + [tokens]
 
 
@@ -65,7 +66,7 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
     quantised weights in steps with prompts, of up to `tokens` rows. profile_run.py runs those of plain weights."""
     sizes, found = capture_sizes(max_num_seqs), device_caps(device)
     few = [size for size in sizes if size <= MOST_ROWS]
-    packed = []  # quantised weights, with their gates
+    packed = dict[Hashable, tuple[Part, str]]()  # quantised weights, with their gates
     for module in _linears(model):
         gate, alone = getattr(module, "activation", ""), model.tensor.size == 1
         if (matrix := module.matrix) is not None:
@@ -74,11 +75,18 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
             for norm in (False, True) if alone and first else (alone and bool(gate),):
                 yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
         else:
-            alone = len(module.parts) == 1  # else its outputs are gated together
-            packed += [(cast(Part, part), gate if alone else "") for part in module.parts]
+            gate = gate if len(module.parts) == 1 else ""  # else its outputs are gated together
+            for part in module.parts:
+                packed.setdefault(_kind(cast(Part, part), gate), (cast(Part, part), gate))
     for rows in sizes, eager_sizes(tokens):
-        for part, gate in packed:
+        for part, gate in packed.values():
             yield from part.variants(rows, gate, model.dtype, found)
+
+
+def _kind(part: Part, gate: str) -> Hashable:
+    """What the kernels of quantised weights depend on: layers have the same."""
+    sizes = (x.shape if isinstance(x, Tensor) else x for x in getattr(part, "packed", ()))
+    return type(part), getattr(part, "codec", None), gate, part.added_bias is None, *sizes
 
 
 def _linears(model: Model) -> Iterator[Linear]:

@@ -82,7 +82,7 @@ def test_what_is_compiled_ahead(monkeypatch):
 class QuantizedPart:
     """Of which e4m3_wgmma.py's config of so many rows is all that is compiled."""
 
-    outputs, inputs, alike = 28672, 4096, 1
+    outputs, inputs, alike, added_bias = 28672, 4096, 1, None
 
     def config(self, rows, gate, found):
         return e4m3_wgmma.choose(rows, self.outputs, self.inputs, self.alike, bool(gate), found)
@@ -117,6 +117,30 @@ def test_prompts_of_any_length_find_their_kernels(outputs, inputs, gate, alike, 
 def test_sizes_of_steps_with_prompts():
     assert graphs.eager_sizes(5) == [1, 2, 3, 4, 5] and graphs.eager_sizes(50) == [*range(1, 9), 16, 33, 48, 50]
     assert graphs.eager_sizes(1200)[-4:] == [1024, 1088, 1152, 1200]
+    assert graphs.eager_sizes(4096)[-4:] == [2560, 3072, 3584, 4096]
+
+
+def test_layers_that_are_alike_are_asked_once(monkeypatch):
+    asked = []
+
+    class Counted(QuantizedPart):
+        def __init__(self, outputs, bias=None):
+            self.packed, self.added_bias = (torch.empty(outputs, 4), outputs, "layout"), bias
+
+        def variants(self, rows, gate, dtype, found):
+            asked.append((self.packed[1], gate, self.added_bias is not None))
+            return ()
+
+    def linear(outputs, gate="", bias=None):
+        return SimpleNamespace(matrix=None, parts=[Counted(outputs, bias)], activation=gate)
+
+    linears = [linear(64), linear(64), linear(128), linear(64, "silu"), linear(64, bias=torch.zeros(64)), linear(128)]
+    monkeypatch.setattr(graphs, "device_caps", lambda device: None)
+    monkeypatch.setattr(graphs, "_linears", lambda model: linears)
+    model = SimpleNamespace(tensor=SimpleNamespace(size=1), dtype=torch.bfloat16)
+    assert list(graphs.gemm_variants(model, 8, 100, GPU)) == []
+    each = [(64, "", False), (128, "", False), (64, "silu", False), (64, "", True)]
+    assert asked == [*each, *each], "for captured sizes, and for prompts"
 
 
 class Group(custom_allreduce.CustomAllReduceComm):
