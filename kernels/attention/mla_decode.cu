@@ -48,10 +48,7 @@ __device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^
 #include "mla_operands.cuh"
 
 // Of two heads, one for each 16 lanes of a warp: a lane has two tokens of each tile.
-struct Softmax {
-    float top = MINUS_INFINITY, sum = 0;  // the head's; this lane's
-
-    __device__ static int head() { return threadIdx.x / 16; }
+struct Softmax : SoftmaxState {
     // A tile, of which the first `count` tokens are there: weights, and what sums so far are to be multiplied by.
     // of_values: where FP8, exponents of the scales of this lane's tokens' values. A weight has the scale in it then, and
     // `sum` has not.
@@ -79,12 +76,6 @@ struct Softmax {
         *(unsigned*)(weights + head() * WEIGHTS_ROW + token * 2) = pack<Operand>(a, b);
         if (token == 0) shrink[head()] = by;
     }
-    // What a head's values are to be multiplied by, and the logarithm of its sum.
-    __device__ void finish(float* inverse, float* logarithm) {
-#pragma unroll
-        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (threadIdx.x % 16 == 0) inverse[head()] = 1 / sum, logarithm[head()] = top + log2f(sum);
-    }
 };
 
 #endif
@@ -100,12 +91,7 @@ mla_decode(const T* q, const T* cache, const unsigned char* scales, const int* t
     const Span span(length, split, most, fill);
     T* const to = out + ((long long)b * HEADS + head) * LATENT;
     if (split >= span.count) return;
-    if (length == 0) {
-        grid_wait();
-        launch_dependents();
-        for (int i = threadIdx.x; i < heads * LATENT / 8; i += THREADS) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
-        return;
-    }
+    if (length == 0) return store_zeros(to, heads);
     const unsigned ring = smem_address(memory), of_weights = ring + HELD * PANEL_BYTES + SCORES_BYTES;
     float* const scores = (float*)((unsigned char*)memory + HELD * PANEL_BYTES);
     unsigned char* const weights = (unsigned char*)scores + SCORES_BYTES;

@@ -52,10 +52,9 @@ struct Buffers {  // in dynamic shared memory
 };
 
 // Of two heads, one for each 16 lanes of a warp: a lane has four tokens of each tile.
-struct Softmax {
-    float scale, top = MINUS_INFINITY, sum = 0;  // of scores as they are multiplied; the head's; this lane's
+struct Softmax : SoftmaxState {
+    float scale;  // of scores as they are multiplied
 
-    __device__ static int head() { return threadIdx.x / 16; }
     // A tile, of which the first `count` tokens are there: weights, and what sums so far are to be multiplied by. A weight
     // has the scale of its token's latent, which is its value, and `sum` has not.
     __device__ void take(const float* scores, const unsigned char* scales, unsigned char* weights, float* shrink, int count) {
@@ -94,12 +93,6 @@ struct Softmax {
         *(uint2*)(weights + head() * WEIGHTS_ROW + token * 2) = make_uint2(pack<Operand>(w[0], w[1]), pack<Operand>(w[2], w[3]));
         if (token == 0) shrink[head()] = by;
     }
-    // What a head's values are to be multiplied by, and the logarithm of its sum.
-    __device__ void finish(float* inverse, float* logarithm) {
-#pragma unroll
-        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (threadIdx.x % 16 == 0) inverse[head()] = 1 / sum, logarithm[head()] = top + log2f(sum);
-    }
 };
 
 // This warp's columns of the values that are not there, from row `count` on: what was never copied may be no number.
@@ -125,12 +118,7 @@ mla_decode_e4m3(const T* q, const __grid_constant__ TensorMap cache, const unsig
     const Span span(length, split, most, fill);
     T* const to = out + ((long long)b * HEADS + head) * LATENT;
     if (split >= span.count) return;
-    if (length == 0) {
-        grid_wait();
-        launch_dependents();
-        for (int i = threadIdx.x; i < heads * LATENT / 8; i += THREADS) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
-        return;
-    }
+    if (length == 0) return store_zeros(to, heads);
     const Buffers at(memory);
     if (threadIdx.x == 0) {
         prefetch_tensor_map(&cache);
@@ -146,7 +134,7 @@ mla_decode_e4m3(const T* q, const __grid_constant__ TensorMap cache, const unsig
     launch_dependents();
     copies.ask_first(tiles, newest, true);
     const Queries queries(q + (long long)b * q_row + head * WIDTH, heads, (float*)at.weights);
-    Softmax softmax = {scale * scale_of(query_exponent(queries.most((float*)at.weights, Softmax::head())))};
+    Softmax softmax = {{}, scale * scale_of(query_exponent(queries.most((float*)at.weights, Softmax::head())))};
     Part part = {};
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {

@@ -1,4 +1,5 @@
-// Parts of a sequence, for mla_decode.cu and mla_decode_e4m3.cu: which tokens a block takes, and how parts are added up.
+// Parts of a sequence, for mla_decode.cu and mla_decode_e4m3.cu: which tokens a block takes, how a head's weights are summed,
+// and how parts are added up.
 
 // The KV split `split` of a sequence, of at most `most`; fill: splits that find a multiprocessor idle.
 struct Span {
@@ -11,6 +12,26 @@ struct Span {
         start = split * each, stop = min(start + each, length);
     }
     __device__ int tiles() const { return (stop - start + TILE - 1) / TILE; }
+};
+
+// What a sequence without tokens has, of so many heads.
+__device__ inline void store_zeros(T* to, int heads) {
+    grid_wait();
+    launch_dependents();
+    for (int i = threadIdx.x; i < heads * LATENT / 8; i += THREADS) ((uint4*)to)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// The softmax of two heads so far, one for each 16 lanes of a warp.
+struct SoftmaxState {
+    float top = MINUS_INFINITY, sum = 0;  // the head's; this lane's
+
+    __device__ static int head() { return threadIdx.x / 16; }
+    // What a head's values are to be multiplied by, and the logarithm of its sum.
+    __device__ void finish(float* inverse, float* logarithm) {
+#pragma unroll
+        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (threadIdx.x % 16 == 0) inverse[head()] = 1 / sum, logarithm[head()] = top + log2f(sum);
+    }
 };
 
 // A part: means of values, and of this thread's two rows the logarithms of sums.

@@ -115,7 +115,7 @@ __device__ inline void store_scores(float* to, const float (&s)[4]) {
     *(float2*)at = {s[0], s[1]}, *(float2*)(at + 8 * SCORES_ROW) = {s[2], s[3]};
 }
 
-// Of the dot products of 16 heads' queries and a tile's tokens, codes for numbers, this warp's part, to scores [PLANES, ROWS,
+// This warp's part of the dot products of 16 heads' queries and a tile's tokens, without scales, to scores [PLANES, ROWS,
 // SCORES_ROW]: a quarter of the latents' elements of half of the tokens, and all of the rotated ones of 8.
 __device__ inline void multiply_keys(const Queries& q, unsigned tile, float* scores) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % QUARTERS, half = warp / QUARTERS;
