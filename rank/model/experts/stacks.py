@@ -183,10 +183,10 @@ def choose(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFor
     first = found[paths[0]]
     other = next((path for path, one in found.items() if one != first), None)
     if other is None:
+        if isinstance(first, MakeHalfFloats):
+            return HalfFloats(first.dtype, cast(Stacked, layer))
         return None if first is Part else first
-    if all(
-        one is Part or isinstance(one, MakeHalfFloats) or getattr(one, "read_plain", False) for one in found.values()
-    ):
+    if all(one is Part or getattr(one, "read_plain", False) for one in found.values()):
         return None
     raise FatalError(
         f"{other} and {paths[0]} are stored in different formats, and all experts of a layer are multiplied as one: "
@@ -203,7 +203,7 @@ def cut_unit(chosen: Any) -> int:
 def fitting(chosen: Any, path: str, size: int, ranks: int) -> Any:
     """This format, or its smaller one, with which so many ranks can share each expert's `size` inputs. Raises
     FatalError where none fits, or where experts cannot be stored so."""
-    if chosen is None or isinstance(chosen, MakeHalfFloats) or hasattr(chosen, "make"):
+    if chosen is None or hasattr(chosen, "make"):
         return chosen
     unit = cut_unit(chosen)
     if not unit:
@@ -232,6 +232,4 @@ def build(chosen: Any, layer: Stacked, sources: Sequence[Source]) -> StoredStack
     """What `chosen` makes of a stack."""
     if chosen is None or hasattr(chosen, "make"):
         return cast(StoredStack | None, chosen)
-    if isinstance(chosen, MakeHalfFloats):
-        return HalfFloats(chosen.dtype, layer)
     return (OrderedStack if getattr(chosen, "ordered", False) else StackOfParts)(chosen, layer, sources)

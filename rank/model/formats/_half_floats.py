@@ -40,10 +40,12 @@ class Part(PackedPart):
 
 @dataclass(frozen=True)
 class MakeHalfFloats:
-    """What makes parts that stay as the checkpoint has them. plain: what makes them where others read the matrix."""
+    """What makes parts that stay as the checkpoint has them. plain: what makes them where others read the matrix.
+    read_plain: whether the checkpoint's tensors can be read as plain ones."""
 
     dtype: torch.dtype
     plain = Plain
+    read_plain = True
 
     def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Plain:
         return Part(self.dtype, inputs, outputs, bias, sources)

@@ -88,7 +88,7 @@ def test_experts_take_half(made, tmp_path, name):
     path = narrow(architectures.write(tmp_path / "mixed", **MODELS[name]), torch.bfloat16, [some])
     (mixed,) = load_on(path)
     dtypes = {one.matrices.dtype for one in mixed.modules() if isinstance(one, StackedLinear)}
-    assert dtypes == {torch.bfloat16, torch.float32}, "a stack of which some is stored in f32 stays in f32"
+    assert dtypes == {torch.bfloat16, torch.float32}, "stacks of which the checkpoint has a tensor in f32 are f32"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
