@@ -24,9 +24,11 @@ struct Weights {  // of this thread's vectors: threadIdx.x, + THREADS, ...
     }
 };
 
-// residual += x, or x + other rounded where there are two; `row` becomes the residual.
-template <bool TWO> __device__ inline void add_row(Vector (&row)[PER], const T* x, const T* other, T* residual) {
-    const Vector* a = (const Vector*)(x + (long long)blockIdx.x * N);
+// residual += x, or x + other rounded where there are two; `row` becomes the residual. COUNT: rows of x, of which x is the
+// sum, rounded.
+template <bool TWO, int COUNT = 1>
+__device__ inline void add_row(Vector (&row)[PER], const T* x, const T* other, T* residual) {
+    const Vector* a = (const Vector*)(x + (long long)blockIdx.x * COUNT * N);
     const Vector* c = (const Vector*)(other + (long long)blockIdx.x * N);
     Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
 #pragma unroll
@@ -34,6 +36,19 @@ template <bool TWO> __device__ inline void add_row(Vector (&row)[PER], const T* 
         int at = threadIdx.x + i * THREADS;
         if (!in_row(i)) break;
         Vector p = a[at], q = b[at];
+        if constexpr (COUNT > 1) {
+            float sums[V];
+#pragma unroll
+            for (int j = 0; j < V; j++) sums[j] = to_float(p.x[j]);
+#pragma unroll
+            for (int t = 1; t < COUNT; t++) {
+                const Vector term = a[t * (N / V) + at];
+#pragma unroll
+                for (int j = 0; j < V; j++) sums[j] += to_float(term.x[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < V; j++) p.x[j] = from_float<T>(sums[j]);
+        }
         if constexpr (TWO) {
             const Vector o = c[at];
             p = add(p, o);

@@ -31,31 +31,8 @@ sum_add_rms_norm(const T* terms, const T* other, T* residual, const T* weight, T
     launch_dependents();
     const Weights weights(weight);
     grid_wait();
-    const Vector* const a = (const Vector*)(terms + (long long)blockIdx.x * TERMS * N);
-    const Vector* const c = (const Vector*)(other + (long long)blockIdx.x * N);
-    Vector* const b = (Vector*)(residual + (long long)blockIdx.x * N);
     Vector row[PER];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int at = threadIdx.x + i * THREADS;
-        if (!in_row(i)) break;
-        float sums[V] = {};
-#pragma unroll
-        for (int t = 0; t < TERMS; t++) {
-            const Vector term = a[t * (N / V) + at];
-#pragma unroll
-            for (int j = 0; j < V; j++) sums[j] += to_float(term.x[j]);
-        }
-        Vector p;
-#pragma unroll
-        for (int j = 0; j < V; j++) p.x[j] = from_float<T>(sums[j]);
-        if constexpr (PARTS == 2) {
-            const Vector o = c[at];
-            p = add(p, o);
-        }
-        const Vector q = b[at];
-        b[at] = row[i] = add(p, q);
-    }
+    add_row<PARTS == 2, TERMS>(row, terms, other, residual);
     write_norm(row, weights, out + (long long)blockIdx.x * N, eps);
 }
 
