@@ -155,7 +155,7 @@ def _parts(config: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str)
 
 
 def _e4m3(config: e4m3_wgmma.E4m3Config, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return e4m3_wgmma.gemm(x, packed, config, gate)
+    return e4m3_wgmma.gemm(e4m3_wgmma.encode_rows(x), packed, config, gate)
 
 
 def _e4m3_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.E4m3Config]:

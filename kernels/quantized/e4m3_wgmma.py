@@ -49,6 +49,14 @@ SHARED_ROWS = 4096  # from which on weights with a scale for each 128 inputs are
 LEAST_STAGES, MOST_STAGES = 3, 8
 
 
+class E4m3Rows(NamedTuple):
+    """x [T, I] as e4m3_wgmma.cu takes it."""
+
+    codes: Tensor  # uint8 [T, I], in the order of `encode_rows_reference`
+    scales: Tensor  # f32 [T]
+    dtype: torch.dtype  # of x, and of what is made of it
+
+
 class E4m3Config(NamedTuple):
     """The tiles of e4m3_wgmma.cu."""
 
@@ -92,18 +100,19 @@ def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
     return found.hopper and rows >= LEAST_ROWS
 
 
-def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is the fastest kernel."""
-    return takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
+def supports(x: Tensor, packed: object, bias: Tensor | None = None) -> bool:
+    """Whether `linear` takes x [T, I], in e4m3, and bias [O], and is the fastest kernel."""
+    return isinstance(packed, Packed) and takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
 
 
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]; x is rounded to e4m3.
+def linear(x: E4m3Rows, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O].
 
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
     fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-    config = choose(len(x), packed.outputs, packed.inputs, packed.layout.alike, bool(fused), device_caps(x.device))
+    rows, found = len(x.codes), device_caps(x.codes.device)
+    config = choose(rows, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
     y = gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
@@ -228,33 +237,33 @@ def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, n
     return costs.launch + whole * wave(at_once) + (wave(rest) if rest else 0)
 
 
-def gemm(x: Tensor, packed: Packed, config: E4m3Config, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    (rows, inputs), outputs = x.shape, packed.outputs
+def gemm(x: E4m3Rows, packed: Packed, config: E4m3Config, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    codes, scales, dtype = x
+    (rows, inputs), outputs = codes.shape, packed.outputs
     height = config.height(rows)
-    codes, scales = encode_rows(x)
-    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    y = codes.new_empty(rows, outputs // 2 if gate else outputs, dtype=dtype)
     _, shared = stages(config)
     variant = sizes(inputs, config, gate, bias is not None, packed.layout.alike)
-    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", x.dtype, shared, **variant)
+    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", dtype, shared, **variant)
     of_x = jit.tensor_map(
         codes.data_ptr(), rows, inputs // 2, height // config.share, inputs // 2
     )  # in elements of two bytes
-    args = of_x, scales, packed.pieces, x if bias is None else bias, y, rows, outputs, height
+    args = of_x, scales, packed.pieces, y if bias is None else bias, y, rows, outputs, height
     blocks = config.blocks(rows, outputs)
     if config.split == 1:  # a cluster goes on to further tiles
-        blocks = min(blocks, blocks_at_once(config.cluster, device_caps(x.device).num_sms))
+        blocks = min(blocks, blocks_at_once(config.cluster, device_caps(codes.device).num_sms))
     kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)
     return y
 
 
-def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I] and scales f32 [T]: those of `encode_rows_reference`, for e4m3_wgmma.cu."""
+def encode_rows(x: Tensor) -> E4m3Rows:
+    """x [T, I], rounded to e4m3."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(len(x), device=x.device)
     sizes = row_sizes(x.shape[1])
     kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, **sizes)
     kernel((len(x), 1, 1), sizes["THREADS"], x, codes, scales)
-    return codes, scales
+    return E4m3Rows(codes, scales, x.dtype)
 
 
 def row_sizes(inputs: int) -> dict[str, int]:

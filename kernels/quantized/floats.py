@@ -126,7 +126,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     if isinstance(packed, pieces_cuda.Packed):
         if e4m3_wgmma.supports(x, packed, bias):
-            return e4m3_wgmma.linear(x, packed, gate, bias)
+            return e4m3_wgmma.linear(e4m3_wgmma.encode_rows(x), packed, gate, bias)
         if pieces_cuda.supports(x, packed, bias):
             return pieces_cuda.linear(x, packed, gate, bias)
     elif isinstance(packed, e4m3_cpu.Packed):

@@ -5,7 +5,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
-from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config, E4m3Rows
 from torch.nn.functional import silu
 
 from .. import cuda_model
@@ -140,7 +140,7 @@ def launched(monkeypatch, cuda_models):
     def encode(x):
         codes, scales = e4m3_wgmma.encode_rows_reference(x)
         kept.append(codes)
-        return codes, scales
+        return E4m3Rows(codes, scales, x.dtype)
 
     kept = []
     monkeypatch.setattr(jit, "kernel", kernel)
@@ -181,6 +181,6 @@ def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    found = e4m3_wgmma.gemm(x, packed, config, gate, bias)
+    found = e4m3_wgmma.gemm(e4m3_wgmma.encode_rows(x), packed, config, gate, bias)
     bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()
