@@ -133,6 +133,11 @@ def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1, ter
     x, *_ = vectors
     size = x.shape[-1]
     vector = min(jit.vector(y, size, *strides) for y in vectors)
+    made = sizes(size, vector, parts, terms)
+    return jit.kernel("norm", name, x.dtype, **made), made["THREADS"]
+
+
+def sizes(size: int, vector: int, parts: int, terms: int) -> dict[str, int]:
+    """What norm.cu is compiled for: of rows of `size`, `vector` elements at a time."""
     threads = min(max(-(-size // vector // 32) * 32, 32), 512)
-    sizes = dict(N=size, V=vector, THREADS=threads, PARTS=parts, TERMS=terms)
-    return jit.kernel("norm", name, x.dtype, **sizes), threads
+    return dict(N=size, V=vector, THREADS=threads, PARTS=parts, TERMS=terms)

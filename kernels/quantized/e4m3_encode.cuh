@@ -2,14 +2,12 @@
 // 28672nd of the row's largest keep all their bits, and what smaller ones lose is nothing beside it. In each 16 inputs, byte
 // 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a piece (e4m3_wide.cuh): the order of inputs means nothing to a
 // sum.
-#include "pairs.cuh"
+#include "e4m3_scale.cuh"
 
-constexpr float SMALLEST = 1e-35f;  // a row that has nothing larger becomes zeros: 448 / most must not be infinite
 constexpr int RUNS = I / 16, PER = (RUNS + THREADS - 1) / THREADS;  // runs of 16 inputs: of a row, and of a thread
 
 // from, to: a row's first runs there.
 __device__ inline void encode_row(const uint4* x, long long from, uint4* codes, long long to, float* scale) {
-    __shared__ float of_warps[THREADS / 32];
     uint4 held[PER][2];
     float most = 0;
     auto largest = [&](unsigned pair) {
@@ -27,13 +25,8 @@ __device__ inline void encode_row(const uint4* x, long long from, uint4* codes, 
 #pragma unroll
         for (int h = 0; h < 2; h++)
             largest(held[i][h].x), largest(held[i][h].y), largest(held[i][h].z), largest(held[i][h].w);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) most = fmaxf(most, of_warps[w]);
-    const float by = most > SMALLEST ? 448 / most : 0;
+    most = block_max(most);
+    const float by = e4m3_factor(most);
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int run = threadIdx.x + i * THREADS;

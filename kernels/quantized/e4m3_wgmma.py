@@ -25,7 +25,7 @@ from .wgmma_configs import blocks_at_once
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
 MOST = 448.0  # the largest number of e4m3
-SMALLEST = 1e-35  # as in e4m3_encode.cuh
+SMALLEST = 1e-35  # as in e4m3_scale.cuh
 MOST_THREADS = 512  # of a block of e4m3_encode.cuh
 TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -257,7 +257,7 @@ def gemm(x: E4m3Rows, packed: Packed, config: E4m3Config, gate: str = "", bias: 
 
 
 def encode_rows(x: Tensor) -> E4m3Rows:
-    """x [T, I], rounded to e4m3."""
+    """x [T, I], rounded to e4m3. e4m3_norm.cu makes the same of a norm."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(len(x), device=x.device)
     sizes = row_sizes(x.shape[1])

@@ -122,6 +122,8 @@ V3_ROUTER = RouterParams(8, "sigmoid", corrected=True, scale=2.5, groups=8, top_
 PROGRAMS = [
     ("norm", dict(T=torch.bfloat16, N=2048, V=8, THREADS=256, PARTS=2, TERMS=8)),
     ("norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, TERMS=1)),
+    ("e4m3_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=1, TERMS=1)),
+    ("e4m3_norm", dict(T=torch.float16, N=7168, V=8, THREADS=512, PARTS=2, TERMS=8)),
     ("layer_norm", dict(T=torch.bfloat16, N=4096, V=8, THREADS=512, PARTS=2, WEIGHT=1, BIAS=1)),
     ("layer_norm", dict(T=torch.float32, N=33, V=1, THREADS=64, PARTS=1, WEIGHT=0, BIAS=0)),
     ("layer_norm", dict(T=torch.float16, N=64, V=8, THREADS=32, PARTS=1, WEIGHT=1, BIAS=0)),

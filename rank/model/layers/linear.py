@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,17 @@ class Linear(nn.Module):
         """The bias [outputs] beside `matrix`, where there is one and this rank adds it."""
         return cast(Part, self.parts[0]).added_bias if self.biased and len(self.parts) == 1 else None
 
+    @property
+    def packed(self) -> Any:
+        """The same of a quantised weight, as its kernels take it."""
+        return getattr(self.parts[0], "packed", None) if len(self.parts) == 1 else None
+
+    def of_norm(self, h: Normed, gate: str = "") -> Tensor | None:
+        """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
+        if (matrix := self.matrix) is not None:
+            return h.linear(matrix, gate, self.added_bias)
+        return h.packed_linear(self.packed, gate, self.added_bias)
+
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
         if len(self.parts) == 1:
@@ -61,7 +72,7 @@ class ColumnParallel(Linear):
         """h: [T, inputs]. Returns this rank's outputs, one after the other, [T, outputs]."""
         if isinstance(h, Tensor):
             return self.multiply(h)
-        y = h.linear(self.matrix, bias=self.added_bias) if self.matrix is not None else None
+        y = self.of_norm(h)
         return self.multiply(h.tensor()) if y is None else y
 
 
@@ -76,9 +87,7 @@ class GatedColumnParallel(Linear):
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [T, inputs]. Returns this rank's part of the gated outputs, [T, outputs]."""
         if isinstance(h, Normed):
-            matrix = self.matrix
-            y = h.linear(matrix, self.activation, self.added_bias) if matrix is not None else None
-            if y is not None:
+            if (y := self.of_norm(h, self.activation)) is not None:
                 return y
             h = h.tensor()
         if len(self.parts) == 1:

@@ -4,7 +4,7 @@ A layer's sublayer ends in a sum over the tensor group and the next one begins w
 the layer names it: `Partial` is a row-parallel linear that nobody has multiplied yet, `Normed` a norm that nobody has
 read yet, `PostNormed` a sublayer's own norm that nobody has added yet. Whoever reads them knows most and so chooses the
 kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; a GEMM that norms its own rows, or adds its
-outputs to the stream; one for a sublayer's norm, the addition and the next norm.
+outputs to the stream; one for a sublayer's norm, the addition and the next norm; a norm that makes e4m3.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
 from ....kernels.gemm.linear import accumulates
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
+from ....kernels.quantized import e4m3_norm, e4m3_wgmma
+from ....kernels.quantized.e4m3_wgmma import E4m3Rows
 
 
 class Norm(Protocol):
@@ -103,8 +105,9 @@ class Partial:
         weight, eps = norm.rms_weight, norm.eps
         if weight is None:
             return norm.add_norm(self.sum(), residual)
-        if self.group.size == 1 and (done := self._sum_add_norm(residual, weight, eps)) is not None:
-            return done
+        if self.group.size == 1 and (found := self._terms_apart()) is not None:
+            terms, other = found
+            return sum_add_rms_norm(terms, residual, weight, eps, other)
         alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
         if alone and isinstance(self.group, FusedComm):
             ((linear, x),) = self.terms
@@ -114,12 +117,17 @@ class Partial:
                     return done
         return all_reduce_add_norm(self.group, self.local(), residual, weight, eps)
 
-    def _sum_add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """`add_norm` of a lone rank by one kernel that adds up a token's experts, too."""
+    def add_norm_e4m3(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[E4m3Rows, Tensor]:
+        """`add_norm` of a lone rank, on Hopper: an RMS norm, in e4m3."""
+        terms, other = self._terms_apart() or (self.local().contiguous().unsqueeze(1), None)
+        return e4m3_norm.sum_add_rms_norm(terms, residual, weight, eps, other)
+
+    def _terms_apart(self) -> tuple[Tensor, Tensor | None] | None:
+        """What a lone rank's norm adds up itself: a token's experts [T, n, H], and the sum [T, H] of all else."""
         (first, x), *others = self.terms
         if self._local is not None or self.scale != 1.0 or (terms := first.terms_of(x)) is None:
             return None
-        return sum_add_rms_norm(terms, residual, weight, eps, Partial(*others).local() if others else None)
+        return terms, Partial(*others).local() if others else None
 
     def accumulate(self, residual: Tensor) -> bool:
         """Let the GEMM of a lone rank add itself to residual [T, H], where that is faster. Rounded once."""
@@ -202,6 +210,7 @@ class Normed:
         self.stream = stream
         self._work: Work | None = None
         self._value: Tensor | None = None
+        self._rows: E4m3Rows | None = None
 
     def begin(self) -> None:
         """Begin the all-reduce and the norm beside what is computed next: of another microbatch."""
@@ -219,6 +228,7 @@ class Normed:
         """From here on the stream has only these rows [S] int64, and so has this norm for who reads it again."""
         if self._value is not None:
             self._value = self._value[rows]
+        self._rows = None
         self.stream.value = self.stream.read()[rows]
 
     def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
@@ -233,6 +243,22 @@ class Normed:
         stream.pending = None
         y, stream.value = skinny.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
         return y
+
+    def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
+        """The same of a quantised weight by two kernels, where the one for FP8 takes what that of the norm makes."""
+        if e4m3_wgmma.supports(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
+            return e4m3_wgmma.linear(rows, packed, gate, bias)
+        return None
+
+    def _e4m3(self) -> E4m3Rows | None:
+        """The norm in e4m3 alone, where a lone rank adds up what is pending, or has already made it."""
+        stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
+        if self._rows is not None or self._value is not None or self._work is not None or by is None:
+            return self._rows
+        if isinstance(x, Partial) and x.group.size == 1:
+            stream.pending = None
+            self._rows, stream.value = x.add_norm_e4m3(stream.value, by, self.norm.eps)
+        return self._rows
 
     def _compute(self) -> Tensor:
         stream = self.stream
@@ -265,4 +291,7 @@ class Unnormed(Normed):
         self.stream.value = self.stream.read()[rows]
 
     def linear(self, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
+        return None
+
+    def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         return None

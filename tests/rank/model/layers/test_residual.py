@@ -266,6 +266,7 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
         elif how == "nothing pending":
             stream.read()
         assert normed.linear(norm.weight[None]) is None, "kernels that norm their rows know RMS norms"
+        assert normed.packed_linear(norm.weight[None]) is None
         return normed.tensor(), normed.tensor(), stream.read(), norm.weight, norm.bias if bias else norm.weight
 
     class Fused(threads.ThreadComm, FusedComm):
@@ -275,6 +276,7 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
         gemm_all_reduce_add_norm = all_reduce_add_norm
 
     monkeypatch.setattr(threads, "ThreadComm", Fused)
+    monkeypatch.setattr(residual.e4m3_wgmma, "supports", lambda *_: True)
     monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
     total, _ = plain()
     got, again, value, weight, added = world(rank, size)
