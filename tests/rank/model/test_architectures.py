@@ -248,10 +248,10 @@ def made(tmp_path_factory):
 FIRST = first_of_each_class(MODELS)
 
 
+# Where tensors and layers are cut, tests/rank/test_served.py has only the first of each type.
 @pytest.mark.parametrize("name, tp, pp", [
     *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(FIRST)),
-    *(pytest.param(name, 1, 2, marks=pytest.mark.long) for name in sorted(set(MODELS) - FIRST)),
-    *(pytest.param(name, tp, 1, marks=pytest.mark.long) for name in MODELS for tp in (1, 2)),
+    *(pytest.param(name, *cut, marks=pytest.mark.long) for name in MODELS for cut in ((1, 1), (2, 2))),
 ])  # fmt: skip
 def test_logits(made, expected, name, tp, pp):
     path, ids = made(name), tokens(60)
