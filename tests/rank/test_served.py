@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from ..engine import device
 from ..ranks import run_ranks
 from .model import harness, test_chatglm
-from .model.test_architectures import COMMON, MODELS, write
+from .model.test_architectures import MODELS, write
 
 CHATGLM = test_chatglm.CONFIG  # transformers has no class for it
 SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS | {"chatglm": CHATGLM}
