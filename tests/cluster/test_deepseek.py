@@ -47,12 +47,17 @@ def answer(server: Server) -> str:
     return found["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("ep, held, out", [(1, 16, 12), (4, 4, 3)])
-def test_the_recipe(hosts, checkpoint, ep, held, out):
-    """Of a rank's experts of a layer, or its parts of them, a quarter stay on its device. By --ep 4 each host's memory
-    has the experts of its own ranks alone. One rank that has all says the same."""
+@pytest.fixture(scope="module")
+def want(checkpoint):
+    """What one rank says that has all."""
     with Server(str(checkpoint), "--device", "cpu", "--mem", "16") as server:
-        want = answer(server)
+        return answer(server)
+
+
+@pytest.mark.parametrize("ep, held, out", [(1, 16, 12), (4, 4, 3)])
+def test_the_recipe(hosts, checkpoint, want, ep, held, out):
+    """Of a rank's experts of a layer, or its parts of them, a quarter stay on its device. By --ep 4 each host's memory
+    has the experts of its own ranks alone."""
     options = f"--device cpu --mem 16 --tp 4 --ep {ep} --num-experts-offload-per-rank {out}".split()
     with HostsServer(hosts, str(checkpoint), *options) as server:
         assert [len(host.processes(r"-m phalanx\.rank$")) for host in hosts.all] == [2, 2]

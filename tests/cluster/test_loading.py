@@ -1,6 +1,7 @@
 """Weights on two hosts: read once by all, copied by each, and what one of them sees otherwise is named."""
 
 import os
+import re
 import shutil
 
 import pytest
@@ -40,6 +41,23 @@ def refused(hosts, *arguments, code=3):
     said = [line.rstrip("\n") for line in server.lines if line.startswith("phalanx: ")]
     assert len(said) == 1 and "Traceback" not in server.output, server.output
     return said[0].removeprefix("phalanx: ")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "corrupted"])
+def test_weights_that_all_hosts_see_damaged(hosts, checkpoint, tmp_path, kind):
+    """One rank says it, whichever was first."""
+    file = shutil.copytree(checkpoint, tmp_path / "bad") / SECOND
+    data = file.read_bytes()
+    file.write_bytes(data[:-1000] if kind == "truncated" else data[:8] + b"\0" * 64 + data[72:])
+    said = refused(hosts, file.parent)
+    assert re.match(r"rank \d on node\d: ", said) and f"{file} is damaged or truncated" in said
+
+
+def test_a_shard_is_missing(hosts, checkpoint, tmp_path):
+    (shutil.copytree(checkpoint, tmp_path / "bad") / SECOND).unlink()
+    said = refused(hosts, tmp_path / "bad")
+    assert re.match(r"rank \d on node\d: ", said)
+    assert f"model.safetensors.index.json names {SECOND}, which is missing" in said
 
 
 def test_other_weights_on_the_far_host(hosts, checkpoint, covered):

@@ -96,7 +96,7 @@ def run(slurm, script: Path, seconds: float = 400) -> tuple[dict[str, str], str]
 
 def test_the_batch_script_requeues_itself_until_all_is_done(slurm, hosts, script):
     """The time limit interrupts it at least once. How much it answers in a start depends on the machine."""
-    place, count, starts = script.parent, 100, 0
+    place, count, starts = script.parent, 40, 0
     while not starts and count < 10000:
         (place / "out.jsonl").unlink(missing_ok=True)
         names = requests(place / "in.jsonl", count, 200)
