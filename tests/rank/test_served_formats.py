@@ -20,10 +20,10 @@ from .model.stored_formats import packers, test_stored
 from .model.test_architectures import write
 from .model.test_gguf import SINKS, SIZES, SUPER
 from .reference import Reference
-from .test_served import LAYOUTS, LENGTH, OPTIONS, PROMPTS, Expected, check
+from .test_served import FEWER, LENGTH, OPTIONS, PROMPTS, Expected, Layout, check
 
 TIMEOUT = 600  # seconds of a job, on a machine that others use too
-LAYOUT = LAYOUTS["tp2"]
+LAYOUT = Layout(2, 1, **FEWER)
 VOCABULARY = dict(vocab_size=512)  # of the prompts
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 STORED = (
