@@ -27,9 +27,10 @@ def victim(server: Server, kind: str) -> int:
 
 
 CODES = {"follower": 137, "rank 0": 137, "server": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
-# Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests.
+# Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests, and the first has the rest.
 SHORT = [("follower", "load")]
-LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT]
+REST = [("follower", "idle"), ("mpirun", "idle")]
+LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT + REST]
 
 
 @pytest.mark.parametrize("kind, when", [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])

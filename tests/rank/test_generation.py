@@ -19,7 +19,6 @@ pytestmark = pytest.mark.timeout(400)  # the first test of a kind has transforme
 
 SEEDS = {"llama": 5, "qwen3": 3}  # checkpoints whose greedy text is varied and never close to a tie
 COUNT = 120
-MPI = [(2, 1), (3, 1), (1, 2), (2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -93,28 +92,19 @@ def check(engine: Engine, kind: str, prompts, expected, logits, drawn) -> None:
     assert engine.drain() == 0
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 # The short suite has each way of cutting a model once, as threads or under mpirun; the model path is the same. What is
-# below cuts tensors under mpirun.
-SHORT_THREADS = [("llama", 3, 1)]
-SHORT_MPI = [("llama", 1, 2)]
-
-
-def ways(grids, short):
-    """All grids of the first kind, and the last one, which cuts in both ways, of the others. Those that are not in
-    `short` take long."""
-    first, *others = *SEEDS, "built-in"
-    every = [*((first, *grid) for grid in grids), *((kind, *grids[-1]) for kind in others)]
-    params = [one if one in short else pytest.param(*one, marks=pytest.mark.long) for one in every]
-    return pytest.mark.parametrize("kind, tp, pp", params)
-
-
-@ways([(1, 1), *MPI], SHORT_THREADS)
+# below cuts tensors under mpirun, and test_served.py has both kinds there in every layout.
+@pytest.mark.parametrize("kind, tp, pp", [long("llama", 1, 1), ("llama", 3, 1), long("llama", 2, 2)])
 def test_threads(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
         check(engine, kind, prompts, expected, logits, drawn)
 
 
-@ways(MPI, SHORT_MPI)
+@pytest.mark.parametrize("kind, tp, pp", [("llama", 1, 2), long("llama", 2, 2), long("built-in", 2, 2)])
 def test_mpi(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
         assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp
@@ -162,12 +152,11 @@ def test_embeddings(checkpoint, reference, tp, pp, dp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pp", [1, 2])
-def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected, pp):
+def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected):
     """A budget of 16 for prompts of 60 tokens, and a pool that holds half of what the sequences come to need."""
     want = {str(i): expected("llama", i) for i in range(3)}
     options = dict(mem=1, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=400)
-    with Engine(checkpoint("llama"), 2, tp=2 // pp, pp=pp, **options) as engine:
+    with Engine(checkpoint("llama"), 2, pp=2, **options) as engine:
         assert engine.ready.kv_tokens < 3 * (60 + COUNT) + 5 * 260
         requests = {str(i): (prompt(i), greedy(COUNT)) for i in range(3)}
         others = {f"other-{i}": (prompt(100 + i), greedy(200)) for i in range(5)}

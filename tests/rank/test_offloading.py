@@ -50,9 +50,7 @@ def wide_experts(tmp_path_factory):
     "way, offload",
     [
         ("auto", 5),
-        pytest.param("auto", 100, marks=pytest.mark.long),
-        pytest.param("cpu", 100, marks=pytest.mark.long),
-        pytest.param("stream", 100, marks=pytest.mark.long),
+        *(pytest.param(way, 100, marks=pytest.mark.long) for way in ("auto", "cpu", "stream")),
         pytest.param("resident", 5, marks=pytest.mark.long),
     ],
 )
@@ -97,20 +95,15 @@ def test_ranks(checkpoint, expected, tp, pp, ep, way):
 
 
 @pytest.mark.parametrize(
-    "layout, way",
-    [
-        (dict(), "auto"),
-        *(pytest.param(dict(), way, marks=pytest.mark.long) for way in ("cpu", "stream", "resident")),
-        pytest.param(dict(tp=2), "auto", marks=pytest.mark.long),
-        pytest.param(dict(tp=2, ep=2), "auto", marks=pytest.mark.long),
-        pytest.param(dict(dp=2), "auto", marks=pytest.mark.long),
-    ],
+    "layout",
+    [dict(), *(pytest.param(one, marks=pytest.mark.long) for one in (dict(tp=2), dict(tp=2, ep=2), dict(dp=2)))],
 )
-def test_fixed_experts(checkpoint, expected, monkeypatch, layout, way):
-    """On the device alone, as with all there, half or none; they count as resident."""
+def test_fixed_experts(checkpoint, expected, monkeypatch, layout):
+    """On the device alone, as with all there, half or none; they count as resident. model/experts/test_fixed.py has
+    each way to serve the others."""
     monkeypatch.setenv("FAULT", "fixed:0:1")
     program, out = (str(Path(__file__).parent / "faulty.py"),), 2 if "ep" in layout else 5
-    more = dict(num_experts_offload_per_rank=out, expert_placement=way, program=program)
+    more = dict(num_experts_offload_per_rank=out, program=program)
     got, log, stats = answers(checkpoint, 2 if layout else 1, **layout, **more)
     assert got == expected()
     held = 5 if "ep" in layout else 10
@@ -126,26 +119,30 @@ def wide(tmp_path_factory):
     return write(tmp_path_factory.mktemp("wide"), **MODELS["qwen3_moe"] | sizes)
 
 
+SMALL = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
+EIGHT = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
+
+
+def sent_together(engine: Engine) -> list[list[int]]:
+    outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(EIGHT)})
+    return [outputs[str(i)].tokens for i in range(len(EIGHT))]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("tp, pp, ep", [(1, 1, 1), (2, 2, 2)])
-def test_preemption_aborts_and_prefix_hits(wide, tp, pp, ep):
+def test_preemption_aborts_and_prefix_hits(wide):
     """In a cache that is too small, while the resident sets follow what is chosen: tokens as with room for all."""
-    sizes = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
-    prompts = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
-    with Engine(wide, **sizes) as engine:
-        outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)})
-        want = {name: one.tokens for name, one in outputs.items()}
-    ranks = dict(ranks=tp * pp, tp=tp, pp=pp, ep=ep)
-    with Engine(wide, **ranks, mem=1, num_experts_offload_per_rank=3, **sizes) as engine:
+    with Engine(wide, **SMALL) as engine:
+        want = sent_together(engine)
+    with Engine(wide, 4, tp=2, pp=2, ep=2, mem=1, num_experts_offload_per_rank=3, **SMALL) as engine:
         for turn in range(2):
-            sent = {f"{turn}-{i}": (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)}
-            gone = protocol.Request("gone", protocol.pack_u32(prompts[0][::-1]), greedy(48))
+            sent = {f"{turn}-{i}": (prompt, greedy(COUNT)) for i, prompt in enumerate(EIGHT)}
+            gone = protocol.Request("gone", protocol.pack_u32(EIGHT[0][::-1]), greedy(48))
             engine.send(gone, *(protocol.Request(n, protocol.pack_u32(p), s) for n, (p, s) in sent.items()))
             engine.send(protocol.Abort(["gone"]))
             outputs = engine.collect(sent)
-            assert {name[2:]: one.tokens for name, one in outputs.items()} == want
-        again = engine.generate({name: (prompts[7], greedy(COUNT)) for name in ("first", "again")})
-        assert again["first"].tokens == again["again"].tokens == want["7"]
+            assert [outputs[f"{turn}-{i}"].tokens for i in range(len(EIGHT))] == want
+        again = engine.generate({name: (EIGHT[7], greedy(COUNT)) for name in ("first", "again")})
+        assert again["first"].tokens == again["again"].tokens == want[7]
         stats = engine.rest()
         assert stats.preemptions > 0 and stats.cached_tokens > 0 and stats.experts_loaded > 0
         assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0
@@ -166,15 +163,6 @@ def quantised(tmp_path_factory):
             return sent_together(engine)
 
     return path, tokens
-
-
-SMALL = dict(max_model_len=112, max_num_seqs=8, max_num_batched_tokens=64)
-
-
-def sent_together(engine: Engine) -> list[list[int]]:
-    prompts = [[random.Random(100 + i).randrange(3, 512) for _ in range(60)] for i in range(8)]
-    outputs = engine.generate({str(i): (prompt, greedy(COUNT)) for i, prompt in enumerate(prompts)})
-    return [outputs[str(i)].tokens for i in range(len(prompts))]
 
 
 @pytest.mark.long

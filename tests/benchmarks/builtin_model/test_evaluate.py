@@ -145,7 +145,8 @@ def test_a_server_that_heeds_no_bias(monkeypatch):
 
 @pytest.mark.long
 def test_through_a_real_server(monkeypatch, tmp_path):
-    out = tmp_path / "report.json"
+    out, whole = tmp_path / "report.json", evaluate.as_request
+    monkeypatch.setattr(evaluate, "as_request", lambda *asked: whole(*asked) | {"max_tokens": 16})
     with Server("--device", "cpu", "--load-format", "dummy") as server:
         words = ["--base-url", server.url + "/v1", "--items", "1", "--perplexity", "2", "--json", str(out)]
         monkeypatch.setattr("sys.argv", ["demo_eval.py", *words])
