@@ -60,10 +60,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_ranks(
-    size: int, script: Path | str, *arguments: str, timeout: float = 60, **env: str
+    size: int, script: Path | str, *arguments: str, timeout: float = 60, threads: bool = False, **env: str
 ) -> subprocess.CompletedProcess:
-    """mpirun of `python script arguments`; its output as text. Kills the whole group when the time is up."""
-    command = under_mpirun(size)
+    """mpirun of `python script arguments`, or the script alone whose threads are the ranks; its output as text. Kills
+    the whole group when the time is up."""
+    command = [] if threads else under_mpirun(size)
     process = subprocess.Popen(
         [*command, sys.executable, *quick(script), *arguments],
         env=environment(**env),

@@ -1,6 +1,6 @@
 """Ranks that serve one model after the other, as reloading.py's, and have each answer the same requests.
 
-MODELS names the directories, a colon between, and REQUESTS a JSON file:
+MODELS names the directories, a colon between, and REQUESTS a JSON file with a list that has for each:
 
     prompts   lists of tokens
     count     tokens that each gets
@@ -32,7 +32,7 @@ from reloading import ReloadingRank
 class ServingRank(ReloadingRank):
     def run_scheduler(self, replicas, model):
         (replica,) = replicas
-        asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text()))
+        asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text())[self.served])
         scheduler = replica.scheduler
         assert scheduler.blocks.count > asked.blocks
         pool = scheduler.blocks

@@ -29,28 +29,34 @@ CHATGLM = test_chatglm.CONFIG  # transformers has no class for it
 SERVED = {name: dict(model_type=name) for name in ("llama", "qwen3")} | MODELS | {"chatglm": CHATGLM}
 
 
+class Asked(NamedTuple):
+    count: int  # tokens that each prompt gets
+    known: int  # of them, when the last prompt is asked again
+    blocks: int  # in the pool, fewer than the sequences come to need: the last one is preempted
+
+
+FULL, FEWER, FEWEST = Asked(200, 150, 60), Asked(80, 60, 32), Asked(40, 20, 24)
+
+
 class Layout(NamedTuple):
-    tp: int
-    pp: int
-    count: int = 200  # tokens that each prompt gets
-    known: int = 150  # of them, when the last prompt is asked again
-    blocks: int = 60  # in the pool, for the 68 that the sequences come to need: the last one is preempted
+    tp: int = 1
+    pp: int = 1
     ep: int = 1  # more: for models with experts
+    threads: bool = False  # ranks in one process, which takes half the time of four under mpirun
 
 
 SHORT = "short"
-# One of each kind of cache, position and layer. The long suite's layouts have all types. Where both ways cut, these get
-# 200 tokens and the others 80: four ranks on two cores take some 20 ms a step.
+# One of each kind of cache, position and layer.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
 RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
-FEWER = dict(count=80, known=60, blocks=32)
 LAYOUTS = {
-    SHORT: Layout(2, 1, count=40, known=20, blocks=24),
-    "tp1": Layout(1, 1), "tp2": Layout(2, 1), "tp3": Layout(3, 1), "pp2": Layout(1, 2),
-    "tp2-pp2": Layout(2, 2), "ep2": Layout(2, 1, ep=2), "ep2-pp2": Layout(2, 2, ep=2),
-    "tp2-pp2 others": Layout(2, 2, **FEWER), "ep2-pp2 others": Layout(2, 2, ep=2, **FEWER),
+    SHORT: Layout(tp=2),
+    "tp1": Layout(), "tp2": Layout(tp=2), "tp3": Layout(tp=3), "pp2": Layout(pp=2), "ep2": Layout(tp=2, ep=2),
+    "tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2),
+    "tp2-pp2 of threads": Layout(tp=2, pp=2, threads=True),
+    "ep2-pp2 of threads": Layout(tp=2, pp=2, ep=2, threads=True),
 }  # fmt: skip
 TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
 LENGTH = 60
@@ -62,18 +68,35 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 
 def cases():
-    """Layouts and models: of each type the first. Where layers are cut, too, models with experts share them out."""
+    """Layouts and models: of each type the first. Where both ways cut, one of each kind is served under mpirun, the
+    others by threads, and models with experts share them out."""
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
     for layout, cut in list(LAYOUTS.items())[1:]:
         for name in reversed(first.values()):
             text = SERVED[name] | SERVED[name].get("text_config", {})
             several = any("experts" in key for key in text)
-            both = min(cut.tp, cut.pp) > 1
-            if cut.ep > 1 and not several or both and ("others" in layout) == (name in SHORT_MODELS):
-                continue
-            if not both or several == (cut.ep > 1) or name in SHORT_MODELS:
+            if min(cut.tp, cut.pp) == 1:
+                chosen = cut.ep == 1 or several
+            else:
+                chosen = cut.threads == (name not in SHORT_MODELS) and several == (cut.ep > 1)
+            if chosen or layout == "tp2-pp2" and name in SHORT_MODELS:
                 yield pytest.param(layout, name, marks=pytest.mark.long)
+
+
+def asked_of(layout, name):
+    """All types get 200 tokens from one rank and from two. More ranks and stages take longer, 20 ms a step where four
+    are on two cores: there, one of each kind gets them."""
+    if layout == SHORT:
+        return FEWEST
+    return FULL if layout in ("tp1", "tp2") or name in SHORT_MODELS else FEWER
+
+
+def requests(tmp_path_factory, asked):
+    """The name of serving.py's file."""
+    file = tmp_path_factory.mktemp("requests") / "requests.json"
+    file.write_text(json.dumps([dict(prompts=PROMPTS, **one._asdict()) for one in asked]))
+    return str(file)
 
 
 def values_of(case):
@@ -175,20 +198,19 @@ def answers(request, checkpoint, tmp_path_factory):
 
     @functools.cache
     def serve(layout):
-        tp, pp, count, known, blocks, ep = LAYOUTS[layout]
-        paths = [checkpoint(params["name"]) for params in chosen if params["layout"] == layout]
-        asked = tmp_path_factory.mktemp("requests") / "requests.json"
-        requests = dict(prompts=PROMPTS, count=count, known=known, blocks=blocks)
-        asked.write_text(json.dumps(requests))
-        options = Options(ranks=tp * pp, tp=tp, pp=pp, ep=ep, device=device(tp * pp), **OPTIONS)
+        tp, pp, ep, threads = LAYOUTS[layout]
+        names, ranks = [params["name"] for params in chosen if params["layout"] == layout], tp * pp
+        cut = dict(tp=tp, pp=pp, ep=ep, multithread=threads)
+        options = Options(ranks=ranks, device=device(ranks, threads), **cut, **OPTIONS)
         environ = {
-            "MODELS": ":".join(map(str, paths)),
-            "REQUESTS": str(asked),
+            "MODELS": ":".join(str(checkpoint(name)) for name in names),
+            "REQUESTS": requests(tmp_path_factory, [asked_of(layout, name) for name in names]),
             "ANSWERS": f"{layout}.json",
-            JOB_ENV: encode_job(Job(options=options, announced_size=tp * pp)),
+            JOB_ENV: encode_job(Job(options=options, announced_size=0 if threads else ranks)),
         }
+        script = Path(__file__).with_name("serving.py")
         try:
-            return run_ranks(tp * pp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+            return run_ranks(ranks, script, timeout=TIMEOUT, threads=threads, **environ)
         except AssertionError as late:  # for all of its models, which must not wait again
             return subprocess.CompletedProcess([], 1, "", str(late))
 
@@ -204,7 +226,7 @@ def answers(request, checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("layout, name", list(cases()))
 def test_served(answers, expected, layout, name):
-    count, known = LAYOUTS[layout].count, LAYOUTS[layout].known
+    count, known, _ = asked_of(layout, name)
     found, want = answers(layout, name), expected(name)
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found.chunks}, {found.preemptions}"
@@ -259,7 +281,7 @@ def test_prompts_are_longer_than_windows():
 
 
 def test_each_type_is_served_where_tensors_and_layers_are_cut():
-    cut = {SERVED[name]["model_type"] for layout, name in map(values_of, cases()) if min(LAYOUTS[layout][:2]) > 1}
+    cut = {SERVED[name]["model_type"] for layout, name in map(values_of, cases()) if "-pp2" in layout}
     assert cut == {options["model_type"] for options in SERVED.values()}
 
 

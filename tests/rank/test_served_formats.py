@@ -20,10 +20,10 @@ from .model.stored_formats import packers, test_stored
 from .model.test_architectures import write
 from .model.test_gguf import SINKS, SIZES, SUPER
 from .reference import Reference
-from .test_served import FEWER, LENGTH, OPTIONS, PROMPTS, Expected, Layout, check
+from .test_served import FEWER, LENGTH, OPTIONS, PROMPTS, Expected, check, requests
 
 TIMEOUT = 600  # seconds of a job, on a machine that others use too
-LAYOUT = Layout(2, 1, **FEWER)
+TP = 2
 VOCABULARY = dict(vocab_size=512)  # of the prompts
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 STORED = (
@@ -102,18 +102,14 @@ def answers(made, tmp_path_factory):
     @functools.cache
     def serve(isq):
         names = MAKERS if isq == "none" else [isq]
-        asked = tmp_path_factory.mktemp("requests") / "requests.json"
-        layout = LAYOUT._asdict()
-        requests = {"prompts": PROMPTS} | {key: layout[key] for key in ("count", "known", "blocks")}
-        asked.write_text(json.dumps(requests))
-        options = Options(ranks=LAYOUT.tp, tp=LAYOUT.tp, device=device(LAYOUT.tp), isq=isq, **OPTIONS)
+        options = Options(ranks=TP, tp=TP, device=device(TP), isq=isq, **OPTIONS)
         environ = {
             "MODELS": ":".join(str(made(name)[0]) for name in names),
-            "REQUESTS": str(asked),
+            "REQUESTS": requests(tmp_path_factory, [FEWER] * len(names)),
             "ANSWERS": "answers.json",
-            JOB_ENV: encode_job(Job(options=options, announced_size=LAYOUT.tp)),
+            JOB_ENV: encode_job(Job(options=options, announced_size=TP)),
         }
-        return run_ranks(LAYOUT.tp, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+        return run_ranks(TP, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
 
     def read(name):
         done, path = serve(name if name in IN_SITU else "none"), made(name)[0]
@@ -129,6 +125,6 @@ def test_served(made, answers, name):
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, "the text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH
     for i, prompt in enumerate(PROMPTS):
-        check(f"{name}, prompt {i}", want, prompt, found.tokens[i], LAYOUT.count)
-    start = PROMPTS[-1] + found.tokens[-1][: LAYOUT.known]
-    check(f"{name}, continued", want, start, found.again, LAYOUT.count - LAYOUT.known)
+        check(f"{name}, prompt {i}", want, prompt, found.tokens[i], FEWER.count)
+    start = PROMPTS[-1] + found.tokens[-1][: FEWER.known]
+    check(f"{name}, continued", want, start, found.again, FEWER.count - FEWER.known)
