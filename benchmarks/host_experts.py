@@ -76,7 +76,7 @@ def seconds(layer: Experts, rows: int, dtype: torch.dtype) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     x, best = torch.randn(rows, HIDDEN).to(dtype), float("inf")
     ids, at = torch.zeros(rows, CHOSEN, dtype=torch.int32), torch.full((EXPERTS,), -1)
-    calls = HostPairs(x, ids, torch.ones(ids.shape), "silu").all_calls(layer, at, torch.empty(rows, HIDDEN))
+    calls = HostPairs(x, ids, torch.ones(ids.shape), "silu").all_calls(layer, at, torch.empty(rows, HIDDEN)).calls
     packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])  # as decode steps keep them
     ops.stay_awake(1e-3)
     for i in range(ROUNDS + 1):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from ..gemm.linear import gated_linear, linear
-from ..quantized.stack import Stack
-from . import experts_cpu
+from ..gemm import linear as dense
+from ..quantized.blocks_cpu import Gated
+from .experts_cpu import gated_linear, linear, multiplies
 from .moe import UNBIASED, Biases, Matrices, matrix
 
 SOURCE = "host_experts"
@@ -32,6 +32,13 @@ class Experts(NamedTuple):
     @property
     def size(self) -> int:
         return self.w13.shape[0]
+
+
+class Round(NamedTuple):
+    """Operations that compute the pairs of some experts."""
+
+    calls: ops.Calls
+    before: int  # how many come before the first one that reads weights: they prepare rows
 
 
 class HostPairs:
@@ -53,18 +60,20 @@ class HostPairs:
         if not count:
             return
         if computes(self.x, stack):
-            ops.run(*self._calls(stack, at, slice(self._used, self._used + count)))
+            ops.run(*self._round(stack, at, slice(self._used, self._used + count)).calls)
         else:
             self._add_plainly(stack, at)
         self._used += count
 
-    def all_calls(self, stack: Experts, at: Tensor, out: Tensor) -> ops.Calls:
+    def all_calls(self, stack: Experts, at: Tensor, out: Tensor) -> Round:
         """Operations that fill out [T, H] f32 with the weighted sums of all pairs whose experts have a weight by `at`,
-        which is read when they run: they may run again when what lies in these tensors has changed."""
+        which is read when they run: they may run again when what lies in these tensors has changed. The last one alone
+        adds up."""
         self._used = 0
-        return *self._calls(stack, at, slice(0, self.ids.numel())), self._combine(out)
+        calls, before = self._round(stack, at, slice(0, self.ids.numel()))
+        return Round((*calls, self._combine(out)), before)
 
-    def _calls(self, stack: Experts, at: Tensor, mine: slice) -> ops.Calls:
+    def _round(self, stack: Experts, at: Tensor, mine: slice) -> Round:
         """Of a round whose pairs get these places. Where fewer have any, what the others make is nobody's."""
         experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
         if not self._buffers:
@@ -77,24 +86,14 @@ class HostPairs:
         halves = self.x.dtype == torch.float16
         gather, row = ("gather_halves", hidden) if halves else ("gather_rows", hidden * self.x.element_size())
         places = self._place, pair, starts, pairs, experts, self.first, int(not self._used)
-        act = ops.typed("activation", f"gated_{self.act}", rows.dtype)
-        return (
+        placed = (
             (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
             (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row)),
-            *self._linear("experts_up", rows, stack.w13, at, self.biases.up, both, mine),
-            (act, (both[mine], inner[mine], mine.stop - mine.start, outputs // 2)),
-            *self._linear("experts_down", inner, stack.w2, at, self.biases.down, self._made, mine),
         )
-
-    def _linear(
-        self, name: str, x: Tensor, stack: Matrices, at: Tensor, bias: Tensor | None, y: Tensor, rows: slice
-    ) -> ops.Calls:
-        """Operations that make y [pairs, O] of x [pairs, I], by each place's expert."""
-        starts, scratch = self._buffers[0], self._scratch
-        if isinstance(stack, Tensor):
-            return experts_cpu.plain_linear(name, x, stack, at, starts, bias, y, scratch)
-        assert isinstance(stack, Stack), "`computes` was not asked"
-        return experts_cpu.linear(x, stack, (len(at), stack.shape[1]), starts, bias, y, scratch, at, rows)
+        up = linear(rows, stack.w13, (experts, outputs), starts, self.biases.up, both, self._scratch, at)
+        of_inner = Gated(self.act, both), inner, stack.w2, (experts, hidden), starts, self.biases.down, self._made
+        down = gated_linear(*of_inner, self._scratch, at, mine)
+        return Round((*placed, *up, *down), len(placed) + len(up) - 1)
 
     def _add_plainly(self, stack: Experts, at: Tensor) -> None:
         """By torch: of dtypes and formats that C++ has no operations for, and where it does not compile."""
@@ -105,7 +104,7 @@ class HostPairs:
             pairs, index = (local == e).nonzero()[:, 0], int(at[e])
             x, w13, w2 = self.x[pairs // k], *(matrix(one, index, self.x.dtype) for one in stack)
             up, down = (None if one is None else one[e].to(x.dtype) for one in self.biases)
-            self._made[used : used + len(pairs)] = linear(gated_linear(x, w13, self.act, up), w2, down)
+            self._made[used : used + len(pairs)] = dense.linear(dense.gated_linear(x, w13, self.act, up), w2, down)
             self._place[pairs] = torch.arange(used, used + len(pairs), dtype=torch.int32)
             used += len(pairs)
 
@@ -141,5 +140,5 @@ def host_biases(biases: Biases) -> Biases:
 
 def computes(x: Tensor, stack: Experts) -> bool:
     """Whether C++ has operations for all of this."""
-    there = all(isinstance(one, Tensor) or experts_cpu.multiplies(one) for one in stack)
+    there = all(isinstance(one, Tensor) or multiplies(one) for one in stack)
     return there and ops.takes(x.new_empty(0, dtype=computed_in(x.dtype)))

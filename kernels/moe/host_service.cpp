@@ -22,7 +22,10 @@ struct Layer {
     const void* choose_args;
     const int64_t *found, *copied, *adopted;  // what it finds
     const Call* calls;          // operations that compute experts
-    int64_t count, alone;       // alone: how many of the first ones one thread does sooner than all begin to
+    int64_t count;
+    // How many of the first ones one thread does sooner than all begin to; and where the CPU has at most `few` pairs, how
+    // many then, and the last one too.
+    int64_t alone, few, before;
     void* made;                 // what they make
     int64_t bytes, copies;      // of that; NO_COPIES, COPIES or COPIES_TO_STAY
 };
@@ -73,8 +76,11 @@ static void choose(const Shared& s, const Layer& layer, uint32_t count) {
 
 static void compute(const Shared& s, const Layer& layer, uint32_t count) {
     if (layer.found[1]) {
-        for (int64_t i = 0; i < layer.alone; i++) layer.calls[i].run(layer.calls[i].args, 0, 1);
-        s.run(s.pool, layer.calls + layer.alone, layer.count - layer.alone);
+        const bool few = layer.found[3] <= layer.few;
+        const int64_t first = few ? layer.before : layer.alone, last = few ? layer.count - 1 : layer.count;
+        for (int64_t i = 0; i < first; i++) layer.calls[i].run(layer.calls[i].args, 0, 1);
+        s.run(s.pool, layer.calls + first, last - first);
+        for (int64_t i = last; i < layer.count; i++) layer.calls[i].run(layer.calls[i].args, 0, 1);
     } else {
         memset(layer.made, 0, layer.bytes);
     }

@@ -28,6 +28,7 @@ LATE = {  # what stands behind the count of the layers that are computed
 PAUSE = 0.2  # seconds between two looks at whether the GPU still works
 ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
 PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
+FEW_NUMBERS = 8192  # of pairs' rows: one thread prepares them, and adds up their sums, sooner than all begin to
 # Of a layer: none are ever copied; copies serve the step; or they are for later steps, and the CPU computes these, too.
 NO_COPIES, COPIES, COPIES_TO_STAY = 0, 1, 2
 TIMES = "wait", "choose", "cpu"  # nanoseconds in Service.totals, and behind them experts:
@@ -50,14 +51,17 @@ class Step(NamedTuple):
 
 
 def layer(
-    choice: Choice, choose: tuple[int, bytes], calls: ctypes.Array[Any], made: Tensor, copies: int, *held: Any
-) -> Layer:
-    """choose: of `Choice.call`. calls: `HostPairs.all_calls` of the choice's experts. made: [T, H], what they fill.
-    copies: what they are for. held: what all of them point to."""
+    choice: Choice, choose: tuple[int, bytes], calls: ctypes.Array[Any], before: int, made: Tensor, copies: int,
+    *held: Any,
+) -> Layer:  # fmt: skip
+    """choose: of `Choice.call`. calls and before: `HostPairs.all_calls` of the choice's experts. made: [T, H], what
+    they fill. copies: what they are for. held: what all of them point to."""
     args = ctypes.create_string_buffer(choose[1])
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
-    packed = struct.pack("11q", *where, PLACED if len(made) <= ALONE else 0, made.data_ptr(), made.nbytes, copies)
+    alone = PLACED if len(made) <= ALONE else 0
+    told = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
+    packed = struct.pack("13q", *where, *told)
     return Layer(packed, (choice, args, calls, made, *held))
 
 

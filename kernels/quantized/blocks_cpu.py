@@ -34,6 +34,13 @@ class Blocks(NamedTuple):
     zero: int  # what all codes have too much
 
 
+class Gated(NamedTuple):
+    """What rows x [P, I] of experts are made of: act(both's first half) * its second half."""
+
+    act: str
+    both: Tensor  # [P, 2 I], contiguous, as x is then
+
+
 def takes(x: Tensor) -> bool:
     """Whether operations will read what is packed of x [O, I], weights or codes. `target` says on which device that
     is. x itself may still lie on a GPU: whether operations may read it now, `ops.takes` says."""
@@ -69,7 +76,7 @@ def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) ->
     y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs, Scratch(len(x)))
     sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero)
     ops.run(
-        (ops.typed("digits_cpu", "split", x.dtype), (x, digits, len(x), of.inputs, x.stride(0))),
+        (ops.typed("digits_cpu", "split", x.dtype), (x, None, digits, len(x), of.inputs, x.stride(0), 0)),
         (ops.typed(of.source, f"{of.name}_linear", x.dtype), (x, digits, of.blocks, bias, y, *sizes)),
     )
     return gated_activation(y, gate) if gate else y
@@ -77,18 +84,23 @@ def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) ->
 
 def experts(
     x: Tensor, of: Blocks, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
+    scratch: Scratch, at: Tensor | None = None, gated: Gated | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
-    rows: of x, that are multiplied."""
-    (count, outputs), digits, mine = sizes, _digits(x, of.inputs, scratch), x[rows]
+    gated: what x is made of first."""
+    (count, outputs), digits = sizes, _digits(x, of.inputs, scratch)
+    split: tuple[ops.Op, tuple[ops.Value, ...]]
+    if gated is None:
+        rows = len(x), of.inputs, x.stride(0), count
+        split = ops.typed("digits_cpu", "split", x.dtype), (x, ends, digits, *rows)
+    else:
+        of_both = gated.both, ends, x, digits, of.inputs, count
+        split = ops.typed("digits_cpu", f"split_gated_{gated.act}", x.dtype), of_both
     told = count, of.inputs, outputs, x.stride(0), of.super, of.zero
-    return (
-        (ops.typed("digits_cpu", "split", x.dtype), (mine, digits[rows], len(mine), of.inputs, x.stride(0))),
-        (ops.typed(of.source, f"{of.name}_experts", x.dtype), (x, digits, of.blocks, bias, ends, at, y, *told)),
-    )
+    multiply = ops.typed(of.source, f"{of.name}_experts", x.dtype)
+    return split, (multiply, (x, digits, of.blocks, bias, ends, at, y, *told))
 
 
 def dequantize(of: Blocks, dtype: torch.dtype, first: int, last: int) -> Tensor:

@@ -1,13 +1,22 @@
-// x [rows, inputs] in digits, as the operations of weights in blocks read it: digits.h, blocks.h.
+// x [rows, inputs] in digits, as the operations of weights in blocks read it (digits.h, blocks.h), also of experts' rows
+// that an activation makes.
 
 #include "op.h"
 #include "simd.h"
 #include "digits.h"
+#include "activations.h"
 
 struct Split {
-    const void* x;
-    void* y;  // [rows] of row_bytes
-    int64_t rows, inputs, pitch;
+    const void *x, *ends;  // ends: int32 [experts + 1], whose first and last say which rows; null: all
+    void* y;               // [rows] of row_bytes
+    int64_t rows, inputs, pitch, experts;
+};
+
+// The rows of experts, which become the inner ones on the way: x = f(gate) * up of both [rows, 2 * inputs], gate beside up.
+struct SplitGated {
+    const void *both, *ends;
+    void *x, *y;  // x [rows, inputs]
+    int64_t inputs, experts;
 };
 
 #if defined(__AVX2__)
@@ -78,23 +87,52 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
 }
 #endif
 
+// A run of a row, x, where `row` begins in digits.
+template <typename T> INLINE void split_one(const T* x, uint8_t* row, int64_t run, int64_t inputs) {
+    Sums& to = ((Sums*)sums_of<T>(row, inputs))[run];
+#if defined(__AVX2__)
+    split_run(x, row, run, inputs, to);
+#else
+    for (int j = 0; j < 2; j++) {
+        to.sums[j] = 0;
+        for (int i = 0; i < RUN / 2; i++) to.sums[j] += widen(x[j * (RUN / 2) + i]);
+    }
+#endif
+}
+
 template <typename T> void split(const Split& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
-    Share share(a.rows * runs, part, parts);
+    const int32_t* ends = (const int32_t*)a.ends;
+    const int64_t begin = ends ? ends[0] : 0, end = ends ? ends[a.experts] : a.rows;
+    Share share((end - begin) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
-        const T* x = (const T*)a.x + n / runs * a.pitch + n % runs * RUN;
-        uint8_t* row = (uint8_t*)a.y + n / runs * row_bytes<T>(a.inputs);
-        Sums& to = ((Sums*)sums_of<T>(row, a.inputs))[n % runs];
-#if defined(__AVX2__)
-        split_run(x, row, n % runs, a.inputs, to);
-#else
-        for (int j = 0; j < 2; j++) {
-            to.sums[j] = 0;
-            for (int i = 0; i < RUN / 2; i++) to.sums[j] += widen(x[j * (RUN / 2) + i]);
-        }
-#endif
+        const int64_t i = begin + n / runs, run = n % runs;
+        split_one((const T*)a.x + i * a.pitch + run * RUN, (uint8_t*)a.y + i * row_bytes<T>(a.inputs), run, a.inputs);
+    }
+}
+
+template <typename F, typename T> void split_gated(const SplitGated& a, int part, int parts) {
+    const int64_t runs = a.inputs / RUN;
+    const int32_t* ends = (const int32_t*)a.ends;
+    Share share((ends[a.experts] - ends[0]) * runs, part, parts);
+    for (int64_t n = share.first; n < share.last; n++) {
+        const int64_t i = ends[0] + n / runs, run = n % runs;
+        const T *gate = (const T*)a.both + i * 2 * a.inputs + run * RUN, *up = gate + a.inputs;
+        T* x = (T*)a.x + i * a.inputs + run * RUN;
+        for (int v = 0; v < RUN; v += LANES) store(x + v, F::of(load(gate + v), load(up + v)));
+        split_one(x, (uint8_t*)a.y + i * row_bytes<T>(a.inputs), run, a.inputs);
     }
 }
 
 OP(split_f32, split<float>, Split)
 OP(split_bf16, split<bf16>, Split)
+
+#define SPLIT_GATED(name, F)                                          \
+    OP(split_gated_##name##_f32, (split_gated<F, float>), SplitGated) \
+    OP(split_gated_##name##_bf16, (split_gated<F, bf16>), SplitGated)
+
+SPLIT_GATED(silu, Times<Silu>)
+SPLIT_GATED(gelu, Times<Gelu>)
+SPLIT_GATED(gelu_tanh, Times<GeluTanh>)
+SPLIT_GATED(relu2, Times<Relu2>)
+SPLIT_GATED(clamped_swiglu, ClampedSwiglu)

@@ -24,9 +24,9 @@ struct Experts {
 };
 
 struct Widen {
-    const void* x;
-    void* y;  // f32
-    int64_t rows, inputs, pitch;
+    const void *x, *ends;  // ends: of experts, whose first and last say which rows; null: all
+    void* y;               // f32
+    int64_t rows, inputs, pitch, experts;
 };
 
 struct Dequantize {
@@ -137,8 +137,10 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
 }
 
 void widen_rows(const Widen& a, int part, int parts) {
-    Share share(a.rows * a.inputs, part, parts);
-    for (int64_t n = share.first; n < share.last; n++)
+    const int32_t* ends = (const int32_t*)a.ends;
+    const int64_t begin = ends ? ends[0] : 0, end = ends ? ends[a.experts] : a.rows;
+    Share share((end - begin) * a.inputs, part, parts);
+    for (int64_t n = begin * a.inputs + share.first; n < begin * a.inputs + share.last; n++)
         ((float*)a.y)[n] = widen(((const bf16*)a.x)[n / a.inputs * a.pitch + n % a.inputs]);
 }
 

@@ -78,21 +78,21 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def _widened(x: Tensor, scratch: Scratch, rows: slice = slice(None)) -> tuple[Tensor, ops.Calls]:
-    """x in f32, and the operations that make these rows of it."""
+def _widened(x: Tensor, scratch: Scratch, ends: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:
+    """x in f32, and the operations that make it. ends: of experts, which say what rows there are."""
     if x.dtype == torch.float32:
         return x, ()
     wide = scratch.empty(x, tuple(x.shape), torch.float32)
-    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x[rows], wide[rows], len(x[rows]), x.shape[1], x.stride(0))),)
+    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x, ends, wide, len(x), x.shape[1], x.stride(0), experts)),)
 
 
 def experts(
     x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
-    scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
+    scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
-    wide, calls = _widened(x, scratch, rows)
     count, outputs = sizes
+    wide, calls = _widened(x, scratch, ends, count)
     of = wide, stack.codes, stack.scales, bias, ends, at, y, count, stack.inputs, outputs, wide.stride(0), stack.unit
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 

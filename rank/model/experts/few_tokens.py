@@ -98,7 +98,7 @@ class FewTokens:
             else:
                 copies = host_service.COPIES if self.stack is not None else host_service.NO_COPIES
                 call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
-            of = self.choice, call, kept.packed, made, copies, view, kept, self.residency
+            of = self.choice, call, kept.packed, kept.round.before, made, copies, view, kept, self.residency
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 

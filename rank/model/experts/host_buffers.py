@@ -12,7 +12,7 @@ from torch import Tensor
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
-from ....kernels.moe.host_experts import Experts, HostPairs
+from ....kernels.moe.host_experts import Experts, HostPairs, Round
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 from .host_steps import Counters, Steps
@@ -24,10 +24,10 @@ class Kept(NamedTuple):
     """Operations as C++ takes them, and runs again."""
 
     packed: ctypes.Array[Any]
-    calls: ops.Calls  # whose tensors they read
+    round: Round  # whose tensors they read
 
     def run(self, threads: int) -> None:
-        ops.run_calls(self.packed, len(self.calls), threads)
+        ops.run_calls(self.packed, len(self.round.calls), threads)
 
 
 class HostWork:
@@ -45,9 +45,9 @@ class HostWork:
             if of not in self._pairs:
                 self._pairs[of] = pairs()
             self._pairs[of].biases = biases
-            calls = self._pairs[of].all_calls(layer.stack, at, out)
-            packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
-            self._kept[key] = Kept(packed, calls)
+            one = self._pairs[of].all_calls(layer.stack, at, out)
+            packed = ops.call_array([(op.address, ops.pack(values)) for op, values in one.calls])
+            self._kept[key] = Kept(packed, one)
         return self._kept[key]
 
 

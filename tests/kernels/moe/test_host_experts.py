@@ -75,7 +75,8 @@ def calls_of(pairs, codec=None):
         w13, w2 = (stack(codec, lambda e, one=one: codec.encode(one[e]), one.shape) for one in (w13, w2))
     layer = Experts(w13, w2)
     at, out = torch.arange(4), torch.empty(pairs.x.shape)
-    calls = pairs.all_calls(layer, at, out)
+    calls, before = pairs.all_calls(layer, at, out)
+    assert ["experts" in one.name for one, _ in calls].index(True) == before
     own = {x.data_ptr() for x in (at, out, *(x for one in layer for x in gpu_form.parts(one).tensors))}
     used = {x.data_ptr() for _, values in calls for x in values if isinstance(x, torch.Tensor)}
     return calls, used - own

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
+from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.quantized import affine, blocks_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized.blocks_cpu import Gated
 
 from ..conftest import DTYPES, TILES, VECTORS, close, digits_error
 
 OUTPUTS, INPUTS = 23, 256
+GATED = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"
 
 
 def int4(outputs, inputs, group, zeros):
@@ -48,6 +52,24 @@ def test_linear(isa, called, name, dtype):
         want = x.double() @ weight.double().T + bias.double()
         close(blocks_cpu.linear(x, packed.of_blocks, bias=bias), want, dtype, atol=digits_error(dtype, weight))
     assert set(called) == {f"{one}_{ops.SUFFIXES[dtype]}" for one in ("split", f"{name.replace('-', '_')}_linear")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", GATED)
+def test_an_activation_on_the_way(isa, called, act, dtype):
+    """Of experts' rows, to the bit; rows before and behind theirs are not touched."""
+    of = FORMS["int4"]()[0].of_blocks
+    both, ends = torch.randn(6, 2 * INPUTS).to(dtype), torch.tensor([1, 1, 5], dtype=torch.int32)
+    rest = (2, OUTPUTS), ends, None
+    made = []
+    for gated in (True, False):
+        x = torch.full((6, INPUTS), 7.0).to(dtype) if gated else gated_activation(both, act)
+        y, at = torch.zeros(6, OUTPUTS).to(dtype), torch.zeros(2, dtype=torch.int64)
+        called.clear()
+        ops.run(*blocks_cpu.experts(x, of, *rest, y, Scratch(6), at, Gated(act, both) if gated else None))
+        made += [x[1:5], y]
+        assert not gated or (x[[0, 5]] == 7).all() and len(called) == 2
+    assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[3]) and not made[1][[0, 5]].any()
 
 
 def test_groups_that_no_form_of_4_bits_takes():
