@@ -187,19 +187,25 @@ def draw(exponent: float, experts: int, k: int, seed: int) -> Tensor:
 
 
 def route_by_zipf(exponent: float) -> None:
-    """Replace every router's choice. What it needs lies on the device, so that steps are captured with it."""
-    made = 0
+    """Replace every router's choice. What it needs lies on the device, so that steps are captured with it; a layer has
+    one kernel for it, as its router has."""
+    routers: list[Any] = []
+    rows = torch.empty(0)  # of what is drawn, for the step's tokens
+    even = torch.empty(0)  # weights of a step's tokens
 
     def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal made
-        k = self.params.top_k
-        if not hasattr(self, "drawn"):
-            made += 1
-            self.drawn = draw(exponent, len(self.weight), k, made).to(x.device)
+        nonlocal rows, even
+        count, k = len(x), self.params.top_k
+        if self not in routers:
+            routers.append(self)
+            self.drawn = draw(exponent, len(self.weight), k, len(routers)).to(x.device)
             self.turn = torch.zeros(1, dtype=torch.int64, device=x.device)
-        rows = (torch.arange(len(x), device=x.device) + self.turn) % DRAWS  # a step may have more than DRAWS tokens
-        self.turn += len(x)
-        return self.drawn[rows], x.new_full((len(x), k), 1 / k, dtype=torch.float32)
+        if self is routers[0]:
+            rows = (torch.arange(count, device=x.device) + self.turn) % DRAWS  # a step may have more than DRAWS tokens
+            self.turn += count
+            if count > len(even):  # first by the largest step, which is not captured
+                even = x.new_full((count, k), 1 / k, dtype=torch.float32)
+        return self.drawn.index_select(0, rows), even[:count]
 
     Router.forward = forward  # type: ignore[method-assign]
 
