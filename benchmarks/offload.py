@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
     parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
+    parser.add_argument("--deferral", action="store_true", help="with --expert-deferral, whose loss is printed")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -249,10 +250,12 @@ def main() -> None:
                 num_experts_offload_per_rank=out,
                 isq=asked.isq,
                 expert_placement=asked.placement if out else "auto",
+                expert_deferral=asked.deferral,
                 timeout=600.0,
             )
             lines = step.start(options, ask, __file__)
-            print(f"\n{out} experts of a layer in host memory alone, {asked.placement}, zipf {asked.zipf}")
+            deferral = ", deferral" if asked.deferral else ""
+            print(f"\n{out} experts of a layer in host memory alone, {asked.placement}{deferral}, zipf {asked.zipf}")
             print(step.table(lines))
             for line in lines:
                 if "budget" in line:
@@ -263,6 +266,7 @@ def main() -> None:
             print(*(line for line in lines if line["what"] in ("experts", "timeline")), sep="\n")
             if asked.json:
                 about = dict(offload=out, isq=asked.isq, placement=asked.placement, zipf=asked.zipf, np=asked.np)
+                about["deferral"] = asked.deferral
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in lines)
 

@@ -225,19 +225,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
              help="pipeline stages; 0: 1, or ranks / tp"),
     ] = 0  # fmt: skip
     dp: Annotated[
-        int,
-        flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="replicas of the model, each on tp * pp ranks"),
+        int, flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
+                  help="replicas of the model, each on tp * pp ranks"),
     ] = 0  # fmt: skip
     ep: Annotated[
-        int,
-        flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="ranks of tp that share experts out; 1 splits each; 0: measured"),
+        int, flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
+                  help="ranks of tp that share experts out; 1 splits each; 0: measured"),
     ] = 1  # fmt: skip
     multithread: Annotated[
-        bool,
-        flag("--multithread", group=_RANKS, off=("--no-multithread",),
-             help="ranks as threads of one process, for tests on CPU"),
+        bool, flag("--multithread", group=_RANKS, off=("--no-multithread",),
+                   help="ranks as threads of one process, for tests on CPU"),
     ] = False  # fmt: skip
 
     mem: Annotated[
@@ -256,6 +253,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
                   help="how experts in host memory are served; auto: the fastest"),
     ] = "auto"  # fmt: skip
+    expert_deferral: Annotated[
+        bool, flag("--expert-deferral", group=_MEMORY, off=("--no-expert-deferral",),
+                   help="few tokens: what the CPU makes of experts is added a layer late; the log says the loss"),
+    ] = False  # fmt: skip
     cpu_offload_gb: Annotated[
         float,
         flag("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
@@ -265,9 +266,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                   help="host memory of a rank for what the KV cache has no room for"),
     ] = 0  # fmt: skip
     kv_fraction: Annotated[
-        float,
-        flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
-             help="KV cache's share of the memory free after loading; 0: automatic"),
+        float, flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
+                    help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
     kv_cache_dtype: Annotated[
         str,

@@ -25,13 +25,13 @@ __device__ inline void tell(unsigned* to, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Looks at a flag of the host until it is `want`, but for what `loose` covers. Where `given_up` says that it will not be,
-// this ends too, and says so itself after LIMIT_S seconds.
-__device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsigned loose, unsigned* given_up) {
+// Looks at a count of the host until it has come to `want`; it may be further. Where `given_up` says that it will not, this
+// ends too, and says so itself after LIMIT_S seconds.
+__device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsigned* given_up) {
     constexpr unsigned HOST_IS_LATE = 2;  // as in host_service.py
     const unsigned long long begin = nanoseconds();
     unsigned word;
-    while (((word = load_host(flag)) ^ want) > loose && !load_host(given_up)) {
+    while ((int)((word = load_host(flag)) - want) < 0 && !load_host(given_up)) {
         __nanosleep(100);
         if (nanoseconds() - begin > LIMIT_S * 1000000000ull)
             asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(given_up), "r"(HOST_IS_LATE) : "memory");
@@ -40,12 +40,17 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
 }
 
 // x [units of 16 bytes], ids and weights [pairs] to the host; then the flag says so. slots: of each of the router's
-// experts, its number among resident ones; numbers [pairs]: of the pairs' experts.
+// experts, its number among resident ones; numbers [pairs]: of the pairs' experts. made: counts the layers that the CPU
+// has computed; where what a step before sent may still be read, FREE says to wait for all of them.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_send(const uint4* x, const int* ids, const float* weights, const int* slots, uint4* x_there, int* ids_there,
-          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int pairs) {
+          float* weights_there, int* numbers, unsigned* state, unsigned* flag, unsigned* made, int units, int pairs) {
     grid_wait();
     launch_dependents();
+    if constexpr (FREE) {
+        if (threadIdx.x == 0) await_host(made, *(volatile unsigned*)(state + 1), made + 1);
+        __syncthreads();
+    }
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     for (int i = first; i < units; i += step) x_there[i] = x[i];
     for (int p = first; p < pairs; p += step) {
@@ -81,7 +86,7 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
         if (threadIdx.x < told) experts[threadIdx.x] = (int)((volatile long long*)of)[threadIdx.x];
     } else {
         if (threadIdx.x == 0) {
-            const unsigned word = await_host(list, mine << 9, 511, given_up);
+            const unsigned word = await_host(list, mine << 9, given_up);
             told = (word ^ mine << 9) > 511 ? 0 : (int)(word & 511), *count = told;
         }
         __syncthreads();
@@ -151,15 +156,30 @@ __device__ inline void adopt(const Adopted& a, int block, int blocks) {
     }
 }
 
+// The CPU's sums: of this layer, where OWN, and of the one before, where OWED. Four of either.
+struct Made {
+    const float *own, *owed;
+
+    static __device__ inline void add(const float* from, float (&sum)[4]) {
+        float some[4];
+        asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(some[0]), "=f"(some[1]), "=f"(some[2]), "=f"(some[3])
+                     : "l"(from)
+                     : "memory");
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[j] += some[j];
+    }
+    // Up to which count of layers the CPU has to be.
+    static __device__ inline unsigned awaited(unsigned mine) { return OWN ? mine : mine - 1; }
+};
+
 // Four of y.
-__device__ inline void add_up(const T* resident, const T* copied, const float* made, T* y, int n) {
+__device__ inline void add_up(const T* resident, const T* copied, const Made& made, T* y, int n) {
     const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
     if (i >= n) return;
-    float sum[4];
-    asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
-                 : "l"(made + i)
-                 : "memory");
+    float sum[4] = {};
+    if constexpr (OWN) Made::add(made.own + i, sum);
+    if constexpr (OWED) Made::add(made.owed + i, sum);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if (RESIDENT) sum[j] += to_float(resident[i + j]);
@@ -169,11 +189,12 @@ __device__ inline void add_up(const T* resident, const T* copied, const float* m
 }
 
 // y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
-// is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt.
+// is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own: what the
+// CPU makes of this layer, owed: of the layer before.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_collect(const T* resident, const T* copied, const float* made, T* y, unsigned* state, unsigned* flag, int n,
-             const int* count, const int* slots, const long long* of, const long long* parts, int* table,
-             long long* expert_in, int tensors, int first, int none) {
+host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
+             unsigned* flag, int n, const int* count, const int* slots, const long long* of, const long long* parts,
+             int* table, long long* expert_in, int tensors, int first, int none) {
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
     if (blockIdx.x >= blocks) {
@@ -185,13 +206,13 @@ host_collect(const T* resident, const T* copied, const float* made, T* y, unsign
         if (blockIdx.x) {
             while (load_told(state + 3) != mine) __nanosleep(50);
         } else {
-            await_host(flag, mine, 0, flag + 1);
+            await_host(flag, Made::awaited(mine), flag + 1);
             tell(state + 3, mine);
         }
     }
     __syncthreads();
     launch_dependents();
-    add_up(resident, copied, made, y, n);
+    add_up(resident, copied, {own, owed}, y, n);
 }
 
 // Two nibbles of a unit, as moved_nibbles.py has them in its tables.
@@ -244,19 +265,20 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
 // `collect` where the CPU computes all experts that are missing, and no other kernel looks at the list. One at most is in
 // it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_collect_only(const T* resident, const float* made, T* y, unsigned* state, unsigned* flag, const unsigned* list, int n,
-                  const Arriving* parts, int* table, long long* expert_in, int tensors, int first, int none) {
+host_collect_only(const T* resident, const float* own, const float* owed, T* y, unsigned* state, unsigned* flag,
+                  const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
+                  int first, int none) {
     __shared__ unsigned entry;
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
     const unsigned mine = state[1];
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) {
-            await_host(flag, mine, 0, flag + 1);
+            await_host(flag, Made::awaited(mine), flag + 1);
             tell(state + 3, mine);
         }
         if (threadIdx.x == 32) {  // of another warp, so that the list is seen before the sums are there
-            const unsigned word = await_host(list, mine << 9, 511, flag + 1);
+            const unsigned word = await_host(list, mine << 9, flag + 1);
             state[4] = word != (mine << 9 | 1) ? 0 : load_host(list + 1);
             tell(state + 2, mine);
         }
@@ -268,7 +290,7 @@ host_collect_only(const T* resident, const float* made, T* y, unsigned* state, u
     __syncthreads();
     if (blockIdx.x < blocks) {
         launch_dependents();
-        add_up(resident, resident, made, y, n);
+        add_up(resident, resident, {own, owed}, y, n);
         return;
     }
     if (!entry) return;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +28,7 @@ ADOPTING = 64  # blocks that copy experts into their slots
 BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
 MOST = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
+ADDED = "RESIDENT", "COPIED", "OWN", "OWED"  # what resident and copied experts make, and `Made`
 LINE = 32  # int32 of two cache lines: flags do not share one
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -64,6 +66,13 @@ class Arriving(NamedTuple):
     there: Tensor  # [n, ...]
     slots: Tensor  # [m, ...]
     moves: Moves | None  # how one becomes the other; None: they are the same
+
+
+class Made(NamedTuple):
+    """The CPU's sums that a layer adds, [T, H] f32 in pinned memory."""
+
+    own: Tensor | None  # this layer's, which it waits for; None: the next one adds them
+    owed: Tensor | None = None  # those of the layer before
 
 
 class Slots(NamedTuple):
@@ -131,13 +140,17 @@ def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
-def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange) -> Tensor:
+def send(
+    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange,
+    waits: bool = False,
+) -> Tensor:  # fmt: skip
     """To the host's x, ids and weights, which the service waits for. x [T, H], whose rows have a multiple of 16 bytes;
-    all contiguous. slots int32 [experts of the router]. Returns slots[ids]."""
+    all contiguous. slots int32 [experts of the router]. waits: until all that was sent before is computed. Returns
+    slots[ids]."""
     numbers, units = torch.empty_like(ids), x.nbytes // 16
     blocks = max(1, min(BLOCKS, units // THREADS))
-    kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes())
-    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent
+    kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes(free=waits))
+    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent, exchange.made
     kernel((blocks, 1, 1), THREADS, *where, units, ids.numel())
     return numbers
 
@@ -153,14 +166,15 @@ def fetch(parts: Tensor, ids: Tensor, most: int, first: int, exchange: Exchange)
 
 
 def collect(
-    resident: Tensor | None, copied: Tensor | None, made: Tensor, like: Tensor, exchange: Exchange,
+    resident: Tensor | None, copied: Tensor | None, made: Made, like: Tensor, exchange: Exchange,
     fetched: Fetched | None = None, slots: Slots | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """What resident experts have made, and copied ones, and the CPU [T, H] f32, in pinned memory, added up: like
-    `like`. Waits until the service has computed. What was fetched for slots goes there."""
+    """What resident experts have made, and copied ones, and the CPU, added up: like `like`. Waits until the service has
+    computed what is added. What was fetched for slots goes there."""
     y = torch.empty_like(like)
-    kernel = jit.kernel("host_exchange", "host_collect", like.dtype, **sizes(resident is not None, copied is not None))
-    args = (y if resident is None else resident), (y if copied is None else copied), made, y
+    added = resident, copied, *made
+    kernel = jit.kernel("host_exchange", "host_collect", like.dtype, **sizes(*added))
+    args = (*(y if one is None else one for one in added), y)
     blocks, adopted = -(-y.numel() // (4 * THREADS)), (y, y, y, y, y, y, 0, 0, 0)
     if fetched is not None and slots is not None:
         blocks += ADOPTING
@@ -171,18 +185,19 @@ def collect(
 
 
 def collect_only(
-    resident: Tensor, made: Tensor, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0
+    resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0
 ) -> Tensor:
     """`collect` where nothing was fetched: the list has one expert at most, which comes to its slot."""
     y = torch.empty_like(like)
-    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(True))
+    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made))
     blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
     of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
-    where = resident, made, y, exchange.state, exchange.made, exchange.list
+    where = resident, *(y if one is None else one for one in made), y, exchange.state, exchange.made, exchange.list
     kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
     return y
 
 
-def sizes(resident: bool = False, copied: bool = False) -> dict[str, int]:
-    """What host_exchange.cu is compiled for."""
-    return dict(THREADS=THREADS, UNIT=UNIT, RESIDENT=int(resident), COPIED=int(copied), LIMIT_S=int(LIMIT))
+def sizes(*added: Tensor | None, free: bool = False) -> dict[str, int]:
+    """What host_exchange.cu is compiled for. added: what `collect` adds up, as ADDED has it. free: `send` waits."""
+    there = {name: int(one is not None) for name, one in itertools.zip_longest(ADDED, added)}
+    return dict(THREADS=THREADS, UNIT=UNIT, LIMIT_S=int(LIMIT), FREE=int(free), **there)

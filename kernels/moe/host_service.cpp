@@ -51,9 +51,10 @@ static int64_t now() {
 constexpr uint32_t GPU_IS_LATE = 3;  // as in host_service.py
 constexpr int64_t LAYER_NS = 300000;  // who waits looks so long, as it is mostly that close, and then sleeps between looks
 
+// The GPU may be a layer ahead.
 static bool wait_for(const Shared& s, uint32_t count, int64_t nanoseconds) {
     const int64_t begin = now();
-    while (__atomic_load_n(s.sent, __ATOMIC_ACQUIRE) != count) {
+    while ((int32_t)(__atomic_load_n(s.sent, __ATOMIC_ACQUIRE) - count) < 0) {
         const int64_t time = now() - begin;
         if (time > nanoseconds || __atomic_load_n(s.given_up, __ATOMIC_RELAXED)) return false;
         if (time > LAYER_NS) nap();

@@ -27,8 +27,8 @@ from .resolve import model_path
 OWN = (
     "model", "dtype", "isq", "quantization", "max_model_len", "load_format", "load", "stage", "generation_config",
     "chat_template", "thinking", "mem", "kvcache_mem_cpu", "kv_cache_dtype", "kv_fraction",
-    "num_experts_offload_per_rank", "expert_memory", "expert_placement", "cpu_offload_gb", "block_size", "max_num_seqs",
-    "max_num_batched_tokens", "prefix_cache", *SamplingDefaults.__struct_fields__,
+    "num_experts_offload_per_rank", "expert_memory", "expert_placement", "expert_deferral", "cpu_offload_gb",
+    "block_size", "max_num_seqs", "max_num_batched_tokens", "prefix_cache", *SamplingDefaults.__struct_fields__,
 )  # fmt: skip
 # candle-vLLM's names that are no option's.
 ALSO = {"kvcache_mem_gpu": "mem", "prefill_chunk_size": "max_num_batched_tokens"}

@@ -57,6 +57,12 @@ def _check_host_memory(options: Options) -> None:
             "--num-experts-offload-per-rank or --expert-memory as well",
             USAGE,
         )
+    if options.expert_deferral and options.expert_placement not in ("auto", "cpu"):
+        raise FatalError(
+            f"--expert-deferral is of experts that the CPU computes: --expert-placement {options.expert_placement} "
+            "leaves it none",
+            USAGE,
+        )
     if options.kvcache_mem_cpu and not options.prefix_cache:
         raise FatalError("--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out", USAGE)
 

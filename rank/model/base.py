@@ -240,6 +240,8 @@ class Model(nn.Module):
         streams = [ResidualStream(x) for x in embedded]
         if self.layer_offload is not None:
             self.layer_offload.begin(len(batches))
+        if self.offload is not None:
+            self.offload.begin(batches)
         runs = [self._run(stream, batch) for stream, batch in zip(streams, batches, strict=True)]
         if len(runs) == 1:
             for _ in runs[0]:

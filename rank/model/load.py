@@ -97,7 +97,8 @@ def load(
     source = Dummy() if index is None else _open(model, parts, config, index, way, mesh.world, speaks)
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
-    experts = experts or overflowing(model, memory, None if layers else room, DTYPES[chosen], device, mesh.world)
+    of = model, memory, None if layers else room, DTYPES[chosen], device, mesh.world
+    experts = experts or overflowing(*of)._replace(defers=experts.defers)
     need = load_memory.place_together(
         model, mesh, (experts, layers), (DTYPES[chosen], stored), device, (room, host_room), source
     )

@@ -29,7 +29,7 @@ from ..model.load import load as load_model
 from ..model.load_memory import OthersRefuse
 from ..model.weights.local_copy import make_local_copy
 from ..options import Options
-from . import graphs, kv_cache
+from . import deferral_loss, graphs, kv_cache
 from .microbatches import microbatch_tokens
 from .model_runner import ModelRunner
 from .profile_run import profile_run, step_seconds
@@ -119,6 +119,9 @@ class Engine:
         caches = self._together(lambda: self._allocate(blocks, block_size, max_num_seqs + snapshots))
         shares, may_swap = self._may_share(snapshots)
         swap, in_host = self._host_tier(caches, block_size, budget) if may_swap else (None, HostBlocks())
+        if options.expert_deferral:
+            watch.begin("measuring expert deferral")
+            self._say(deferral_loss.told(self.model, place.mesh, caches, blocks, block_size, device))
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch)
@@ -198,7 +201,7 @@ class Engine:
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
                 ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
-                           options.expert_placement),
+                           options.expert_placement, options.expert_deferral),
                 int(options.cpu_offload_gb * (1 << 30)),
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
@@ -354,9 +357,7 @@ class Engine:
         specs = model.cache_specs()
         block_bytes = sum(cache_spec.block_bytes(spec, block_size, self._cache_dtype) for spec in specs)
         tokens = min(budget, SWAP_TIMED[place.device.type], model.max_model_len)
-        compute = (
-            block_size * step_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype) / tokens
-        )
+        seconds = step_seconds(model, place.mesh, tokens, block_size, place.device, self._cache_dtype)
         memory = asked * kv_cache.MIB
         self._together(lambda: kv_cache.check_host(memory, self._free_of_host(caches)))
         count = kv_cache.num_blocks(place.world, block_bytes, memory // block_bytes, memory)
@@ -371,7 +372,7 @@ class Engine:
                 return Swap(specs, caches, block_size, self._cache_dtype, count)
 
         swap = self._together(make)
-        mine = torch.tensor([*swap.measure(), compute])
+        mine = torch.tensor([*swap.measure(), block_size * seconds / tokens])
         *copy, compute = place.world.all_gather(mine).view(-1, 3).amax(0).tolist()  # of the slowest
         cost = CopyCost(*copy)
         least = cost.least_blocks(compute)
@@ -386,10 +387,8 @@ class Engine:
         return swap, HostBlocks(count, least, cost.blocks_in(MOST_COPIED))
 
     def _free_of_host(self, caches: cache_spec.Caches) -> int:
-        """What weights, experts in host memory too, and a CPU's cache leave of this rank's share of the host.
-
-        Nothing is taken before all ranks have looked: what follows is collective.
-        """
+        """What weights, experts in host memory too, and a CPU's cache leave of this rank's share of the host. Nothing
+        is taken before all ranks have looked: what follows is collective."""
         free = kv_cache.free_memory(torch.device("cpu"), self.place.ranks_here)
         if self.place.device.type == "cpu":  # steps have yet to touch it
             free -= sum(tensor.nbytes for layer in caches for tensor in layer)

@@ -36,6 +36,7 @@ from phalanx.kernels.quantized import (
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
+HERE = torch.empty(0)  # any tensor
 LLAMA = dict(HEADS=32, KV_HEADS=8, DIM=128, SIZE=16, BOX=16, WINDOW=0, SOFTCAP=0, SINKS=0, FP8=0)
 OTHER = dict(HEADS=24, KV_HEADS=2, DIM=64, SIZE=128, BOX=64, WINDOW=9, SOFTCAP=1, SINKS=1, FP8=0)
 GEMMA = dict(HEADS=16, KV_HEADS=8, DIM=256, SIZE=16, BOX=16, WINDOW=4096, SOFTCAP=1, SINKS=0, FP8=0)
@@ -297,8 +298,8 @@ PROGRAMS = [
     ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1))),
     ("expert_mlp", dict(T=torch.float16, **expert_mlp.sizes(4096, 14336, "gelu", 2, 1, 128, 8))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
-    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(True, True))),
-    ("host_exchange", dict(T=torch.float32, **host_exchange.sizes())),
+    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(HERE, HERE, HERE, HERE))),
+    ("host_exchange", dict(T=torch.float32, **host_exchange.sizes(HERE, free=True))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=group.THREADS, PART=group.PART)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS, PART=group.PART)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

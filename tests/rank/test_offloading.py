@@ -66,6 +66,22 @@ def test_each_way(checkpoint, expected, way, offload):
         assert way == "resident" or sum(served.values()) == served[way]
 
 
+def test_expert_deferral(checkpoint, expected):
+    """What it costs is measured and said."""
+    room = dict(num_experts_offload_per_rank=100, expert_placement="cpu")
+    got, log, stats = answers(checkpoint, expert_deferral=True, **room)
+    told = re.search(r"--expert-deferral: over (\d+) tokens .* is ([\d.]+) nats a token instead of ([\d.]+), so", log)
+    assert told and int(told[1]) > 100 and float(told[2]) > float(told[3]) > 0
+    assert [one[0] for one in got] == [one[0] for one in expected()], "prompts do not defer"
+    assert stats.experts_cpu > 0
+
+
+@pytest.mark.long
+def test_expert_deferral_of_nothing(checkpoint, expected):
+    got, log, _ = answers(checkpoint, expert_deferral=True)
+    assert got == expected() and "--expert-deferral does nothing: no experts are in host memory" in log
+
+
 @pytest.mark.long
 def test_as_many_resident_as_memory_is_given(wide_experts):
     """--expert-memory in place of a number: 1 MB has room for 3 of 10 experts of two layers."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
 from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
-from ....kernels.moe.host_exchange import Arriving, Exchange, Part, Slots
+from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
@@ -104,43 +104,47 @@ class FewTokens:
 
     def run(
         self, steps: Steps, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
-        compute: Compute,
+        compute: Compute, made: Made,
     ) -> Tensor:  # fmt: skip
-        """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights."""
+        """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights. made: of
+        the CPU's sums, those that are added."""
         pieces = capturing()
         if pieces is not None:
-            made = self._launch(steps.exchange, view, resident, parts, compute)
+            y = self._launch(steps.exchange, resident, parts, compute, made)
             steps.add(pieces, self, view)
-            return made
+            return y
         mine = self.layer_of(view, len(parts[0]))
         steps.service.choose(mine)  # before anything is launched that waits: what it loads may wait for the GPU
         try:
             steps.service.compute(mine)
-            made = self._launch(steps.exchange, view, resident, parts, compute)
+            y = self._launch(steps.exchange, resident, parts, compute, made)
         except BaseException:
             steps.service.give_up()
             raise
         steps.count()
-        return made
+        return y
 
     def _launch(
-        self, exchange: Exchange, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
-        compute: Compute,
+        self, exchange: Exchange, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor], compute: Compute,
+        made: Made,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
         arrivals = self._arrivals(ids.numel())
         if arrivals is not None:
             assert resident is not None, "there are slots"
-            return host_exchange.collect_only(resident, view.made, x, exchange, arrivals, self.choice.first)
+            return host_exchange.collect_only(resident, made, x, exchange, arrivals, self.choice.first)
         if self.stack is None:
-            return host_exchange.collect(resident, None, view.made, x, exchange)
+            return host_exchange.collect(resident, None, made, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)
         self.streamer.make_over(self.layer, self.limit(ids.numel()), fetched.found)
         copied = compute(x, fetched.numbers, weights, self.stack, fetched.of)
-        return host_exchange.collect(resident, copied, view.made, x, exchange, fetched, self._slots, self.choice.first)
+        return host_exchange.collect(resident, copied, made, x, exchange, fetched, self._slots, self.choice.first)
 
 
-def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, view: HostView, exchange: Exchange) -> Tensor:
-    """A step's tokens on their way to the host. Returns slots[ids]."""
-    return host_exchange.send(x, ids, weights, slots, (view.x, view.ids, view.weights), exchange)
+def send(
+    parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange, waits: bool
+) -> Tensor:
+    """A step's tokens on their way to the host: x, ids and weights. waits: until all that was sent before is computed.
+    Returns slots[ids]."""
+    return host_exchange.send(*parts, slots, (view.x, view.ids, view.weights), exchange, waits)

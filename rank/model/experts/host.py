@@ -26,9 +26,11 @@ from torch import Tensor
 from ....kernels import jit
 from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
+from ....kernels.moe.host_exchange import Made
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from . import few_tokens
+from .deferral import Deferral, Order
 from .few_tokens import FEW, FewTokens
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
 from .host_steps import Counters
@@ -39,6 +41,7 @@ ALL = 4  # times as many pairs of a token and an expert as experts: nearly every
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 KNOWN = 256  # fillings of a buffer that a layer remembers
 TURN = 4  # steps between two looks at a layer's resident set
+ALONE = Order(0, 1)
 AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
 WAYS = AUTO, RESIDENT, CPU, STREAM
 NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED, RESIDENT: COPIED}
@@ -52,6 +55,7 @@ class Shared:
     counters: Counters
     buffers: SharedBuffers | None  # None: the device is the CPU
     streamer: Streamer
+    deferral: Deferral | None = None
 
 
 class HostExperts:
@@ -59,10 +63,11 @@ class HostExperts:
 
     def __init__(
         self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared,
-        fixed: HostStack | None = None,
+        fixed: HostStack | None = None, order: Order = ALONE,
     ):  # fmt: skip
         """biases: on the device, of all experts of the rank. held: the router's numbers of these. costs: of the layer's
         format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last slots."""
+        self.order = order
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
         self.fixed = held.size - layer.stack.size
         self.held = Held(held.first + self.fixed, layer.stack.size, held.total)  # of those in host memory
@@ -113,12 +118,13 @@ class HostExperts:
             return pending
         assert self.shared.buffers is not None
         if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
-            view = pending.view = self.shared.buffers.view(x, ids)
+            view = pending.view = self.shared.buffers.view(x, ids, self.order.turn if self._defers else 0)
             pending.few = self._few(x, ids, weights)
             if pending.few is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
-                numbers = few_tokens.send(x, ids, weights, self._slot, view, steps.exchange)
+                waits = self._defers and self.order.first
+                numbers = few_tokens.send(pending.parts, self._slot, view, steps.exchange, waits)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -159,6 +165,11 @@ class HostExperts:
         held = Held(0, stack.size, self.held.total + 1)
         return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, held))
 
+    @property
+    def _defers(self) -> bool:
+        """Whether the next layer adds what the CPU makes in this step."""
+        return self.shared.deferral is not None and self.shared.deferral.step
+
     # -- of few tokens beside a GPU
 
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
@@ -178,9 +189,12 @@ class HostExperts:
         return self._fewer if plain else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
-        steps = self.shared.buffers.steps if self.shared.buffers else None
-        assert pending.few is not None and steps is not None
-        return pending.few.run(steps, view, pending.made, pending.parts, self._on_numbers)
+        buffers, order, made = self.shared.buffers, self.order, Made(view.made)
+        assert pending.few is not None and buffers is not None and buffers.steps is not None
+        if self._defers:
+            before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.turn).made
+            made = Made(view.made if order.last else None, before)
+        return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
     def _drain(self) -> None:
         """Before what is resident is read or changed here: steps of few tokens change it, too."""
@@ -257,15 +271,19 @@ class HostExperts:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
         choice = self._choose(ids.contiguous())
         counts, first = choice.counts, self.held.first - self.fixed
-        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first)
+        given = x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first
+        pairs = HostPairs(*given)
 
-        def add(stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1) -> None:
+        def add(
+            stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1, to: HostPairs = pairs
+        ) -> None:
             of_all = np.concatenate((np.full(self.fixed, fixed), at))
-            pairs.add(stack, torch.from_numpy(of_all), count)
+            to.add(stack, torch.from_numpy(of_all), count)
 
         resident, slots_of_fixed = int(counts[self.set.slot_of >= 0].sum()), self.set.slots + np.arange(self.fixed)
         add(self.slots.stack, self.set.slot_of, resident + int(choice.of_fixed.sum()), slots_of_fixed)
-        add(self.layer.stack, choice.cpu, int(choice.found[3]))
+        late = HostPairs(*given) if self._defers else pairs
+        add(self.layer.stack, choice.cpu, int(choice.found[3]), to=late)
         for some, buffer in self.shared.streamer.copies(self.layer, choice.copied):
             at = np.full(len(counts), -1)
             at[some] = np.arange(len(some))
@@ -273,7 +291,16 @@ class HostExperts:
             if self.shared.way == RESIDENT:
                 self._adopt(some, buffer)
         self._move()
-        return pairs.sum()
+        return pairs.sum() if late is pairs else self._with_owed(pairs.sum(), late.sum())
+
+    def _with_owed(self, y: Tensor, late: Tensor) -> Tensor:
+        """y and what the layer before has left for this one. late: is left for the next one, where there is one."""
+        deferral = self.shared.deferral
+        assert deferral is not None
+        if not self.order.first and deferral.owed is not None:
+            y += deferral.owed
+        deferral.owed = None if self.order.last else late
+        return y.add_(late) if self.order.last else y
 
     # -- decisions
 

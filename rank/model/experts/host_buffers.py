@@ -78,14 +78,12 @@ class HostView:
         self._sent.synchronize()
 
 
-class SharedBuffers:
-    """Of one rank with a GPU."""
+class Views:
+    """Views of one piece of memory, which grows with the longest step."""
 
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
+    def __init__(self) -> None:
         self._views: dict[int, HostView] = {}
         self._rows = 0
-        self.steps: Steps | None = None  # where the device can
 
     def view(self, x: Tensor, ids: Tensor) -> HostView:
         """For as many tokens as these."""
@@ -109,8 +107,21 @@ class SharedBuffers:
         # Rows of captured steps that are padding are never filled: zeros do no harm.
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         self._whole = host, there, made, out, HostWork()
+
+
+class SharedBuffers:
+    """Of one rank with a GPU."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self._turns = Views(), Views()
+        self.steps: Steps | None = None  # where the device can
+
+    def view(self, x: Tensor, ids: Tensor, turn: int = 0) -> HostView:
+        """turn: 1 is of other memory."""
         if self.steps is None and host_exchange.supports(x.device):
             self.steps = Steps(x.device, self.counters)
+        return self._turns[turn].view(x, ids)
 
 
 class HostStack:

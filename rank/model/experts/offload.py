@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,9 @@ from ....kernels.moe.host_choice import TIMED_ROWS, Costs
 from ....kernels.moe.host_experts import Experts, HostPairs, computes
 from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
+from ..batch import Batch
 from ..weights.slicing import ShardedModule
+from .deferral import Deferral, Order
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, HostExperts, Shared
 from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
@@ -46,6 +48,7 @@ class ExpertRoom(NamedTuple):
     offload: int = 0  # experts of a layer, on each rank, that are in host memory alone
     memory: int = 0  # bytes of the device for resident experts; 0: not said
     way: str = AUTO
+    defers: bool = False  # as deferral.py does
 
     def __bool__(self) -> bool:
         return self.offload > 0 or self.memory > 0
@@ -97,6 +100,7 @@ class Offload:
         """layers: of this stage, which all have equally many experts."""
         self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
+        self.deferral = Deferral() if room.defers else None
         self._stacks: list[HostStack] = []
         self._node: NodeCopy | None = None
         self.sharers = 1  # ranks of the node whose experts are the same memory
@@ -213,15 +217,17 @@ class Offload:
         costs: dict[Hashable, Costs] = {}
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
-        shared = Shared(self.room.way, self.counters, SharedBuffers(self.counters) if cuda else None, streamer)
-        for layer, stack in zip(self.layers, stacks, strict=True):
+        buffers = SharedBuffers(self.counters) if cuda else None
+        shared = Shared(self.room.way, self.counters, buffers, streamer, self.deferral)
+        for place, (layer, stack) in enumerate(zip(self.layers, stacks, strict=True)):
             experts = layer.down_proj.experts
             held = Held(experts.start, experts.width, experts.size)
             slots = stack.there.empty(self.slots, self.device)
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
             fixed = self._take_fixed(layer)
-            layer.host = HostExperts(stack, biases, layer.activation, held, slots, costs[stack.form], shared, fixed)
+            of = stack, biases, layer.activation, held, slots, costs[stack.form], shared, fixed
+            layer.host = HostExperts(*of, Order(place, len(stacks)))
         if cuda and self.fixed:
             torch.cuda.empty_cache()  # their memory before they had slots, in pieces
         return self._told(stacks[0], costs[stacks[0].form])
@@ -231,6 +237,11 @@ class Offload:
         if not self.fixed:
             return None
         return HostStack(Experts(*map(self._fixed.pop, (layer.gate_up_proj, layer.down_proj))), self.device)
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """A step begins."""
+        if self.deferral is not None:
+            self.deferral.begin(batches)
 
     def longest_step(self, tokens: int) -> float:
         """Seconds that this rank's experts take of a step of so many tokens, by what was measured."""

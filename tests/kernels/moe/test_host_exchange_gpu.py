@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.moe import host_exchange, moved_nibbles
-from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Part, Slots
+from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
 from phalanx.kernels.moe.moved_nibbles import Moves
 
 from ...devices import require_gpu
@@ -98,7 +98,7 @@ def test_both_sides(dtype, late):
         fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, exchange)
         if not later:
             exchange.made[0] = both.count
-        y = host_exchange.collect(*parts, made, x, exchange, fetched, both.of_slots, FIRST)
+        y = host_exchange.collect(*parts, Made(made), x, exchange, fetched, both.of_slots, FIRST)
         if later:
             time.sleep(0.01)  # long enough for the kernel to look for the list
             both.tell(experts, slots)
@@ -171,7 +171,7 @@ def test_one_comes_to_stay(dtype, late):
         if not later:
             both.tell(experts, places)
             exchange.made[0] = both.count
-        y = host_exchange.collect_only(resident, made, x, exchange, slots, FIRST)
+        y = host_exchange.collect_only(resident, Made(made), x, exchange, slots, FIRST)
         if later:
             time.sleep(0.01)  # 10 ms, a thousand times what the kernel takes to begin to wait for the list
             both.tell(experts, places)
@@ -188,18 +188,63 @@ def test_one_comes_to_stay(dtype, late):
         assert all(torch.equal(one.slots.cpu(), want) for one, want in zip(mine, want_slots, strict=True))
 
 
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_that_come_a_layer_late(dtype, only):
+    """Three layers a step: the first waits for nothing and adds nothing, the last one adds two layers' sums."""
+    both, draw = Pair(dtype), torch.Generator().manual_seed(0)
+    exchange, parts = both.exchange, [one for one, _ in arriving()]
+    slots = both.of_slots._replace(parts=host_exchange.arrivals(parts, torch.device("cuda")))
+    turns = [pinned(3, HIDDEN, dtype=torch.float32) for _ in range(2)]
+    hosts = [room(3, dtype) for _ in range(2)]
+    for step in range(5):
+        late = step > 0  # once kernels are loaded, which waits for the GPU
+        got, want, before = [], [], torch.zeros(3, HIDDEN)
+        for place in range(3):
+            both.count += 1
+            x, resident = (torch.randn(3, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2))
+            ids = torch.stack([torch.randperm(ROUTER, generator=draw)[:K] for _ in range(3)]).int().cuda()
+            weights = torch.rand(3, K).cuda()
+            torch.cuda.synchronize()
+            host_exchange.send(x, ids, weights, slots.table, hosts[place % 2], exchange, waits=place == 0)
+            own, owed = turns[place % 2], turns[1 - place % 2]
+            made = Made(own if place == 2 else None, owed if place else None)
+            mine = torch.randn(3, HIDDEN, generator=draw)
+            if not late:
+                own.copy_(mine)
+                both.tell([], [])
+                exchange.made[0] = both.count
+            if only:
+                got.append(host_exchange.collect_only(resident, made, x, exchange, slots, FIRST))
+            else:
+                got.append(host_exchange.collect(resident, None, made, x, exchange))
+            want.append(resident.float())
+            if late and only:
+                both.tell([], [])
+            if place < 2:  # neither waits for what the CPU makes of this layer
+                torch.cuda.synchronize()
+            if late:
+                own.copy_(mine)
+                exchange.made[0] = both.count
+            for sums, added in ((before, place > 0), (mine, place == 2)):
+                want[place] += sums.cuda() if added else 0
+            before = mine
+        torch.cuda.synchronize()
+        for y, sums in zip(got, want, strict=True):
+            torch.testing.assert_close(y, sums.to(dtype), atol=3e-2, rtol=3e-2)
+
+
 def test_who_is_given_up_waits_no_more():
     both = Pair(torch.bfloat16)
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device="cuda")
     ids, weights = torch.zeros(1, K, dtype=torch.int32, device="cuda"), torch.zeros(1, K, device="cuda")
     host, made = room(1, x.dtype), pinned(1, HIDDEN, dtype=torch.float32)
-    jit.kernel(
-        "host_exchange", "host_collect", x.dtype, **host_exchange.sizes(False, True)
-    )  # loading waits for the GPU
+    # Loading waits for the GPU.
+    jit.kernel("host_exchange", "host_collect", x.dtype, **host_exchange.sizes(None, x, made))
     both.count += 1
     host_exchange.send(x, ids, weights, both.of_slots.table, host, both.exchange)
     fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, both.exchange)
-    host_exchange.collect(None, x, made, x, both.exchange, fetched, both.of_slots, FIRST)
+    host_exchange.collect(None, x, Made(made), x, both.exchange, fetched, both.of_slots, FIRST)
     both.exchange.service.give_up()
     torch.cuda.synchronize()
     assert fetched.found.tolist() == [0] and both.of_slots.expert_in.tolist() == list(range(SLOTS))

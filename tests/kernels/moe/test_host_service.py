@@ -137,6 +137,57 @@ def test_both_sides(way, slots, posted, monkeypatch):
     assert not posted or min(service.totals[:3]) > 0
 
 
+class Ahead(Device):
+    """A GPU that sends a layer's tokens before the CPU has computed the layer before, from other memory."""
+
+    def __init__(self, layers, steps, draw):
+        super().__init__(layers, steps, draw)
+        kinds = (TOKENS, HIDDEN, torch.float32), (TOKENS, K, torch.int32), (TOKENS, K, torch.float32)
+        self.turns = [[torch.zeros(n, m, dtype=kind) for n, m, kind in (*kinds, kinds[0])] for _ in range(2)]
+
+    def parts(self):
+        return [layer.part(*self.turns[place % 2]) for place, layer in enumerate(self.layers)]
+
+    def run(self):
+        sent, made, _ = self.flags
+        count = 0
+        for _ in range(self.steps):
+            for place in range(len(self.layers)):
+                count += 1
+                x, ids, weights, sums = self.turns[place % 2]
+                x.copy_(torch.randn(x.shape, generator=self.draw))
+                ids.copy_(torch.stack([torch.randperm(EXPERTS, generator=self.draw)[:K] for _ in range(TOKENS)]))
+                weights.copy_(torch.rand(weights.shape, generator=self.draw))
+                sent[0] = count
+                last = place == len(self.layers) - 1
+                while int(made[0]) < count - (not last):
+                    time.sleep(0)
+                for of in (place - 1,) * (place > 0) + (place,) * last:
+                    self._check(self.layers[of], *self.turns[of % 2])
+
+    def _check(self, layer, x, ids, weights, sums):
+        want = torch.zeros(x.shape)
+        for t in range(TOKENS):
+            for e, weight in zip(ids[t].tolist(), weights[t], strict=True):
+                want[t] += weight * layer.of_expert(e, x[t])
+        self.wrong.append(float((sums - want).abs().max()))
+
+
+def test_a_gpu_that_is_a_layer_ahead():
+    draw, steps = torch.Generator().manual_seed(0), 30
+    device = Ahead([Layer(ON_CPU, 0, draw) for _ in range(5)], steps, draw)
+    gpu = threading.Thread(target=device.run, daemon=True)
+    whole = host_service.step(device.parts())
+    for _ in range(4):
+        device.service.post(whole)
+    gpu.start()
+    for _ in range(steps - 4):
+        device.service.post(whole)
+    gpu.join(20)
+    device.service.drain()
+    assert len(device.wrong) == steps * 5 and max(device.wrong) < 1e-4
+
+
 def test_who_gives_up_is_waited_for_no_more(monkeypatch):
     monkeypatch.setattr(host_service, "PAUSE", 0.01)
     draw = torch.Generator().manual_seed(0)

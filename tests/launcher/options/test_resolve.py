@@ -72,6 +72,10 @@ def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
         ({"ranks": 4, "pp": 3}, "--pp 3 does not divide the 4 ranks"),
         ({"ranks": 6, "tp": 2, "pp": 2}, "--tp 2 times --pp 2 is 4, but there are 6 ranks"),
         (
+            {"expert_deferral": True, "expert_placement": "stream", "expert_memory": 9},
+            "--expert-deferral is of experts that the CPU computes: --expert-placement stream leaves it none",
+        ),
+        (
             {"kvcache_mem_cpu": 1, "prefix_cache": False},
             "--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out",
         ),

@@ -1,5 +1,7 @@
 """Steps of few tokens beside a GPU, whose kernels are played on the CPU: what they and the host tell each other."""
 
+import dataclasses
+
 import pytest
 import torch
 from phalanx.comm import mesh, threads
@@ -38,7 +40,8 @@ class Played:
         patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
         self.sent = 0
 
-    def send(self, x, ids, weights, slots, host, exchange):
+    def send(self, x, ids, weights, slots, host, exchange, waits):
+        assert not waits or int(exchange.made[0]) == self.sent
         self.sent += 1
         for there, given in zip(host, (x, ids, weights), strict=True):
             there.copy_(given)
@@ -97,25 +100,39 @@ class Played:
         service.drain()
         assert int(service._made[0]) == self.sent
         for sums, resident, copied, made in self.waiting:
-            sums.copy_(sum(x.float() for x in (resident, copied, made) if x is not None))
+            sums.zero_()
+            for x in (resident, copied, *made):
+                sums += 0 if x is None else x
         self.waiting.clear()
         return y
 
 
 def experts(path, room, **options):
+    layers, offload = all_experts(path, room, **options)
+    return layers[0], offload
+
+
+def all_experts(path, room, **options):
+    """Of all layers that have any."""
+
     def rank(world):
         model = load(path, mesh.build(world, 1, 1), "cpu", "f32", experts=room, **options)
-        return next(one for one in model.modules() if isinstance(one, FusedExperts)), model.offload
+        return [one for one in model.modules() if isinstance(one, FusedExperts)], model.offload
 
     return threads.run(rank, 1)[0]
 
 
 def beside_gpu(patch, layer, made, way):
     """Have the layer's experts served as beside a GPU, whose part is Played."""
-    host, played = layer.host, Played(patch)
+    return layers_beside_gpu(patch, [layer], made, way)
+
+
+def layers_beside_gpu(patch, layers, made, way):
+    played, buffers = Played(patch), SharedBuffers(made.counters)
     patch.setattr(jit, "plain", lambda *tensors: True)
-    host.on_gpu, buffers = True, SharedBuffers(made.counters)
-    host.shared = host.shared.__class__(way, made.counters, buffers, host.shared.streamer)
+    for layer in layers:
+        layer.host.on_gpu = True
+        layer.host.shared = dataclasses.replace(layer.host.shared, way=way, buffers=buffers)
     return played
 
 

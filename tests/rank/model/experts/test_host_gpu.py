@@ -218,6 +218,49 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep):
         assert offload.counters.resident > 0 and offload.counters.cpu + offload.counters.streamed > 0
 
 
+@pytest.mark.parametrize("isq", ["none", "q4k"])
+@pytest.mark.parametrize("room", [ExpertRoom(100, way="cpu", defers=True), ExpertRoom(3, defers=True)], ids=str)
+@torch.no_grad()
+def test_deferral(wide, room, isq):
+    """Eager and captured steps: a layer adds what the CPU has made of the layer before, and nothing is lost."""
+
+    def layers(room):
+        def rank(world):
+            model = load(wide, mesh.build(world, 1, 1), "cuda", "bf16", experts=room, isq=isq)
+            return [one for one in model.modules() if isinstance(one, FusedExperts)], model.offload
+
+        return threads.run(rank, 1)[0]
+
+    plain, (late, offload) = layers(ON_DEVICE)[0], layers(room)
+    assert len(late) > 1
+    given = [tokens(plain[0], 1, seed, torch.bfloat16) for seed in range(len(late))]
+    offload.deferral.step = True
+
+    def run(some):
+        return torch.stack([layer(*one).local() for layer, one in zip(some, given, strict=True)])
+
+    def check(got):
+        want = run(plain).float()
+        torch.testing.assert_close(got.float().sum(0), want.sum(0), atol=0.1, rtol=5e-2)
+        assert room.way != "cpu" or (not got[0].any() and torch.allclose(got[1].float(), want[0], atol=5e-2))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            check(run(late))
+        torch.cuda.synchronize()
+        pieces = Pieces(torch.cuda.graph_pool_handle())
+        captured = pieces.capture(lambda: run(late))
+        for turn in range(40):
+            for place, one in enumerate(given):
+                for static, new in zip(one, tokens(plain[0], 1, turn % 7 + place, torch.bfloat16), strict=True):
+                    static.copy_(new)
+            pieces.replay(1)
+            check(captured)
+        torch.cuda.synchronize()
+    late[0].host._drain()
+    assert offload.counters.cpu > 0
+
+
 def test_what_does_not_fit_goes_to_the_host(checkpoint):
     def rank(world):
         room = load(checkpoint, mesh.build(world, 1, 1), "cuda", "bf16").weight_bytes - 1

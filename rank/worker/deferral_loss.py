@@ -1,0 +1,119 @@
+"""What expert deferral costs (rank/model/experts/deferral.py): the loss over text that the model writes itself.
+
+Without deferral, sequences decode as steps of few tokens do, and each token is drawn from the model's distribution.
+With it the same tokens are given. So the first loss is the entropy of what the model writes, and what the second has
+more is an estimate of the divergence: what deferral does to any text like it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...comm.broadcast import gather_bytes
+from ...comm.mesh import Mesh
+from ..model.base import Model
+from ..model.cache_spec import Caches
+from ..model.experts.few_tokens import CPU_PAIRS
+from .batch_builder import build_batches
+from .state import BatchState, ScheduledBatch
+from .upload import Upload
+
+STEPS = 96  # tokens of each sequence
+
+
+class Losses(NamedTuple):
+    """Nats a token, over so many."""
+
+    whole: float
+    deferred: float
+    tokens: int
+
+    def __str__(self) -> str:
+        more = self.deferred - self.whole
+        return (
+            f"--expert-deferral: over {self.tokens} tokens that the model wrote, the loss is {self.deferred:.4f} nats "
+            f"a token instead of {self.whole:.4f}, so the perplexity {math.exp(more):.3f} times as high, with the "
+            "experts that are resident now"
+        )
+
+
+def told(model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device) -> str:
+    """What the log says. As `measure`."""
+    if model.offload is None:  # on all ranks or none
+        return "--expert-deferral does nothing: no experts are in host memory"
+    return str(measure(model, mesh, caches, blocks, block_size, device))
+
+
+def measure(model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device) -> Losses:
+    """blocks: of the caches, which nobody uses yet. Collective over the mesh's world, in which each replica measures
+    its own: rank 0's is returned everywhere."""
+    return _Measuring(model, mesh, caches, blocks, block_size, device).losses()
+
+
+class _Measuring:
+    def __init__(self, model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device):
+        self.model, self.mesh, self.caches, self.block_size, self.device = model, mesh, caches, block_size, device
+        experts = max((one.top_k for one in model.offload.layers), default=0) if model.offload else 0
+        most = int(mesh.world.all_gather(torch.tensor([experts])).max())
+        self.count = max(1, min(2, CPU_PAIRS // max(most, 1), blocks))
+        self.steps = min(STEPS, blocks // self.count * block_size, model.max_model_len - 1)
+        self.upload = Upload(device)
+        self.replica = mesh.tensor.size * mesh.pipe.size  # ranks, of which the first samples
+        self.samples = mesh.world.rank % self.replica == 0
+        self.random = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def losses(self) -> Losses:
+        assert self.model.offload is not None and self.model.offload.deferral is not None
+        deferral = self.model.offload.deferral
+        tokens = np.zeros((self.count, self.steps + 1), np.int64)
+        tokens[:, 0] = self.model.vocab_size // 3 * (1 + np.arange(self.count))
+        found = []
+        try:
+            for deferral.allowed in (False, True):
+                state = BatchState(self.count, self.steps, self.block_size)
+                state.table[:] = np.arange(state.table.size).reshape(state.table.shape)
+                found.append(sum(self._step(state, tokens, at, not deferral.allowed) for at in range(self.steps)))
+        finally:
+            deferral.allowed = True
+        whole, deferred = self.mesh.world.all_gather(torch.tensor(found, dtype=torch.float64))[0].tolist()
+        number = self.count * self.steps
+        return Losses(whole / number, deferred / number, number)
+
+    def _step(self, state: BatchState, tokens: np.ndarray, at: int, draws: bool) -> float:
+        """The loss of the tokens behind `at`, where this rank samples. draws: they are drawn first."""
+        state.tokens, state.known[:] = list(tokens[:, : at + 1]), at + 1
+        rows, ones = np.arange(self.count), np.ones(self.count, np.int64)
+        work = ScheduledBatch(rows, ones * at, ones, ones.astype(bool), ones * at)
+        logits = self._logits(work, state)
+        logprobs = None if logits is None else logits.float().log_softmax(-1).cpu()
+        if draws:
+            drawn = b""
+            if self.samples:
+                assert logprobs is not None
+                drawn = torch.multinomial(logprobs.exp(), 1, generator=self.random)[:, 0].numpy().tobytes()
+            first = self.mesh.world.rank // self.replica * self.replica
+            tokens[:, at + 1] = np.frombuffer(gather_bytes(self.mesh.world, drawn)[first], np.int64)
+        if not self.samples or logprobs is None:
+            return 0.0
+        return -float(logprobs[torch.arange(self.count), torch.from_numpy(tokens[:, at + 1])].sum())
+
+    def _logits(self, work: ScheduledBatch, state: BatchState) -> Tensor | None:
+        """[count, vocab] on the ranks of the last stage."""
+        last = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        batches, _ = build_batches(state, work, last, self.caches, self.upload)
+        pipe, hidden = self.mesh.pipe, None
+        if not self.mesh.first:
+            hidden = torch.empty(self.count, self.model.hidden_size, dtype=self.model.dtype, device=self.device)
+            pipe.recv(hidden, pipe.rank - 1)
+        hidden = self.model.forward(batches, hidden)
+        if not self.mesh.last:
+            pipe.send(hidden, pipe.rank + 1)
+            return None
+        shards = self.mesh.tensor.all_gather(self.model.logits(hidden).contiguous())  # [tp, count, vocab / tp]
+        return shards.permute(1, 0, 2).reshape(self.count, -1)[:, : self.model.vocab_size]
