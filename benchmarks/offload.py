@@ -205,7 +205,7 @@ def route_by_zipf(exponent: float) -> None:
             self.turn += count
             if count > len(even):  # first by the largest step, which is not captured
                 even = x.new_full((count, k), 1 / k, dtype=torch.float32)
-        return self.drawn.index_select(0, rows), even[:count]
+        return self.drawn.index_select(0, rows[:count]), even[:count]  # the last layer may have fewer rows
 
     Router.forward = forward  # type: ignore[method-assign]
 

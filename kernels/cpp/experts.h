@@ -7,21 +7,50 @@ constexpr int64_t READING = 3;  // rows that take about as long as reading the w
 // Which of a stack's weights is an expert's. `at`: int64 [experts]; null: its own number.
 inline int64_t weight_of(const void* at, int64_t expert) { return at ? ((const int64_t*)at)[expert] : expert; }
 
+constexpr int64_t LEFT = 2;  // blocks for each thread that nobody has from the beginning, where there are many more
+
+// How many of an expert's blocks, the first of which begins at `at`, begin before `until`.
+inline int64_t blocks_before(int64_t until, int64_t at, int64_t each, int64_t blocks) {
+    const int64_t count = until > at ? (until - at + each - 1) / each : 0;
+    return count < blocks ? count : blocks;
+}
+
 // Calls f(expert, block, first row, last row) for this thread's blocks. `ends` [experts + 1]: where each expert's rows
-// begin. A block is some outputs of an expert's weight; experts without rows have none.
+// begin. A block is some outputs of an expert's weight; experts without rows have none. Most blocks are shared out as
+// neighbours, which are read as one stream. turn, int64: counts those that are left, which threads take one by one when
+// they have done theirs, as cores that others use as well do not all get on equally fast; it is 0 before and after.
 template <typename F>
-inline void each_block(const int32_t* ends, int64_t experts, int64_t blocks, int part, int parts, F f) {
-    int64_t all = 0, at = 0;
+inline void each_block(const int32_t* ends, int64_t experts, int64_t blocks, void* turn, int part, int parts, F f) {
+    int64_t all = 0, count = 0, at = 0, left = 0;
     for (int64_t e = 0; e < experts; e++)
-        if (ends[e + 1] > ends[e]) all += (ends[e + 1] - ends[e] + READING) * blocks;
-    const Share share(all, part, parts);
-    for (int64_t e = 0; e < experts && at < share.last; e++) {
+        if (ends[e + 1] > ends[e]) all += (ends[e + 1] - ends[e] + READING) * blocks, count += blocks;
+    const int64_t some = parts > 1 && count ? LEFT * parts * (all / count) : 0;
+    const int64_t shared = all - (some < all / 8 ? some : all / 8);
+    const Share share(shared, part, parts);
+    for (int64_t e = 0; e < experts; e++) {
         if (ends[e + 1] == ends[e]) continue;
-        const int64_t each = ends[e + 1] - ends[e] + READING;
-        // Blocks that begin within the share.
-        int64_t first = share.first > at ? (share.first - at + each - 1) / each : 0, last = (share.last - at + each - 1) / each;
-        last = last < blocks ? last : blocks;
-        for (int64_t i = first; i < last; i++) f(e, i, ends[e], ends[e + 1]);
+        const int64_t each = ends[e + 1] - ends[e] + READING, last = blocks_before(share.last, at, each, blocks);
+        for (int64_t i = blocks_before(share.first, at, each, blocks); i < last; i++) f(e, i, ends[e], ends[e + 1]);
+        left += blocks - blocks_before(shared, at, each, blocks);
         at += each * blocks;
+    }
+    if (parts == 1) return;
+    for (;;) {
+        int64_t next = __atomic_fetch_add((int64_t*)turn, 1, __ATOMIC_RELAXED);
+        if (next >= left) {  // as all threads find once
+            if (next == left + parts - 1) __atomic_store_n((int64_t*)turn, 0, __ATOMIC_RELAXED);
+            return;
+        }
+        at = 0;
+        for (int64_t e = 0; e < experts; e++) {
+            if (ends[e + 1] == ends[e]) continue;
+            const int64_t each = ends[e + 1] - ends[e] + READING, first = blocks_before(shared, at, each, blocks);
+            if (next < blocks - first) {
+                f(e, first + next, ends[e], ends[e + 1]);
+                break;
+            }
+            next -= blocks - first;
+            at += each * blocks;
+        }
     }
 }

@@ -278,7 +278,7 @@ def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
     values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
-    codes = values.view(torch.uint8).reshape(len(x), -1, 2, 4, 2)
+    codes = values.view(torch.uint8).reshape(len(x), x.shape[1] // 16, 2, 4, 2)
     return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
 
 
