@@ -93,8 +93,8 @@ def experts(
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
     count, outputs = sizes
     wide, calls = _widened(x, scratch, ends, count)
-    sizes = count, stack.inputs, outputs, wide.stride(0), stack.unit
-    of = wide, stack.codes, stack.scales, bias, ends, at, scratch.turn, y, *sizes
+    told = count, stack.inputs, outputs, wide.stride(0), stack.unit
+    of = wide, stack.codes, stack.scales, bias, ends, at, scratch.turn, y, *told
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 
 

@@ -1,8 +1,8 @@
 """What expert deferral costs (rank/model/experts/deferral.py): the loss over text that the model writes itself.
 
 Without deferral, sequences decode as steps of few tokens do, and each token is drawn from the model's distribution.
-With it the same tokens are given. So the first loss is the entropy of what the model writes, and what the second has
-more is an estimate of the divergence: what deferral does to any text like it.
+With it the same tokens are given. The losses are those expected of each next token: the first is the entropy of the
+model's distribution, and what the second has more is how far the distribution of steps that defer is from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .batch_builder import build_batches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
-STEPS = 96  # tokens of each sequence
+STEPS = 48  # tokens of each sequence
 
 
 class Losses(NamedTuple):
@@ -66,6 +66,7 @@ class _Measuring:
         self.replica = mesh.tensor.size * mesh.pipe.size  # ranks, of which the first samples
         self.samples = mesh.world.rank % self.replica == 0
         self.random = torch.Generator().manual_seed(0)
+        self.whole: list[Tensor] = []  # without deferral, of each step: log-probabilities [count, vocab]
 
     @torch.no_grad()
     def losses(self) -> Losses:
@@ -86,22 +87,24 @@ class _Measuring:
         return Losses(whole / number, deferred / number, number)
 
     def _step(self, state: BatchState, tokens: np.ndarray, at: int, draws: bool) -> float:
-        """The loss of the tokens behind `at`, where this rank samples. draws: they are drawn first."""
+        """The expected loss of the tokens behind `at`, where this rank samples. draws: the tokens are drawn, too."""
         state.tokens, state.known[:] = list(tokens[:, : at + 1]), at + 1
         rows, ones = np.arange(self.count), np.ones(self.count, np.int64)
         work = ScheduledBatch(rows, ones * at, ones, ones.astype(bool), ones * at)
         logits = self._logits(work, state)
-        logprobs = None if logits is None else logits.float().log_softmax(-1).cpu()
-        if draws:
-            drawn = b""
-            if self.samples:
-                assert logprobs is not None
+        drawn = b""
+        loss = 0.0
+        if self.samples:
+            assert logits is not None
+            logprobs = logits.float().log_softmax(-1).cpu()
+            if draws:
+                self.whole.append(logprobs)
                 drawn = torch.multinomial(logprobs.exp(), 1, generator=self.random)[:, 0].numpy().tobytes()
+            loss = -float((self.whole[at].exp() * logprobs).sum())
+        if draws:
             first = self.mesh.world.rank // self.replica * self.replica
             tokens[:, at + 1] = np.frombuffer(gather_bytes(self.mesh.world, drawn)[first], np.int64)
-        if not self.samples or logprobs is None:
-            return 0.0
-        return -float(logprobs[torch.arange(self.count), torch.from_numpy(tokens[:, at + 1])].sum())
+        return loss
 
     def _logits(self, work: ScheduledBatch, state: BatchState) -> Tensor | None:
         """[count, vocab] on the ranks of the last stage."""

@@ -71,7 +71,7 @@ def test_expert_deferral(checkpoint, expected):
     room = dict(num_experts_offload_per_rank=100, expert_placement="cpu")
     got, log, stats = answers(checkpoint, expert_deferral=True, **room)
     told = re.search(r"--expert-deferral: over (\d+) tokens .* is ([\d.]+) nats a token instead of ([\d.]+), so", log)
-    assert told and int(told[1]) > 100 and float(told[2]) > float(told[3]) > 0
+    assert told and int(told[1]) > 90 and float(told[2]) > float(told[3]) > 0
     assert [one[0] for one in got] == [one[0] for one in expected()], "prompts do not defer"
     assert stats.experts_cpu > 0
 
