@@ -303,13 +303,19 @@ def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) 
     turns = itertools.count()
     cpu = []
     for rows in TIMED_ROWS:
-        if rows >= KEPT:  # by other threads: those of fewer rows still look for more, on the same cores
-            time.sleep(2 * AWAKE)
+        if rows >= KEPT:
+            _let_others_sleep()
         cpu.append(_shortest(_on_cpu(stack, act, dtype, rows, turns)))
     beside = (1.0, 1.0)
     if streamer.device.type == "cuda":
+        _let_others_sleep()
         beside = _beside(stack, streamer, _on_cpu(stack, act, dtype, 1, turns), cpu[0], copied)
     return Costs(tuple(cpu), copied, *beside)
+
+
+def _let_others_sleep() -> None:
+    """Few rows and many are computed by different threads on the same cores, where both look for more for a while."""
+    time.sleep(2 * AWAKE)
 
 
 def _beside(
