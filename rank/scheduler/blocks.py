@@ -28,9 +28,9 @@ BROKEN = "block accounting is broken"
 IN_HOST = -1  # among the blocks of a prefix: one that host memory has
 
 
-def chain(parent: Hash, tokens: Iterable[int]) -> Hash:
-    """The hash of a full block of `tokens` that follows the block (or salt) hashed as `parent`."""
-    return hashlib.blake2b(parent + pack_u32(tokens), digest_size=16).digest()
+def chain(parent: Hash, packed: bytes) -> Hash:
+    """The hash of a full block of tokens, as pack_u32 has them, that follows the block (or salt) hashed as `parent`."""
+    return hashlib.blake2b(parent + packed, digest_size=16).digest()
 
 
 def root(salt: str) -> Hash:
@@ -40,8 +40,11 @@ def root(salt: str) -> Hash:
 
 def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str) -> None:
     """Append the hashes of the full blocks of `tokens` that are not in `hashes` yet."""
-    for i in range(len(hashes), len(tokens) // size):
-        hashes.append(chain(hashes[-1] if hashes else root(salt), tokens[i * size : (i + 1) * size]))
+    packed = pack_u32(tokens[len(hashes) * size : len(tokens) // size * size])
+    parent = hashes[-1] if hashes else root(salt)
+    for at in range(0, len(packed), 4 * size):
+        parent = chain(parent, packed[at : at + 4 * size])
+        hashes.append(parent)
 
 
 class Blocks:

@@ -1,11 +1,12 @@
 import pytest
+from phalanx.rank.protocol import pack_u32
 from phalanx.rank.scheduler.blocks import SLICE, Blocks, chain, root
 
 
 def hashes(count, salt=""):
     found = [root(salt)]
     for i in range(count):
-        found.append(chain(found[-1], [i]))
+        found.append(chain(found[-1], pack_u32([i])))
     return found[1:]
 
 
@@ -164,5 +165,6 @@ def test_the_check_comes_in_slices():
 
 
 def test_a_chain_depends_on_everything_before_it():
-    assert chain(root(""), [1, 2]) != chain(root("s"), [1, 2])
-    assert chain(chain(root(""), [1]), [2]) != chain(chain(root(""), [0]), [2])
+    none, zero, one, two, both = map(pack_u32, ([], [0], [1], [2], [1, 2]))
+    assert chain(root(""), both) != chain(root("s"), both) and chain(root(""), none) != root("")
+    assert chain(chain(root(""), one), two) != chain(chain(root(""), zero), two)
