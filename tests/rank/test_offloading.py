@@ -103,7 +103,8 @@ def test_as_many_resident_as_memory_is_given(wide_experts):
     ],
 )
 def test_ranks(checkpoint, expected, tp, pp, ep, way):
-    room = dict(num_experts_offload_per_rank=3, expert_placement=way)
+    """Four as threads, which start in half the time."""
+    room = dict(num_experts_offload_per_rank=3, expert_placement=way, threads=pp > 1)
     got, log, stats = answers(checkpoint, tp * pp, tp=tp, pp=pp, ep=ep, **room)
     assert got == expected() and "in host memory" in log
     assert stats.experts_resident > 0 and stats.experts_cpu + stats.experts_streamed > 0

@@ -1,5 +1,5 @@
-"""Every model type, served by MPI's ranks in every layout, answers as transformers does (ChatGLM as its own test's
-model does): log-probabilities and text. Further shapes of a type are tests/rank/model/test_architectures.py's.
+"""Every model type, served by ranks, answers as transformers does (ChatGLM as its own test's model does):
+log-probabilities and text. tests/rank/model/test_architectures.py has each shape of each type in every layout.
 
 Prompts longer than any sliding window are computed in chunks, sequences are preempted, and a prompt is continued from
 the prefix cache. A new architecture is covered by its entry in `MODELS`.
@@ -51,13 +51,15 @@ SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
 RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
-LAYOUTS = {
-    SHORT: Layout(tp=2),
-    "tp1": Layout(), "tp2": Layout(tp=2), "tp3": Layout(tp=3), "pp2": Layout(pp=2), "ep2": Layout(tp=2, ep=2),
-    "tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2),
+OF_ALL = {"tp1": Layout(), "tp2": Layout(tp=2), "ep2": Layout(tp=2, ep=2)}
+OF_KINDS = {
+    "tp3": Layout(tp=3), "pp2": Layout(pp=2), "tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2),
+}  # fmt: skip
+OF_OTHERS = {
     "tp2-pp2 of threads": Layout(tp=2, pp=2, threads=True),
     "ep2-pp2 of threads": Layout(tp=2, pp=2, ep=2, threads=True),
-}  # fmt: skip
+}
+LAYOUTS = {SHORT: Layout(tp=2)} | OF_ALL | OF_KINDS | OF_OTHERS
 TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
 LENGTH = 60
 PROMPTS = torch.randint(3, 512, (4, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
@@ -68,28 +70,26 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 
 def cases():
-    """Layouts and models: of each type the first. Where both ways cut, one of each kind is served under mpirun, the
-    others by threads, and models with experts share them out."""
+    """Layouts and models: of each type the first. One rank and two have all types, more ranks and stages one of each
+    kind; where both ways cut, threads have the others."""
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
-    for layout, cut in list(LAYOUTS.items())[1:]:
+    for layout, cut in (OF_ALL | OF_KINDS | OF_OTHERS).items():
         for name in reversed(first.values()):
             text = SERVED[name] | SERVED[name].get("text_config", {})
             several = any("experts" in key for key in text)
-            if min(cut.tp, cut.pp) == 1:
-                chosen = cut.ep == 1 or several
-            else:
-                chosen = cut.threads == (name not in SHORT_MODELS) and several == (cut.ep > 1)
-            if chosen or layout == "tp2-pp2" and name in SHORT_MODELS:
+            wanted = layout in OF_ALL or (name in SHORT_MODELS) == (layout in OF_KINDS)
+            if wanted and (several if cut.ep > 1 else not (several and layout in OF_OTHERS)):
                 yield pytest.param(layout, name, marks=pytest.mark.long)
 
 
-def asked_of(layout, name):
-    """All types get 200 tokens from one rank and from two. More ranks and stages take longer, 20 ms a step where four
-    are on two cores: there, one of each kind gets them."""
-    if layout == SHORT:
-        return FEWEST
-    return FULL if layout in ("tp1", "tp2") or name in SHORT_MODELS else FEWER
+def values_of(case):
+    """Of a case with marks, or without."""
+    return getattr(case, "values", case)
+
+
+def asked_of(layout):
+    return FEWEST if layout == SHORT else FEWER if layout in OF_OTHERS else FULL
 
 
 def requests(tmp_path_factory, asked):
@@ -97,11 +97,6 @@ def requests(tmp_path_factory, asked):
     file = tmp_path_factory.mktemp("requests") / "requests.json"
     file.write_text(json.dumps([dict(prompts=PROMPTS, **one._asdict()) for one in asked]))
     return str(file)
-
-
-def values_of(case):
-    """Of a case with marks, or without."""
-    return getattr(case, "values", case)
 
 
 EMBEDDING = re.compile("embed|wte|wpe")
@@ -204,7 +199,7 @@ def answers(request, checkpoint, tmp_path_factory):
         options = Options(ranks=ranks, device=device(ranks, threads), **cut, **OPTIONS)
         environ = {
             "MODELS": ":".join(str(checkpoint(name)) for name in names),
-            "REQUESTS": requests(tmp_path_factory, [asked_of(layout, name) for name in names]),
+            "REQUESTS": requests(tmp_path_factory, [asked_of(layout)] * len(names)),
             "ANSWERS": f"{layout}.json",
             JOB_ENV: encode_job(Job(options=options, announced_size=0 if threads else ranks)),
         }
@@ -226,7 +221,7 @@ def answers(request, checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("layout, name", list(cases()))
 def test_served(answers, expected, layout, name):
-    count, known, _ = asked_of(layout, name)
+    count, known, _ = asked_of(layout)
     found, want = answers(layout, name), expected(name)
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found.chunks}, {found.preemptions}"

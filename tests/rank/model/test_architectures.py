@@ -248,14 +248,14 @@ def made(tmp_path_factory):
 FIRST = first_of_each_class(MODELS)
 
 
-# Where tensors and layers are cut, tests/rank/test_served.py has only the first of each type.
 @pytest.mark.parametrize("name, tp, pp", [
     *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(FIRST)),
     *(pytest.param(name, *cut, marks=pytest.mark.long) for name in MODELS for cut in ((1, 1), (2, 2))),
 ])  # fmt: skip
 def test_logits(made, expected, name, tp, pp):
+    """In two chunks and, as where texts are generated, token by token."""
     path, ids = made(name), tokens(60)
-    (logits,) = run_steps(path, [ids], tp=tp, pp=pp, max_model_len=512)
+    (logits,) = run_steps(path, [ids], [[(0, 33)], [(0, 23)], *[[(0, 1)]] * 4], tp=tp, pp=pp, max_model_len=512)
     assert distance(logits, expected(path, ids)) < TOLERANCE
 
 
