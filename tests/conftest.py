@@ -26,15 +26,16 @@ STDERR = pytest.StashKey[int]()
 # Files that take longest, with what they wait for, begun first, so that none is left alone at the end: the long run's,
 # then the short one's.
 FIRST = (
-    "rank/test_served.py", "launcher/job/test_other_mpi.py", "test_batch.py", "rank/test_generation.py",
-    "test_python_312.py", "rank/test_offloading.py", "test_endings.py", "cluster/test_slurm.py", "test_make_serve.py",
-    "kernels/attention/test_attention.py", "rank/test_faults.py", "launcher/job/test_supervisor.py",
-    "launcher/commands/fit/test_measured.py", "kernels/quantized/test_pieces_cuda.py", "launcher/test_llm.py",
-    "rank/model/test_architectures.py", "launcher/job/test_rank_bootstrap.py", "launcher/test_library_docs.py",
-    "rank/test_reloading.py", "launcher/commands/test_convert.py", "rank/server/test_main.py",
-    "kernels/collective/test_barrier_model.py", "launcher/commands/fit/test_command.py", "kernels/test_compile.py",
-    "rank/model/stored_formats/test_stored.py", "kernels/moe/test_moe.py", "launcher/commands/test_pull.py",
-    "rank/model/experts/test_quantised.py", "launcher/commands/test_chat.py", "test_wheel.py",
+    "rank/test_served.py", "launcher/job/test_other_mpi.py", "test_endings.py", "test_batch.py", "test_python_312.py",
+    "cluster/test_loading.py", "test_make_serve.py", "cluster/test_slurm.py", "rank/test_offloading.py",
+    "rank/test_generation.py", "rank/test_loading.py", "kernels/attention/test_attention.py", "rank/test_faults.py",
+    "launcher/job/test_supervisor.py", "launcher/commands/fit/test_measured.py",
+    "kernels/quantized/test_pieces_cuda.py", "launcher/test_llm.py", "rank/model/test_architectures.py",
+    "launcher/job/test_rank_bootstrap.py", "launcher/test_library_docs.py", "rank/test_reloading.py",
+    "launcher/commands/test_convert.py", "rank/server/test_main.py", "kernels/collective/test_barrier_model.py",
+    "launcher/commands/fit/test_command.py", "kernels/test_compile.py", "rank/model/stored_formats/test_stored.py",
+    "kernels/moe/test_moe.py", "launcher/commands/test_pull.py", "rank/model/experts/test_quantised.py",
+    "launcher/commands/test_chat.py", "test_wheel.py",
 )  # fmt: skip
 
 # C++ operations: their tests have the threads that there are, or choose.
