@@ -27,9 +27,9 @@ def victim(server: Server, kind: str) -> int:
 
 
 CODES = {"follower": 137, "rank 0": 137, "server": 70, "mpirun": 137, "launcher": -signal.SIGKILL}
-# Of the others rank/test_faults.py and launcher/job/test_supervisor.py have short tests, and the first has the rest.
+# rank/test_faults.py and launcher/job/test_supervisor.py have short tests of the others, and the first the rest.
 SHORT = [("follower", "load")]
-REST = [("follower", "idle"), ("mpirun", "idle")]
+REST = [("follower", "idle"), ("mpirun", "idle"), ("rank 0", "load")]
 LONG = [(kind, when) for kind in CODES for when in ("load", "idle", "loading") if (kind, when) not in SHORT + REST]
 
 
@@ -65,14 +65,11 @@ def test_a_stopped_follower_is_named_to_the_client(checkpoint):
         assert not server.left()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGINT, signal.SIGUSR1))],
-)
-def test_the_first_signal_drains(checkpoint, number):
+def test_the_first_signal_drains(checkpoint):
+    """Others than SIGTERM drain in launcher/job/test_supervisor.py."""
     with Server(checkpoint, *ARGUMENTS) as server:
         stream = Stream(server, 1200)  # more than is computed before the next request
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGTERM)
         until = time.monotonic() + 15
         status = 200
         while status == 200 and time.monotonic() < until:
