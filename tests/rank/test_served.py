@@ -89,7 +89,9 @@ def values_of(case):
 
 
 def asked_of(layout):
-    return FEWEST if layout == SHORT else FEWER if layout in OF_OTHERS else FULL
+    if layout == SHORT:
+        return FEWEST
+    return FULL if layout in ("tp1", "tp2", "tp2-pp2", "ep2-pp2") else FEWER
 
 
 def requests(tmp_path_factory, asked):
