@@ -48,7 +48,7 @@ class Linear(nn.Module):
         return cast(Part, self.parts[0]).added_bias if self.biased and len(self.parts) == 1 else None
 
     @property
-    def packed(self) -> Any:
+    def packed_matrix(self) -> Any:
         """The same of a quantised weight, as its kernels take it."""
         return getattr(self.parts[0], "packed", None) if len(self.parts) == 1 else None
 
@@ -56,7 +56,7 @@ class Linear(nn.Module):
         """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
         if (matrix := self.matrix) is not None:
             return h.linear(matrix, gate, self.added_bias)
-        return h.packed_linear(self.packed, gate, self.added_bias)
+        return h.packed_linear(self.packed_matrix, gate, self.added_bias)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
