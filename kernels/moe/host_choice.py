@@ -67,6 +67,7 @@ class Choice:
         # resident.
         self.found = np.zeros(5, np.int64)
         self._copied, self._adopted = np.zeros(experts, np.int64), np.zeros(experts, np.int64)
+        self.lag = np.zeros(1)  # seconds that copies take besides, however many they are
         self.on_cpu = torch.from_numpy(self.cpu)  # the same memory
         self._key: tuple[object, ...] = ()  # of the call that is kept: decode steps make the same again and again
         results = counts, self.cpu, self._copied, self._adopted, self.found
@@ -93,13 +94,16 @@ class Choice:
         ops.run_calls(self._call, 1, 1)
         return None
 
-    def call(self, ids: Tensor, of: Residency, limit: int, adopts: bool, way: int | None = None) -> tuple[int, bytes]:
-        """The operation as ops.call_array takes it. The tensors have to stay. way: another one than `way`."""
-        way = self.way if way is None else way
+    def call(
+        self, ids: Tensor, of: Residency, limit: int, adopts: bool, way: int | None = None, lag: Tensor | None = None
+    ) -> tuple[int, bytes]:
+        """The operation as ops.call_array takes it. The tensors have to stay. way: another one than `way`. lag [1] f64:
+        in the place of `lag`."""
+        way, lag = self.way if way is None else way, torch.from_numpy(self.lag) if lag is None else lag
         experts, fixed = len(self.counts), len(self.of_fixed)
         sizes = ids.numel(), experts, len(of.expert_in), self.first, way, limit, int(adopts), fixed
         costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
-        tensors = ids, *map(torch.from_numpy, of), *self.results
+        tensors = ids, *map(torch.from_numpy, of), *self.results, lag
         return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
 
     def _choose_reference(self, ids: Tensor, of: Residency, limit: int, adopts: bool) -> None:
@@ -119,7 +123,8 @@ class Choice:
         if self.way == CHEAPEST:
             cpu = self.costs.of_rows(self.counts[chosen])
             left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
-            both = self.costs.both(left, np.arange(len(chosen) + 1) * self.costs.copy)
+            copies = np.arange(len(chosen) + 1)
+            both = self.costs.both(left, copies * self.costs.copy + (copies > 0) * self.lag)
             most = fewest + int(np.argmin(both[fewest : limit + 1]))
         here = chosen[most:]  # on the CPU
         if self.way == ADOPTED:

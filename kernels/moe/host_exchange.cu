@@ -190,10 +190,10 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
 
 // y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
 // is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own: what the
-// CPU makes of this layer, owed: of the layer before.
+// CPU makes of this layer, owed: of the layer before. late: the count of the latest layer whose sums were there first.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
-             unsigned* flag, int n, const int* count, const int* slots, const long long* of, const long long* parts,
+             unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of, const long long* parts,
              int* table, long long* expert_in, int tensors, int first, int none) {
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
@@ -206,7 +206,10 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
         if (blockIdx.x) {
             while (load_told(state + 3) != mine) __nanosleep(50);
         } else {
-            await_host(flag, Made::awaited(mine), flag + 1);
+            const unsigned want = Made::awaited(mine);
+            if (COPIED && (int)(load_host(flag) - want) >= 0)
+                asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(late), "r"(want) : "memory");
+            await_host(flag, want, flag + 1);
             tell(state + 3, mine);
         }
     }

@@ -180,7 +180,7 @@ def collect(
         blocks += ADOPTING
         of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
         adopted = fetched.found, fetched.slots, fetched.of, *of_slots
-    kernel((blocks, 1, 1), THREADS, *args, exchange.state, exchange.made, y.numel(), *adopted)
+    kernel((blocks, 1, 1), THREADS, *args, exchange.state, exchange.made, exchange.sent[1:], y.numel(), *adopted)
     return y
 
 

@@ -28,6 +28,7 @@ struct Choose {
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* adopted;  // [experts] the slots of those; -1: none
     int64_t* found;  // how many are resident, computed by the CPU, and copied; pairs of those of the CPU; how many are adopted
+    const double* lag;  // seconds that copies take besides, however many they are
     int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
     int64_t fixed;  // experts that are on the device alone; the router has them just before expert 0, `counts` last
     double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
@@ -114,7 +115,7 @@ void choose(const Choose& a, int part, int) {
     if (a.way == 0) {
         double left = 0, best = INFINITY;  // left: of the CPU, of n copies
         for (int64_t n = missing; n >= fewest; n--) {
-            const double longer = both(a, left, n * a.copy);
+            const double longer = both(a, left, n ? *a.lag + n * a.copy : 0);
             if (longer <= best && n <= a.limit) best = longer, most = n;
             if (n > 0) left += seconds_of(a.cpu_seconds, a.counts[a.copied[n - 1]]);
         }

@@ -10,7 +10,7 @@
 #include "op.h"
 #include "wait.h"
 
-constexpr int NO_COPIES = 0, COPIES_TO_STAY = 2;  // as in host_service.py
+constexpr int NO_COPIES = 0, COPIES = 1, COPIES_TO_STAY = 2;  // as in host_service.py
 
 struct Call {  // as in pool.cpp
     Run run;
@@ -28,12 +28,18 @@ struct Layer {
     int64_t alone, few, before;
     void* made;                 // what they make
     int64_t bytes, copies;      // of that; NO_COPIES, COPIES or COPIES_TO_STAY
+    double *lag, copy;          // seconds, as `choose` has them
 };
+
+// The GPU begins to copy when it has computed resident experts, and has to compute what is copied. That is found by trying:
+// copies get a longer lag as long as they end after what the CPU computes, and a shorter one as long as they end before.
+// Where it leaves none to copy, it becomes shorter slowly, so that they are tried again.
+constexpr double LONGER = 0.25, SHORTER = 0.125, SLOWLY = 1.0 / 64, LONGEST = 16;  // of a copy
 
 // What all layers have together. `list`: a word of 23 bits of the layer's count and 9 of how many experts, and then the
 // experts, each with its slot + 1 in the upper 16 bits.
 struct Shared {
-    const uint32_t* sent;  // counts the layers whose tokens are here
+    const uint32_t* sent;  // counts the layers whose tokens are here; behind it, the latest layer that waited for copies
     uint32_t *made, *list;  // made: counts the layers that are computed, and behind it why no more will be; 0: they will
     void (*run)(void* pool, const Call* calls, int64_t count);
     void (*wake)(void* pool);
@@ -75,6 +81,15 @@ static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     for (int i = 0; i < 4; i++) s.totals[3 + i] += more[i];
 }
 
+// What the layer before, which had this count, has shown. Its sums are no longer awaited.
+static void learn(const Shared& s, const Layer& layer, uint32_t count) {
+    if (layer.copies != COPIES || !layer.found[1]) return;
+    const bool late = __atomic_load_n(s.sent + 1, __ATOMIC_RELAXED) == count;
+    const double change = !layer.found[2] ? -SLOWLY : late ? LONGER : -SHORTER;
+    const double lag = *layer.lag + change * layer.copy, most = LONGEST * layer.copy;
+    *layer.lag = lag < 0 ? 0 : lag > most ? most : lag;
+}
+
 static void compute(const Shared& s, const Layer& layer, uint32_t count) {
     if (layer.found[1]) {
         const bool few = layer.found[3] <= layer.few;
@@ -114,6 +129,7 @@ static void serve(const Shared& s, const Step& step) {
             return;
         }
         const int64_t here = now();
+        if (!step.chosen && i) learn(s, step.layers[i - 1], count - 1);
         if (!step.chosen) choose(s, step.layers[i], count);
         const int64_t chosen = now();
         compute(s, step.layers[i], count);

@@ -51,18 +51,18 @@ class Step(NamedTuple):
 
 
 def layer(
-    choice: Choice, choose: tuple[int, bytes], calls: ctypes.Array[Any], before: int, made: Tensor, copies: int,
-    *held: Any,
+    choice: Choice, choose: tuple[int, bytes], lag: Tensor, calls: ctypes.Array[Any], before: int, made: Tensor,
+    copies: int, *held: Any,
 ) -> Layer:  # fmt: skip
-    """choose: of `Choice.call`. calls and before: `HostPairs.all_calls` of the choice's experts. made: [T, H], what
-    they fill. copies: what they are for. held: what all of them point to."""
+    """choose: of `Choice.call`, with this lag, which is learnt. calls and before: `HostPairs.all_calls` of the choice's
+    experts. made: [T, H], what they fill. copies: what they are for. held: what all of them point to."""
     args = ctypes.create_string_buffer(choose[1])
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
     alone = PLACED if len(made) <= ALONE else 0
     told = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
-    packed = struct.pack("13q", *where, *told)
-    return Layer(packed, (choice, args, calls, made, *held))
+    packed = struct.pack("14qd", *where, *told, lag.data_ptr(), choice.costs.copy)
+    return Layer(packed, (choice, args, lag, calls, made, *held))
 
 
 def step(layers: Sequence[Layer]) -> Step:
@@ -74,8 +74,9 @@ class Service:
     """Of one rank with a GPU."""
 
     def __init__(self, sent: Tensor, made: Tensor, experts: Tensor):
-        """int32, pinned: what counts the layers whose tokens are here; what counts those that are computed, and behind
-        it why no more will be (LATE); and the list of experts that are copied."""
+        """int32, pinned: what counts the layers whose tokens are here, and behind it the latest one of which the GPU's
+        copies took longer than the CPU; what counts those that are computed, and behind it why no more will be (LATE);
+        and the list of experts that are copied."""
         self._sent, self._made = sent, made
         self.totals = torch.zeros(len(TIMES) + len(SERVED), dtype=torch.int64)
         self._given_up = torch.zeros(1, dtype=torch.int64)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ....kernels.graph_pieces import capturing
@@ -92,13 +93,15 @@ class FewTokens:
         key = id(view), tokens
         if key not in self._layers:
             ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
+            lag = torch.zeros(1, dtype=torch.float64)
             if self._arrivals(view.ids.numel()) is not None:
                 copies = host_service.COPIES_TO_STAY
                 call = self.choice.call(ids, self.residency, 1, True, ADOPTED)
             else:
                 copies = host_service.COPIES if self.stack is not None else host_service.NO_COPIES
-                call = self.choice.call(ids, self.residency, self.limit(ids.numel()), self._slots is not None)
-            of = self.choice, call, kept.packed, kept.round.before, made, copies, view, kept, self.residency
+                limit = self.limit(ids.numel())
+                call = self.choice.call(ids, self.residency, limit, self._slots is not None, lag=lag)
+            of = self.choice, call, lag, kept.packed, kept.round.before, made, copies, view, kept, self.residency
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 

@@ -72,6 +72,22 @@ def test_an_expert_that_is_chosen_often_is_copied_once(monkeypatch, compiled):
     assert made(compiled, monkeypatch, ids, of, costs, CHEAPEST, limit=0, adopts=True).found[4] == 0
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_copies_take_besides(monkeypatch, compiled):
+    """Of eight missing experts, of which the CPU and copies take equally long, half are copied, and fewer the longer
+    copies take besides."""
+    ids, found = torch.arange(8, dtype=torch.int32)[None], []
+    for lag in (0.0, 2.0, 5.0, 9.0):
+        choice = Choice(8, 0, Costs((1.0, 1.0, 1.0, 1.0), copy=1.0), CHEAPEST)
+        choice.lag[:] = lag
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(host_choice.ops, "available", lambda: False)
+            choice.choose(ids, Residency(np.full(8, -1), np.zeros(8), np.zeros(0, np.int64)))
+        found.append(len(choice.copied))
+    assert found == [4, 3, 1, 0]
+
+
 @pytest.mark.skipif(not host_choice.ops.available(), reason="no C++ operations")
 @pytest.mark.parametrize("exponent, early, late, most", [(0.0, 0.45, 0.45, 80), (0.8, 0.72, 0.75, 80)])
 def test_the_resident_set_follows_popularity_and_not_chance(exponent, early, late, most):

@@ -42,9 +42,11 @@ class Layer:
         calls, before = HostPairs(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
         packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
         stays = self.choice.way == ADOPTED
-        call = self.choice.call(ids, self.of, 1 if stays else 4, adopts=stays or self.choice.way == CHEAPEST)
+        adopts, self.lag = stays or self.choice.way == CHEAPEST, torch.zeros(1, dtype=torch.float64)
+        call = self.choice.call(ids, self.of, 1 if stays else 4, adopts, lag=self.lag)
         copies = host_service.COPIES_TO_STAY if stays else host_service.COPIES
-        return host_service.layer(self.choice, call, packed, before, made, copies, calls, x, ids, weights, self.of)
+        of = self.choice, call, self.lag, packed, before, made, copies
+        return host_service.layer(*of, calls, x, ids, weights, self.of)
 
     def of_expert(self, e, x):
         gate, up = (x @ self.w13[e].T).chunk(2)
@@ -63,6 +65,7 @@ class Device:
         self.made = torch.zeros(TOKENS, HIDDEN)
         self.tables = [layer.of.slot_of.copy() for layer in layers]
         self.steps, self.draw, self.adopted, self.copied = steps, draw, 0, 0
+        self.late, self.copies = False, []  # late: its copies always end last; copies: how many, layer by layer
 
     def parts(self):
         return [layer.part(self.x, self.ids, self.weights, self.made) for layer in self.layers]
@@ -93,6 +96,9 @@ class Device:
                 table[one & 0xFFFF] = (one >> 16) - 1
                 self.adopted += 1
         self.copied += len(copied)
+        self.copies.append(len(copied))
+        if self.late:
+            sent[1] = count
         while int(made[0]) != count:
             time.sleep(0)
         want, got = torch.zeros(self.x.shape), self.made.clone()
@@ -135,6 +141,28 @@ def test_both_sides(way, slots, posted, monkeypatch):
     for layer, table in zip(device.layers, device.tables, strict=True):
         assert layer.of.slot_of.tolist() == table.tolist(), "both sides know the same residents"
     assert not posted or min(service.totals[:3]) > 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_copies_that_end_last_become_fewer(late):
+    """And are tried again now and then. Where they end first, nothing is put in their way."""
+    draw, steps = torch.Generator().manual_seed(0), 300
+    device = Device([Layer(CHEAPEST, 0, draw) for _ in range(3)], steps, draw)
+    whole, device.late = host_service.step(device.parts()), late
+    gpu = threading.Thread(target=device.run, daemon=True)
+    gpu.start()
+    for _ in range(steps):
+        device.service.post(whole)
+    gpu.join(40)
+    device.service.drain()
+    assert max(device.wrong) < 1e-4
+    lags, copies = [float(layer.lag) for layer in device.layers], np.array(device.copies).reshape(steps, 3)
+    assert lags[2] == 0, "of a step's last layer nothing is known: what follows it is another step"
+    if not late:
+        assert lags == [0, 0, 0] and (copies[:, :2].mean(0) > 1).all()
+        return
+    assert (copies[:3, :2] > 0).all() and (copies[-100:, :2].mean(0) < 0.5).all() and copies[-100:, :2].any()
+    assert all(0 < lag <= 16 * COSTS.copy for lag in lags[:2])
 
 
 class Ahead(Device):

@@ -55,7 +55,7 @@ def test_sums_come_a_layer_late(made, monkeypatch, name, tp, pp, ep):
     given, ranks = (made(name), [tokens(15, seed=1), tokens(3, seed=2)], STEPS), dict(tp=tp, pp=pp, ep=ep)
     got = run_steps(*given, **ranks, experts=ExpertRoom(ALL, way="cpu", defers=True))
     plain = run_steps(*given)
-    assert distance(got[0][:9], plain[0][:9]) < 1e-5 < 1e-3 < distance(got[0][DECODED], plain[0][DECODED])
+    assert distance(got[0][:9], plain[0][:9]) < 1e-4 < 1e-3 < distance(got[0][DECODED], plain[0][DECODED])
     if tp * pp == 1:
         late(monkeypatch, len(all_experts(made(name), ON_DEVICE)[0]))
         want = run_steps(*given)
