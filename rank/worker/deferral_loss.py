@@ -42,26 +42,34 @@ class Losses(NamedTuple):
         )
 
 
-def told(model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device) -> str:
+class Room(NamedTuple):
+    """For sequences. Nobody uses it yet."""
+
+    caches: Caches
+    blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+def told(model: Model, mesh: Mesh, room: Room, device: torch.device) -> str:
     """What the log says. As `measure`."""
     if model.offload is None:  # on all ranks or none
         return "--expert-deferral does nothing: no experts are in host memory"
-    return str(measure(model, mesh, caches, blocks, block_size, device))
+    return str(measure(model, mesh, room, device))
 
 
-def measure(model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device) -> Losses:
-    """blocks: of the caches, which nobody uses yet. Collective over the mesh's world, in which each replica measures
-    its own: rank 0's is returned everywhere."""
-    return _Measuring(model, mesh, caches, blocks, block_size, device).losses()
+def measure(model: Model, mesh: Mesh, room: Room, device: torch.device) -> Losses:
+    """Collective over the mesh's world, in which each replica measures its own: rank 0's is returned everywhere."""
+    return _Measuring(model, mesh, room, device).losses()
 
 
 class _Measuring:
-    def __init__(self, model: Model, mesh: Mesh, caches: Caches, blocks: int, block_size: int, device: torch.device):
-        self.model, self.mesh, self.caches, self.block_size, self.device = model, mesh, caches, block_size, device
+    def __init__(self, model: Model, mesh: Mesh, room: Room, device: torch.device):
+        self.model, self.mesh, self.room, self.device = model, mesh, room, device
         experts = max((one.top_k for one in model.offload.layers), default=0) if model.offload else 0
         most = int(mesh.world.all_gather(torch.tensor([experts])).max())
-        self.count = max(1, min(2, CPU_PAIRS // max(most, 1), blocks))
-        self.steps = min(STEPS, blocks // self.count * block_size, model.max_model_len - 1)
+        self.count = max(1, min(2, CPU_PAIRS // max(most, 1), room.blocks, room.max_num_seqs))
+        self.steps = min(STEPS, room.blocks // self.count * room.block_size, model.max_model_len)
         self.upload = Upload(device)
         self.replica = mesh.tensor.size * mesh.pipe.size  # ranks, of which the first samples
         self.samples = mesh.world.rank % self.replica == 0
@@ -77,7 +85,7 @@ class _Measuring:
         found = []
         try:
             for deferral.allowed in (False, True):
-                state = BatchState(self.count, self.steps, self.block_size)
+                state = BatchState(self.count, self.steps, self.room.block_size)
                 state.table[:] = np.arange(state.table.size).reshape(state.table.shape)
                 found.append(sum(self._step(state, tokens, at, not deferral.allowed) for at in range(self.steps)))
         finally:
@@ -109,7 +117,7 @@ class _Measuring:
     def _logits(self, work: ScheduledBatch, state: BatchState) -> Tensor | None:
         """[count, vocab] on the ranks of the last stage."""
         last = torch.zeros(self.count, dtype=torch.int64, device=self.device)
-        batches, _ = build_batches(state, work, last, self.caches, self.upload)
+        batches, _ = build_batches(state, work, last, self.room.caches, self.upload)
         pipe, hidden = self.mesh.pipe, None
         if not self.mesh.first:
             hidden = torch.empty(self.count, self.model.hidden_size, dtype=self.model.dtype, device=self.device)

@@ -121,7 +121,8 @@ class Engine:
         swap, in_host = self._host_tier(caches, block_size, budget) if may_swap else (None, HostBlocks())
         if options.expert_deferral:
             watch.begin("measuring expert deferral")
-            self._say(deferral_loss.told(self.model, place.mesh, caches, blocks, block_size, device))
+            room = deferral_loss.Room(caches, blocks, block_size, max_num_seqs)
+            self._say(deferral_loss.told(self.model, place.mesh, room, device))
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch)

@@ -1,6 +1,5 @@
 """What expert deferral costs: two losses of what the model writes, the same whatever the layout."""
 
-import functools
 import math
 
 import pytest
@@ -14,6 +13,7 @@ from ..model.test_architectures import MODELS, write
 
 BLOCKS, SIZE = 16, 4
 SIZES = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 4}
+DEFERS = ExpertRoom(100, way="cpu", defers=True)
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +21,13 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("deferral"), **MODELS["qwen3_moe"] | SIZES)
 
 
-def losses(path, room, blocks=BLOCKS, tp=1, pp=1, replicas=1):
+def losses(path, experts, blocks=BLOCKS, sequences=4, tp=1, pp=1, replicas=1):
     def rank(world):
         grid = mesh.build(world, tp, pp)
-        model = load(path, grid, experts=room)
-        caches = kv_cache.allocate(model.cache_specs(), blocks, SIZE, model.dtype, torch.device("cpu"), 4)
-        measure = functools.partial(deferral_loss.measure, model, grid, caches, blocks, SIZE, torch.device("cpu"))
-        return measure(), model.offload.deferral.allowed
+        model, cpu = load(path, grid, experts=experts), torch.device("cpu")
+        caches = kv_cache.allocate(model.cache_specs(), blocks, SIZE, model.dtype, cpu, sequences)
+        found = deferral_loss.measure(model, grid, deferral_loss.Room(caches, blocks, SIZE, sequences), cpu)
+        return found, model.offload.deferral.allowed
 
     found = threads.run(rank, tp * pp * replicas)
     assert all(one == found[0] for one in found) and found[0][1], "steps defer afterwards"
@@ -35,18 +35,26 @@ def losses(path, room, blocks=BLOCKS, tp=1, pp=1, replicas=1):
 
 
 def test_losses(path):
-    late = losses(path, ExpertRoom(100, way="cpu", defers=True))
+    late = losses(path, DEFERS)
     assert late.tokens == 2 * BLOCKS // 2 * SIZE and 0 < late.whole < late.deferred
     assert late.whole < math.log(512), "it is less surprised by what it writes than by any token"
     none = losses(path, ExpertRoom(memory=1 << 40, defers=True))
     assert none.deferred == none.whole == pytest.approx(late.whole, rel=1e-4)
-    few = losses(path, ExpertRoom(100, way="cpu", defers=True), blocks=1)
+    few = losses(path, DEFERS, blocks=1)
     assert few.tokens == SIZE
+
+
+def test_room_for_one_sequence(tmp_path):
+    """A hybrid has a recurrent state for each of --max-num-seqs sequences, and no more."""
+    hybrid = write(tmp_path, **MODELS["qwen3_next"])
+    late, none = (losses(hybrid, room, sequences=1) for room in (DEFERS, ExpertRoom(memory=1 << 40, defers=True)))
+    assert late.tokens == deferral_loss.STEPS and 0 < late.whole < late.deferred
+    assert none.deferred == none.whole, "each pass begins with a state of zeros"
 
 
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2), dict(replicas=2)], ids=str)
 def test_ranks(path, layout):
-    one, other = (losses(path, ExpertRoom(100, way="cpu", defers=True), **ranks) for ranks in ({}, layout))
+    one, other = (losses(path, DEFERS, **ranks) for ranks in ({}, layout))
     assert other.whole == pytest.approx(one.whole, rel=1e-4)
     assert other.deferred == pytest.approx(one.deferred, rel=1e-4) or "pp" in layout, (
         "each stage's last layer owes none"
