@@ -130,12 +130,12 @@ def typical(cores: int) -> CpuSpeed:
     return msgspec.structs.replace(TYPICAL, cores=cores, gflops=TYPICAL.gflops * cores / TYPICAL.cores, gbps=gbps)
 
 
-# Experts in host memory, one rank with an H100 or H200 and 16 cores with AMX of a shared host (2026-11-25 and 26): an
-# expert of one token and 3.17 MB took the CPU 52 us alone; of layers of 16 sequences missing experts were read, by the
-# CPU and copies together, at 74 to 114 GB/s on six machines, 86 in their geometric mean, until both were done; the CPU
-# computes 1.0 to 1.3 TFLOP/s where each expert has 64 tokens.
+# Experts in host memory, one rank with an H200 and 16 cores with AMX of a shared host (h200-offload-2026-11-27.txt):
+# the CPU read one sequence's missing experts, 5.8 MB of a layer, at 70 (CJ) and 90 GB/s (CH); of layers of 1 and 16
+# sequences with all missing, the CPU and copies together read 85 to 110 until both were done (CK, CJ; six machines with
+# older code 74 to 114); the CPU computes 1.0 to 1.4 TFLOP/s where each expert has 64 tokens.
 CORES = 16
-RANK_HOST, RANK_CPU = 86e9, 61e9
+RANK_HOST, RANK_CPU = 98e9, 78e9
 CORE_FLOPS = 1.1e12 / CORES
 EXPERTS = CORE_FLOPS / (TYPICAL.gflops * 1e9 / TYPICAL.cores)  # of a core's f32 GEMMs, where these are typical
 HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measured

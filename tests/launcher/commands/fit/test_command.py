@@ -119,7 +119,7 @@ def test_experts(fit):
         out,
     )
     assert (
-        "Of host memory a rank's CPU and copies read 86.0 GB/s together, the CPU alone 61.0, and it computes 1.10 "
+        "Of host memory a rank's CPU and copies read 98.0 GB/s together, the CPU alone 78.0, and it computes 1.10 "
         "TFLOP/s (assumed: 16 cores with AMX for each rank; `phalanx doctor` measures a host's); assumed as well: "
         "routing by Zipf's law with an exponent of 0.8 (--zipf), 54 GB/s of PCIe, and 15 us a layer between GPU and "
         "host, 157 of more than 16 sequences\n"
@@ -187,7 +187,7 @@ def test_experts_on_a_host_that_doctor_has_measured(fit):
         "for 2 ranks, measured on node7 by phalanx doctor, 2026-11-21); "
     ) in out
     after = json.loads(fit(*words, "--json")[1])
-    assert before["cluster"]["host"]["bandwidth"] == 86e9 and after["cluster"]["host"]["bandwidth"] == 20e9
+    assert before["cluster"]["host"]["bandwidth"] == 98e9 and after["cluster"]["host"]["bandwidth"] == 20e9
     slower, faster = (next(one for one in found["layouts"] if one["offload"]) for found in (after, before))
     assert slower["decode_ms"] > 2 * faster["decode_ms"]
 

@@ -46,13 +46,15 @@ FP8_PREFILL = {
 # A layer's experts of Qwen3-30B-A3B in FP8 on an H200 (h200-fp8-experts-2026-11-26-late.txt): us by tokens
 FP8_EXPERTS = {16: 110.7, 64: 166.4, 128: 172.4, 256: 179.4, 512: 198.6, 2048: 312.1, 8192: 941.7}
 # --isq q4km, (model, device, experts of a layer in host memory alone, of 128, batch): ms per step (benchmarks/results:
-# h200-offload-2026-11-26.txt, h100-offload-2026-11-25.jsonl, h200-qwen3-235b-2026-11-26.txt, where 32 were out). Random
-# weights repeat themselves, so more were resident of what was chosen than even routing finds: of each run a number
-# stands here with which it finds as many. 7.71 of 8 are 123 of 128, 76.3 of 82.3 are 119.
+# h200-offload-2026-11-27.txt (CJ, CK); of older code h100-offload-2026-11-25.jsonl and h200-qwen3-235b-2026-11-26.txt,
+# where 32 were out). Random weights repeat themselves, so more were resident of what was chosen than even routing
+# finds: of each run a number stands here with which it finds as many. 7.67 of 8 are 123 of 128, 76.3 of 82.3 are 119,
+# 34.4 of 82.1 missing are 54.
 OFFLOADED = {
-    ("Qwen3-30B-A3B", "H200", 5, 1): 2.89,
-    ("Qwen3-30B-A3B", "H200", 128, 1): 16.70,
-    ("Qwen3-30B-A3B", "H200", 128, 16): 122.6,
+    ("Qwen3-30B-A3B", "H200", 5, 1): 2.905,
+    ("Qwen3-30B-A3B", "H200", 54, 16): 55.86,
+    ("Qwen3-30B-A3B", "H200", 128, 1): 14.13,
+    ("Qwen3-30B-A3B", "H200", 128, 16): 115.1,
     ("Qwen3-30B-A3B", "H100", 41, 16): 57.5,
     ("Qwen3-235B-A22B", "H200", 2, 1): 10.24,
     ("Qwen3-235B-A22B", "H200", 9, 16): 92.23,
@@ -61,8 +63,10 @@ OFFLOADED = {
 # alone since is not here.
 FASTER_HOST, OFFLOADED_THERE = 105, {(128, 1): 12.38, (42, 16): 39.34, (128, 16): 109.1}
 # Half of 128 experts in host memory, drawn by Zipf's law with an exponent of 0.8, as fit takes routing to be unless it
-# is told: by batch, ms per step, and experts of a layer that are visited, and resident of them
-ZIPF, DRAWN = 0.8, {1: (6.57, 8.01, 6.19), 16: (50.56, 65.66, 43.28)}
+# is told: by batch, ms per step, and experts of a layer that are visited, and resident of them, as on BD. One sequence is
+# of CJ and, on a faster host, of CH; 16 are of BD with older code.
+ZIPF, DRAWN = 0.8, {1: (5.654, 8.01, 6.19), 16: (50.56, 65.66, 43.28)}
+DRAWN_ON_CH = 4.836
 # A prompt of 4096 tokens, (device, experts): tokens/s.
 PROMPTS = {("H100", 0): 32186, ("H200", 0): 45251, ("H200", 64): 22607, ("H200", 128): 11149}
 
@@ -171,6 +175,7 @@ def test_routing_by_zipf(predict, batch):
     assert offload.Missing(128, 40, 23).share(offload.chances(128, 8, batch, 0.0)) == pytest.approx(40 / 128)
     found = predict("Qwen3-30B-A3B", Layout(1, offload=64), batch, 192, isq="q4km", zipf=ZIPF)
     assert found.decode_ms == pytest.approx(measured, rel=0.25)
+    assert batch > 1 or found.decode_ms == pytest.approx(DRAWN_ON_CH, rel=0.25)
 
 
 @pytest.mark.parametrize(("device", "experts"), PROMPTS, ids=str)
