@@ -63,8 +63,8 @@ OFFLOADED = {
 # alone since is not here.
 FASTER_HOST, OFFLOADED_THERE = 105, {(128, 1): 12.38, (42, 16): 39.34, (128, 16): 109.1}
 # Half of 128 experts in host memory, drawn by Zipf's law with an exponent of 0.8, as fit takes routing to be unless it
-# is told: by batch, ms per step, and experts of a layer that are visited, and resident of them, as on BD. One sequence is
-# of CJ and, on a faster host, of CH; 16 are of BD with older code.
+# is told: by batch, ms per step, and experts of a layer that are visited, and resident of them, as on BD. One sequence
+# is of CJ and, on a faster host, of CH; 16 are of BD with older code.
 ZIPF, DRAWN = 0.8, {1: (5.654, 8.01, 6.19), 16: (50.56, 65.66, 43.28)}
 DRAWN_ON_CH = 4.836
 # A prompt of 4096 tokens, (device, experts): tokens/s.
