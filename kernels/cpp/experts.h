@@ -7,7 +7,7 @@ constexpr int64_t READING = 3;  // rows that take about as long as reading the w
 // Which of a stack's weights is an expert's. `at`: int64 [experts]; null: its own number.
 inline int64_t weight_of(const void* at, int64_t expert) { return at ? ((const int64_t*)at)[expert] : expert; }
 
-constexpr int64_t LEFT = 2;  // blocks for each thread that nobody has from the beginning, where there are many more
+constexpr int64_t DYNAMIC = 2;  // blocks for each thread that are taken one by one, but at most an eighth of all
 
 // How many of an expert's blocks, the first of which begins at `at`, begin before `until`.
 inline int64_t blocks_before(int64_t until, int64_t at, int64_t each, int64_t blocks) {
@@ -16,29 +16,29 @@ inline int64_t blocks_before(int64_t until, int64_t at, int64_t each, int64_t bl
 }
 
 // Calls f(expert, block, first row, last row) for this thread's blocks. `ends` [experts + 1]: where each expert's rows
-// begin. A block is some outputs of an expert's weight; experts without rows have none. Most blocks are shared out as
-// neighbours, which are read as one stream. turn, int64: counts those that are left, which threads take one by one when
-// they have done theirs, as cores that others use as well do not all get on equally fast; it is 0 before and after.
+// begin. A block is some outputs of an expert's weight; experts without rows have none. Most blocks are shared out at first,
+// as neighbours, which are read as one stream. Threads that have done theirs take the last ones one by one, as cores that
+// other processes use are slower. taken, int64: counts these; 0 before and after. Calls that may run at once need one each.
 template <typename F>
-inline void each_block(const int32_t* ends, int64_t experts, int64_t blocks, void* turn, int part, int parts, F f) {
-    int64_t all = 0, count = 0, at = 0, left = 0;
+inline void each_block(const int32_t* ends, int64_t experts, int64_t blocks, void* taken, int part, int parts, F f) {
+    int64_t all = 0, count = 0, at = 0, dynamic = 0;
     for (int64_t e = 0; e < experts; e++)
         if (ends[e + 1] > ends[e]) all += (ends[e + 1] - ends[e] + READING) * blocks, count += blocks;
-    const int64_t some = parts > 1 && count ? LEFT * parts * (all / count) : 0;
+    const int64_t some = parts > 1 && count ? DYNAMIC * parts * (all / count) : 0;
     const int64_t shared = all - (some < all / 8 ? some : all / 8);
     const Share share(shared, part, parts);
     for (int64_t e = 0; e < experts; e++) {
         if (ends[e + 1] == ends[e]) continue;
         const int64_t each = ends[e + 1] - ends[e] + READING, last = blocks_before(share.last, at, each, blocks);
         for (int64_t i = blocks_before(share.first, at, each, blocks); i < last; i++) f(e, i, ends[e], ends[e + 1]);
-        left += blocks - blocks_before(shared, at, each, blocks);
+        dynamic += blocks - blocks_before(shared, at, each, blocks);
         at += each * blocks;
     }
     if (parts == 1) return;
     for (;;) {
-        int64_t next = __atomic_fetch_add((int64_t*)turn, 1, __ATOMIC_RELAXED);
-        if (next >= left) {  // as all threads find once
-            if (next == left + parts - 1) __atomic_store_n((int64_t*)turn, 0, __ATOMIC_RELAXED);
+        int64_t next = __atomic_fetch_add((int64_t*)taken, 1, __ATOMIC_RELAXED);
+        if (next >= dynamic) {  // each thread finds this once, and the last one clears the counter
+            if (next == dynamic + parts - 1) __atomic_store_n((int64_t*)taken, 0, __ATOMIC_RELAXED);
             return;
         }
         at = 0;

@@ -13,8 +13,8 @@ class Scratch:
 
     def __init__(self, tokens: int):
         self.tokens = tokens
-        # As each_block of experts.h has it. By numpy, as what torch computes cannot be recorded.
-        self.turn = torch.from_numpy(np.zeros(1, np.int64))
+        # The counter of each_block (experts.h). By numpy, as what torch computes cannot be recorded.
+        self.taken = torch.from_numpy(np.zeros(1, np.int64))
         self._kept: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

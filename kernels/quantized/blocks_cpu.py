@@ -100,7 +100,7 @@ def experts(
         split = ops.typed("digits_cpu", f"split_gated_{gated.act}", x.dtype), of_both
     told = count, of.inputs, outputs, x.stride(0), of.super, of.zero
     multiply = ops.typed(of.source, f"{of.name}_experts", x.dtype)
-    return split, (multiply, (x, digits, of.blocks, bias, ends, at, scratch.turn, y, *told))
+    return split, (multiply, (x, digits, of.blocks, bias, ends, at, scratch.taken, y, *told))
 
 
 def dequantize(of: Blocks, dtype: torch.dtype, first: int, last: int) -> Tensor:

@@ -19,7 +19,7 @@ struct Linear {
 // The weights of several experts, one after the other, each with rows of x of its own.
 struct Experts {
     const void *x, *codes, *scales, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
-    void *turn, *y;  // turn: as each_block has it
+    void *taken, *y;  // taken: as each_block has it
     int64_t experts, inputs, outputs, pitch, unit;
 };
 
@@ -128,7 +128,7 @@ template <typename T> void linear(const Linear& a, int part, int parts) {
 
 template <typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
-    each_block((const int32_t*)a.ends, a.experts, blocks, a.turn, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+    each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
         const int64_t first = weight_of(a.at, e) * blocks;
         const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit};

@@ -94,7 +94,7 @@ def experts(
     count, outputs = sizes
     wide, calls = _widened(x, scratch, ends, count)
     told = count, stack.inputs, outputs, wide.stride(0), stack.unit
-    of = wide, stack.codes, stack.scales, bias, ends, at, scratch.turn, y, *told
+    of = wide, stack.codes, stack.scales, bias, ends, at, scratch.taken, y, *told
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 
 

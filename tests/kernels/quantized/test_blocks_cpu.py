@@ -1,11 +1,13 @@
 """Weights in blocks on CPUs: forms that no file of ggml's has, and tiles beside vectors, bit by bit."""
 
+import ctypes
+
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
-from phalanx.kernels.quantized import affine, blocks_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, blocks_cpu, e4m3_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
 from phalanx.kernels.quantized.blocks_cpu import Gated
 
 from ..conftest import DTYPES, TILES, VECTORS, close, digits_error
@@ -70,6 +72,26 @@ def test_an_activation_on_the_way(isa, called, act, dtype):
         made += [x[1:5], y]
         assert not gated or (x[[0, 5]] == 7).all() and len(called) == 2
     assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[3]) and not made[1][[0, 5]].any()
+
+
+@pytest.mark.parametrize("parts", [2, 7])
+@pytest.mark.parametrize("of", [blocks_cpu, e4m3_cpu], ids=["blocks", "e4m3"])
+def test_threads_share_all_blocks_whoever_is_late(isa, of, parts):
+    """The part that runs first takes all that is not shared out. The counter is 0 for the next operation."""
+    weight, scratch = torch.randn(3 * 304, INPUTS), Scratch(6)
+    if of is blocks_cpu:
+        stack = q8_0.pack(*q8_0.encode(weight)).of_blocks
+    else:
+        stack = e4m3_cpu.pack(*e4m3_cpu.encode(weight, 128))
+    x, ends = torch.randn(6, INPUTS), torch.tensor([0, 1, 1, 6], dtype=torch.int32)
+    want, y = (torch.full((6, 304), torch.nan) for _ in range(2))
+    ops.run(*of.experts(x, stack, (3, 304), ends, None, want, scratch))
+    for order in (range(parts), range(parts)[::-1]):
+        for op, values in of.experts(x, stack, (3, 304), ends, None, y.fill_(torch.nan), scratch):
+            run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(op.address)
+            for part in order:
+                run(ops.pack(values), part, parts)
+        assert torch.equal(y, want) and not scratch.taken.any()
 
 
 def test_groups_that_no_form_of_4_bits_takes():
