@@ -46,6 +46,6 @@ class Order(NamedTuple):
         return self.place == self.layers - 1
 
     @property
-    def turn(self) -> int:
-        """Of two pieces of memory, which one has its tokens and sums: the other one's may still be computed."""
+    def buffer(self) -> int:
+        """Which of two buffers has its tokens and sums: the CPU may still compute those of the layer before."""
         return self.place % 2

@@ -118,7 +118,7 @@ class HostExperts:
             return pending
         assert self.shared.buffers is not None
         if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
-            view = pending.view = self.shared.buffers.view(x, ids, self.order.turn if self._defers else 0)
+            view = pending.view = self.shared.buffers.view(x, ids, self.order.buffer if self._defers else 0)
             pending.few = self._few(x, ids, weights)
             if pending.few is not None:
                 steps = self.shared.buffers.steps
@@ -192,7 +192,7 @@ class HostExperts:
         buffers, order, made = self.shared.buffers, self.order, Made(view.made)
         assert pending.few is not None and buffers is not None and buffers.steps is not None
         if self._defers:
-            before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.turn).made
+            before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.buffer).made
             made = Made(view.made if order.last else None, before)
         return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 

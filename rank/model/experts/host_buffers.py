@@ -114,14 +114,14 @@ class SharedBuffers:
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
-        self._turns = Views(), Views()
+        self._buffers = Views(), Views()  # layers that defer alternate
         self.steps: Steps | None = None  # where the device can
 
-    def view(self, x: Tensor, ids: Tensor, turn: int = 0) -> HostView:
-        """turn: 1 is of other memory."""
+    def view(self, x: Tensor, ids: Tensor, buffer: int = 0) -> HostView:
+        """buffer: as `Order.buffer` has it."""
         if self.steps is None and host_exchange.supports(x.device):
             self.steps = Steps(x.device, self.counters)
-        return self._turns[turn].view(x, ids)
+        return self._buffers[buffer].view(x, ids)
 
 
 class HostStack:

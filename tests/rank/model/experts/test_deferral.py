@@ -122,4 +122,4 @@ def test_steps_that_defer():
 def test_the_order_of_layers():
     three = [Order(place, 3) for place in range(3)]
     assert [one.first for one in three] == [True, False, False] and [one.last for one in three] == [False, False, True]
-    assert [one.turn for one in three] == [0, 1, 0] and Order(0, 1).first and Order(0, 1).last
+    assert [one.buffer for one in three] == [0, 1, 0] and Order(0, 1).first and Order(0, 1).last
