@@ -10,7 +10,7 @@
 #include "op.h"
 #include "wait.h"
 
-constexpr int NO_COPIES = 0, COPIES = 1, COPIES_TO_STAY = 2;  // as in host_service.py
+constexpr int COPIES = 1, COPIES_TO_STAY = 2;  // as in host_service.py
 
 struct Call {  // as in pool.cpp
     Run run;
@@ -27,7 +27,7 @@ struct Layer {
     // many then, and the last one too.
     int64_t alone, few, before;
     void* made;                 // what they make
-    int64_t bytes, copies;      // of that; NO_COPIES, COPIES or COPIES_TO_STAY
+    int64_t bytes, copies;      // of that; what copies are for, as in host_service.py
     double *lag, copy;          // seconds, as `choose` has them
 };
 
@@ -71,11 +71,10 @@ static bool wait_for(const Shared& s, uint32_t count, int64_t nanoseconds) {
 static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     layer.choose(layer.choose_args, 0, 1);
     const int64_t copies = layer.found[2];
-    if (layer.copies != NO_COPIES) {
-        for (int64_t i = 0; i < copies; i++)
-            s.list[1 + i] = (uint32_t)layer.copied[i] | (uint32_t)(layer.adopted[i] + 1) << 16;
-        __atomic_store_n(s.list, count << 9 | (uint32_t)copies, __ATOMIC_RELEASE);
-    }
+    for (int64_t i = 0; i < copies; i++)
+        s.list[1 + i] = (uint32_t)layer.copied[i] | (uint32_t)(layer.adopted[i] + 1) << 16;
+    // Also where nobody reads it: kernels compare by order, and a count of millions of layers ago would seem to come later.
+    __atomic_store_n(s.list, count << 9 | (uint32_t)copies, __ATOMIC_RELEASE);
     const int64_t served = layer.copies == COPIES_TO_STAY ? 0 : copies;  // not those that are computed here, too
     const int64_t more[] = {layer.found[0], layer.found[1], served, layer.found[4]};
     for (int i = 0; i < 4; i++) s.totals[3 + i] += more[i];

@@ -43,8 +43,9 @@ class Layer:
         packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
         stays = self.choice.way == ADOPTED
         adopts, self.lag = stays or self.choice.way == CHEAPEST, torch.zeros(1, dtype=torch.float64)
-        call = self.choice.call(ids, self.of, 1 if stays else 4, adopts, lag=self.lag)
-        copies = host_service.COPIES_TO_STAY if stays else host_service.COPIES
+        call = self.choice.call(ids, self.of, 1 if stays else 4 * (self.choice.way != ON_CPU), adopts, lag=self.lag)
+        kinds = {ADOPTED: host_service.COPIES_TO_STAY, ON_CPU: host_service.NO_COPIES}
+        copies = kinds.get(self.choice.way, host_service.COPIES)
         of = self.choice, call, self.lag, packed, before, made, copies
         return host_service.layer(*of, calls, x, ids, weights, self.of)
 
