@@ -8,6 +8,7 @@ model's distribution, and what the second has more is how far the distribution o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -51,16 +52,18 @@ class Room(NamedTuple):
     max_num_seqs: int
 
 
-def told(model: Model, mesh: Mesh, room: Room, device: torch.device) -> str:
-    """What the log says. As `measure`."""
+def told(model: Model, mesh: Mesh, room: Room, device: torch.device, reached: Callable[[int], None]) -> str:
+    """What the log says. As `measure`. Calls reached(steps done)."""
     if model.offload is None:  # on all ranks or none
         return "--expert-deferral does nothing: no experts are in host memory"
-    return str(measure(model, mesh, room, device))
+    return str(measure(model, mesh, room, device, reached))
 
 
-def measure(model: Model, mesh: Mesh, room: Room, device: torch.device) -> Losses:
+def measure(
+    model: Model, mesh: Mesh, room: Room, device: torch.device, reached: Callable[[int], None] = lambda done: None
+) -> Losses:
     """Collective over the mesh's world, in which each replica measures its own: rank 0's is returned everywhere."""
-    return _Measuring(model, mesh, room, device).losses()
+    return _Measuring(model, mesh, room, device).losses(reached)
 
 
 class _Measuring:
@@ -77,17 +80,21 @@ class _Measuring:
         self.whole: list[Tensor] = []  # without deferral, of each step: log-probabilities [count, vocab]
 
     @torch.no_grad()
-    def losses(self) -> Losses:
+    def losses(self, reached: Callable[[int], None]) -> Losses:
         assert self.model.offload is not None and self.model.offload.deferral is not None
         deferral = self.model.offload.deferral
         tokens = np.zeros((self.count, self.steps + 1), np.int64)
         tokens[:, 0] = self.model.vocab_size // 3 * (1 + np.arange(self.count))
-        found = []
+        found: list[float] = []
         try:
             for deferral.allowed in (False, True):
                 state = BatchState(self.count, self.steps, self.room.block_size)
                 state.table[:] = np.arange(state.table.size).reshape(state.table.shape)
-                found.append(sum(self._step(state, tokens, at, not deferral.allowed) for at in range(self.steps)))
+                loss = 0.0
+                for at in range(self.steps):
+                    loss += self._step(state, tokens, at, not deferral.allowed)
+                    reached(len(found) * self.steps + at + 1)
+                found.append(loss)
         finally:
             deferral.allowed = True
         whole, deferred = self.mesh.world.all_gather(torch.tensor(found, dtype=torch.float64))[0].tolist()

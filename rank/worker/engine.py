@@ -122,7 +122,7 @@ class Engine:
         if options.expert_deferral:
             watch.begin("measuring expert deferral")
             room = deferral_loss.Room(caches, blocks, block_size, max_num_seqs)
-            self._say(deferral_loss.told(self.model, place.mesh, room, device))
+            self._say(deferral_loss.told(self.model, place.mesh, room, device, watch.reached))
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch)

@@ -26,7 +26,10 @@ def losses(path, experts, blocks=BLOCKS, sequences=4, tp=1, pp=1, replicas=1):
         grid = mesh.build(world, tp, pp)
         model, cpu = load(path, grid, experts=experts), torch.device("cpu")
         caches = kv_cache.allocate(model.cache_specs(), blocks, SIZE, model.dtype, cpu, sequences)
-        found = deferral_loss.measure(model, grid, deferral_loss.Room(caches, blocks, SIZE, sequences), cpu)
+        room, done = deferral_loss.Room(caches, blocks, SIZE, sequences), []
+        found = deferral_loss.measure(model, grid, room, cpu, done.append)
+        steps = found.tokens // min(2, sequences, blocks)
+        assert done == list(range(1, 2 * steps + 1)), "the watchdog sees each step"
         return found, model.offload.deferral.allowed
 
     found = threads.run(rank, tp * pp * replicas)
