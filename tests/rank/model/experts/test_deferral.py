@@ -59,10 +59,10 @@ def test_sums_come_a_layer_late(made, monkeypatch, name, tp, pp, ep):
     if tp * pp == 1:
         late(monkeypatch, len(all_experts(made(name), ON_DEVICE)[0]))
         want = run_steps(*given)
-        assert all(distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+        assert all(distance(a, b) < 1e-4 for a, b in zip(got, want, strict=True))
     elif tp == 2:
         want = run_steps(*given, experts=ExpertRoom(ALL, way="cpu", defers=True))
-        assert all(distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+        assert all(distance(a, b) < 1e-4 for a, b in zip(got, want, strict=True))
 
 
 def test_what_is_resident_is_not_late(made):
