@@ -40,17 +40,12 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
 }
 
 // x [units of 16 bytes], ids and weights [pairs] to the host; then the flag says so. slots: of each of the router's
-// experts, its number among resident ones; numbers [pairs]: of the pairs' experts. made: counts the layers that the CPU
-// has computed; where what a step before sent may still be read, FREE says to wait for all of them.
+// experts, its number among resident ones; numbers [pairs]: of the pairs' experts.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_send(const uint4* x, const int* ids, const float* weights, const int* slots, uint4* x_there, int* ids_there,
-          float* weights_there, int* numbers, unsigned* state, unsigned* flag, unsigned* made, int units, int pairs) {
+          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int pairs) {
     grid_wait();
     launch_dependents();
-    if constexpr (FREE) {
-        if (threadIdx.x == 0) await_host(made, *(volatile unsigned*)(state + 1), made + 1);
-        __syncthreads();
-    }
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     for (int i = first; i < units; i += step) x_there[i] = x[i];
     for (int p = first; p < pairs; p += step) {
@@ -190,7 +185,7 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
 
 // y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
 // is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own: what the
-// CPU makes of this layer, owed: of the layer before. late: the count of the latest layer whose sums were there first.
+// CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums were there already.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
              unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of, const long long* parts,
@@ -207,8 +202,8 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
             while (load_told(state + 3) != mine) __nanosleep(50);
         } else {
             const unsigned want = Made::awaited(mine);
-            if (COPIED && (int)(load_host(flag) - want) >= 0)
-                asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(late), "r"(want) : "memory");
+            if (COPIED && (OWN || OWED) && (int)(load_host(flag) - want) >= 0)
+                asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(late), "r"(mine) : "memory");
             await_host(flag, want, flag + 1);
             tell(state + 3, mine);
         }

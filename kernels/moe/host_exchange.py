@@ -140,17 +140,13 @@ def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
-def send(
-    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange,
-    waits: bool = False,
-) -> Tensor:  # fmt: skip
+def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange) -> Tensor:
     """To the host's x, ids and weights, which the service waits for. x [T, H], whose rows have a multiple of 16 bytes;
-    all contiguous. slots int32 [experts of the router]. waits: until all that was sent before is computed. Returns
-    slots[ids]."""
+    all contiguous. slots int32 [experts of the router]. Returns slots[ids]."""
     numbers, units = torch.empty_like(ids), x.nbytes // 16
     blocks = max(1, min(BLOCKS, units // THREADS))
-    kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes(free=waits))
-    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent, exchange.made
+    kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes())
+    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent
     kernel((blocks, 1, 1), THREADS, *where, units, ids.numel())
     return numbers
 
@@ -197,7 +193,7 @@ def collect_only(
     return y
 
 
-def sizes(*added: Tensor | None, free: bool = False) -> dict[str, int]:
-    """What host_exchange.cu is compiled for. added: what `collect` adds up, as ADDED has it. free: `send` waits."""
+def sizes(*added: Tensor | None) -> dict[str, int]:
+    """What host_exchange.cu is compiled for. added: what `collect` adds up, as ADDED has it."""
     there = {name: int(one is not None) for name, one in itertools.zip_longest(ADDED, added)}
-    return dict(THREADS=THREADS, UNIT=UNIT, LIMIT_S=int(LIMIT), FREE=int(free), **there)
+    return dict(THREADS=THREADS, UNIT=UNIT, LIMIT_S=int(LIMIT), **there)

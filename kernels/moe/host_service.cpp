@@ -39,7 +39,7 @@ constexpr double LONGER = 0.25, SHORTER = 0.125, SLOWLY = 1.0 / 64, LONGEST = 16
 // What all layers have together. `list`: a word of 23 bits of the layer's count and 9 of how many experts, and then the
 // experts, each with its slot + 1 in the upper 16 bits.
 struct Shared {
-    const uint32_t* sent;  // counts the layers whose tokens are here; behind it, the latest layer that waited for copies
+    const uint32_t* sent;  // counts the layers whose tokens are here; behind it, the latest that waited for copies
     uint32_t *made, *list;  // made: counts the layers that are computed, and behind it why no more will be; 0: they will
     void (*run)(void* pool, const Call* calls, int64_t count);
     void (*wake)(void* pool);
@@ -80,7 +80,7 @@ static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     for (int i = 0; i < 4; i++) s.totals[3 + i] += more[i];
 }
 
-// What the layer before, which had this count, has shown. Its sums are no longer awaited.
+// What the layer before, which had this count, has shown.
 static void learn(const Shared& s, const Layer& layer, uint32_t count) {
     if (layer.copies != COPIES || !layer.found[1]) return;
     const bool late = __atomic_load_n(s.sent + 1, __ATOMIC_RELAXED) == count;

@@ -145,9 +145,6 @@ class FewTokens:
         return host_exchange.collect(resident, copied, made, x, exchange, fetched, self._slots, self.choice.first)
 
 
-def send(
-    parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange, waits: bool
-) -> Tensor:
-    """A step's tokens on their way to the host: x, ids and weights. waits: until all that was sent before is computed.
-    Returns slots[ids]."""
-    return host_exchange.send(*parts, slots, (view.x, view.ids, view.weights), exchange, waits)
+def send(parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange) -> Tensor:
+    """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids]."""
+    return host_exchange.send(*parts, slots, (view.x, view.ids, view.weights), exchange)

@@ -40,8 +40,7 @@ class Played:
         patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
         self.sent = 0
 
-    def send(self, x, ids, weights, slots, host, exchange, waits):
-        assert not waits or int(exchange.made[0]) == self.sent
+    def send(self, x, ids, weights, slots, host, exchange):
         self.sent += 1
         for there, given in zip(host, (x, ids, weights), strict=True):
             there.copy_(given)
