@@ -56,7 +56,15 @@ def told(model: Model, mesh: Mesh, room: Room, device: torch.device, reached: Ca
     """What the log says. As `measure`. Calls reached(steps done)."""
     if model.offload is None:  # on all ranks or none
         return "--expert-deferral does nothing: no experts are in host memory"
-    return str(measure(model, mesh, room, device, reached))
+    losses = measure(model, mesh, room, device, reached)
+    model.offload.counters.clear()  # of these steps nobody has asked for
+    deferral = model.offload.deferral
+    if deferral is not None and not deferral.used:
+        return (
+            "--expert-deferral does nothing: the CPU serves no steps of few tokens beside this GPU, for want of a C++ "
+            "compiler, as CUDA_LAUNCH_BLOCKING is set, or as the model's rows are no multiple of 16 bytes"
+        )
+    return str(losses)
 
 
 def measure(

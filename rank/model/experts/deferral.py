@@ -22,6 +22,7 @@ class Deferral:
     def __init__(self) -> None:
         self.allowed = True  # no: for measuring what it costs
         self.step = False
+        self.used = False  # whether any step has deferred: not where kernels do not reach the host's memory
         self.owed: Tensor | None = None  # on CPUs: [T, H] f32 that the next layer adds
 
     def begin(self, batches: Sequence[Batch]) -> None:

@@ -123,8 +123,7 @@ class HostExperts:
             if pending.few is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
-                waits = self._defers and self.order.first
-                numbers = few_tokens.send(pending.parts, self._slot, view, steps.exchange, waits)
+                numbers = few_tokens.send(pending.parts, self._slot, view, steps.exchange)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -170,6 +169,10 @@ class HostExperts:
         """Whether the next layer adds what the CPU makes in this step."""
         return self.shared.deferral is not None and self.shared.deferral.step
 
+    def _has_deferred(self) -> None:
+        assert self.shared.deferral is not None
+        self.shared.deferral.used = True
+
     # -- of few tokens beside a GPU
 
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
@@ -194,6 +197,7 @@ class HostExperts:
         if self._defers:
             before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.buffer).made
             made = Made(view.made if order.last else None, before)
+            self._has_deferred()
         return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
     def _drain(self) -> None:
@@ -283,6 +287,8 @@ class HostExperts:
         resident, slots_of_fixed = int(counts[self.set.slot_of >= 0].sum()), self.set.slots + np.arange(self.fixed)
         add(self.slots.stack, self.set.slot_of, resident + int(choice.of_fixed.sum()), slots_of_fixed)
         late = HostPairs(*given) if self._defers else pairs
+        if late is not pairs:
+            self._has_deferred()
         add(self.layer.stack, choice.cpu, int(choice.found[3]), to=late)
         for some, buffer in self.shared.streamer.copies(self.layer, choice.copied):
             at = np.full(len(counts), -1)

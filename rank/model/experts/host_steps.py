@@ -26,6 +26,9 @@ class Counters:
     streamed: int = 0
     loaded: int = 0
 
+    def clear(self) -> None:
+        self.resident = self.cpu = self.streamed = self.loaded = 0
+
 
 class Steps:
     """Of one rank with a GPU."""

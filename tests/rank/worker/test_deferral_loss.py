@@ -1,10 +1,13 @@
 """What expert deferral costs: two losses of what the model writes, the same whatever the layout."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.rank.model.experts.deferral import Deferral
+from phalanx.rank.model.experts.host_steps import Counters
 from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
 from phalanx.rank.worker import deferral_loss, kv_cache
@@ -70,3 +73,16 @@ def test_what_is_said():
         "--expert-deferral: over 192 tokens that the model wrote, the loss is 1.6000 nats a token instead of 1.5000, "
         "so the perplexity 1.105 times as high, with the experts that are resident now"
     )
+
+
+def test_where_no_step_defers(monkeypatch):
+    """It is said, and /metrics do not count what was measured."""
+    monkeypatch.setattr(deferral_loss, "measure", lambda *_: deferral_loss.Losses(1.5, 1.5, 192))
+    model = SimpleNamespace(offload=SimpleNamespace(deferral=Deferral(), counters=Counters(1, 2, 3, 4)))
+    assert deferral_loss.told(model, None, None, None, None) == (
+        "--expert-deferral does nothing: the CPU serves no steps of few tokens beside this GPU, for want of a C++ "
+        "compiler, as CUDA_LAUNCH_BLOCKING is set, or as the model's rows are no multiple of 16 bytes"
+    )
+    assert model.offload.counters == Counters()
+    model.offload.deferral.used = True
+    assert "the loss is 1.5000" in deferral_loss.told(model, None, None, None, None)
