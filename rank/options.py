@@ -255,7 +255,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"  # fmt: skip
     expert_deferral: Annotated[
         bool, flag("--expert-deferral", group=_MEMORY, off=("--no-expert-deferral",),
-                   help="few tokens: what the CPU makes of experts is added a layer late; the log says the loss"),
+                   help="add what the CPU makes of experts a layer late; the log says the loss"),
     ] = False  # fmt: skip
     cpu_offload_gb: Annotated[
         float,
