@@ -7,6 +7,13 @@ constexpr int64_t READING = 3;  // rows that take about as long as reading the w
 // Which of a stack's weights is an expert's. `at`: int64 [experts]; null: its own number.
 inline int64_t weight_of(const void* at, int64_t expert) { return at ? ((const int64_t*)at)[expert] : expert; }
 
+// The rows of all experts, by `ends` as each_block has it; null: there are no experts, but so many rows.
+struct Rows {
+    const int64_t first, last;
+    Rows(const void* ends, int64_t experts, int64_t rows)
+        : first(ends ? ((const int32_t*)ends)[0] : 0), last(ends ? ((const int32_t*)ends)[experts] : rows) {}
+};
+
 constexpr int64_t DYNAMIC = 2;  // blocks for each thread that are taken one by one, but at most an eighth of all
 
 // How many of an expert's blocks, the first of which begins at `at`, begin before `until`.

@@ -5,6 +5,7 @@
 #include "simd.h"
 #include "digits.h"
 #include "activations.h"
+#include "experts.h"
 
 struct Split {
     const void *x, *ends;  // ends: int32 [experts + 1], whose first and last say which rows; null: all
@@ -102,21 +103,20 @@ template <typename T> INLINE void split_one(const T* x, uint8_t* row, int64_t ru
 
 template <typename T> void split(const Split& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
-    const int32_t* ends = (const int32_t*)a.ends;
-    const int64_t begin = ends ? ends[0] : 0, end = ends ? ends[a.experts] : a.rows;
-    Share share((end - begin) * runs, part, parts);
+    const Rows rows(a.ends, a.experts, a.rows);
+    Share share((rows.last - rows.first) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
-        const int64_t i = begin + n / runs, run = n % runs;
+        const int64_t i = rows.first + n / runs, run = n % runs;
         split_one((const T*)a.x + i * a.pitch + run * RUN, (uint8_t*)a.y + i * row_bytes<T>(a.inputs), run, a.inputs);
     }
 }
 
 template <typename F, typename T> void split_gated(const SplitGated& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
-    const int32_t* ends = (const int32_t*)a.ends;
-    Share share((ends[a.experts] - ends[0]) * runs, part, parts);
+    const Rows rows(a.ends, a.experts, 0);
+    Share share((rows.last - rows.first) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
-        const int64_t i = ends[0] + n / runs, run = n % runs;
+        const int64_t i = rows.first + n / runs, run = n % runs;
         const T *gate = (const T*)a.both + i * 2 * a.inputs + run * RUN, *up = gate + a.inputs;
         T* x = (T*)a.x + i * a.inputs + run * RUN;
         for (int v = 0; v < RUN; v += LANES) store(x + v, F::of(load(gate + v), load(up + v)));

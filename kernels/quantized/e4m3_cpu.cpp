@@ -137,10 +137,9 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
 }
 
 void widen_rows(const Widen& a, int part, int parts) {
-    const int32_t* ends = (const int32_t*)a.ends;
-    const int64_t begin = ends ? ends[0] : 0, end = ends ? ends[a.experts] : a.rows;
-    Share share((end - begin) * a.inputs, part, parts);
-    for (int64_t n = begin * a.inputs + share.first; n < begin * a.inputs + share.last; n++)
+    const Rows rows(a.ends, a.experts, a.rows);
+    Share share((rows.last - rows.first) * a.inputs, part, parts);
+    for (int64_t n = rows.first * a.inputs + share.first; n < rows.first * a.inputs + share.last; n++)
         ((float*)a.y)[n] = widen(((const bf16*)a.x)[n / a.inputs * a.pitch + n % a.inputs]);
 }
 
