@@ -28,7 +28,8 @@ sum_add_rms_norm_e4m3(const T* terms, const T* other, T* residual, const T* weig
     const bool odd = threadIdx.x % 2;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
-        // Two neighbours have 16 inputs. Of both their halves, the even one gets the first four codes, the odd one the last.
+        // Codes of 16 inputs are interleaved (e4m3_encode.cuh), and a lane holds 8: the even lane stores those of both lanes'
+        // first four inputs, the odd lane those of their last four.
         const unsigned first = codes_of(row[i].x, by), last = codes_of(row[i].x + 4, by);
         const unsigned theirs = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
         const unsigned low = odd ? theirs : first, high = odd ? last : theirs;
