@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import jit
 from ..collective.allreduce import SymmetricMemory
-from . import gemm_reduce_scatter
+from . import gemm_reduce_scatter, sliced_gemm
 from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain
 
 METHOD = 2  # of choosing; files that were made by another one are not read
@@ -42,6 +42,7 @@ class TuneRequest(NamedTuple):
     weight: Tensor
     counts: Sequence[int]  # of rows
     peers: SymmetricMemory | None = None  # whose ranks their sums are scattered to
+    summed: bool = False  # a norm adds up what they make, and may be given terms
 
 
 def tune(gemms: Iterable[TuneRequest]) -> str:
@@ -52,14 +53,12 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
     weights: dict[GemmShape, list[Tensor]] = {}
     counts: dict[GemmShape, set[int]] = {}
     targets: dict[GemmShape, SymmetricMemory | None] = {}
-    for weight, rows, peers in gemms:
-        if weight.dtype in TYPES and plain(weight):
-            sizes = gemm_reduce_scatter.sizes(weight, peers) if peers else GemmShape(weight.dtype, *weight.shape)
-            weights.setdefault(sizes, []).append(weight)
-            counts.setdefault(sizes, set()).update(
-                n for n in rows if not peers or gemm_reduce_scatter.supports(n, weight, peers)
-            )
-            targets[sizes] = peers
+    for gemm in gemms:
+        if gemm.weight.dtype in TYPES and plain(gemm.weight):
+            for sizes, rows in _shapes(gemm):
+                weights.setdefault(sizes, []).append(gemm.weight)
+                counts.setdefault(sizes, set()).update(rows)
+                targets[sizes] = gemm.peers
     wanted = [(sizes, sorted(counts[sizes])) for sizes in weights if counts[sizes]]
     if not wanted:
         return ""
@@ -70,19 +69,39 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
     started = time.monotonic()
 
     def measure() -> list[list[Algo]]:
-        found = [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
+        found = []
+        for sizes, n in wanted:
+            found.append(_measure(library, sizes, weights[sizes], n, targets[sizes]))
+            library.choices[sizes] = dict(zip(n, found[-1], strict=True))  # what sliced ones have to beat
         torch.cuda.empty_cache()  # of what was multiplied: graphs have a pool of their own
         return found
 
     found, kept = remembered(about(library, wanted), measure)
     library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
     in_use[next(iter(weights.values()))[0].device] = library
-    plain_ones = [choice for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes] for choice in row]
+    whole = [(sizes, row) for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes]]
+    alone = [choice for sizes, row in whole if sizes.slices == 1 for choice in row]
+    sliced = sum(bool(choice) for sizes, row in whole if sizes.slices > 1 for choice in row)
     how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
     return (
-        f"{sum(map(bool, plain_ones))} of {len(plain_ones)} GEMMs of many rows take another algorithm than torch's, "
-        f"{how}"
+        f"{sum(map(bool, alone))} of {len(alone)} GEMMs of many rows take another algorithm than torch's, "
+        f"{f'{sliced} leave it to norms to add up what slices of their inputs make, ' if sliced else ''}{how}"
     )
+
+
+def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
+    """All ways to compute them, each with its numbers of rows; the product itself before its slices."""
+    weight, rows, peers, summed = gemm
+    if peers:
+        supported = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
+        yield gemm_reduce_scatter.sizes(weight, peers), supported
+        return
+    yield GemmShape(weight.dtype, *weight.shape), list(rows)
+    if summed:
+        num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        for count in sliced_gemm.SLICES:
+            some = [n for n in rows if sliced_gemm.slices(n, weight, num_sms) == count]
+            yield sliced_gemm.sizes(weight, count), some
 
 
 def _measure(
@@ -113,7 +132,7 @@ class Benchmark:
         self._turns = itertools.cycle(weights)
         self._launches = max(1, min(8, round(READ / weight.nbytes)))
         self._x = weight.new_empty(most, sizes.inputs).normal_()
-        self._y = weight.new_empty(0 if peers else most, sizes.outputs)
+        self._y = weight.new_empty(0 if peers else most * sizes.slices * sizes.outputs)
         self._works: dict[tuple[int, Algo], bool] = {}
 
     def own(self, rows: int) -> list[Algo]:
@@ -139,12 +158,16 @@ class Benchmark:
         return [ms if self._works[rows, algo] else math.inf for algo, ms in zip(algos, taken, strict=True)]
 
     def _call(self, rows: int, algo: Algo) -> Callable[[Tensor], Any]:
-        x, y = self._x[:rows], self._y[:rows]
+        x, sizes = self._x[:rows], self._sizes
+        if algo is None:  # what was chosen for the product itself, where this is for slices; else torch's
+            sizes = sizes._replace(slices=1)
+            algo = self._library.choices.get(sizes, {}).get(rows)
         if algo is None:
+            y = self._y[: rows * sizes.outputs].view(rows, -1)
             return lambda weight: torch.mm(x, weight.t(), out=y)
-        plan = self._library.plan_of(algo, self._sizes, rows)
+        plan = self._library.plan_of(algo, sizes, rows)
         if self._peers is None:
-            return partial(self._library.run, plan, x, y=y.data_ptr())
+            return partial(self._library.run, plan, x, y=self._y.data_ptr())
         peers = self._peers
         return lambda weight: self._library.run(plan, x, weight, gemm_reduce_scatter.address(rows, weight, peers))
 

@@ -67,6 +67,7 @@ class GemmShape(NamedTuple):
     inputs: int
     parts: int = 1  # that the outputs are cut into: [parts, rows, outputs / parts]
     apart: int = 0  # elements from one part to the next
+    slices: int = 1  # that the inputs are cut into, each of which makes a term of the sum: [rows, slices, outputs]
 
 
 class Plan(NamedTuple):
@@ -127,15 +128,22 @@ class Library:
         return None if algo is None else self.plan_of(algo, sizes, rows)
 
     def _layouts(self, sizes: GemmShape, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        dtype, outputs, inputs, parts, apart = sizes
-        layout, part = functools.partial(self._layout, dtype, parts), outputs // parts
-        return layout(inputs, part, part * inputs), layout(inputs, rows, 0), layout(part, rows, apart)
+        dtype, outputs, inputs, parts, apart, slices = sizes
+        layout, part, width = functools.partial(self._layout, dtype), outputs // parts, inputs // slices
+        if slices > 1:
+            of_y = layout(outputs, rows, slices * outputs, slices, outputs)
+            return layout(width, outputs, inputs, slices, width), layout(width, rows, inputs, slices, width), of_y
+        of_weight = layout(inputs, part, inputs, parts, part * inputs)
+        return of_weight, layout(inputs, rows, inputs, parts, 0), layout(part, rows, part, parts, apart)
 
-    def _make_layout(self, dtype: torch.dtype, parts: int, width: int, rows: int, apart: int) -> ctypes.c_void_p:
-        layout = self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], width, rows, width)
-        if parts > 1:
+    def _make_layout(
+        self, dtype: torch.dtype, width: int, rows: int, pitch: int, batches: int, apart: int
+    ) -> ctypes.c_void_p:
+        """pitch: elements from one row to the next. apart: from one batch to the next."""
+        layout = self._create("cublasLtMatrixLayoutCreate", TYPES[dtype], width, rows, pitch)
+        if batches > 1:
             set_layout = functools.partial(self._set, "cublasLtMatrixLayoutSetAttribute", layout)
-            set_layout(_BATCHES, ctypes.c_int32(parts))
+            set_layout(_BATCHES, ctypes.c_int32(batches))
             set_layout(_BATCH_STRIDE, ctypes.c_int64(apart))
         return layout
 

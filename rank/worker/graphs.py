@@ -55,9 +55,10 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
     peers = symmetric_memory_of(model.tensor)
     for module in _linears(model):
         matrix = module.matrix if module.added_bias is None else None
+        summed = isinstance(module, RowParallel)
         if matrix is not None:
-            yield TuneRequest(matrix, captured)
-        if matrix is not None and peers and isinstance(module, RowParallel):
+            yield TuneRequest(matrix, captured, summed=summed and model.tensor.size == 1)
+        if matrix is not None and peers and summed:
             yield TuneRequest(matrix, captured, peers)
 
 

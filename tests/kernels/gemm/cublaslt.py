@@ -44,9 +44,8 @@ class Lib:
     def cublasLtMatmulPreferenceCreate(self, wishes):
         return self._make(wishes, "wishes")
 
-    def cublasLtMatrixLayoutCreate(self, layout, dtype, rows, columns, stride):
-        assert stride == rows
-        return self._make(layout, dtype, rows, columns)
+    def cublasLtMatrixLayoutCreate(self, layout, dtype, rows, columns, pitch):
+        return self._make(layout, dtype, rows, columns, pitch)
 
     def cublasLtMatrixLayoutSetAttribute(self, layout, attribute, value, size):
         assert (attribute, size) in ((5, 4), (6, 8))  # BATCH_COUNT, STRIDED_BATCH_OFFSET
@@ -61,7 +60,7 @@ class Lib:
 
     def _sizes(self, weight, x, y, result):
         """Rows, outputs and inputs."""
-        (kind, inputs, outputs), of_x, of_y = (self.made[layout.value] for layout in (weight, x, y))
+        (kind, inputs, outputs), of_x, of_y = (self.made[layout.value][:3] for layout in (weight, x, y))
         assert of_x[:2] == (kind, inputs) and of_y == (kind, outputs, of_x[2]) and y.value == result.value
         return of_x[2], outputs, inputs
 
@@ -88,16 +87,19 @@ class Lib:
         self.seen.append((algorithm[0], a))
         of = [self.batches.get(layout.value, {5: 1, 6: 0}) for layout in (of_a, of_b, of_d)]
         assert len({batch[5] for batch in of}) == 1
+        pitches = [self.made[layout.value][3] for layout in (of_a, of_b, of_d)]
         for i in range(of[0][5]):
-            a_, b_, d_ = (start + i * batch[6] * 2 for start, batch in zip((a, b, d), of, strict=True))
-            weight, x, y = at(a_, outputs, inputs), at(b_, rows, inputs), at(d_, rows, outputs)
+            starts = (start + i * batch[6] * 2 for start, batch in zip((a, b, d), of, strict=True))
+            sizes = (outputs, inputs), (rows, inputs), (rows, outputs)
+            weight, x, y = (at(*one) for one in zip(starts, sizes, pitches, strict=True))
             y.copy_(x @ weight.T)
         return 0
 
 
-def at(address, rows, columns):
-    room = (ctypes.c_char * (rows * columns * 2)).from_address(address)
-    return torch.frombuffer(room, dtype=BF16).view(rows, columns)
+def at(address, size, pitch):
+    rows, columns = size
+    room = (ctypes.c_char * (((rows - 1) * pitch + columns) * 2)).from_address(address)
+    return torch.frombuffer(room, dtype=BF16).as_strided(size, (pitch, 1))
 
 
 def plain(rows, columns, dtype=BF16):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.collective.allreduce import SymmetricMemory
-from phalanx.kernels.gemm import autotune, cublaslt, gemm_reduce_scatter
+from phalanx.kernels.gemm import autotune, cublaslt, gemm_reduce_scatter, sliced_gemm
 from phalanx.kernels.gemm.cublaslt import GemmShape
 
 from .cublaslt import BF16, SIZES, Lib, algo, check, in_memory, plain, put
@@ -209,6 +209,21 @@ def test_choosing(gpu, monkeypatch):
     assert autotune.tune([autotune.TuneRequest(first, [80])]).startswith("1 of 1 ") and len(gpu) == 3
 
 
+def test_slices_are_measured_where_a_norm_adds_up(gpu, monkeypatch):
+    """Of the rows whose tiles are few, after the products that they have to beat."""
+    put(Lib(), {}, monkeypatch)
+    weight = plain(48, 512)
+    line = autotune.tune([autotune.TuneRequest(weight, [80, 8320, 17000], summed=True)])
+    address = [weight.data_ptr()]
+    assert gpu == [(48, 512, [80, 8320, 17000], address), (48, 512, [8320], address), (48, 512, [80], address)]
+    chosen = cublaslt.in_use[torch.device("cpu")].choices
+    shape = GemmShape(BF16, 48, 512)
+    assert chosen[shape] == {80: algo(2), 8320: algo(1), 17000: algo(2)}
+    assert chosen[shape._replace(slices=2)] == {8320: algo(1)} and chosen[shape._replace(slices=4)] == {80: algo(2)}
+    said = "torch's, 2 leave it to norms to add up what slices of their inputs make, measured in "
+    assert line.startswith("3 of 3 GEMMs of many rows take another algorithm than " + said)
+
+
 def test_weights_in_f32_are_left_to_torch(gpu):
     assert autotune.tune([autotune.TuneRequest(plain(48, 32, torch.float32), [80])]) == "" and not gpu
 
@@ -294,6 +309,19 @@ def test_measuring(measuring):
 def test_leaders_are_measured_for_all_rows(measuring):
     made, _ = measuring(Lib(works=(0, 1, 4), proposed={80: [0, 1], 96: [1, 4], 112: []}))
     assert autotune._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [algo(4)] * 3
+
+
+def test_slices_have_to_beat_what_was_chosen(measuring):
+    """Algorithm 4 takes 50, so that slices by 2 and 3, which take 60 and 90, are left."""
+    made, _ = measuring(Lib(proposals=4, works=(2, 3, 4)))
+    weight = plain(48, 512)
+    sizes = sliced_gemm.sizes(weight, 2)
+    made.choices = {GemmShape(BF16, 48, 512): {80: algo(4)}}
+    assert autotune._measure(made, sizes, [weight], [80], None) == [None]
+    made.choices = {GemmShape(BF16, 48, 512): {80: algo(3)}}
+    assert autotune._measure(made, sizes, [weight], [80], None) == [algo(2)]
+    made.choices = {GemmShape(BF16, 48, 512): {80: None}}  # torch's, which takes 100
+    assert autotune._measure(made, sizes, [weight], [80], None) == [algo(2)]
 
 
 def test_where_nothing_is_faster_torch_stays(measuring):

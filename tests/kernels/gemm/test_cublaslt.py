@@ -31,7 +31,7 @@ def test_chosen_gemms_go_to_the_library(monkeypatch):
         ("wishes", 1, 32 << 20, 8),
         ("wishes", 3, 2, 4),
     ]
-    assert {what[0] for what in lib.made.values() if len(what) == 3 and what[0] != "matmul"} == {14}  # CUDA_R_16BF
+    assert {what[0] for what in lib.made.values() if len(what) == 4 and what[0] != "matmul"} == {14}  # CUDA_R_16BF
 
 
 def test_what_the_library_does_not_take_stays_with_torch(monkeypatch):

@@ -32,7 +32,7 @@ def test_captured_sizes():
 
 
 def found(one, max_num_seqs):
-    return [(tuple(weight.shape), counts) for weight, counts, peers in gemms(one, max_num_seqs) if not peers]
+    return [(tuple(gemm.weight.shape), gemm.counts) for gemm in gemms(one, max_num_seqs) if not gemm.peers]
 
 
 QKV, OUT, GATE_UP, DOWN = (64, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
@@ -44,6 +44,11 @@ def test_gemms_of_a_model(max_num_seqs, captured):
     (one,) = model()
     layer = [(shape, captured) for shape in (QKV, OUT, GATE_UP, DOWN)]
     assert found(one, max_num_seqs) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
+
+
+def test_a_lone_rank_may_leave_sums_to_norms():
+    (one,) = model()
+    assert [tuple(gemm.weight.shape) for gemm in gemms(one, 80) if gemm.summed] == [OUT, DOWN] * 2
 
 
 def test_products_of_tied_split_and_biased_models():
@@ -146,6 +151,8 @@ def test_layers_that_are_alike_are_asked_once(monkeypatch):
 class Group(custom_allreduce.CustomAllReduceComm):
     """Of GPUs that reach each other's memory, without any."""
 
+    size = 4
+
     def __init__(self, peers=None, done=None):
         self.peers, self.done = peers, done
 
@@ -160,6 +167,7 @@ def test_products_that_a_group_may_spread():
     one.tensor = Group(peers)
     wanted = [(tuple(one.weight.shape), one.counts) for one in gemms(one, 100) if one.peers is peers]
     assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
+    assert not any(one.summed for one in gemms(one, 100))
     (one,) = model(mlp_bias=True)
     one.tensor = Group(peers)
     assert [tuple(one.weight.shape) for one in gemms(one, 80) if one.peers] == [OUT] * 2
