@@ -39,6 +39,7 @@ POSITIVE = (
     "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
+DIVIDE = "query_pre_attn_scalar", "logits_scaling"  # floats that are divided by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,10 @@ class Args:
             if value is not None:
                 values[field.name] = value
                 least = 1 if field.name in POSITIVE else 0
-                if not _is_of(value, kind) or (kind == "int" and value < least):
+                divides = field.name in DIVIDE
+                if not _is_of(value, kind) or (kind == "int" and value < least) or (divides and not value > 0):
                     name = spelled(field.name, config.model_type)
-                    expected = f"int, at least {least}" if kind == "int" else kind
+                    expected = f"int, at least {least}" if kind == "int" else kind + ", above 0" * divides
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
             elif field.name in given and kind != str(field.type):
                 values[field.name] = None
