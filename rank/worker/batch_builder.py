@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def build_batches(
     arrays = [scheduled.sampled_rows, row if unknown.any() else row[:0], ids[:0] if sampled_only else ids]
     at = microbatch_split(state, scheduled, min_tokens) if min_tokens else 0
     parts = scheduled.cut(at) if at else [scheduled]
-    batches = [_HostBatch(state, part, last_token_only) for part in parts]
+    batches = [HostBatch(state, part, last_token_only) for part in parts]
     sampled_rows, row_, ids_, *tensors = upload.send([*arrays, *(array for batch in batches for array in batch.arrays)])
     if sampled_only:
         ids_ = last[row_]
@@ -72,37 +73,57 @@ def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: i
     return at if min(at, total - at) >= min_tokens else 0
 
 
-class _HostBatch:
+class BatchArrays(NamedTuple):
+    """Of a Batch, the arrays that follow from the sequences' state: T tokens of B rows."""
+
+    positions: np.ndarray  # [T] int64
+    slots: np.ndarray  # [T] int64
+    tables: np.ndarray  # [B, blocks of the longest] int32
+    lengths: np.ndarray  # [B] int32
+    rows: np.ndarray  # [B] int64
+    query_starts: np.ndarray  # [B + 1] int32
+    sample_at: np.ndarray  # [S] int64
+
+
+def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> BatchArrays:
+    """What every step's batch is made of: of eager steps, the profile run, and CPU graphs."""
+    block_size = state.block_size
+    ends = np.cumsum(scheduled.counts)
+    query_starts = np.concatenate(([0], ends))
+    of_row = np.repeat(np.arange(len(scheduled.rows)), scheduled.counts)  # [T] index into `scheduled`
+    positions = np.arange(len(of_row)) - query_starts[of_row] + scheduled.starts[of_row]
+    slots = state.table[scheduled.rows[of_row], positions // block_size].astype(np.int64) * block_size
+    lengths = scheduled.starts + scheduled.counts
+    most_blocks = int(-(-lengths.max(initial=0) // block_size))
+    return BatchArrays(
+        positions,
+        slots + positions % block_size,
+        state.table[scheduled.rows, :most_blocks],
+        lengths.astype(np.int32),
+        scheduled.rows,
+        query_starts.astype(np.int32),
+        (ends - 1)[scheduled.samples],
+    )
+
+
+class HostBatch:
     """A Batch as numpy arrays, before the upload."""
 
     def __init__(self, state: BatchState, scheduled: ScheduledBatch, last_token_only: bool):
-        block_size = state.block_size
-        ends = np.cumsum(scheduled.counts)
-        query_starts = np.concatenate(([0], ends))
-        of_row = np.repeat(np.arange(len(scheduled.rows)), scheduled.counts)  # [T] index into `scheduled`
-        positions = np.arange(len(of_row)) - query_starts[of_row] + scheduled.starts[of_row]
-        slots = state.table[scheduled.rows[of_row], positions // block_size].astype(np.int64) * block_size
+        made = batch_arrays(state, scheduled)
         self.scheduled = scheduled
-        self.tokens = len(positions)
-        self.lengths = scheduled.starts + scheduled.counts
-        most_blocks = int(-(-self.lengths.max(initial=0) // block_size))
-        self.arrays = [  # in the order in which `batch` reads them
-            positions,
-            slots + positions % block_size,
-            state.table[scheduled.rows, :most_blocks],
-            self.lengths.astype(np.int32),
-            scheduled.rows,
-            query_starts.astype(np.int32),
-            (ends - 1)[scheduled.samples],
-        ]
-        self.sampled: _HostBatch | None = None
+        self.tokens = len(made.positions)
+        self.kv_lens: list[int] = made.lengths.tolist()
+        self.arrays = [*made]  # in the order in which `batch` reads them
+        self.sampled: HostBatch | None = None
         if last_token_only and np.count_nonzero(scheduled.samples) < self.tokens:
-            self.sampled = _HostBatch(state, scheduled.last_tokens, False)
+            self.sampled = HostBatch(state, scheduled.last_tokens, False)
             self.arrays += self.sampled.arrays
 
     def batch(self, ids: Tensor, tensors: Iterator[Tensor], caches: Caches) -> Batch:
         """The batch on the device. Consumes the uploaded `arrays` from `tensors`."""
-        positions, slots, tables, lengths, rows, query_starts, sample_at = itertools.islice(tensors, 7)
+        mine = itertools.islice(tensors, len(BatchArrays._fields))
+        positions, slots, tables, lengths, rows, query_starts, sample_at = mine
         return Batch(
             ids=ids,
             positions=positions,
@@ -114,7 +135,7 @@ class _HostBatch:
             sample_at=sample_at,
             num_decodes=self.scheduled.num_decodes,
             query_lens=self.scheduled.counts.tolist(),
-            kv_lens=self.lengths.tolist(),
+            kv_lens=self.kv_lens,
             caches=caches,
             sampled=self.sampled.batch(ids[:0], tensors, caches) if self.sampled else None,
         )

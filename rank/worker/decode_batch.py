@@ -9,7 +9,7 @@ from torch import Tensor
 from ...kernels.sampling.decode_inputs import COLUMNS, decode_inputs, empty
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
-from .batch_builder import given_ids
+from .batch_builder import batch_arrays, given_ids
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
@@ -43,19 +43,14 @@ class DecodeBatch:
 
 
 class HostDecodeBatch(DecodeBatch):
-    """Of a CPU, filled by numpy."""
+    """Of a CPU: what eager steps have, in tensors that stay."""
 
     def fill(self, scheduled: ScheduledBatch) -> None:
         ids, positions, slots, rows, lengths, tables = (x.numpy() for x in self.inputs)
-        n, row, starts, block_size = len(scheduled.rows), scheduled.rows, scheduled.starts, self.state.block_size
-        given = given_ids(self.state, scheduled)
-        np.copyto(ids[:n], np.where(given < 0, self.last.numpy()[row], given))
-        positions[:n], rows[:n] = starts, row
-        block, offset = np.divmod(starts, block_size)
-        slots[:n] = self.state.table[row, block].astype(np.int64) * block_size + offset
-        lengths[:n] = starts + 1
-        width = int(block.max()) + 1
-        tables[:n, :width] = self.state.table[row, :width]
+        n, given, made = len(scheduled.rows), given_ids(self.state, scheduled), batch_arrays(self.state, scheduled)
+        ids[:n] = np.where(given < 0, self.last.numpy()[made.rows], given)
+        positions[:n], slots[:n], rows[:n], lengths[:n] = made.positions, made.slots, made.rows, made.lengths
+        tables[:n, : made.tables.shape[1]] = made.tables
 
 
 class DeviceDecodeBatch(DecodeBatch):
