@@ -6,7 +6,7 @@ Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slow
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
 blocks and threads, --only measures what has this in its name. --inputs: also what a GEMM of so many inputs takes
-with the sum and the norm that follow, one after the other and spread (kernels/gemm/gemm_reduce_scatter.py).
+with the sum and the norm that follow, one after the other and with the sum scattered (kernels/gemm/gemm_reduce_scatter.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def gemms(rows: int, width: int, inputs: list[int], group: custom_allreduce.Cust
         x = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
         found[f"{n} inputs, sum, norm"] = partial(apart, x, itertools.cycle(ws))
         if group.peers and gemm_reduce_scatter.supports(rows, ws[0], group.peers):
-            found[f"{n} inputs, spread, norm"] = partial(fused, x, itertools.cycle(ws))
+            found[f"{n} inputs, reduce-scatter, norm"] = partial(fused, x, itertools.cycle(ws))
     return found
 
 

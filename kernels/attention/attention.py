@@ -42,7 +42,7 @@ def store_and_attend(
     A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole and not interleaved.
     """
     if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, cache, rows):
-        return decode_newest(q, CurrentKV(k, v, cos_sin, norms, rows.slots), cache, rows, params)
+        return decode_current(q, CurrentKV(k, v, cos_sin, norms, rows.slots), cache, rows, params)
     q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, rows.slots)
     keys, values, scales = KVCache(*cache)
     return paged_attention(q, keys, values, rows, params, scales)
@@ -58,13 +58,13 @@ def supports_one_kernel(
     return 0 < len(q) == rows.num_decodes and whole and side_by_side and cache[0].dtype in (q.dtype, E4M3)
 
 
-def decode_newest(
-    q: Tensor, newest: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
+def decode_current(
+    q: Tensor, current_kv: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
 ) -> Tensor:
     """store_and_attend where supports_one_kernel."""
     keys, values, scales = KVCache(*cache)
     out = q.new_empty(len(q), q.shape[1], values.shape[3])
-    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, newest))
+    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, current_kv))
     return out.flatten(1)
 
 

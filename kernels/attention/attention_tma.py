@@ -35,7 +35,7 @@ def supports(part: Part) -> bool:
     if part.values.shape != part.keys.shape:
         return False
     if part.decodes:
-        return supports_decode(part.decoding[0], part.keys, part.newest, part.scales)
+        return supports_decode(part.decoding[0], part.keys, part.current_kv, part.scales)
     if part.scales is None:
         return supports_prefill(part.q, part.keys)
     return supports_widened(part)
@@ -94,7 +94,7 @@ def run(part: Part, plan: Tensor | None) -> None:
     keys, values, rows, params = part.keys, part.values, part.rows, part.params
     if plan is None:
         q, out = part.decoding
-        decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.newest, part.scales)
+        decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.current_kv, part.scales)
     elif part.scales is None:
         prefill(part.q, keys, values, rows.block_tables, plan, part.out, *params)
     else:
@@ -105,16 +105,16 @@ def run(part: Part, plan: Tensor | None) -> None:
         prefill(part.q, k, v, some.tables, plan, part.out, *params)
 
 
-def supports_decode(q: Tensor, keys: Tensor, newest: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
+def supports_decode(q: Tensor, keys: Tensor, current_kv: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
     """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim], with scales if they
     are e4m3."""
     if len(q) > SEQUENCES or not _boxed(q, keys, q.dtype if scales is None else E4M3):
         return False
     if scales is not None and TILES[q.shape[2]] % keys.shape[1]:
         return False
-    norms = newest.norms if newest else None
+    norms = current_kv.norms if current_kv else None
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
-    return narrow and (newest is None or newest.cos_sin.cos.dtype == torch.float32)
+    return narrow and (current_kv is None or current_kv.cos_sin.cos.dtype == torch.float32)
 
 
 def supports_prefill(q: Tensor, keys: Tensor) -> bool:
@@ -137,12 +137,12 @@ def _boxed(q: Tensor, keys: Tensor, kept: torch.dtype) -> bool:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    softcap: float, sinks: Tensor | None, newest: CurrentKV | None = None, scales: Tensor | None = None,
+    softcap: float, sinks: Tensor | None, current_kv: CurrentKV | None = None, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
 
-    With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made q, k
-    and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
+    With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made
+    q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
     group, tile = heads // kv_heads, TILES[dim]
@@ -153,7 +153,8 @@ def decode(
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
         TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
-        ROTATE=int(newest is not None), NORM=int(newest is not None and newest.norms is not None), WINDOW=window,
+        ROTATE=int(current_kv is not None), NORM=int(current_kv is not None and current_kv.norms is not None),
+        WINDOW=window,
         SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
     )  # fmt: skip
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)
@@ -161,7 +162,7 @@ def decode(
     sums = parts.view(-1)[grid * 2 * group * dim :]
     arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
     # What a kernel of rotated tokens does not touch.
-    k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     run = min(RUN_BYTES, dim * wide)
     shape = dim * wide // run, run // 2

@@ -231,16 +231,16 @@ def plan(part: Part) -> int:
     longest = max(rows.kv_lens[: part.stop])
     programs, num_sms = part.stop * part.keys.shape[2], device_caps(part.q.device).num_sms
     splits = choose_kv_splits(programs, min(longest, window or longest), num_sms)
-    # Without `newest`, in a step with prompts: all that there may be, or none. Each number is a kernel of its own, to
-    # be compiled in the middle of work.
-    return MAX_KV_SPLITS if part.newest is None and splits > 1 else splits
+    # Without `current_kv`, in a step with prompts: all that there may be, or none. Each number is a kernel of its own,
+    # to be compiled in the middle of work.
+    return MAX_KV_SPLITS if part.current_kv is None and splits > 1 else splits
 
 
 def run(part: Part, plan: int) -> None:
     keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
     if part.decodes:
         q, out = part.decoding
-        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.newest, part.scales)
+        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.current_kv, part.scales)
     else:
         first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
         prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan, part.scales)
@@ -256,12 +256,12 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    softcap: float, sinks: Tensor | None, splits: int, newest: CurrentKV | None = None, scales: Tensor | None = None,
-    tile: int = 0, part: int = 0,
+    softcap: float, sinks: Tensor | None, splits: int, current_kv: CurrentKV | None = None,
+    scales: Tensor | None = None, tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
     """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
 
-    With `newest`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet.
+    With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet.
     """
     n, heads, dim = q.shape
     kv_heads = keys.shape[2]
@@ -277,7 +277,7 @@ def decode(
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
     # What a kernel of rotated tokens does not touch.
-    k, v, (cos, sin, *_), norms, slots = newest if newest else (q, q, (q, q), None, lengths)
+    k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     if scales is not None:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
@@ -287,7 +287,7 @@ def decode(
         q if sinks is None else sinks, scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0),
         tables.stride(0), heads, kv_heads, dim, padded,
         max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
-        softcap * LOG2_E, int(sinks is not None), int(newest is not None), int(norms is not None),
+        softcap * LOG2_E, int(sinks is not None), int(current_kv is not None), int(norms is not None),
         int(scales is not None), dot_precision(q), overlap,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip

@@ -58,7 +58,7 @@ class Part(NamedTuple):
     # Of keys and values in e4m3, [blocks, kv_heads, 2, block_size] (rope/fp8_cache.py); where values are the first part
     # of the keys, of that part and of the rest. None: they have q's dtype.
     scales: Tensor | None = None
-    newest: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
+    current_kv: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
 
     @property
     def decodes(self) -> bool:

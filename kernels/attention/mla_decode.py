@@ -44,7 +44,7 @@ def supports(part: Part) -> bool:
     """Values are the first part of the keys, of one head; q in 16 bits, the cache too or in e4m3, and as a block copies
     it."""
     q, keys, values, params = part.q, part.keys, part.values, part.params
-    if not part.decodes or (part.scales is None and part.stop < LEAST_SEQUENCES) or part.newest is not None:
+    if not part.decodes or (part.scales is None and part.stop < LEAST_SEQUENCES) or part.current_kv is not None:
         return False
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr()
     sizes = (keys.shape[3], values.shape[3]) == (WIDTH, LATENT) and q.element_size() == 2

@@ -79,7 +79,7 @@ def _dequantized(part: Part, scales: Tensor, slots: Tensor) -> tuple[Tensor, Ten
 
 
 def supports(part: Part) -> bool:
-    return part.newest is None
+    return part.current_kv is None
 
 
 def plan(part: Part) -> _Plan:

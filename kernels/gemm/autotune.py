@@ -90,7 +90,7 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
 
 
 def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
-    """All ways to compute them, each with its numbers of rows; the product itself before its slices."""
+    """All ways to compute them, each with its numbers of rows; the whole GEMM before its slices."""
     weight, rows, peers, summed = gemm
     if peers:
         supported = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
@@ -159,7 +159,7 @@ class Benchmark:
 
     def _call(self, rows: int, algo: Algo) -> Callable[[Tensor], Any]:
         x, sizes = self._x[:rows], self._sizes
-        if algo is None:  # what was chosen for the product itself, where this is for slices; else torch's
+        if algo is None:  # what was chosen for the whole GEMM, where this is for slices; else torch's
             sizes = sizes._replace(slices=1)
             algo = self._library.choices.get(sizes, {}).get(rows)
         if algo is None:

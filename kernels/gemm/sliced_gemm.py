@@ -31,7 +31,7 @@ def sizes(weight: Tensor, count: int) -> GemmShape:
 
 def terms(x: Tensor, weight: Tensor) -> Tensor | None:
     """[T, n, O], whose sum over n is x [T, I] times the transpose of weight [O, I]: each accumulated in f32 and
-    rounded. None: nothing was found faster than the product itself."""
+    rounded. None: nothing was found faster than the whole GEMM."""
     library = in_use.get(x.device)
     if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
         return None

@@ -1,4 +1,4 @@
-"""A rank that cuts every step it may, small as they are here. With SUMS=nccl no kernel of ours makes a sum."""
+"""A rank that cuts every step it may, small as they are here. With ALL_REDUCE=nccl no kernel of ours makes a sum."""
 
 import os
 import sys
@@ -18,6 +18,6 @@ def cut_at(*arguments, real=batch_builder.microbatch_split):
 batch_builder.TILE = 4
 batch_builder.microbatch_split = cut_at
 engine.microbatch_tokens = lambda *_: 2
-if os.environ.get("SUMS") == "nccl":
+if os.environ.get("ALL_REDUCE") == "nccl":
     allreduce.supports = lambda *_: False
 os._exit(main.main())

@@ -90,7 +90,7 @@ def test_tokens(checkpoint, expected, kind, tp, pp, dp):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_cut_steps_change_no_token(checkpoint, expected, tp, sums, monkeypatch):
     """Over NCCL sums and the norms that follow run beside the other part's GEMMs."""
-    monkeypatch.setenv("SUMS", sums)
+    monkeypatch.setenv("ALL_REDUCE", sums)
     program = (str(Path(__file__).parent / "cutting.py"),)
     with start(checkpoint("llama"), tp, tp=tp, max_num_batched_tokens=50, program=program) as engine:
         wanted = expected("llama")

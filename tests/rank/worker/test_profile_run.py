@@ -157,7 +157,7 @@ class Attention(torch.nn.Module):
             cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
             turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
             if attention.supports_one_kernel(q, k, v, turn, cache, one):
-                attention.decode_newest(q, CurrentKV(k, v, turn, None, one.slots), cache, one, self.scores)
+                attention.decode_current(q, CurrentKV(k, v, turn, None, one.slots), cache, one, self.scores)
             else:
                 attention.paged_attention(q, *cache, one, self.scores)
         return hidden
