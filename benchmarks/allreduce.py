@@ -6,7 +6,8 @@ Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slow
 elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
 all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
 blocks and threads, --only measures what has this in its name. --inputs: also what a GEMM of so many inputs takes
-with the sum and the norm that follow, one after the other and with the sum scattered (kernels/gemm/gemm_reduce_scatter.py).
+with the sum and the norm that follow, one after the other and with the sum scattered
+(kernels/gemm/gemm_reduce_scatter.py).
 """
 
 from __future__ import annotations
