@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from ..checkpoints import CORPUS, write_tokenizer
-from ..rank.model.test_architectures import DEEPSEEK, DEEPSEEK_YARN, write
+from ..rank.model.shapes import DEEPSEEK, DEEPSEEK_YARN
+from ..rank.model.test_architectures import write
 from ..server import Server
 from .hosts import HostsServer
 

@@ -1,4 +1,4 @@
-"""Sizes of tiny models with gated delta nets: an entry for each shape, as in test_architectures.py."""
+"""Sizes of tiny models with gated delta nets: an entry for each shape, as in shapes.py."""
 
 # Norms of an epsilon that keeps so small a net well-conditioned: heads whose outputs happen to be near zero are normed.
 HYBRID = dict(

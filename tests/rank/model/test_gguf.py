@@ -17,8 +17,9 @@ from phalanx.rank.model.weights import striped
 from ... import gguf_files
 from ..reference import Reference
 from .harness import distance, run_steps, tokens
+from .shapes import DEEPSEEK_YARN, MODELS
 from .stored_formats.test_stored import check_greedy
-from .test_architectures import DEEPSEEK_YARN, MODELS, first_of_each_class, of_short, write
+from .test_architectures import first_of_each_class, of_short, write
 
 # Files say less than config.json: of some nothing of windows, activations, and dense layers between those with experts.
 MODELS = {

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from .... import gguf_files
 from .. import test_chatglm as test_chatglm_models
 from ..harness import distance, run_steps, tokens
-from ..test_architectures import DEEPSEEK_YARN, write
-from ..test_architectures import MODELS as ALL
+from ..shapes import DEEPSEEK_YARN
+from ..shapes import MODELS as ALL
+from ..test_architectures import write
 
 LLAMA3 = dict(
     rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

@@ -1,0 +1,187 @@
+"""Sizes of tiny models: an entry for each shape of each architecture. hybrids.py has those with gated delta nets."""
+
+from .hybrids import HYBRIDS
+
+COMMON = dict(
+    hidden_size=48, intermediate_size=100, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
+    vocab_size=512, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=None,
+)  # fmt: skip
+VISION = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+TEMPERATURE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0]}
+DEEPSEEK = dict(
+    num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=24,
+    n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=20,
+)  # fmt: skip
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+# What each is tested with besides; several sets where an architecture has several shapes.
+MODELS = {
+    "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
+    "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
+    "mistral no window": dict(model_type="mistral", sliding_window=None),
+    "ministral": dict(
+        model_type="ministral", head_dim=16, sliding_window=13, layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "ministral3": dict(model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE),
+    "mistral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        tie_word_embeddings=False, text_config=dict(model_type="mistral", head_dim=16, sliding_window=13),
+    ),
+    "mistral3 of ministral3": dict(
+        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
+        text_config=dict(
+            model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE, tie_word_embeddings=True,
+        ),
+    ),
+    "gemma": dict(model_type="gemma", head_dim=16),
+    "gemma2": dict(
+        model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": dict(
+        model_type="gemma3_text", num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=24, sliding_window=11,
+        rope_parameters=TWO_ROPES,
+    ),
+    "gemma3": dict(
+        model_type="gemma3", vision_config=dict(model_type="siglip_vision_model"), image_token_index=500,
+        text_config=dict(
+            model_type="gemma3_text", head_dim=16, sliding_window=11, rope_parameters=TWO_ROPES,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+    ),
+    "gemma3_text capped": dict(
+        model_type="gemma3_text", head_dim=16, layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=11, final_logit_softcapping=3.0, attention_bias=True,
+    ),
+    "apertus": dict(model_type="apertus", attention_bias=True),
+    "cohere2": dict(model_type="cohere2", sliding_window=11, logit_scale=0.7),
+    "cohere2 biased": dict(
+        model_type="cohere2", sliding_window=11, logit_scale=0.7, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
+    "glm": dict(model_type="glm", head_dim=16),
+    "glm rotated whole": dict(model_type="glm", head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    "glm4": dict(model_type="glm4", head_dim=16, num_key_value_heads=1),
+    "olmo2": dict(model_type="olmo2"),
+    "olmo2 few keys": dict(model_type="olmo2", num_key_value_heads=1, attention_bias=True, rms_norm_eps=0.1),
+    "olmo3": dict(
+        model_type="olmo3", sliding_window=11,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "granite": dict(
+        model_type="granite", embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7,
+        logits_scaling=0.5, tie_word_embeddings=True,
+    ),
+    "granite biased": dict(model_type="granite", attention_bias=True, mlp_bias=True, residual_multiplier=0.7),
+    "phi3": dict(model_type="phi3", sliding_window=13),
+    "phi3 short": dict(
+        model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=512,
+        max_position_embeddings=4096,
+    ),
+    "phi3 partial": dict(model_type="phi3", num_attention_heads=6, partial_rotary_factor=0.75),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen2_moe without biases": dict(
+        model_type="qwen2_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        shared_expert_intermediate_size=36, qkv_bias=False,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=10, num_experts_per_tok=4, moe_intermediate_size=28,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
+    "qwen3_moe unnormalised": dict(
+        model_type="qwen3_moe", head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=28,
+    ),
+    "glm4_moe": dict(
+        model_type="glm4_moe", n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=3,
+        moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.8, first_k_dense_replace=2,
+        head_dim=8, partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True,
+    ),
+    "glm4_moe plain": dict(
+        model_type="glm4_moe", n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        norm_topk_prob=False, first_k_dense_replace=0, head_dim=8,
+    ),
+    "deepseek_v2": DEEPSEEK | dict(
+        model_type="deepseek_v2", q_lora_rank=None, first_k_dense_replace=1, n_shared_experts=2,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v2 in groups": DEEPSEEK | dict(
+        model_type="deepseek_v2", q_lora_rank=40, topk_method="group_limited_greedy", n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, attention_bias=True, tie_word_embeddings=True,
+    ),
+    "deepseek_v3": DEEPSEEK | dict(
+        model_type="deepseek_v3", q_lora_rank=40, first_k_dense_replace=2, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v3 plain": DEEPSEEK | dict(
+        model_type="deepseek_v3", q_lora_rank=None, first_k_dense_replace=0, n_shared_experts=2, n_group=1,
+        topk_group=1, norm_topk_prob=False, rope_interleave=False,
+    ),
+    "minimax_m2": dict(  # transformers before 5.18 does not read rotary_dim
+        model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "minimax_m2 few keys": dict(
+        model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
+    "gpt_oss": dict(
+        model_type="gpt_oss", num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=11,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    ),
+    "gpt_oss few keys": dict(
+        model_type="gpt_oss", num_local_experts=5, num_experts_per_tok=1, head_dim=16, num_key_value_heads=1,
+        sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e3), intermediate_size=96,
+    ),
+    "phi": dict(model_type="phi", num_attention_heads=6, num_key_value_heads=1),
+    "phi wide rotation": dict(
+        model_type="phi", num_attention_heads=6, partial_rotary_factor=0.75, num_key_value_heads=None,
+        hidden_act="gelu",
+    ),
+    "smollm3": dict(model_type="smollm3", tie_word_embeddings=True),
+    "smollm3 sliding": dict(
+        model_type="smollm3", use_sliding_window=True, sliding_window=11, no_rope_layers=[0, 1, 1, 0],
+        attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="default", rope_theta=1e3),
+    ),
+    "stablelm": dict(model_type="stablelm", num_attention_heads=6, num_key_value_heads=6, use_qkv_bias=True),
+    "stablelm parallel": dict(
+        model_type="stablelm", num_attention_heads=6, num_key_value_heads=1, use_parallel_residual=True,
+        qk_layernorm=True, partial_rotary_factor=0.5, tie_word_embeddings=True,
+    ),
+    "starcoder2": dict(model_type="starcoder2", sliding_window=7),
+    "starcoder2 without biases": dict(
+        model_type="starcoder2", use_bias=False, tie_word_embeddings=False, num_attention_heads=6,
+        num_key_value_heads=1,
+    ),
+    "gpt_bigcode": dict(model_type="gpt_bigcode", num_key_value_heads=None, n_inner=100, activation_function="gelu"),
+    "gpt_bigcode unscaled": dict(
+        model_type="gpt_bigcode", num_attention_heads=6, num_key_value_heads=1, scale_attn_weights=False,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+MODELS |= HYBRIDS
