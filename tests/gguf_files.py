@@ -25,14 +25,8 @@ SCALES = {
     Type.IQ4_XS: (0,), Type.IQ2_XXS: (0,), Type.IQ2_XS: (0,), Type.IQ2_S: (0,), Type.IQ3_XXS: (0,), Type.IQ3_S: (0,),
     Type.IQ1_S: (0,),
 }  # fmt: skip
-PAIRED = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "mixtral",
-    "granite",
-    "smollm3",
-)  # whose queries and keys are written as interleaved pairs
+# Whose queries and keys are written as interleaved pairs.
+PAIRED = "granite", "llama", "ministral3", "mistral", "mixtral", "smollm3"
 
 
 def write(

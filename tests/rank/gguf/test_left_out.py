@@ -56,6 +56,7 @@ LEFT_OUT = {
         layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,
     )),
     "deepseek2": ("deepseek_v2", dict(head_dim=8, moe_layer_freq=1)),
+    "ernie4_5": ("ernie4_5", {}),
     "gemma": ("gemma", GELU),
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", GEMMA | dict(

@@ -91,6 +91,8 @@ MODELS = {
         logits_scaling=0.5, tie_word_embeddings=True,
     ),
     "granite biased": dict(model_type="granite", attention_bias=True, mlp_bias=True, residual_multiplier=0.7),
+    "ernie4_5": dict(model_type="ernie4_5", head_dim=16),
+    "ernie4_5 biased": dict(model_type="ernie4_5", head_dim=16, use_bias=True, tie_word_embeddings=False),
     "phi3": dict(model_type="phi3", sliding_window=13),
     "phi3 short": dict(
         model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=512,
