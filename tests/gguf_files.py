@@ -26,7 +26,7 @@ SCALES = {
     Type.IQ1_S: (0,),
 }  # fmt: skip
 # Whose queries and keys are written as interleaved pairs.
-PAIRED = "granite", "llama", "ministral3", "mistral", "mixtral", "smollm3"
+PAIRED = "arcee", "granite", "llama", "ministral3", "mistral", "mixtral", "smollm3"
 
 
 def write(

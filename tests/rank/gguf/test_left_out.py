@@ -51,6 +51,7 @@ GATED = dict(full_attention_interval=4, attn_output_gate=True)
 # Of each reader: the model, and its arguments that the reader leaves out, without COMMON.
 LEFT_OUT = {
     "apertus": ("apertus", dict(hidden_act="xielu")),
+    "arcee": ("arcee", dict(hidden_act="relu2")),
     "chatglm": ("glm", {}),
     "cohere2": ("cohere2", RMS | dict(
         layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,

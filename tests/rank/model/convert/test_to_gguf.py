@@ -37,6 +37,7 @@ MODELS = {
     "gemma3_text": ALL["gemma3_text"] | dict(query_pre_attn_scalar=16),
     "gemma3": ALL["gemma3"] | dict(text_config=ALL["gemma3_text"] | dict(query_pre_attn_scalar=16)),
     "ernie4_5": ALL["ernie4_5"],
+    "arcee biased": ALL["arcee biased"],
     "phi3": ALL["phi3"],
     "olmo2": ALL["olmo2"],
     "olmo3": ALL["olmo3"] | dict(max_position_embeddings=256),
