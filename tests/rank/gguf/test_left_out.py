@@ -84,6 +84,7 @@ LEFT_OUT = {
     "qwen35moe": ("qwen3_5_moe_text", GATED | EACH | dict(norm_topk_prob=True)),
     "qwen3moe": ("qwen3_moe", SLIDES | EACH),
     "qwen3next": ("qwen3_5_moe_text", GATED | EACH | dict(norm_topk_prob=True)),
+    "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=4, sliding_window=None, layer_types=[])),
     "stablelm": ("stablelm", RMS | dict(rope_pct=None)),
     "starcoder": ("gpt_bigcode", RMS | GELU | dict(

@@ -95,6 +95,11 @@ MODELS = {
     "ernie4_5 biased": dict(model_type="ernie4_5", head_dim=16, use_bias=True, tie_word_embeddings=False),
     "arcee": dict(model_type="arcee", tie_word_embeddings=True),
     "arcee biased": dict(model_type="arcee", attention_bias=True, mlp_bias=True, num_key_value_heads=1),
+    "seed_oss": dict(model_type="seed_oss", head_dim=16),
+    "seed_oss other biases": dict(
+        model_type="seed_oss", head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    ),
     "phi3": dict(model_type="phi3", sliding_window=13),
     "phi3 short": dict(
         model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=512,

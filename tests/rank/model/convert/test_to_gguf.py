@@ -38,6 +38,7 @@ MODELS = {
     "gemma3": ALL["gemma3"] | dict(text_config=ALL["gemma3_text"] | dict(query_pre_attn_scalar=16)),
     "ernie4_5": ALL["ernie4_5"],
     "arcee biased": ALL["arcee biased"],
+    "seed_oss": ALL["seed_oss"],
     "phi3": ALL["phi3"],
     "olmo2": ALL["olmo2"],
     "olmo3": ALL["olmo3"] | dict(max_position_embeddings=256),
@@ -137,6 +138,9 @@ def test_experts_that_one_tensor_holds(tmp_path):
         "stablelm parallel",
         "gpt_bigcode",
         "olmo3",
+        "ernie4_5",
+        "arcee biased",
+        "seed_oss",
     ],
 )
 def test_files_are_those_of_another_writer(tmp_path, name):

@@ -1,0 +1,22 @@
+"""Seed-OSS (ByteDance 2025): Llama with biases of queries, keys and values, and a switch for the output's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import llama
+
+CONFIG = {"defaults": {"head_dim": 128}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(llama.Args):
+    attention_bias: bool = True
+    attention_out_bias: bool = False
+
+    @property
+    def o_bias(self) -> bool:
+        return self.attention_out_bias
+
+
+Model = llama.Model
