@@ -5,6 +5,7 @@ from pathlib import Path
 
 import phalanx
 import pytest
+from phalanx.rank.gguf import architectures as gguf
 from phalanx.rank.model import architectures
 from phalanx.rank.server.text import tool_formats
 
@@ -76,15 +77,28 @@ def test_code_of_the_tree_is_quoted_as_it_stands():
     assert not wrong, "stands otherwise in the tree, or is gone"
 
 
-def cells(heading: str) -> list[str]:
-    """The first cells of the rows of README's table that begins with this heading."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def cells(page: str, heading: str, column: int = 1) -> list[str]:
+    """A column of the page's table that begins with this heading."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     rows = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
-    return [row.split("|")[1].strip() for row in rows]
+    return [row.split("|")[column].strip() for row in rows]
 
 
 def test_readme_lists_the_models_that_there_are():
-    assert cells("model_type") == [f"`{name}`" for name in architectures.supported()]
+    assert cells("README.md", "model_type") == [f"`{name}`" for name in architectures.supported()]
+
+
+def test_formats_lists_the_architectures_of_gguf_files_that_there_are():
+    page, heading = "docs/formats.md", "name | models | written from"
+    names, written = ([name for cell in cells(page, heading, column) for name in quoted(cell)] for column in (1, 3))
+    assert sorted(map(gguf.spelled, names)) == list(gguf.supported())
+    assert sorted(written) == gguf.written()
+    unserved = (ROOT / page).read_text(encoding="utf-8").partition("- **Not served**")[2].partition("\n\n")[0]
+    assert quoted(unserved) and not set(map(gguf.spelled, quoted(unserved))) & set(gguf.supported())
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall("`(.+?)`", text)
 
 
 def test_readme_lists_the_tool_call_formats_that_there_are():
