@@ -50,11 +50,12 @@ SHORT = "short"
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
 }  # fmt: skip
+# As many tokens of them by three ranks and by two stages as by one rank.
+PROBES = {"qwen2", "gemma2", "phi3", "granite"}
 RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
 OF_ALL = {"tp1": Layout(), "tp2": Layout(tp=2), "ep2": Layout(tp=2, ep=2)}
-OF_KINDS = {
-    "tp3": Layout(tp=3), "pp2": Layout(pp=2), "tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2),
-}  # fmt: skip
+OF_PROBES = {"tp3": Layout(tp=3), "pp2": Layout(pp=2)}
+OF_KINDS = OF_PROBES | {"tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2)}
 OF_OTHERS = {
     "tp2-pp2 of threads": Layout(tp=2, pp=2, threads=True),
     "ep2-pp2 of threads": Layout(tp=2, pp=2, ep=2, threads=True),
@@ -71,7 +72,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 60)
 
 def cases():
     """Layouts and models: of each type the first. One rank and two have all types, more ranks and stages one of each
-    kind; where both ways cut, threads have the others."""
+    kind, and the probes where one way cuts; where both ways cut, threads have the others."""
     yield from ((SHORT, name) for name in SERVED if name in SHORT_MODELS)
     first = {options["model_type"]: name for name, options in reversed(SERVED.items())}
     for layout, cut in (OF_ALL | OF_KINDS | OF_OTHERS).items():
@@ -79,6 +80,7 @@ def cases():
             text = SERVED[name] | SERVED[name].get("text_config", {})
             several = any("experts" in key for key in text)
             wanted = layout in OF_ALL or (name in SHORT_MODELS) == (layout in OF_KINDS)
+            wanted |= layout in OF_PROBES and name in PROBES
             if wanted and (several if cut.ep > 1 else not (several and layout in OF_OTHERS)):
                 yield pytest.param(layout, name, marks=pytest.mark.long)
 
@@ -88,10 +90,11 @@ def values_of(case):
     return getattr(case, "values", case)
 
 
-def asked_of(layout):
+def asked_of(layout, name):
     if layout == SHORT:
         return FEWEST
-    return FULL if layout in ("tp1", "tp2", "tp2-pp2", "ep2-pp2") else FEWER
+    probe = layout in OF_PROBES and name in PROBES
+    return FULL if probe or layout in ("tp1", "tp2", "tp2-pp2", "ep2-pp2") else FEWER
 
 
 def requests(tmp_path_factory, asked):
@@ -201,7 +204,7 @@ def answers(request, checkpoint, tmp_path_factory):
         options = Options(ranks=ranks, device=device(ranks, threads), **cut, **OPTIONS)
         environ = {
             "MODELS": ":".join(str(checkpoint(name)) for name in names),
-            "REQUESTS": requests(tmp_path_factory, [asked_of(layout)] * len(names)),
+            "REQUESTS": requests(tmp_path_factory, [asked_of(layout, name) for name in names]),
             "ANSWERS": f"{layout}.json",
             JOB_ENV: encode_job(Job(options=options, announced_size=0 if threads else ranks)),
         }
@@ -223,7 +226,6 @@ def answers(request, checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("layout, name", list(cases()))
 def test_served(answers, expected, layout, name):
-    count, known, _ = asked_of(layout)
     found, want = answers(layout, name), expected(name)
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0, f"{layout}, {name}: {found.chunks}, {found.preemptions}"
@@ -232,11 +234,16 @@ def test_served(answers, expected, layout, name):
         assert found.cached >= (LENGTH // 16 * 16 if layout == "short" else 16), f"{layout}, {name}: {found.cached}"
     else:
         assert found.cached >= LENGTH, f"{layout}, {name}: {found.cached}"
+    check_answers(f"{layout}, {name}", want, found, asked_of(layout, name))
+
+
+def check_answers(title, want, found, asked):
+    """All of one job's answers, and the log-probabilities of the last prompt's."""
     for i, prompt in enumerate(PROMPTS):
-        check(f"{layout}, {name}, prompt {i}", want, prompt, found.tokens[i], count)
-    start = PROMPTS[-1] + found.tokens[-1][:known]
-    title = f"{layout}, {name}, prompt {len(PROMPTS) - 1} from its token {known} on"
-    check(title, want, start, found.again, count - known)
+        check(f"{title}, prompt {i}", want, prompt, found.tokens[i], asked.count)
+    start = PROMPTS[-1] + found.tokens[-1][: asked.known]
+    title = f"{title}, prompt {len(PROMPTS) - 1} from its token {asked.known} on"
+    check(title, want, start, found.again, asked.count - asked.known)
     logprobs = want.after(start, found.again).log_softmax(-1)
     assert len(found.logprobs) == len(logprobs)
     for place, top in enumerate(found.logprobs):
