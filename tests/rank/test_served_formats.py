@@ -1,4 +1,5 @@
-"""Quantised weights, served by MPI's ranks: each token is what transformers makes of the dequantised weights in f32.
+"""Quantised weights, served by MPI's ranks: tokens and log-probabilities are what transformers makes of the dequantised
+weights in f32.
 
 As in test_served.py, prompts are computed in chunks, sequences are preempted, and a prompt is continued from the prefix
 cache.
@@ -20,10 +21,9 @@ from .model.stored_formats import packers, test_stored
 from .model.test_architectures import write
 from .model.test_gguf import SINKS, SIZES, SUPER
 from .reference import Reference
-from .test_served import FEWER, LENGTH, OPTIONS, PROMPTS, Expected, check, requests
+from .test_served import FEWER, FULL, LENGTH, OF_ALL, OF_PROBES, OPTIONS, Expected, check_answers, requests
 
 TIMEOUT = 600  # seconds of a job, on a machine that others use too
-TP = 2
 VOCABULARY = dict(vocab_size=512)  # of the prompts
 TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 STORED = (
@@ -79,6 +79,15 @@ MAKERS = {
 }  # fmt: skip
 
 
+LAYOUTS = OF_ALL | OF_PROBES
+LONGEST = "q8_0"  # in several layouts and for as many tokens as plain weights
+CASES = [*((name, "tp2") for name in (*MAKERS, *IN_SITU)), *((LONGEST, layout) for layout in ("tp1", "pp2"))]
+
+
+def asked_of(name):
+    return FULL if name == LONGEST else FEWER
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name → what is served, and the reference's model."""
@@ -97,34 +106,34 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(made, tmp_path_factory):
-    """name → what the ranks answer: one job for all formats that checkpoints have, and one for each of --isq."""
+    """(name, layout) → what the ranks answer: of a layout one job for all formats that checkpoints have, and one for
+    each of --isq."""
 
     @functools.cache
-    def serve(isq):
+    def serve(isq, layout):
         names = MAKERS if isq == "none" else [isq]
-        options = Options(ranks=TP, tp=TP, device=device(TP), isq=isq, **OPTIONS)
+        tp, pp = LAYOUTS[layout].tp, LAYOUTS[layout].pp
+        ranks = tp * pp
+        options = Options(ranks=ranks, tp=tp, pp=pp, device=device(ranks), isq=isq, **OPTIONS)
         environ = {
             "MODELS": ":".join(str(made(name)[0]) for name in names),
-            "REQUESTS": requests(tmp_path_factory, [FEWER] * len(names)),
-            "ANSWERS": "answers.json",
-            JOB_ENV: encode_job(Job(options=options, announced_size=TP)),
+            "REQUESTS": requests(tmp_path_factory, [asked_of(name) for name in names]),
+            "ANSWERS": f"{layout}.json",
+            JOB_ENV: encode_job(Job(options=options, announced_size=ranks)),
         }
-        return run_ranks(TP, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
+        return run_ranks(ranks, Path(__file__).with_name("serving.py"), timeout=TIMEOUT, **environ)
 
-    def read(name):
-        done, path = serve(name if name in IN_SITU else "none"), made(name)[0]
+    def read(name, layout):
+        done, path = serve(name if name in IN_SITU else "none", layout), made(name)[0]
         assert done.returncode == 0, done.stderr
-        return SimpleNamespace(**json.loads(((path if path.is_dir() else path.parent) / "answers.json").read_text()))
+        return SimpleNamespace(**json.loads(((path if path.is_dir() else path.parent) / f"{layout}.json").read_text()))
 
     return read
 
 
-@pytest.mark.parametrize("name", [*MAKERS, *IN_SITU])
-def test_served(made, answers, name):
-    found, want = answers(name), made(name)[1]
+@pytest.mark.parametrize("name, layout", CASES)
+def test_served(made, answers, name, layout):
+    found, want = answers(name, layout), made(name)[1]
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, "the text would not show an error"
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH
-    for i, prompt in enumerate(PROMPTS):
-        check(f"{name}, prompt {i}", want, prompt, found.tokens[i], FEWER.count)
-    start = PROMPTS[-1] + found.tokens[-1][: FEWER.known]
-    check(f"{name}, continued", want, start, found.again, FEWER.count - FEWER.known)
+    check_answers(f"{name}, {layout}", want, found, asked_of(name))
