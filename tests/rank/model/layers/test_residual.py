@@ -12,7 +12,7 @@ from phalanx.rank.model.layers import residual
 from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
 from phalanx.rank.model.layers.mlp import MLP, activation
 from phalanx.rank.model.layers.norm import AddLayerNorm, AddRMSNorm
-from phalanx.rank.model.layers.residual import ResidualStream
+from phalanx.rank.model.layers.residual import PostNormed, ResidualStream
 from phalanx.rank.model.shard import whole
 from phalanx.rank.model.weights.filler import Filler
 from phalanx.rank.model.weights.slicing import ShardedModule, Source, slices
@@ -111,15 +111,17 @@ def test_a_stream_without_a_norm():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_whole_tensor_is_not_summed_over_the_ranks(size):
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("reader", ["norm", "stream"])
+def test_a_whole_tensor_is_not_summed_over_the_ranks(size, lazy, reader):
     """A post-norm's output is equal on all ranks: only a Partial goes through the all-reduce."""
 
     def rank(grid):
         down, norm, value, x = parts(grid)
-        stream = ResidualStream(value)
-        stream.add(rms_norm(down(x).sum(), norm.weight, norm.eps))
+        stream, post = ResidualStream(value), PostNormed(norm, down(x).sum())
+        stream.add(post if lazy else post.tensor())
         normed = norm(stream)
-        normed.begin()
+        (normed if reader == "norm" else stream).begin()
         return normed.tensor(), stream.read()
 
     grid = mesh.build(threads_of_one(), 1, 1)
