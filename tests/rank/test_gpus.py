@@ -88,12 +88,14 @@ def test_tokens(checkpoint, expected, kind, tp, pp, dp):
 
 @pytest.mark.parametrize("sums", ["kernels", "nccl"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_cut_steps_change_no_token(checkpoint, expected, tp, sums, monkeypatch):
-    """Over NCCL sums and the norms that follow run beside the other part's GEMMs."""
+@pytest.mark.parametrize("kind", ["llama", GEMMA2])
+def test_cut_steps_change_no_token(checkpoint, expected, kind, tp, sums, monkeypatch):
+    """Over NCCL sums and the norms that follow run beside the other part's GEMMs, unless a sublayer's own norm reads
+    the sum."""
     monkeypatch.setenv("ALL_REDUCE", sums)
     program = (str(Path(__file__).parent / "cutting.py"),)
-    with start(checkpoint("llama"), tp, tp=tp, max_num_batched_tokens=50, program=program) as engine:
-        wanted = expected("llama")
+    with start(checkpoint(kind), tp, tp=tp, max_num_batched_tokens=50, program=program) as engine:
+        wanted = expected(kind)
         outputs = engine.generate({str(i): (tokens, greedy(COUNT)) for i, (tokens, _) in enumerate(wanted)})
         assert engine.log().count("a step is cut") >= 4 * tp
         assert [outputs[str(i)].tokens for i in range(len(wanted))] == [tokens for _, tokens in wanted]
