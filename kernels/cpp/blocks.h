@@ -26,13 +26,16 @@ struct Linear {
     void* y;
     int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
     int64_t super, zero;                   // inputs of a group; what all codes have too much
+    int64_t ahead;                         // bytes from what is read to what is asked for
 };
 
-// The weights of several experts, one after the other, each with rows of x of its own.
+// The weights of several experts, one after the other, each with rows of x of its own. Weights may have more inputs, of
+// which the first ones are multiplied, and more outputs, of which block_of says which are.
 struct Experts {
     const void *x, *digits, *blocks, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
     void *taken, *y;  // taken: as each_block has it
-    int64_t experts, inputs, outputs, pitch, super, zero;
+    int64_t experts, inputs, outputs, pitch, super, zero, ahead;
+    int64_t whole, size;  // blocks of a weight as it lies, and bytes of one
 };
 
 struct Dequantize {
@@ -42,7 +45,6 @@ struct Dequantize {
 };
 
 constexpr int BLOCK = 16;                 // outputs
-constexpr int AHEAD = 4096;               // bytes from what is read to what is asked for
 constexpr int WIDE = BLOCK / LANES;       // vectors of a block's outputs
 constexpr int ROWS = LANES == 4 ? 2 : 4;  // rows at once: their sums and what is added to them, in registers
 
@@ -56,8 +58,8 @@ template <int HEAD, int BYTES> struct Blocks {
         run += BYTES;
         if (--left == 0) head = run, run += HEAD, left = each;
     }
-    INLINE void ask() const {
-        for (int i = 0; i < BYTES + HEAD; i += 64) __builtin_prefetch(run + AHEAD + i, 0, 2);
+    INLINE void ask(int64_t ahead) const {
+        for (int i = 0; i < BYTES + HEAD; i += 64) __builtin_prefetch(run + ahead + i, 0, 2);
     }
     static INLINE int64_t bytes(int64_t inputs, int64_t super) { return inputs / super * (HEAD + super / RUN * BYTES); }
 };
@@ -156,7 +158,7 @@ INLINE void whole_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total
     const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
     F at(w, a.super);
     for (int64_t g = 0; g < runs; g++, of += sizeof(Sums), at.next()) {
-        at.ask();
+        at.ask(a.ahead);
 #pragma GCC unroll 2
         for (int h = 0; h < F::GROUPS; h++) {
             Dots<T> dots[R][WIDE];
@@ -198,7 +200,7 @@ INLINE void float_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total
     const int32_t zero = a.zero;
     F at(w, a.super);
     for (int64_t n = 0; n < a.inputs; n += RUN, x += RUN, of += sizeof(Sums), at.next()) {
-        at.ask();
+        at.ask(a.ahead);
 #pragma GCC unroll 4
         for (int v = 0; v < WIDE; v++)
             for (int h = 0; h < G; h++) {
@@ -267,7 +269,7 @@ template <typename F, typename T> void tiled(const Linear& a, int64_t m, int cou
     alignas(64) Ints codes[2][RUN / 4];
     F at(w, a.super);
     for (int64_t g = 0; g < runs; g++, x += RUN, of += sizeof(Sums), at.next()) {
-        at.ask();
+        at.ask(a.ahead);
         Ints* four = codes[g % 2];
 #pragma GCC unroll 8
         for (int i = 0; i < RUN / 4; i++) four[i] = at.four(i, 0);
@@ -329,12 +331,12 @@ template <typename F, typename T> void linear(const Linear& a, int part, int par
 }
 
 template <typename F, typename T> void experts(const Experts& a, int part, int parts) {
-    const int64_t size = F::bytes(a.inputs, a.super), blocks = (a.outputs + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
     each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        const int64_t first = weight_of(a.at, e) * blocks;
-        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero};
-        rows<F, T>(of, m, i, (const uint8_t*)a.blocks + (first + i) * size);
+        const int64_t at = weight_of(a.at, e) * a.whole + block_of(i, blocks, a.whole);
+        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero, a.ahead};
+        rows<F, T>(of, m, i, (const uint8_t*)a.blocks + at * a.size);
     });
     done();
 }

@@ -8,7 +8,7 @@
 struct Linear {
     const void *x, *weight, *bias;  // bias: null where there is none
     void* y;
-    int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
+    int64_t rows, inputs, outputs, pitch, row, width;  // elements from row to row of x, of the weight, and of y
 };
 
 constexpr int BLOCK = 8;  // outputs that a thread computes for all rows before it goes on
@@ -39,7 +39,7 @@ template <> struct Step<bf16, bf16> {
 #endif
 
 template <int R, int OUTS, typename T, typename W>
-INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W* ahead, float (&out)[R][OUTS]) {
+INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t row, int64_t inputs, const W* ahead, float (&out)[R][OUTS]) {
     typedef Step<T, W> S;
     Vec total[R][OUTS] = {};
     int64_t i = 0;
@@ -49,8 +49,8 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W*
         for (int r = 0; r < R; r++) values[r] = S::get(x + r * pitch + i);
 #pragma GCC unroll 8
         for (int o = 0; o < OUTS; o++) {
-            if (ahead) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
-            typename S::Piece weight = S::get(w + o * inputs + i);
+            if (ahead) __builtin_prefetch(ahead + o * row + i, 0, 2);
+            typename S::Piece weight = S::get(w + o * row + i);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) total[r][o] = S::add(total[r][o], values[r], weight);
         }
@@ -61,7 +61,7 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W*
 #pragma GCC unroll 8
             for (int o = 0; o < OUTS; o++)
                 total[r][o] = S::add(total[r][o], S::get(x + r * pitch + i, inputs - i),
-                                     S::get(w + o * inputs + i, inputs - i));
+                                     S::get(w + o * row + i, inputs - i));
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -72,11 +72,12 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W*
 template <int R, int OUTS, typename T, typename Out, typename W>
 INLINE void outputs(const Linear& a, int64_t m, int64_t o, const W* ahead) {
     float out[R][OUTS];
-    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const W*)a.weight + o * a.inputs, a.inputs, ahead, out);
+    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const W*)a.weight + o * a.row, a.row, a.inputs, ahead,
+                  out);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < OUTS; i++) {
             float bias = a.bias ? widen(((const T*)a.bias)[o + i]) : 0;
-            ((Out*)a.y)[(m + r) * a.outputs + o + i] = narrow<Out>(out[r][i] + bias);
+            ((Out*)a.y)[(m + r) * a.width + o + i] = narrow<Out>(out[r][i] + bias);
         }
 }
 
@@ -85,7 +86,7 @@ template <typename T, typename Out = T, typename W = T> void block(const Linear&
     int64_t m = 0;
     for (; m + ROWS <= a.rows; m += ROWS, ahead = nullptr) {
         outputs<ROWS, 4, T, Out, W>(a, m, o, ahead);
-        outputs<ROWS, 4, T, Out, W>(a, m, o + 4, ahead ? ahead + 4 * a.inputs : nullptr);
+        outputs<ROWS, 4, T, Out, W>(a, m, o + 4, ahead ? ahead + 4 * a.row : nullptr);
     }
     switch (a.rows - m) {
 #if defined(__AVX512F__)
@@ -105,10 +106,10 @@ template <typename T, typename Out = T, typename W = T> void last_outputs(const 
     for (; o < a.outputs; o++)
         for (int64_t m = 0; m < a.rows; m++) {
             const T* x = (const T*)a.x + m * a.pitch;
-            const W* w = (const W*)a.weight + o * a.inputs;
+            const W* w = (const W*)a.weight + o * a.row;
             float total = a.bias ? widen(((const T*)a.bias)[o]) : 0;
             for (int64_t i = 0; i < a.inputs; i++) total += widen(x[i]) * widen(w[i]);
-            ((Out*)a.y)[m * a.outputs + o] = narrow<Out>(total);
+            ((Out*)a.y)[m * a.width + o] = narrow<Out>(total);
         }
 }
 
@@ -117,7 +118,7 @@ template <typename T, typename Out = T, typename W = T> void linear(const Linear
     int64_t blocks = a.outputs / BLOCK;
     Share share(blocks, part, parts);
     for (int64_t i = share.first; i < share.last; i++) {
-        const W* next = (const W*)a.weight + (i + 1) * BLOCK * a.inputs;
+        const W* next = (const W*)a.weight + (i + 1) * BLOCK * a.row;
         block<T, Out, W>(a, i * BLOCK, i + 1 < share.last ? next : nullptr);
     }
     if (part == parts - 1) last_outputs<T, Out, W>(a, blocks * BLOCK);

@@ -45,7 +45,7 @@ template <typename Out> INLINE void store_tile(const Linear& a, const float (&ma
     transpose(rows);
     const int64_t outs = a.outputs - o < TILE ? a.outputs - o : TILE;
     for (int r = 0; r < count; r++) {
-        Out* y = (Out*)a.y + (m + r) * a.outputs + o;
+        Out* y = (Out*)a.y + (m + r) * a.width + o;
         const bf16* bias = (const bf16*)a.bias + o;
         if (outs == TILE)
             store(y, a.bias ? rows[r] + load(bias) : rows[r]);
@@ -68,16 +68,16 @@ void tile_of_outputs(const Linear& a, const bf16* x, int64_t pitch, int64_t m, i
     }
     for (int c = 0; c < COLUMNS; c++) shapes.set(PAIRS + c, TILE, 64);
     tiles_begin(shapes);  // sums are zeros then
-    const bf16* w = (const bf16*)a.weight + o * a.inputs;
+    const bf16* w = (const bf16*)a.weight + o * a.row;
     for (int64_t i = 0; i < a.inputs; i += TILE_INPUTS, w += TILE_INPUTS, x += PAIRED) {
-        for (int64_t r = 2 * TILE; r < 4 * TILE && r < left; r++) __builtin_prefetch(w + r * a.inputs, 0, 2);
+        for (int64_t r = 2 * TILE; r < 4 * TILE && r < left; r++) __builtin_prefetch(w + r * a.row, 0, 2);
         tile_load<PAIRS>(x, 64);
         if constexpr (COLUMNS == 2) tile_load<PAIRS + 1>(x + pitch, 64);
-        tile_load<WEIGHT>(w, 2 * a.inputs);
+        tile_load<WEIGHT>(w, 2 * a.row);
         tile_dot_bf16<0, WEIGHT, PAIRS>();
         if constexpr (COLUMNS == 2) tile_dot_bf16<2, WEIGHT, PAIRS + 1>();
         if (second) {
-            tile_load<WEIGHT + 1>(w + TILE * a.inputs, 2 * a.inputs);
+            tile_load<WEIGHT + 1>(w + TILE * a.row, 2 * a.row);
             tile_dot_bf16<1, WEIGHT + 1, PAIRS>();
             if constexpr (COLUMNS == 2) tile_dot_bf16<3, WEIGHT + 1, PAIRS + 1>();
         }

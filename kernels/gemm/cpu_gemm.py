@@ -26,5 +26,6 @@ def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x.new_empty(len(x), len(weight))
     inputs = weight.shape[1]
     name = "linear" if x.dtype == weight.dtype else "linear_f32_of"
-    ops.typed("cpu_gemm", name, weight.dtype)(x, weight, bias, y, len(x), inputs, len(weight), x.stride(0))
+    sizes = len(x), inputs, len(weight), x.stride(0), inputs, len(weight)
+    ops.typed("cpu_gemm", name, weight.dtype)(x, weight, bias, y, *sizes)
     return y

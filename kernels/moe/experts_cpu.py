@@ -75,14 +75,16 @@ def linear(
     x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
-    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
+    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it. sizes: experts, O. The stack may have
+    more outputs and inputs, as there."""
     if isinstance(stack, Tensor):
         every = _every(sizes[0]) if at is None else at
         return plain_linear(x, stack, every, ends, bias, y, scratch)
     assert isinstance(stack, Stack), "`supports` was not asked"
+    of = (*sizes, stack.shape[1]), ends, bias, y, scratch, at
     if isinstance(stack.packed, e4m3_cpu.Packed):
-        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at)
-    return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, scratch, at)
+        return e4m3_cpu.experts(x, stack.packed, *of)
+    return blocks_cpu.experts(x, stack.packed.of_blocks, *of)
 
 
 def gated_linear(
@@ -92,7 +94,8 @@ def gated_linear(
     """The same of what is `gated`, which makes x first: with one operation less where x becomes digits. rows: those
     that may be of any expert."""
     if isinstance(stack, Stack) and not isinstance(stack.packed, e4m3_cpu.Packed):
-        return blocks_cpu.experts(x, stack.packed.of_blocks, sizes, ends, bias, y, scratch, at, gated)
+        whole = *sizes, stack.shape[1]
+        return blocks_cpu.experts(x, stack.packed.of_blocks, whole, ends, bias, y, scratch, at, gated)
     both, inner = gated.both[rows], x[rows]
     act = ops.typed("activation", f"gated_{gated.act}", x.dtype), (both, inner, *inner.shape)
     return act, *linear(x, stack, sizes, ends, bias, y, scratch, at)
@@ -116,15 +119,15 @@ def plain_linear(
 ) -> ops.Calls:
     """Operations of host_experts.cpp that make y [pairs, O], of x's dtype or f32, of x [pairs, I], by each place's
     expert: at [places] is its index in stack [E, O, I], of x's dtype or of 16 bits under f32, and starts [places + 1]
-    where its rows begin."""
-    _, outputs, inputs = stack.shape
+    where its rows begin. The stack may have more outputs and inputs, as `blocks_cpu.experts` has it."""
+    (_, whole, row), inputs, outputs = stack.shape, x.shape[1], y.shape[1]
     calls: ops.Calls = ()
     paired = None
     tiled = _tiled(ops.libraries()[PLAIN_SOURCE])
     if tiled and x.dtype == torch.bfloat16 and scratch.tokens >= tiled.least:  # else no expert has rows for tiles
         paired = scratch.empty(x, (len(x) // tiled.rows + len(at) + 1, tiled.rows * inputs), x.dtype)
         calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
-    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
+    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs, row, whole
     name = "experts_up" if x.dtype == y.dtype else "experts_down"
     name = name if x.dtype == stack.dtype else "experts_f32_of"
     return *calls, (ops.typed(PLAIN_SOURCE, name, stack.dtype), of)

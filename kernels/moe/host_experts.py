@@ -65,17 +65,19 @@ class HostPairs:
             self._add_plainly(stack, at)
         self._used += count
 
-    def all_calls(self, stack: Experts, at: Tensor, out: Tensor) -> Round:
+    def all_calls(self, stack: Experts, at: Tensor, out: Tensor, units: int | None = None) -> Round:
         """Operations that fill out [T, H] f32 with the weighted sums of all pairs whose experts have a weight by `at`,
         which is read when they run: they may run again when what lies in these tensors has changed. The last one alone
-        adds up."""
+        adds up. units: only so many of an expert's intermediate units are computed, the first ones, of which the biases
+        are then; the same in all calls."""
         self._used = 0
-        calls, before = self._round(stack, at, slice(0, self.ids.numel()))
+        calls, before = self._round(stack, at, slice(0, self.ids.numel()), units)
         return Round((*calls, self._combine(out)), before)
 
-    def _round(self, stack: Experts, at: Tensor, mine: slice) -> Round:
+    def _round(self, stack: Experts, at: Tensor, mine: slice, units: int | None = None) -> Round:
         """Of a round whose pairs get these places. Where fewer have any, what the others make is nobody's."""
         experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
+        outputs = outputs if units is None else 2 * units
         if not self._buffers:
             starts, pair = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
             widths, dtype = (hidden, outputs, outputs // 2), computed_in(self.x.dtype)

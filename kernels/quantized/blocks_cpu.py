@@ -19,6 +19,7 @@ from . import target
 MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in blocks.h
 RUN = 32  # inputs that lie together
+AHEAD = 4096  # bytes from what is read to what is asked for
 RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a row in digits, with its Sums, as in digits.h
 
 
@@ -74,7 +75,7 @@ def _digits(x: Tensor, inputs: int, scratch: Scratch) -> Tensor:
 def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
     y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs, Scratch(len(x)))
-    sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero)
+    sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero, AHEAD)
     ops.run(
         (ops.typed("digits_cpu", "split", x.dtype), (x, None, digits, len(x), of.inputs, x.stride(0), 0)),
         (ops.typed(of.source, f"{of.name}_linear", x.dtype), (x, digits, of.blocks, bias, y, *sizes)),
@@ -82,23 +83,33 @@ def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) ->
     return gated_activation(y, gate) if gate else y
 
 
+def ahead(block: int, read: int) -> int:
+    """Bytes from what is read to what is asked for, of blocks of which the first `read` bytes are read: where these are
+    not all, the same place of another block, so that nothing is asked for that is not read."""
+    return AHEAD if read == block else -(-AHEAD // read) * block
+
+
 def experts(
-    x: Tensor, of: Blocks, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, of: Blocks, sizes: tuple[int, int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None, gated: Gated | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
-    experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
+    experts, each filled up to whole blocks. sizes: experts, O, and the outputs that
+    their weights have, which may have more inputs, too: the first ones of both halves, and the first inputs, are
+    multiplied, in multiples of 16 and of `of.super`. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
     gated: what x is made of first."""
-    (count, outputs), digits = sizes, _digits(x, of.inputs, scratch)
+    (count, outputs, whole), inputs, block = sizes, x.shape[1], of.blocks[0].nbytes
+    digits = _digits(x, inputs, scratch)
     split: tuple[ops.Op, tuple[ops.Value, ...]]
     if gated is None:
-        rows = len(x), of.inputs, x.stride(0), count
+        rows = len(x), inputs, x.stride(0), count
         split = ops.typed("digits_cpu", "split", x.dtype), (x, ends, digits, *rows)
     else:
-        of_both = gated.both, ends, x, digits, of.inputs, count
+        of_both = gated.both, ends, x, digits, inputs, count
         split = ops.typed("digits_cpu", f"split_gated_{gated.act}", x.dtype), of_both
-    told = count, of.inputs, outputs, x.stride(0), of.super, of.zero
+    of_blocks = ahead(block, block * inputs // of.inputs), -(-whole // BLOCK), block
+    told = count, inputs, outputs, x.stride(0), of.super, of.zero, *of_blocks
     multiply = ops.typed(of.source, f"{of.name}_experts", x.dtype)
     return split, (multiply, (x, digits, of.blocks, bias, ends, at, scratch.taken, y, *told))
 

@@ -14,13 +14,16 @@ struct Linear {
     const void *x, *codes, *scales, *bias;  // x: f32; bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch, unit;  // pitch: elements from row to row of x; unit: inputs of a scale
+    int64_t width, ahead;  // inputs of a block as it lies; bytes from what is read to what is asked for
 };
 
-// The weights of several experts, one after the other, each with rows of x of its own.
+// The weights of several experts, one after the other, each with rows of x of its own. Weights may have more inputs, of
+// which the first ones are multiplied, and more outputs, of which block_of says which are.
 struct Experts {
     const void *x, *codes, *scales, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
     void *taken, *y;  // taken: as each_block has it
-    int64_t experts, inputs, outputs, pitch, unit;
+    int64_t experts, inputs, outputs, pitch, unit, width, ahead;
+    int64_t whole;  // blocks of a weight as it lies
 };
 
 struct Widen {
@@ -43,7 +46,6 @@ struct Encode {
 
 constexpr int BLOCK = 16;            // outputs
 constexpr int STEP = 4;              // inputs that are converted together; a unit has a multiple of it
-constexpr int AHEAD = 4096;          // bytes from what is read to what is asked for
 constexpr int WIDE = BLOCK / LANES;  // vectors of a block's outputs
 constexpr int ROWS = LANES == 16 ? 8 : LANES == 8 ? 4 : 2;  // rows at once: their sums are in registers
 #if defined(__AVX2__)
@@ -88,7 +90,7 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
     for (int64_t i = 0; i < a.inputs; i += a.unit, by += BLOCK) {
         Vec part[R][WIDE][PARTS] = {};
         for (int64_t q = i; q < i + a.unit; q += STEP, w += STEP * BLOCK) {
-            __builtin_prefetch(w + AHEAD, 0, 2);
+            __builtin_prefetch(w + a.ahead, 0, 2);
 #pragma GCC unroll 4
             for (int v = 0; v < WIDE; v++) {
                 Vec codes[STEP];
@@ -113,8 +115,8 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
 
 // Block i of outputs for rows m and on; `at`: which block of all weights that is.
 template <typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, int64_t at) {
-    const uint8_t* w = (const uint8_t*)a.codes + at * a.inputs * BLOCK;
-    const float* by = (const float*)a.scales + at * (a.inputs / a.unit) * BLOCK;
+    const uint8_t* w = (const uint8_t*)a.codes + at * a.width * BLOCK;
+    const float* by = (const float*)a.scales + at * (a.width / a.unit) * BLOCK;
     for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w, by);
     for (; ROWS > 4 && m + 4 <= a.rows; m += 4) outputs<4, T>(a, m, i * BLOCK, w, by);
     for (; ROWS > 2 && m + 2 <= a.rows; m += 2) outputs<2, T>(a, m, i * BLOCK, w, by);
@@ -130,9 +132,9 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
     each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        const int64_t first = weight_of(a.at, e) * blocks;
-        const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit};
-        rows<T>(of, m, i, first + i);
+        const int64_t at = weight_of(a.at, e) * a.whole + block_of(i, blocks, a.whole);
+        const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit, a.width, a.ahead};
+        rows<T>(of, m, i, at);
     });
 }
 

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from . import target
+from .blocks_cpu import AHEAD, ahead
 
 SOURCE = "e4m3_cpu"
 MOST_ROWS = 64
@@ -73,7 +74,8 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
     y = x.new_empty(rows, outputs)
     wide, calls = _widened(x, Scratch(rows))
-    of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
+    sizes = rows, inputs, outputs, wide.stride(0), packed.unit, inputs, AHEAD
+    of_weight = packed.codes, packed.scales, bias, y, *sizes
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
     return y
 
@@ -87,13 +89,14 @@ def _widened(x: Tensor, scratch: Scratch, ends: Tensor | None = None, experts: i
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, stack: Packed, sizes: tuple[int, int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
-    count, outputs = sizes
+    (count, outputs, whole), inputs, width = sizes, x.shape[1], stack.inputs
     wide, calls = _widened(x, scratch, ends, count)
-    told = count, stack.inputs, outputs, wide.stride(0), stack.unit
+    of_blocks = width, ahead(width * BLOCK, inputs * BLOCK), -(-whole // BLOCK)
+    told = count, inputs, outputs, wide.stride(0), stack.unit, *of_blocks
     of = wide, stack.codes, stack.scales, bias, ends, at, scratch.taken, y, *told
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
 

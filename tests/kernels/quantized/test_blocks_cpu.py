@@ -62,7 +62,7 @@ def test_an_activation_on_the_way(isa, called, act, dtype):
     """Of experts' rows, to the bit; rows before and behind theirs are not touched."""
     of = FORMS["int4"]()[0].of_blocks
     both, ends = torch.randn(6, 2 * INPUTS).to(dtype), torch.tensor([1, 1, 5], dtype=torch.int32)
-    rest = (2, OUTPUTS), ends, None
+    rest = (2, OUTPUTS, OUTPUTS), ends, None
     made = []
     for gated in (True, False):
         x = torch.full((6, INPUTS), 7.0).to(dtype) if gated else gated_activation(both, act)
@@ -85,9 +85,9 @@ def test_threads_share_all_blocks_whoever_is_late(isa, of, parts):
         stack = e4m3_cpu.pack(*e4m3_cpu.encode(weight, 128))
     x, ends = torch.randn(6, INPUTS), torch.tensor([0, 1, 1, 6], dtype=torch.int32)
     want, y = (torch.full((6, 304), torch.nan) for _ in range(2))
-    ops.run(*of.experts(x, stack, (3, 304), ends, None, want, scratch))
+    ops.run(*of.experts(x, stack, (3, 304, 304), ends, None, want, scratch))
     for order in (range(parts), range(parts)[::-1]):
-        for op, values in of.experts(x, stack, (3, 304), ends, None, y.fill_(torch.nan), scratch):
+        for op, values in of.experts(x, stack, (3, 304, 304), ends, None, y.fill_(torch.nan), scratch):
             run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(op.address)
             for part in order:
                 run(ops.pack(values), part, parts)
