@@ -12,6 +12,7 @@ import math
 import resource
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,24 @@ def pinned(x: Tensor) -> Tensor:
 def aligned(size: int) -> int:
     """Bytes up to where the next tensor of one piece of memory may begin, as CUDA's own allocations do."""
     return -(-size // ALIGN) * ALIGN
+
+
+class _Seen:
+    """What torch makes a CUDA tensor of."""
+
+    def __init__(self, memory: Tensor):
+        self.memory = memory  # stays as long as the tensor
+        self.__cuda_array_interface__: dict[str, Any] = dict(
+            shape=(memory.numel(),), typestr="|u1", data=(memory.data_ptr(), False), strides=None, version=2
+        )
+
+
+def on_gpu(memory: Tensor) -> Tensor:
+    """The same memory, uint8 and pinned, as a tensor of the current GPU, whose kernels read it through PCIe. Only where
+    a GPU has host memory at the same address (`host_exchange.supports`)."""
+    seen = torch.as_tensor(_Seen(memory), device="cuda")
+    assert seen.data_ptr() == memory.data_ptr(), "torch has copied it"
+    return seen
 
 
 def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:

@@ -40,17 +40,21 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
 }
 
 // x [units of 16 bytes], ids and weights [pairs] to the host; then the flag says so. slots: of each of the router's
-// experts, its number among resident ones; numbers [pairs]: of the pairs' experts.
+// experts, its number among resident ones, or `none`; numbers [pairs]: of the pairs' experts. missing [pairs]: of `experts`
+// from `first` on that have none, each pair's expert's place; `experts` of all others. Where there are none, nobody asks.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_send(const uint4* x, const int* ids, const float* weights, const int* slots, uint4* x_there, int* ids_there,
-          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int pairs) {
+          float* weights_there, int* numbers, int* missing, unsigned* state, unsigned* flag, int units, int pairs, int first,
+          int experts, int none) {
     grid_wait();
     launch_dependents();
-    const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
-    for (int i = first; i < units; i += step) x_there[i] = x[i];
-    for (int p = first; p < pairs; p += step) {
-        const int id = ids[p];
-        ids_there[p] = id, weights_there[p] = weights[p], numbers[p] = slots[id];
+    const int begin = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
+    for (int i = begin; i < units; i += step) x_there[i] = x[i];
+    for (int p = begin; p < pairs; p += step) {
+        const int id = ids[p], slot = slots[id];
+        ids_there[p] = id, weights_there[p] = weights[p], numbers[p] = slot;
+        const bool there = slot == none && id >= first && id < first + experts;
+        if (experts) missing[p] = there ? id - first : experts;
     }
     __threadfence_system();
     __syncthreads();
@@ -168,8 +172,14 @@ struct Made {
     static __device__ inline unsigned awaited(unsigned mine) { return OWN ? mine : mine - 1; }
 };
 
+// What the GPU has computed of experts that it shares with the CPU: of this layer, where SPLIT, and of the one before, where
+// OWED_SPLIT.
+struct Split {
+    const T *own, *owed;
+};
+
 // Four of y.
-__device__ inline void add_up(const T* resident, const T* copied, const Made& made, T* y, int n) {
+__device__ inline void add_up(const T* resident, const T* copied, const Made& made, const Split& split, T* y, int n) {
     const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
     if (i >= n) return;
     float sum[4] = {};
@@ -179,6 +189,8 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
     for (int j = 0; j < 4; j++) {
         if (RESIDENT) sum[j] += to_float(resident[i + j]);
         if (COPIED) sum[j] += to_float(copied[i + j]);
+        if (SPLIT) sum[j] += to_float(split.own[i + j]);
+        if (OWED_SPLIT) sum[j] += to_float(split.owed[i + j]);
         y[i + j] = from_float<T>(sum[j]);
     }
 }
@@ -210,7 +222,7 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
     }
     __syncthreads();
     launch_dependents();
-    add_up(resident, copied, {own, owed}, y, n);
+    add_up(resident, copied, {own, owed}, {y, y}, y, n);
 }
 
 // Two nibbles of a unit, as moved_nibbles.py has them in its tables.
@@ -263,8 +275,8 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
 // `collect` where the CPU computes all experts that are missing, and no other kernel looks at the list. One at most is in
 // it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_collect_only(const T* resident, const float* own, const float* owed, T* y, unsigned* state, unsigned* flag,
-                  const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
+host_collect_only(const T* resident, const float* own, const float* owed, const T* split, const T* owed_split, T* y,
+                  unsigned* state, unsigned* flag, const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
                   int first, int none) {
     __shared__ unsigned entry;
     grid_wait();
@@ -288,7 +300,7 @@ host_collect_only(const T* resident, const float* own, const float* owed, T* y, 
     __syncthreads();
     if (blockIdx.x < blocks) {
         launch_dependents();
-        add_up(resident, resident, {own, owed}, y, n);
+        add_up(resident, resident, {own, owed}, {split, owed_split}, y, n);
         return;
     }
     if (!entry) return;

@@ -28,7 +28,8 @@ ADOPTING = 64  # blocks that copy experts into their slots
 BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
 MOST = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
-ADDED = "RESIDENT", "COPIED", "OWN", "OWED"  # what resident and copied experts make, and `Made`
+# What resident and copied experts make, `Made`, and `Split`.
+ADDED = "RESIDENT", "COPIED", "OWN", "OWED", "SPLIT", "OWED_SPLIT"
 LINE = 32  # int32 of two cache lines: flags do not share one
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -73,6 +74,25 @@ class Made(NamedTuple):
 
     own: Tensor | None  # this layer's, which it waits for; None: the next one adds them
     owed: Tensor | None = None  # those of the layer before
+
+
+class Split(NamedTuple):
+    """The GPU's part of what a layer adds of experts that CPU and GPU compute together, [T, H] like y."""
+
+    own: Tensor | None = None  # of this layer's
+    owed: Tensor | None = None  # of those of the layer before
+
+
+NOT_SPLIT = Split()
+
+
+class Missing(NamedTuple):
+    """What `send` is asked for besides: which of some experts have no slot."""
+
+    numbers: Tensor  # int32 [T, k], filled: each pair's expert among these, or `experts`
+    first: int  # the router's number of the first
+    experts: int
+    none: int  # what `slots` says of those that have none
 
 
 class Slots(NamedTuple):
@@ -140,14 +160,18 @@ def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
-def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange) -> Tensor:
+def send(
+    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange,
+    missing: Missing | None = None,
+) -> Tensor:  # fmt: skip
     """To the host's x, ids and weights, which the service waits for. x [T, H], whose rows have a multiple of 16 bytes;
-    all contiguous. slots int32 [experts of the router]. Returns slots[ids]."""
+    all contiguous. slots int32 [experts of the router]. Returns slots[ids], and fills `missing`."""
     numbers, units = torch.empty_like(ids), x.nbytes // 16
     blocks = max(1, min(BLOCKS, units // THREADS))
     kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes())
-    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent
-    kernel((blocks, 1, 1), THREADS, *where, units, ids.numel())
+    lacking = missing or Missing(numbers, 0, 0, 0)
+    where = x, ids, weights, slots, *host, numbers, lacking.numbers, exchange.state, exchange.sent
+    kernel((blocks, 1, 1), THREADS, *where, units, ids.numel(), *lacking[1:])
     return numbers
 
 
@@ -181,14 +205,16 @@ def collect(
 
 
 def collect_only(
-    resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0
-) -> Tensor:
+    resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0,
+    split: Split = NOT_SPLIT,
+) -> Tensor:  # fmt: skip
     """`collect` where nothing was fetched: the list has one expert at most, which comes to its slot."""
     y = torch.empty_like(like)
-    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made))
+    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made, *split))
     blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
     of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
-    where = resident, *(y if one is None else one for one in made), y, exchange.state, exchange.made, exchange.list
+    added = resident, *(y if one is None else one for one in (*made, *split)), y
+    where = *added, exchange.state, exchange.made, exchange.list
     kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
     return y
 

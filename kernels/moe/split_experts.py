@@ -93,6 +93,6 @@ def biases_of(biases: Biases, first: int, last: int) -> Biases:
 
 def reads(stack: Experts, dtype: torch.dtype) -> bool:
     """Whether kernels on GPUs read stacks in this form as they lie, also from host memory."""
-    if all(isinstance(one, Tensor) for one in stack):
-        return all(one.dtype == dtype for one in stack)
+    if isinstance(stack.w13, Tensor) and isinstance(stack.w2, Tensor):
+        return stack.w13.dtype == stack.w2.dtype == dtype
     return all(isinstance(one, Stack) and isinstance(one.packed, pieces_cuda.Packed) for one in stack)

@@ -48,6 +48,8 @@ def place(
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
+    if offload is not None:
+        offload.host_left = host_room
     return need, host_room
 
 

@@ -300,6 +300,8 @@ PROGRAMS = [
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(HERE, HERE, HERE, HERE))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes(HERE))),
+    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(HERE, None, HERE, HERE, HERE, HERE))),
+    ("host_exchange", dict(T=torch.float16, **host_exchange.sizes(HERE, None, None, HERE, None, HERE))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=group.THREADS, PART=group.PART)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS, PART=group.PART)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -8,12 +8,15 @@ not see yet, so tokens differ. Only decode steps of few tokens do it, where the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ..batch import Batch
 from .host_buffers import KEPT
+
+if TYPE_CHECKING:
+    from .split import Part
 
 
 class Deferral:
@@ -24,12 +27,19 @@ class Deferral:
         self.step = False
         self.used = False  # whether any step has deferred: not where kernels do not reach the host's memory
         self.owed: Tensor | None = None  # on CPUs: [T, H] f32 that the next layer adds
+        self._part: Part | None = None  # on GPUs: the same, of their part of experts that the CPU computes with them
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """A step begins. All its rows have to go through all layers."""
         one = batches[0]
         alone = len(batches) == 1 and one.sampled is None
         self.step = self.allowed and alone and one.num_decodes == len(one.ids) <= KEPT
+
+    def parts(self, part: Part | None, order: Order) -> tuple[Part | None, Part | None]:
+        """Of a layer that makes `part`, what it adds itself, and what the layer before has left for it."""
+        owed = None if order.first else self._part
+        self._part = None if order.last else part
+        return (part if order.last else None), owed
 
 
 class Order(NamedTuple):

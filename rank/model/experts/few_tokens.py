@@ -9,24 +9,27 @@ resident ones take their places there, so the resident set follows what is chose
 Kernels that bring experts and compute them take their time also where there are none, which a step of one token waits
 for in every layer. So where the CPU is about as fast as copies, steps of the fewest pairs leave all that is missing to
 it, and an expert comes over only to become resident, while the CPU computes: the step waits only for what is left of
-the copy when the CPU is done.
+the copy when the CPU is done. There a GPU may have a part of each missing expert, which it reads itself (split.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
-from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
-from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
+from ....kernels.moe.host_choice import ADOPTED, Choice, Costs, Residency
+from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Missing, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
 from .host_steps import Steps
+from .split import Part as SplitPart
+from .split import Split
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
@@ -35,17 +38,34 @@ CPU_PAIRS = 16  # most pairs of steps that the CPU serves alone: of more the GPU
 # (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
 DEARER = 2.0
 
-Work = Callable[[HostView, int], Kept]
+Work = Callable[[HostView, int, Split | None], Kept]
+
+
+class Added(NamedTuple):
+    """What a layer adds to what it has computed on the GPU."""
+
+    cpu: Made
+    parts: tuple[SplitPart | None, SplitPart | None] = (None, None)  # the GPU's: of this layer, and of the one before
+
+
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
+
+
+def serves_alone(costs: Costs) -> bool:
+    """Whether a CPU is fast enough to serve all missing experts of the fewest pairs."""
+    return costs.cpu[0] <= DEARER * costs.copy
 
 
 class FewTokens:
     """One layer's part of such steps."""
 
     def __init__(
-        self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool
-    ):
-        """work: of the CPU, for so many tokens. copies: whether experts are copied at all."""
+        self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool,
+        split: Split | None = None,
+    ):  # fmt: skip
+        """work: of the CPU, for so many tokens. copies: whether experts are copied at all. split: how the GPU has a
+        part of what the CPU serves."""
+        self._split = split
         self.streamer, self.layer, self.choice, self.residency = streamer, layer, choice, residency
         self._work = work
         self.stack: Experts | None = None  # room for what is copied
@@ -68,8 +88,8 @@ class FewTokens:
         """Copied experts may become resident in the first ones, as many as `expert_in` has."""
         if not len(expert_in):  # then much is missing, of which copies take a part
             return
-        device, costs, none = self.streamer.device, self.choice.costs, slots.stack.size
-        if costs.cpu[0] <= DEARER * costs.copy and (moves := self.streamer.moves(self.layer)):
+        device, none = self.streamer.device, slots.stack.size
+        if serves_alone(self.choice.costs) and (moves := self.streamer.moves(self.layer)):
             arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
             if host_exchange.arrive(arriving):
                 self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in, none)
@@ -84,6 +104,10 @@ class FewTokens:
         missing experts; None: it does not compute all."""
         return self._arriving if pairs <= CPU_PAIRS else None
 
+    def _split_of(self, pairs: int) -> Split | None:
+        """Of a step of so many pairs."""
+        return None if self._arrivals(pairs) is None else self._split
+
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
         return min(self.capacity, pairs)
@@ -92,7 +116,8 @@ class FewTokens:
         """The host's part for so many real tokens, which is kept."""
         key = id(view), tokens
         if key not in self._layers:
-            ids, made, kept = view.ids[:tokens], view.made[:tokens], self._work(view, tokens)
+            ids, made = view.ids[:tokens], view.made[:tokens]
+            kept = self._work(view, tokens, self._split_of(view.ids.numel()))
             lag = torch.zeros(1, dtype=torch.float64)
             if self._arrivals(view.ids.numel()) is not None:
                 copies = host_service.COPIES_TO_STAY
@@ -105,12 +130,26 @@ class FewTokens:
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 
+    def send(
+        self, parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange
+    ) -> tuple[Tensor, SplitPart | None]:
+        """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids], and the GPU's part of
+        missing experts, if it has any, which is on its way."""
+        x, ids, weights = parts
+        split, host = self._split_of(ids.numel()), (view.x, view.ids, view.weights)
+        if split is None:
+            return host_exchange.send(*parts, slots, host, exchange), None
+        assert self._arriving is not None, "it has been asked for"
+        missing = Missing(torch.empty_like(ids), self.choice.first, split.stack.size, self._arriving.none)
+        numbers = host_exchange.send(*parts, slots, host, exchange, missing)
+        return numbers, split.compute(x, missing.numbers, weights)
+
     def run(
         self, steps: Steps, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
-        compute: Compute, made: Made,
+        compute: Compute, made: Added,
     ) -> Tensor:  # fmt: skip
-        """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights. made: of
-        the CPU's sums, those that are added."""
+        """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights. made:
+        what else is added."""
         pieces = capturing()
         if pieces is not None:
             y = self._launch(steps.exchange, resident, parts, compute, made)
@@ -129,22 +168,20 @@ class FewTokens:
 
     def _launch(
         self, exchange: Exchange, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor], compute: Compute,
-        made: Made,
+        made: Added,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
         arrivals = self._arrivals(ids.numel())
+        split = host_exchange.Split(*(None if one is None else one.joined() for one in made.parts))
         if arrivals is not None:
             assert resident is not None, "there are slots"
-            return host_exchange.collect_only(resident, made, x, exchange, arrivals, self.choice.first)
+            return host_exchange.collect_only(resident, made.cpu, x, exchange, arrivals, self.choice.first, split)
+        if split.owed is not None:  # a layer that has no part itself, behind one that has
+            resident = split.owed if resident is None else resident.add_(split.owed)
         if self.stack is None:
-            return host_exchange.collect(resident, None, made, x, exchange)
+            return host_exchange.collect(resident, None, made.cpu, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)
         self.streamer.make_over(self.layer, self.limit(ids.numel()), fetched.found)
         copied = compute(x, fetched.numbers, weights, self.stack, fetched.of)
-        return host_exchange.collect(resident, copied, made, x, exchange, fetched, self._slots, self.choice.first)
-
-
-def send(parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange) -> Tensor:
-    """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids]."""
-    return host_exchange.send(*parts, slots, (view.x, view.ids, view.weights), exchange)
+        return host_exchange.collect(resident, copied, made.cpu, x, exchange, fetched, self._slots, self.choice.first)

@@ -29,12 +29,12 @@ from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 from ....kernels.moe.host_exchange import Made
 from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
-from . import few_tokens
 from .deferral import Deferral, Order
-from .few_tokens import FEW, FewTokens
+from .few_tokens import FEW, Added, FewTokens, serves_alone
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
 from .host_steps import Counters
 from .residents import Residents
+from .split import Part, Split
 from .streamer import Streamer
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
@@ -86,6 +86,7 @@ class HostExperts:
         in_slot = np.concatenate((np.arange(self.set.slots), self.held.size + np.arange(self.fixed)))
         self._in_slot = torch.from_numpy(in_slot).to(self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self.split: Split | None = None  # before the first step
         self._fewer: FewTokens | None = None
         self._operations: bool | None = None
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
@@ -123,7 +124,7 @@ class HostExperts:
             if pending.few is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
-                numbers = few_tokens.send(pending.parts, self._slot, view, steps.exchange)
+                numbers, pending.part = pending.few.send(pending.parts, self._slot, view, steps.exchange)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -175,6 +176,12 @@ class HostExperts:
 
     # -- of few tokens beside a GPU
 
+    @property
+    def serves_alone(self) -> bool:
+        """Whether the CPU has all missing experts of the fewest pairs."""
+        fits = bool(self.set.slots) and bool(self.shared.streamer.moves(self.layer))
+        return self.on_gpu and self.shared.way == AUTO and fits and serves_alone(self._choice.costs)
+
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
         """Who computes such a step, where it can be."""
         buffers = self.shared.buffers
@@ -182,7 +189,8 @@ class HostExperts:
             return None
         if self._fewer is None:
             copies, streamer = self.shared.way != CPU, self.shared.streamer
-            self._fewer = FewTokens(self.layer, streamer, self._choice, self.set.arrays, self._kept, copies)
+            of = self._choice, self.set.arrays, self._kept, copies, self.split
+            self._fewer = FewTokens(self.layer, streamer, *of)
             if self.shared.way == AUTO:
                 self._fewer.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
         if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
@@ -192,11 +200,13 @@ class HostExperts:
         return self._fewer if plain else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
-        buffers, order, made = self.shared.buffers, self.order, Made(view.made)
+        buffers, order, made = self.shared.buffers, self.order, Added(Made(view.made), (pending.part, None))
         assert pending.few is not None and buffers is not None and buffers.steps is not None
         if self._defers:
             before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.buffer).made
-            made = Made(view.made if order.last else None, before)
+            assert self.shared.deferral is not None
+            parts = self.shared.deferral.parts(pending.part, order)
+            made = Added(Made(view.made if order.last else None, before), parts)
             self._has_deferred()
         return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
@@ -260,10 +270,11 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-    def _kept(self, view: HostView, tokens: int) -> Kept:
+    def _kept(self, view: HostView, tokens: int, split: Split | None = None) -> Kept:
         """What the CPU computes of so few tokens."""
         pairs = functools.partial(self._pairs, view, tokens)
-        return view.work.of(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
+        biases, units = (self.host_biases, None) if split is None else (split.cpu_biases, split.units)
+        return view.work.of(self.layer, self._choice.on_cpu, pairs, biases, view.made[:tokens], units)
 
     def _computes(self, dtype: torch.dtype) -> bool:
         """Whether there are operations for x of the model's dtype."""
@@ -377,6 +388,7 @@ class Pending:
         self.view: HostView | None = None
         self.few: FewTokens | None = None
         self.made: Tensor | None = None  # by resident experts
+        self.part: Part | None = None  # of missing ones, by the GPU
 
     def __len__(self) -> int:
         return len(self.x)

@@ -37,15 +37,19 @@ class HostWork:
         self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
-        """`HostPairs.all_calls` of one layer, always the same for as many tokens. pairs: makes them."""
-        key = id(layer), len(out)
+    def of(
+        self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor,
+        units: int | None = None,
+    ) -> Kept:  # fmt: skip
+        """`HostPairs.all_calls` of one layer, with these units, always the same for as many tokens. pairs: makes
+        them."""
+        key = id(layer), len(out), units
         if key not in self._kept:
-            of = layer.form, len(out)
+            of = layer.form, len(out), units
             if of not in self._pairs:
                 self._pairs[of] = pairs()
             self._pairs[of].biases = biases
-            one = self._pairs[of].all_calls(layer.stack, at, out)
+            one = self._pairs[of].all_calls(layer.stack, at, out, units)
             packed = ops.call_array([(op.address, ops.pack(values)) for op, values in one.calls])
             self._kept[key] = Kept(packed, one)
         return self._kept[key]

@@ -24,6 +24,7 @@ from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
 from ..batch import Batch
 from ..weights.slicing import ShardedModule
+from . import split
 from .deferral import Deferral, Order
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, HostExperts, Shared
@@ -108,6 +109,7 @@ class Offload:
         self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
         self.parting_bytes = 0  # that the host needs more while experts are loaded
+        self.host_left: int | None = None  # bytes of its memory that nothing is planned for; None: unlimited
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
@@ -230,7 +232,9 @@ class Offload:
             layer.host = HostExperts(*of, Order(place, len(stacks)))
         if cuda and self.fixed:
             torch.cuda.empty_cache()  # their memory before they had slots, in pieces
-        return self._told(stacks[0], costs[stacks[0].form])
+        hosts = [layer.host for layer in self.layers if layer.host is not None]
+        told = split.attach(hosts, costs, self.dtype, self.host_left) if cuda else ""
+        return self._told(stacks[0], costs[stacks[0].form]) + told
 
     def _take_fixed(self, layer: FusedExperts) -> HostStack | None:
         """A layer's fixed experts, as they came to the device."""

@@ -12,7 +12,7 @@ from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_few_tokens import all_experts, layers_beside_gpu
+from .test_few_tokens import all_experts, layers_beside_gpu, split_up
 
 ALL = 1 << 20
 STEPS = [[(0, 9)], [(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (0, 3)]]
@@ -73,17 +73,23 @@ def test_what_is_resident_is_not_late(made):
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ operations")
+@pytest.mark.parametrize("split", ["", "all", "first", "before copies"])
 @pytest.mark.parametrize("offload, way, copy", [(100, "cpu", 0.4), (3, "auto", 0.7), (3, "auto", 0.4)])
 @torch.no_grad()
-def test_beside_a_gpu(made, monkeypatch, offload, way, copy):
+def test_beside_a_gpu(made, monkeypatch, offload, way, copy, split):
     """Its kernels are played. Each layer adds what the one before has left, so that nothing is lost in a step. copy: as
-    in test_few_tokens.py, 0.4 lets the GPU copy some, which are not late."""
+    in test_few_tokens.py, 0.4 lets the GPU copy some, which are not late. split: which layers' missing experts CPU and
+    GPU compute together."""
     plain, _ = all_experts(made("qwen3_moe"), ON_DEVICE)
     layers, offloaded = all_experts(made("qwen3_moe"), ExpertRoom(offload, way=way, defers=True))
     played = layers_beside_gpu(monkeypatch, layers, offloaded, way)
     total, draw, differ = layers[0].down_proj.experts.size, torch.Generator().manual_seed(0), 0
     for layer in layers:
         layer.host._choice.costs = layer.host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
+    if split == "before copies":
+        layers[-1].host._choice.costs = layers[-1].host._choice.costs._replace(copy=0.4)
+    for layer in layers[: len(layers) if split == "all" else -1] if split else ():
+        split_up(layer, layer.host.layer.stack.w2.shape[2] // 2)
     for count in (1, 3, 1, 4, 2) * 2:
         offloaded.begin([SimpleNamespace(sampled=None, num_decodes=count, ids=range(count))])
         got, want = [], []

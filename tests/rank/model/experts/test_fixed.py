@@ -16,7 +16,7 @@ from phalanx.rank.model.weights.dummy import Dummy
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_few_tokens import beside_gpu, experts
+from .test_few_tokens import beside_gpu, experts, split_up
 
 STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
 WAYS = "auto", "cpu", "stream", "resident"
@@ -164,6 +164,7 @@ def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
     host = layer.host
     if way == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
+        split_up(layer, host.layer.stack.w2.shape[2] // 2)  # of what is served so
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     draw, chosen = torch.Generator().manual_seed(0), 0
     for count in (1, 3, 16, 1, 2, 5, 40, 600, *(7,) * 12, 1, 3, 16, 1, 2, 5, 40, 600):
