@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.moe import host_exchange, moved_nibbles
-from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
+from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Missing, Part, Slots, Split
 from phalanx.kernels.moe.moved_nibbles import Moves
 
 from ...devices import require_gpu
@@ -79,8 +79,13 @@ def test_both_sides(dtype, late):
         weights = torch.rand(tokens, K, generator=draw).cuda()
         host = room(tokens, dtype)
         before = both.want_table.clone()
-        numbers = host_exchange.send(x, ids, weights, both.of_slots.table, host, exchange)
+        missing = Missing(torch.full_like(ids, -1), FIRST, EXPERTS, NONE) if turn % 2 else None
+        numbers = host_exchange.send(x, ids, weights, both.of_slots.table, host, exchange, missing)
         assert torch.equal(numbers.cpu(), before[ids.cpu().long()])
+        if missing is not None:
+            local = ids.cpu() - FIRST
+            lacks = (numbers.cpu() == NONE) & (local >= 0) & (local < EXPERTS)
+            assert torch.equal(missing.numbers.cpu(), torch.where(lacks, local, EXPERTS).int())
         assert int(exchange.sent[0]) == both.count
         assert all(torch.equal(a, b.cpu()) for a, b in zip(host, (x, ids, weights), strict=True))
 
@@ -171,14 +176,20 @@ def test_one_comes_to_stay(dtype, late):
         if not later:
             both.tell(experts, places)
             exchange.made[0] = both.count
-        y = host_exchange.collect_only(resident, Made(made), x, exchange, slots, FIRST)
+        own, owed = (torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2))
+        split = (Split(), Split(own), Split(None, owed), Split(own, owed))[turn % 4]
+        if turn < 4:  # loading waits for the GPU, and copies wait for what is launched
+            name = "host_exchange", "host_collect_only", dtype
+            jit.kernel(*name, **host_exchange.sizes(resident, None, made, None, *split))
+        y = host_exchange.collect_only(resident, Made(made), x, exchange, slots, FIRST, split)
         if later:
             time.sleep(0.01)  # 10 ms, a thousand times what the kernel takes to begin to wait for the list
             both.tell(experts, places)
             time.sleep(0.01)  # 10 ms, by then it waits for the sums
             exchange.made[0] = both.count
         torch.cuda.synchronize()
-        torch.testing.assert_close(y, (resident.float() + made.cuda()).to(dtype), atol=2e-2, rtol=2e-2)
+        want = resident.float() + made.cuda() + sum(one.float() for one in split if one is not None)
+        torch.testing.assert_close(y, want.to(dtype), atol=3e-2, rtol=2e-2)
         for expert, slot in entries:
             both.want_table[FIRST + int(both.want_in[slot])] = NONE
             both.want_table[FIRST + expert], both.want_in[slot] = slot, expert

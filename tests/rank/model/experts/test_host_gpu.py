@@ -5,6 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.graph_pieces import Pieces
+from phalanx.kernels.moe import split_experts
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.experts import few_tokens, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
@@ -133,15 +134,29 @@ def test_quantised(wide, room, isq):
     check_captured(plain, layer, [(turn % 5, 1 + turn % 4) for turn in range(20)])
 
 
+@pytest.fixture(params=["measured", "whole", "split"])
+def splits(request, monkeypatch):
+    """Whether the GPU has as little of each missing expert as can be cut off. Not as measured, steps of the fewest pairs
+    leave them to the CPU, whatever that costs."""
+    if request.param != "measured":
+        monkeypatch.setattr(few_tokens, "DEARER", 1e9)
+    split = request.param == "split"
+    monkeypatch.setattr(split_experts, "on_cpu", lambda inner, unit, _: inner - unit if split and unit else inner)
+    return split
+
+
+@pytest.mark.parametrize("splits", ["whole", "split"], indirect=True)
 @pytest.mark.parametrize("isq", ["none", "q4k", "q6k", "q8_0"])
 @torch.no_grad()
-def test_the_cpu_alone(wide, isq, monkeypatch):
-    """Steps of the fewest pairs leave what is missing to it, and what is chosen again and again becomes resident."""
-    monkeypatch.setattr(few_tokens, "DEARER", 1e9)
+def test_the_cpu_alone(wide, isq, splits):
+    """What is chosen again and again becomes resident."""
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
     layer, made = experts(wide, ExpertRoom(2), "bf16", isq=isq)
     x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
-    assert ids.numel() <= few_tokens.CPU_PAIRS
+    assert ids.numel() <= few_tokens.CPU_PAIRS and (layer.host.split is not None) == splits
+    for turn in range(20):  # eager
+        given = tokens(plain, 1 + turn % 4, turn, torch.bfloat16)
+        torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
@@ -186,7 +201,7 @@ def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
 @pytest.mark.parametrize("tp, ep", [(2, 1), (2, 2)])
 @pytest.mark.parametrize("isq", ["none", "q4k"])
 @torch.no_grad()
-def test_captured_parts_of_ranks(wide, isq, tp, ep):
+def test_captured_parts_of_ranks(wide, isq, tp, ep, splits):
     """Of two ranks on one GPU, half of whose experts are in host memory: captured steps make sums that add up."""
 
     def rank(world):
@@ -221,7 +236,7 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep):
 @pytest.mark.parametrize("isq", ["none", "q4k"])
 @pytest.mark.parametrize("room", [ExpertRoom(100, way="cpu", defers=True), ExpertRoom(3, defers=True)], ids=str)
 @torch.no_grad()
-def test_deferral(wide, room, isq):
+def test_deferral(wide, room, isq, splits):
     """Eager and captured steps: a layer adds what the CPU has made of the layer before, and nothing is lost."""
 
     def layers(room):
@@ -232,7 +247,7 @@ def test_deferral(wide, room, isq):
         return threads.run(rank, 1)[0]
 
     plain, (late, offload) = layers(ON_DEVICE)[0], layers(room)
-    assert len(late) > 1
+    assert len(late) > 1 and all((one.host.split is not None) == (splits and room.way == "auto") for one in late)
     given = [tokens(plain[0], 1, seed, torch.bfloat16) for seed in range(len(late))]
     offload.deferral.step = True
 
