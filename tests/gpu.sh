@@ -51,7 +51,7 @@ part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
 # In C++: hosts of GPUs have AMX, which other machines may lack.
 part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels/cpp/test_*.py \
     tests/kernels/collective/test_shm_allreduce.py tests/kernels/moe/test_host_{choice,experts,service}.py \
-    tests/kernels/moe/test_moved_nibbles.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
+    tests/kernels/moe/test_{moved_nibbles,split_experts}.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
 part worker 120 "${tests[@]}" $worker/test_swap.py $worker/test_batch_builder.py $worker/test_decode_batch.py

@@ -181,6 +181,8 @@ def _attach(model: Model, world: HostComm) -> None:
         world.barrier()  # striped loading ends on one rank before the others have filled their parts of what they share
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
         told.append(model.offload.attach())
+        world.barrier()  # it measures, and no rank pins meanwhile
+        told.append(model.offload.split())
     if model.layer_offload is not None:
         told.append(model.layer_offload.attach(aside=model.offload is None))
     for text in filter(None, told if world.rank == 0 else ()):

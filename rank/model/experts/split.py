@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ....errors import HostMemoryError
 from ....kernels import host_memory
 from ....kernels.moe import host_exchange, split_experts
 from ....kernels.moe.host_choice import Costs
@@ -63,7 +64,13 @@ class Split:
         self.cpu_biases = split_experts.biases_of(layer.host_biases, 0, units)
         hosted = Biases(*(None if one is None else one[: layer.held.size] for one in layer.biases))
         biases = split_experts.biases_of(hosted, units, layer.layer.stack.w2.shape[2])
+        self._gpu_units = stack.w2.shape[2]
         self._act, self._biases, self._held = layer.act, biases, Held(0, stack.size, layer.held.total + 1)
+
+    @property
+    def gpu_share(self) -> float:
+        """Of an expert, that the GPU computes."""
+        return self._gpu_units / (self.units + self._gpu_units)
 
     def compute(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Part:
         """The GPU's part of the weighted sums, [T, H]. numbers int32 [T, k]: each pair's expert, of those in host
@@ -86,15 +93,18 @@ def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype
         return ""
     beside = Beside(planned[0][0].device)
     for one, units in planned:
-        stack = _stack(one.layer, units, one.device)
+        try:
+            stack = _stack(one.layer, units, one.device)
+        except HostMemoryError:
+            return ""
         if stack is None:
             return ""
         one.split = Split(one, units, stack, beside)
     first, units = planned[0]
     inner = first.layer.stack.w2.shape[2]
     return (
-        f"; of experts that the CPU serves in steps of few tokens the GPU computes {inner - units} of {inner} units, "
-        f"which it reads from host memory, {need / 1e9:.2f} GB more"
+        f"experts that the CPU serves in steps of few tokens: the GPU computes {inner - units} of {inner} units of "
+        f"each, which it reads from host memory, {need / 1e9:.2f} GB more of it"
     )
 
 

@@ -136,7 +136,7 @@ def test_quantised(wide, room, isq):
 
 @pytest.fixture(params=["measured", "whole", "split"])
 def splits(request, monkeypatch):
-    """Whether the GPU has as little of each missing expert as can be cut off. Not as measured, steps of the fewest pairs
+    """Whether the GPU has as little of each missing expert as can be cut off. Not as measured, steps of few pairs
     leave them to the CPU, whatever that costs."""
     if request.param != "measured":
         monkeypatch.setattr(few_tokens, "DEARER", 1e9)

@@ -61,7 +61,7 @@ def test_the_last_units_of_all_experts(path, played, monkeypatch, isq, at_once):
     assert "256 of 768 units" in attach(layers)
     for layer in layers:
         part = layer.split
-        assert part.units == UNITS and part.stack.size == EXPERTS
+        assert part.units == UNITS and part.stack.size == EXPERTS and part.gpu_share == 1 / 3
         for mine, whole, axis in zip(part.stack, layer.layer.stack, (0, 1), strict=True):
             assert isinstance(mine.packed, pieces_cuda.Packed) and mine.packed.pieces.data_ptr() % 256 == 0
             for expert in range(EXPERTS):
