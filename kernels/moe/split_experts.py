@@ -18,7 +18,7 @@ from .host_choice import Costs
 from .host_experts import Experts
 from .moe import Biases, Matrices
 
-PLAIN_UNIT = 32  # units of plain weights that are cut together
+PLAIN_UNIT = 64  # units of plain weights that are cut together: kernels on GPUs have fast ones for multiples
 PIECE = 64  # inputs of a piece on a GPU, or of several; of larger ones a group has as many
 LEAST_GAIN = 0.1  # of the CPU's time: less is not worth the memory
 

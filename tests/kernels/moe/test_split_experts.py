@@ -44,8 +44,8 @@ FORMS = {  # of w13 and w2, and units that stay together
     "q4_k": (coded(q4_k), coded(q6_k), 256), "q4_0": (coded(q4_0), coded(q5_1), 64),
     "q8_0": (coded(q8_0), coded(q8_0), 64), "e4m3": (coded(e4m3), coded(e4m3), 256),
     "int4": (int4(64, True), int4(128, True), 128), "zeros": (int4(32, False), int4(32, False), 64),
-    "mxfp4": (mxfp4_of, mxfp4_of, 64), "mixed": (coded(q8_0), torch.Tensor.bfloat16, 32),
-    "bf16": (torch.Tensor.bfloat16, torch.Tensor.bfloat16, 32),
+    "mxfp4": (mxfp4_of, mxfp4_of, 64), "mixed": (coded(q8_0), torch.Tensor.bfloat16, 64),
+    "bf16": (torch.Tensor.bfloat16, torch.Tensor.bfloat16, 64),
 }  # fmt: skip
 needs_compiler = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 
