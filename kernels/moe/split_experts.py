@@ -11,54 +11,63 @@ import math
 import torch
 from torch import Tensor
 
-from ..quantized import gpu_form, pieces_cuda
-from ..quantized.floats import Floats
-from ..quantized.stack import BLOCK, Stack, padded
+from ..quantized import blocks_cpu, e4m3_cpu, gpu_form, pieces_cuda
+from ..quantized.stack import Stack, padded
 from .host_choice import Costs
 from .host_experts import Experts
 from .moe import Biases, Matrices
 
-PLAIN_UNIT = 64  # units of plain weights that are cut together: kernels on GPUs have fast ones for multiples
-PIECE = 64  # inputs of a piece on a GPU, or of several; of larger ones a group has as many
+UNIT = 64  # that are cut together, at least: pieces of GPUs have as many, and kernels of plain weights are fast then
+# Seconds until the CPU computes, and until a GPU's kernels read: their launches and what both wait for.
+CPU_BEGINS, GPU_BEGINS = 14e-6, 12e-6
+READ = 1.2  # times as long as a copy that kernels take which read host memory
+TOGETHER = 2  # missing experts of a layer, for which both are to be done at once
 LEAST_GAIN = 0.1  # of the CPU's time: less is not worth the memory
 
 
-def unit(experts: Experts) -> int:
-    """Intermediate units that a cut leaves together, of experts as they lie in host memory; 0: they cannot be cut, or
-    kernels on GPUs would not read a part of them as it lies."""
-    inner = experts.w2.shape[2]
-    units = [_unit(one, inner) for one in experts]
-    found = math.lcm(*units)
-    return found if found and inner % found == 0 else 0
-
-
-def _unit(stack: Matrices, inner: int) -> int:
-    if isinstance(stack, Tensor):
-        return PLAIN_UNIT
-    if isinstance(stack, Floats) or not gpu_form.supports(stack):
+def unit(one: Experts, dtype: torch.dtype) -> int:
+    """Intermediate units that a cut leaves together, of experts that look like this one in host memory. 0: they cannot
+    be cut, or kernels on GPUs would not read x of this dtype and a part of them as it lies."""
+    inner, (_, w2) = one.w2.shape[2], one
+    if not all(map(gpu_form.supports, one)):
         return 0
-    parts = gpu_form.parts(stack).tensors
-    if stack.shape[2] != inner:  # w13, whose outputs are cut
-        return BLOCK
-    groups = [stack.shape[2] // x.shape[2] for x in parts]  # inputs that are one in a tensor
-    return math.lcm(PIECE, *groups)
+    there = Experts(*map(gpu_form.of_gpu, one))
+    if not _read(there, dtype):
+        return 0
+    units = [UNIT]
+    if isinstance(there.w2, Stack):
+        layout = there.w2.packed.layout
+        units.append(layout.inputs * layout.alike)
+    if isinstance(w2, Stack):
+        # Sums in blocks may end within a group, those of e4m3 not.
+        units.append(w2.packed.unit if isinstance(w2.packed, e4m3_cpu.Packed) else blocks_cpu.RUN)
+    found = math.lcm(*units)
+    return found if inner % found == 0 else 0
+
+
+def _read(there: Experts, dtype: torch.dtype) -> bool:
+    """Whether kernels on GPUs read stacks in this form as they lie."""
+    if isinstance(there.w13, Tensor) and isinstance(there.w2, Tensor):
+        return there.w13.dtype == there.w2.dtype == dtype
+    return all(isinstance(one, Stack) and isinstance(one.packed, pieces_cuda.Packed) for one in there)
 
 
 def on_cpu(inner: int, unit: int, costs: Costs) -> int:
     """How many of an expert's `inner` units the CPU computes of one token, so that both are done as soon as they can
     be, in multiples of `unit`. All: the GPU's part would help little."""
-    cpu, copy = costs.cpu[0] * costs.cpu_beside, costs.copy * costs.copy_beside
+    cpu, gpu = (TOGETHER * one for one in (costs.cpu[0] * costs.cpu_beside, READ * costs.copy * costs.copy_beside))
 
     def seconds(units: int) -> float:
         share = units / inner
-        return max(cpu * share, copy * (1 - share))
+        return max(CPU_BEGINS + cpu * share, GPU_BEGINS + gpu * (1 - share))
 
     best = min(range(unit, inner, unit), key=seconds, default=inner) if unit else inner
-    return best if seconds(best) <= (1 - LEAST_GAIN) * costs.cpu[0] else inner
+    return best if seconds(best) <= (1 - LEAST_GAIN) * (CPU_BEGINS + TOGETHER * costs.cpu[0]) else inner
 
 
 def last_units(experts: Experts, first: int) -> Experts:
-    """These experts' units from `first` on, which `unit` divides: copies, on their device."""
+    """The units from `first` on, which `unit` divides, of experts as kernels on GPUs read them, or plain ones: copies,
+    on their device."""
     w13, w2 = experts
     return Experts(_cut(w13, first, 1), _cut(w2, first, 2))
 
@@ -89,10 +98,3 @@ def biases_of(biases: Biases, first: int, last: int) -> Biases:
     if up is not None:
         up = up.unflatten(1, (2, -1))[:, :, first:last].flatten(1).contiguous()
     return Biases(up, None if first else down)
-
-
-def reads(stack: Experts, dtype: torch.dtype) -> bool:
-    """Whether kernels on GPUs read stacks in this form as they lie, also from host memory."""
-    if isinstance(stack.w13, Tensor) and isinstance(stack.w2, Tensor):
-        return stack.w13.dtype == stack.w2.dtype == dtype
-    return all(isinstance(one, Stack) and isinstance(one.packed, pieces_cuda.Packed) for one in stack)

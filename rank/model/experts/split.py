@@ -113,19 +113,16 @@ def _units(layer: HostExperts, costs: Costs, dtype: torch.dtype) -> int:
     on where its weights are."""
     if dtype == torch.float32 or not layer.serves_alone:
         return 0
-    experts = layer.layer.stack
-    inner, unit = experts.w2.shape[2], split_experts.unit(experts)
-    units = split_experts.on_cpu(inner, unit, costs)
-    if units == inner:
-        return 0
-    made = Experts(*map(gpu_form.of_gpu, split_experts.last_units(Experts(*layer.layer.first), units)))
-    return units if split_experts.reads(made, dtype) else 0
+    one = Experts(*layer.layer.first)
+    inner = one.w2.shape[2]
+    units = split_experts.on_cpu(inner, split_experts.unit(one, dtype), costs)
+    return units if units < inner else 0
 
 
 def _layout(layer: HostStack, units: int) -> Layout:
     """Of the units from this one on, as kernels on GPUs read them."""
-    first = split_experts.last_units(Experts(*layer.first), units)
-    return Layout([gpu_form.parts(gpu_form.of_gpu(one)) for one in first])
+    first = split_experts.last_units(Experts(*map(gpu_form.of_gpu, layer.first)), units)
+    return Layout([gpu_form.parts(one) for one in first])
 
 
 def _stack(layer: HostStack, units: int, device: torch.device) -> Experts | None:
@@ -142,10 +139,8 @@ def _stack(layer: HostStack, units: int, device: torch.device) -> Experts | None
     wholes = [gpu_form.parts(one) for one in layer.stack]
     for first in range(0, experts, at_once):
         some = slice(first, min(first + at_once, experts))
-        whole = Experts(*(one.of([x[some] for x in one.tensors]) for one in wholes))
+        whole = Experts(*(gpu_form.of_gpu(one.of([x[some].to(device) for x in one.tensors])) for one in wholes))
         for part, target in zip(split_experts.last_units(whole, units), to.parts, strict=True):
-            mine = gpu_form.parts(part)
-            there = gpu_form.of_gpu(mine.of([x.to(device) for x in mine.tensors]))
-            for x, y in zip(target.tensors, gpu_form.parts(there).tensors, strict=True):
+            for x, y in zip(target.tensors, gpu_form.parts(part).tensors, strict=True):
                 x[some].copy_(y)
     return layout.carve(host_memory.on_gpu(memory), experts).stack

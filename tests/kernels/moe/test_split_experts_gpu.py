@@ -4,22 +4,22 @@ import pytest
 import torch
 from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.moe import host_exchange, split_experts
+from phalanx.kernels.moe import host_exchange
 from phalanx.kernels.moe.host_experts import Experts
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts, fused_experts_reference
 from phalanx.kernels.quantized import gpu_form
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
-from .test_split_experts import EXPERTS, FIRST, FORMS, HIDDEN_OF_BLOCKS, INNER, experts_of, halves
+from .test_split_experts import EXPERTS, FORMS, HIDDEN, INNER, experts_of, first_of, halves
 
 require_gpu()
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 
 
 def seen(stack):
-    """The stack for GPUs, in pinned host memory, as kernels see it there."""
-    parts = gpu_form.parts(gpu_form.of_gpu(stack))
+    """The stack in pinned host memory, as kernels see it there."""
+    parts = gpu_form.parts(stack)
     found = []
     for x in parts.tensors:
         memory = host_memory.pinned(x.contiguous().view(torch.uint8).flatten())
@@ -32,9 +32,9 @@ def case_of(form, tokens, biased, dtype, seed=0):
     whole = experts_of(form)
     torch.manual_seed(seed)
     ids = torch.stack([torch.randperm(6)[:3] for _ in range(tokens)]).int()
-    biases = Biases(torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN_OF_BLOCKS)) if biased else Biases()
+    biases = Biases(torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN)) if biased else Biases()
     biases = Biases(*(None if one is None else one.to(dtype) for one in biases))
-    x = torch.randn(tokens, HIDDEN_OF_BLOCKS).to(dtype)
+    x = torch.randn(tokens, HIDDEN).to(dtype)
     return Inputs(x, ids, torch.rand(ids.shape), *whole, "silu", biases, Held(1, EXPERTS, 6))
 
 
@@ -56,15 +56,14 @@ def on_gpu(case, stack):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "mixed"])
+@pytest.mark.parametrize("form", FORMS)
 def test_both_parts_make_the_whole(form, tokens, biased, dtype):
     if form == "bf16" and dtype == torch.float16:
         return
     assert host_exchange.supports(torch.device("cuda"))
     case = case_of(form, tokens, biased, dtype)
-    cpu, rest = halves(case, FIRST)
+    cpu, rest = halves(case, first_of(form))
     stack = Experts(seen(rest.w13), seen(rest.w2))
-    assert split_experts.reads(stack, dtype)
     check(cpu + fused_experts(on_gpu(rest, stack)).float().cpu(), case)
 
 
@@ -72,7 +71,7 @@ def test_both_parts_make_the_whole(form, tokens, biased, dtype):
 def test_captured_beside_what_else_runs(form):
     """In a stream of its own that a graph forks and joins, with other experts at each replay."""
     cases = [case_of(form, 2, False, torch.bfloat16, seed) for seed in range(4)]
-    parts = [halves(one, FIRST) for one in cases]
+    parts = [halves(one, first_of(form)) for one in cases]
     stack = Experts(seen(parts[0][1].w13), seen(parts[0][1].w2))
     given = on_gpu(parts[0][1], stack)
     step, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -20,8 +20,8 @@ from phalanx.rank.model.load import load
 from ..test_architectures import MODELS, write
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
-INNER, UNITS, EXPERTS = 768, 512, 10
-COSTS = Costs((33e-6,) * 4, 58e-6)
+INNER, EXPERTS = 768, 10
+COSTS = Costs((33e-6,) * 4, 69e-6)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +58,17 @@ def attach(layers, dtype=torch.bfloat16, room=None, costs=COSTS):
 def test_the_last_units_of_all_experts(path, played, monkeypatch, isq, at_once):
     layers = hosts(path, isq=isq)
     monkeypatch.setattr(gpu_form, "CHUNK", at_once * layers[0].layer.here.nbytes(1))
-    assert "256 of 768 units" in attach(layers)
+    units = 512 if isq == "fp8" else 576
+    assert f"{INNER - units} of {INNER} units" in attach(layers)
     for layer in layers:
         part = layer.split
-        assert part.units == UNITS and part.stack.size == EXPERTS and part.gpu_share == 1 / 3
+        assert part.units == units and part.stack.size == EXPERTS and part.gpu_share == (INNER - units) / INNER
         for mine, whole, axis in zip(part.stack, layer.layer.stack, (0, 1), strict=True):
             assert isinstance(mine.packed, pieces_cuda.Packed) and mine.packed.pieces.data_ptr() % 256 == 0
             for expert in range(EXPERTS):
                 all_of = matrix(whole, expert, torch.float32)
                 halves = all_of.chunk(2) if axis == 0 else [all_of]
-                want = torch.cat([one.narrow(axis, UNITS, INNER - UNITS) for one in halves])
+                want = torch.cat([one.narrow(axis, units, INNER - units) for one in halves])
                 assert torch.equal(matrix(mine, expert, torch.float32), want)
 
 
