@@ -67,7 +67,11 @@ def on_cpu(inner: int, unit: int, costs: Costs) -> int:
 
 def last_units(experts: Experts, first: int) -> Experts:
     """The units from `first` on, which `unit` divides, of experts as kernels on GPUs read them, or plain ones: copies,
-    on their device."""
+    on their device.
+
+    A super-block may be cut: each of its pieces has its factors. Kernels that take four pieces as one super-block's do
+    so where their number divides by four, and then none is cut, as the last one ends with the expert.
+    """
     w13, w2 = experts
     return Experts(_cut(w13, first, 1), _cut(w2, first, 2))
 
