@@ -91,14 +91,12 @@ def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype
     need = sum(_layout(one.layer, units).nbytes(one.layer.stack.size) for one, units in planned)
     if not planned or (room is not None and need > HOST_SHARE * room):
         return ""
+    try:
+        stacks = [_stack(one.layer, units, one.device) for one, units in planned]
+    except HostMemoryError as error:
+        return f"the GPU computes no part of the experts that the CPU serves: {error}"
     beside = Beside(planned[0][0].device)
-    for one, units in planned:
-        try:
-            stack = _stack(one.layer, units, one.device)
-        except HostMemoryError:
-            return ""
-        if stack is None:
-            return ""
+    for (one, units), stack in zip(planned, stacks, strict=True):
         one.split = Split(one, units, stack, beside)
     first, units = planned[0]
     inner = first.layer.stack.w2.shape[2]
@@ -125,13 +123,13 @@ def _layout(layer: HostStack, units: int) -> Layout:
     return Layout([gpu_form.parts(one) for one in first])
 
 
-def _stack(layer: HostStack, units: int, device: torch.device) -> Experts | None:
-    """The same of all experts in pinned memory, as the GPU sees it. None: the driver refuses to pin it."""
+def _stack(layer: HostStack, units: int, device: torch.device) -> Experts:
+    """The same of all experts in pinned memory, as the GPU sees it. Raises HostMemoryError."""
     layout, experts = _layout(layer, units), layer.stack.size
     size = layout.nbytes(experts)
     room = host_memory.zeros((size + host_memory.ALIGN,), torch.uint8, pin=True)
     if not room.is_pinned():
-        return None
+        raise HostMemoryError(f"{size / 1e6:.1f} MB of host memory could not be pinned")
     begin = -room.data_ptr() % host_memory.ALIGN
     memory = room[begin : begin + size]
     to = layout.carve(memory, experts)
