@@ -20,6 +20,7 @@ OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
 # The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number says whether pieces are fetched ahead, as
 # they are now.
 OF_REGISTERS = re.compile(r"m(\d+)n(\d+)k(\d+)s(\d+)x(\d+)|\((\d+), (\d+), (\d+), (\d+), (\d+), 1\)")
+# As weights are kept now: codes of Q6_K have 6 bits; in files up to 2026-11-27 they had 8.
 LAYOUTS: dict[str, Layout] = {
     "q8_0": q8_0_cuda.LAYOUT,
     "int4": int4_cuda.layout(64, False),

@@ -35,6 +35,7 @@ from phalanx.kernels.quantized import (
     int4_cuda,
     pieces_cuda,
     q4_k,
+    q5_k,
     q6_k,
     q8_0_cuda,
     super_blocks,
@@ -65,7 +66,7 @@ def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:
 
 
 def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> Packed:
-    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 2**form.bits, (outputs, inputs), dtype=torch.uint8, device="cuda")
     factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 9999).half()
     scales, minima = torch.randint(0, 64, (2, outputs, inputs // form.group), dtype=torch.int8, device="cuda")
     pieces = super_blocks_cuda.pack(codes, factors, scales, minima, form)
@@ -88,6 +89,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "fp8": random_fp8,
     "fp8-128": partial(random_fp8, unit=128),
     "q4_k": partial(random_super_blocks, form=q4_k.FORM),
+    "q5_k": partial(random_super_blocks, form=q5_k.FORM),
     "q6_k": partial(random_super_blocks, form=q6_k.FORM),
 }
 

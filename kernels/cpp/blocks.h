@@ -64,10 +64,15 @@ template <int HEAD, int BYTES> struct Blocks {
     static INLINE int64_t bytes(int64_t inputs, int64_t super) { return inputs / super * (HEAD + super / RUN * BYTES); }
 };
 
-// Codes of 8 bits at p, or of 4 bits, those of the second 16 inputs above those of the first.
+// Codes of 8 bits at p, or of 4 bits, those of the second 16 inputs above those of the first. Codes of 6 bits: so the lower
+// 4, then the upper 2: of fours i, i + 4, i + 1 and i + 5 in a byte, one above the other.
 template <int BITS> INLINE Ints four_codes(const uint8_t* p, int i, int v) {
     if (BITS == 8) return *(const IntsAnywhere*)(p + i * 64 + 4 * v * LANES);
-    return (*(const IntsAnywhere*)(p + i % 4 * 64 + 4 * v * LANES) >> (i < 4 ? 0 : 4)) & 0x0f0f0f0f;
+    const Ints lower = (*(const IntsAnywhere*)(p + i % 4 * 64 + 4 * v * LANES) >> (i < 4 ? 0 : 4)) & 0x0f0f0f0f;
+    if (BITS == 4) return lower;
+    const Ints upper = *(const IntsAnywhere*)(p + 256 + i % 4 / 2 * 64 + 4 * v * LANES);
+    const int up = 4 - i / 4 * 2 - i % 2 * 4;
+    return lower | ((up > 0 ? upper << up : upper >> -up) & 0x30303030);
 }
 
 // Numbers v * LANES.. of sixteen of f16.

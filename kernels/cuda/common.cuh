@@ -139,6 +139,11 @@ __device__ inline uint4 stream16(const void* from) {
                  : "l"(from));
     return y;
 }
+__device__ inline uint2 stream8(const void* from) {
+    uint2 y;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "l"(from));
+    return y;
+}
 __device__ inline unsigned stream4(const void* from) {
     unsigned y;
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(y) : "l"(from));

@@ -7,6 +7,13 @@ __device__ inline unsigned and_xor(unsigned x, unsigned mask, unsigned with) {
     return y;
 }
 
+// Bits of x where mask has ones, else of y.
+__device__ inline unsigned chosen_bits(unsigned x, unsigned y, unsigned mask) {
+    unsigned z;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(z) : "r"(x), "r"(y), "r"(mask));
+    return z;
+}
+
 // a b + c of both, rounded once.
 template <class E> __device__ inline unsigned fma_pairs(unsigned a, unsigned b, unsigned c);
 template <> __device__ inline unsigned fma_pairs<f16>(unsigned a, unsigned b, unsigned c) {

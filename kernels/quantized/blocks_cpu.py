@@ -54,9 +54,15 @@ def supports(x: Tensor) -> bool:
 
 
 def lie_together(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [O, I] of 4 or 8 bits as blocks have them: [ceil(O / 16), I / 32, 64 * bits], zeros behind the last
-    output."""
+    """Codes uint8 [O, I] of 4, 6 or 8 bits as blocks have them: [ceil(O / 16), I / 32, 64 * bits], zeros behind the
+    last output."""
     inputs = codes.shape[1]
+    if bits == 6:
+        # output run half, first and second bit of a half's fours, input of four   ->   run, first bit, output, input
+        upper = blocked(codes >> 4, inputs).view(-1, BLOCK, inputs // RUN, 2, 2, 2, 4)
+        upper = upper[:, :, :, 0] | upper[:, :, :, 1] << 2
+        upper = (upper[:, :, :, :, 0] | upper[:, :, :, :, 1] << 4).permute(0, 2, 3, 1, 4)
+        return torch.cat((lie_together(codes & 15, 4), upper.reshape(len(upper), inputs // RUN, -1)), 2)
     parts = blocked(codes, inputs).view(-1, BLOCK, inputs // RUN, 2, 4, 4)  # halves of a run, fours
     if bits == 4:
         parts = (parts[:, :, :, 0] | parts[:, :, :, 1] << 4).unsqueeze(3)

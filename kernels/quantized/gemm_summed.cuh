@@ -87,11 +87,7 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned table
     for (int k = 0; k < OF_CHUNK; k++) {
         const unsigned from = w_from + k * PIECE;
         unsigned words[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS / 4; i++) {
-            const uint4 x = load_shared16(from + i * 512 + lane * 16);
-            words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
-        }
+        read_words(Shared{from}, lane, words);
 #pragma unroll
         for (int p = 0; p < 2; p++) {  // a group
             const unsigned numbers = load_shared4(from + NUMBERS_AT + p * 32 + lane / 4 * 4);

@@ -141,8 +141,10 @@ def _super_blocks(packed: super_blocks_cpu.Packed) -> Tensor:
     numbers = runs[..., :of_numbers].reshape(strips, pieces, 2 * groups, 2, 16)[:, :, :, :kinds] ^ 128
     pairs = numbers.reshape(strips, pieces, -1, 2, 2, 8).permute(0, 1, 2, 5, 3, 4)  # strip piece pair g second h
     codes = runs[..., of_numbers:]
-    if form.bits == 4:
-        words = _words(codes)
+    if form.bits < 8:
+        words = _words(codes[..., :256])
+        if form.bits == 6:
+            words = torch.cat((words.reshape(strips, pieces, -1), _upper(codes[..., 256:])), 2)
     else:
         of = codes.reshape(strips, pieces, 2, 2, 2, 2, 2, 8, 2, 2)  # strip piece run s e t1 h g t0 b
         words = of.permute(0, 1, 2, 7, 5, 8, 3, 6, 9, 4)
@@ -156,6 +158,14 @@ def _words(codes: Tensor) -> Tensor:
     low, high = of[:, :, :, :, :, 0], of[:, :, :, :, :, 1]  # strip piece run e t1 g t0 b
     both = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), 3)  # strip piece run s e t1 g t0 b
     return both.permute(0, 1, 6, 5, 7, 2, 3, 8, 4)
+
+
+def _upper(codes: Tensor) -> Tensor:
+    """The same of the upper 2 bits of codes [strips, pieces, runs of 32 inputs, 128]. Pairs of them stay together."""
+    of = codes.reshape(*codes.shape[:2], 2, 2, 2, 8, 2, 2)  # strip piece run e h g t0 b
+    low, high = of[:, :, :, :, 0], of[:, :, :, :, 1]  # strip piece run e g t0 b
+    both = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), 4)  # strip piece run e t1 g t0 b
+    return both.permute(0, 1, 5, 4, 6, 2, 7, 3).reshape(*codes.shape[:2], -1)
 
 
 def _int4(packed: int4_cpu.Packed) -> pieces_cuda.Packed:

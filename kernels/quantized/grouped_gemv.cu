@@ -36,13 +36,7 @@ __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros
     for (int o = 0; o < STRIPS; o++) {
         const unsigned from = w_from + o * RUN * PIECE;
 #pragma unroll
-        for (int k = 0; k < UNIT / SPAN; k++)
-#pragma unroll
-            for (int i = 0; i < WORDS / 4; i++) {
-                const uint4 x = load_shared16(from + k * PIECE + i * 512 + lane * 16);
-                unsigned* const to = words[o][k] + 4 * i;
-                to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-            }
+        for (int k = 0; k < UNIT / SPAN; k++) read_words(Shared{from + k * PIECE}, lane, words[o][k]);
         constexpr int OF_PIECE = SPAN / GROUP / 2;  // pairs
         tables[o] = shared_pair(from + pair / OF_PIECE * PIECE, lane, pair % OF_PIECE);
     }

@@ -1,6 +1,6 @@
 """Q5_1, a format of ggml's: codes of 5 bits; 32 inputs share an f16 scale and an f16 that is added.
 
-Codes are kept in 8 bits."""
+Codes are kept in 6 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import block_bits, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=32, group=32, bits=8, zero=0, bytes=24, encoder="q5_1")
+FORM = Form(super=32, group=32, bits=6, zero=0, bytes=24, encoder="q5_1")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

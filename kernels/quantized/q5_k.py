@@ -1,6 +1,6 @@
 """Q5_K, a format of ggml's: codes of 5 bits; 32 inputs share a scale and a minimum of 6 bits, 256 two f16 factors.
 
-Codes are kept in 8 bits."""
+Codes are kept in 6 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import block_bits, k_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=256, group=32, bits=8, zero=0, bytes=176, encoder="q5_k")
+FORM = Form(super=256, group=32, bits=6, zero=0, bytes=176, encoder="q5_k")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

@@ -1,6 +1,6 @@
 """Q6_K, a format of ggml's: codes of 6 bits; 16 inputs share a scale of 8 bits, 256 an f16 factor.
 
-Codes are kept in 8 bits."""
+Codes are kept in 6 bits, in another order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import block_bits, k_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
-FORM = Form(super=256, group=16, bits=8, zero=32, bytes=210, minima=False, encoder="q6_k")
+FORM = Form(super=256, group=16, bits=6, zero=32, bytes=210, minima=False, encoder="q6_k")
 GROUP = FORM.super
 
 dequantize, linear, variants = super_blocks.dequantize, super_blocks.linear, super_blocks.variants

@@ -2,18 +2,22 @@
 // group of inputs are whole numbers of 8 bits times two f16 factors of a super-block. Without MINIMA there are no minima.
 //
 // A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: for each of 32 lanes 4 * BITS bytes of
-// codes, 16 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and g + 8: the factors of
-// their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes for outputs g and g + 8
-// a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Codes of 4
-// bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in
-// bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. Codes of 8
-// bits: in word 2 s + h those of output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9. Pieces of the same FACTORED
-// inputs have the same factors. super_blocks_cuda.py makes pieces.
+// codes, 16 or at last 8 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and g + 8: the
+// factors of their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes for outputs g
+// and g + 8 a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Pieces
+// of the same FACTORED inputs have the same factors. super_blocks_cuda.py makes pieces.
+//
+// Codes of 4 bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of
+// output g + 8 in bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28.
+// Codes of 6 bits: so the lower 4; the upper 2 of inputs 16 s + 2 t, + 8, + 1 and + 9 of output g + 8 h in a byte each of
+// word 4 + s / 2, from its bit s % 2 * 2 + 4 h on. Codes of 8 bits: in word 2 s + h those of output g + 8 h and of inputs
+// 16 s + 2 t, + 8, + 1 and + 9.
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
 constexpr bool BY_RUNS = false, RAW = ZERO < 128 && (MINIMA || GROUP >= 32);  // RAW: whether raw codes are not as codes
 constexpr int TOGETHER = MINIMA && GROUP == 32 && FACTORED == 256 ? 4 : 1;  // pieces that multiply_together() takes
+static_assert((ZERO == 128) == (BITS == 8));
 constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
 constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
@@ -22,19 +26,45 @@ struct Piece {  // a lane's part
     unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
 };
 
-// A piece by what reads 16 bytes, and 4, at a distance from its begin. factors: where they are known.
-template <class Read16, class Read4>
-__device__ inline Piece read_piece(int lane, Read16 read16, Read4 read4, const unsigned* factors = nullptr) {
-    Piece y;
+// Bytes at a distance from a piece's begin, in memory and in shared memory.
+struct Memory {
+    const unsigned char* from;
+
+    __device__ uint4 read16(int at) const { return stream16(from + at); }
+    __device__ uint2 read8(int at) const { return stream8(from + at); }
+    __device__ unsigned read4(int at) const { return stream4(from + at); }
+};
+struct Shared {
+    unsigned from;
+
+    __device__ uint4 read16(int at) const { return load_shared16(from + at); }
+    __device__ uint2 read8(int at) const { return load_shared8(from + at); }
+    __device__ unsigned read4(int at) const { return load_shared4(from + at); }
+};
+
+// A lane's codes.
+template <class Bytes> __device__ inline void read_words(const Bytes& bytes, int lane, unsigned (&words)[WORDS]) {
 #pragma unroll
     for (int i = 0; i < WORDS / 4; i++) {
-        const uint4 x = read16(i * 512 + lane * 16);
-        y.words[4 * i] = x.x, y.words[4 * i + 1] = x.y, y.words[4 * i + 2] = x.z, y.words[4 * i + 3] = x.w;
+        const uint4 x = bytes.read16(i * 512 + lane * 16);
+        words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
     }
+    if constexpr (WORDS % 4) {
+        const uint2 x = bytes.read8(512 + lane * 8);
+        words[4] = x.x, words[5] = x.y;
+    }
+}
+
+// factors: where they are known.
+template <class Bytes>
+__device__ inline Piece read_piece(const Bytes& bytes, int lane, const unsigned* factors = nullptr) {
+    Piece y;
+    read_words(bytes, lane, y.words);
 #pragma unroll
-    for (int i = 0; i < KINDS * SUPERS; i++) y.factors[i] = factors ? factors[i] : read4(FACTORS_AT + i * 32 + lane / 4 * 4);
+    for (int i = 0; i < KINDS * SUPERS; i++)
+        y.factors[i] = factors ? factors[i] : bytes.read4(FACTORS_AT + i * 32 + lane / 4 * 4);
 #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) y.numbers[i] = read4(NUMBERS_AT + i * 32 + lane / 4 * 4);
+    for (int i = 0; i < NUMBERS; i++) y.numbers[i] = bytes.read4(NUMBERS_AT + i * 32 + lane / 4 * 4);
     return y;
 }
 
@@ -45,19 +75,14 @@ struct Pieces {
 
     Pieces() = default;
     __device__ Pieces(const unsigned char* from, int lane) : from(from), lane(lane) {}
-    __device__ Piece stream(int piece) const {
-        const unsigned char* const at = from + piece * PIECE;
-        return read_piece(lane, [&](int i) { return stream16(at + i); }, [&](int i) { return stream4(at + i); });
-    }
+    __device__ Piece stream(int piece) const { return read_piece(Memory{from + piece * PIECE}, lane); }
     __device__ void advance(int pieces) { from += pieces * PIECE; }
 };
 
 #include "whole_stream.cuh"
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
-    return read_piece(lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); });
-}
+__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) { return read_piece(Shared{from}, lane); }
 
 // What TOGETHER pieces share, and all of their numbers as first operands of an mma: lane 4 g + t has those of groups 2 t
 // and 2 t + 1, of outputs g and g + 8.
@@ -76,8 +101,7 @@ __device__ inline Super shared_super(const Piece&, unsigned from, int lane) {
     return {{load_shared4(factors), load_shared4(factors + 32)}, {pair(0), pair(1)}, {pair(2), pair(3)}};
 }
 __device__ inline Piece shared_piece(unsigned from, int lane, const Super& super) {
-    return read_piece(
-        lane, [&](int i) { return load_shared16(from + i); }, [&](int i) { return load_shared4(from + i); }, super.factors);
+    return read_piece(Shared{from}, lane, super.factors);
 }
 
 // Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of inputs from 16 step on: exact in f32.
@@ -101,17 +125,19 @@ template <class E> __device__ inline void raised_codes(const unsigned (&words)[W
     if constexpr (BITS == 4) {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = and_xor(words[step] >> 4 * i, 0x000f000f, whole_pair(E()));
-    } else {
+    } else if constexpr (BITS == 6) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const unsigned word = words[2 * step + h];
-            if constexpr (ZERO == 128) {
-                centred_bytes<E>(word, a[h], a[2 + h]);
-            } else {
-                a[h] = and_xor(word, 0x007f007f, whole_pair(E()));
-                a[2 + h] = and_xor(word >> 8, 0x007f007f, whole_pair(E()));
-            }
+            // An output's codes in bytes, whose upper bits are whatever comes along.
+            const int up = 4 - step % 2 * 2 - h * 4;
+            const unsigned upper = words[4 + step / 2], in_place = up > 0 ? upper << up : upper >> -up;
+            const unsigned bytes = chosen_bits(words[step] >> 4 * h, in_place, 0x0f0f0f0f);
+            a[h] = and_xor(bytes, 0x003f003f, whole_pair(E()));
+            a[2 + h] = and_xor(bytes >> 8, 0x003f003f, whole_pair(E()));
         }
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) centred_bytes<E>(words[2 * step + h], a[h], a[2 + h]);
     }
 }
 

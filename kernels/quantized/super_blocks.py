@@ -2,7 +2,7 @@
 
 A weight is (code - zero) * scale - minimum. Groups of 16 or 32 inputs have a scale and a minimum, whole numbers of
 8 bits times two f16 numbers of their super-block of 32 or 256 inputs. All this is kept, so what is multiplied is what
-gguf-py's quants.py dequantises, bit for bit in f32. Codes have 4 or 8 bits.
+gguf-py's quants.py dequantises, bit for bit in f32. Codes have 4, 6 or 8 bits.
 """
 
 from __future__ import annotations

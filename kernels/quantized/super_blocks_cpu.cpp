@@ -26,9 +26,11 @@ private:
 
 typedef SuperBlocks<4, 1> Form4_1;
 typedef SuperBlocks<4, 2> Form4_2;
+typedef SuperBlocks<6, 1> Form6_1;
+typedef SuperBlocks<6, 2> Form6_2;
 typedef SuperBlocks<8, 1> Form8_1;
-typedef SuperBlocks<8, 2> Form8_2;
 FORM_OPS(super_blocks_4_1, Form4_1)
 FORM_OPS(super_blocks_4_2, Form4_2)
+FORM_OPS(super_blocks_6_1, Form6_1)
+FORM_OPS(super_blocks_6_2, Form6_2)
 FORM_OPS(super_blocks_8_1, Form8_1)
-FORM_OPS(super_blocks_8_2, Form8_2)

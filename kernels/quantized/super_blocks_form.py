@@ -10,7 +10,7 @@ class Form(NamedTuple):
 
     super: int  # inputs of a super-block, 32 or 256
     group: int  # inputs of a group, 16 or 32
-    bits: int  # of a code as it is kept, 4 or 8
+    bits: int  # of a code as it is kept, 4, 6 or 8
     zero: int  # what all codes have too much
     bytes: int  # of a super-block in ggml's files
     minima: bool = True  # whether groups have them

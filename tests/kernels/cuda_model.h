@@ -132,6 +132,11 @@ static uint4 stream16(const void* from) {
     memcpy(&y, model::readable(from, 16), 16);
     return y;
 }
+static uint2 stream8(const void* from) {
+    uint2 y;
+    memcpy(&y, model::readable(from, 8), 8);
+    return y;
+}
 static unsigned stream4(const void* from) {
     unsigned y;
     memcpy(&y, model::readable(from, 4), 4);

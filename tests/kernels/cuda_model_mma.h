@@ -3,6 +3,7 @@
 #define MINUS_INFINITY (-INFINITY)
 #define LOG2_E 1.4426950408889634f
 static unsigned and_xor(unsigned x, unsigned mask, unsigned with) { return x & mask ^ with; }
+static unsigned chosen_bits(unsigned x, unsigned y, unsigned mask) { return x & mask | y & ~mask; }
 template <class E> static unsigned pack(float a, float b) {
     return from_float<E>(a).bits | (unsigned)from_float<E>(b).bits << 16;
 }

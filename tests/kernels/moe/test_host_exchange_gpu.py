@@ -136,7 +136,7 @@ def moves_of(size, made):
 def arriving():
     """Of experts of three tensors: one as it is, one of many small units, and one of few large ones."""
     found = []
-    for size, made, units in ((48, 48, 1), (2368, 2560, 77), (4672, 4480, 5)):
+    for size, made, units in ((48, 48, 1), (2368, 2560, 77), (3648, 3456, 5)):
         there = pinned(EXPERTS, units * size)
         there.random_(256)
         moves = moves_of(size, made) if size > 48 else None

@@ -26,8 +26,11 @@ from . import floats_cases
 
 SUPER_BLOCKS = {
     "q4_k": super_blocks.Form(256, 32, 4, 0, 144),
-    "q6_k": super_blocks.Form(256, 16, 8, 32, 210, False),
+    "q6_k": super_blocks.Form(256, 16, 6, 32, 210, False),
+    "q5_k": super_blocks.Form(256, 32, 6, 0, 176),
     "q4_1": super_blocks.Form(32, 32, 4, 0, 20),
+    "q5_1": super_blocks.Form(32, 32, 6, 0, 24),
+    "iq4_xs": super_blocks.Form(256, 32, 8, 128, 136, False),
 }
 Q4_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q4_k"])
 Q6_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q6_k"])
@@ -64,7 +67,7 @@ def make(outputs, inputs, form="q8_0", seed=0):
 
 
 def super_blocks_of(outputs, inputs, form, draw):
-    codes = torch.randint(0, 2 ** min(form.bits, 6), (outputs, inputs), dtype=torch.uint8, generator=draw)
+    codes = torch.randint(0, 2**form.bits, (outputs, inputs), dtype=torch.uint8, generator=draw)
     factors = (torch.rand(outputs, inputs // form.super, 2, generator=draw) / 999 - 1 / 1998).half()
     scales, minima = torch.randint(-63, 64, (2, outputs, inputs // form.group), dtype=torch.int8, generator=draw)
     minima *= form.minima
@@ -133,11 +136,13 @@ GEMVS = in_types(
         (7, 33, 1408, GemvConfig(1, 4, 2), "e4m3_wide"),
         (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
         (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
+        (2, 33, 512, GemvConfig(1, 4, 2), "iq4_xs"),
     ],
     (2, 40, 4096, GemvConfig(1, 4, 3), "q8_0"),
     (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
     (4, 33, 1088, GemvConfig(1, 4, 3), "int4 64 zeros"),
     (2, 33, 1088, GemvConfig(2, 2, 2), "q4_1"),
+    (2, 33, 1088, GemvConfig(2, 2, 2), "q5_1"),
 )
 
 
@@ -160,9 +165,10 @@ def test_gated_gemv(rows, outputs, inputs, form, launched):
 
 
 GROUPED = in_types(
-    [(1, 40, 4096, 4, "q4_k"), (1, 40, 1280, 2, "q6_k"), (2, 49, 1280, 2, "q4_k")],
+    [(1, 40, 4096, 4, "q4_k"), (1, 40, 1280, 2, "q6_k"), (2, 49, 1280, 2, "q5_k")],
     (3, 33, 512, 4, "q4_k"),
     (1, 33, 1024, 4, "q4_1"),
+    (1, 33, 1024, 4, "iq4_xs"),
     (2, 33, 1280, 4, "q6_k"),
     (4, 33, 1280, 2, "q4_1"),
 )
@@ -224,21 +230,21 @@ def test_gemm(rows, outputs, inputs, config, form, launched):
 
 
 IN_TURN = [
-    (13, 168, 2048, 48, ""),
-    (5, 136, 4096, 32, ""),
-    (16, 448, 512, 224, "silu"),
-    pytest.param(8, 224, 512, 224, "silu", marks=pytest.mark.long),
-    pytest.param(11, 264, 2048, 112, "", marks=pytest.mark.long),
+    (13, 168, 2048, 48, "", "q4_k"),
+    (5, 136, 4096, 32, "", "q5_k"),
+    (16, 448, 512, 224, "silu", "q4_k"),
+    pytest.param(8, 224, 512, 224, "silu", "q4_k", marks=pytest.mark.long),
+    pytest.param(11, 264, 2048, 112, "", "q5_k", marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize("rows, outputs, inputs, height, gated", IN_TURN)
-def test_gemm_in_turn(rows, outputs, inputs, height, gated, launched, monkeypatch):
+@pytest.mark.parametrize("rows, outputs, inputs, height, gated, form", IN_TURN)
+def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
     monkeypatch.setattr(wgmma_configs, "MOST_STAGES", 8)
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
-        (packed, weight), (x, bias) = make(outputs, inputs, "q4_k"), inputs_of(rows, outputs, inputs, dtype)
+        (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
         got = pieces_cuda.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
         near(got, gate(want, dtype) if gated else want)
@@ -276,6 +282,7 @@ def test_gated_gemm(rows, outputs, inputs, config, form, launched):
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "e4m3"),
         (40, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.bfloat16, "q4_k"),
         (33, 256, 256, "silu", WgmmaConfig(128, 64, 64, 1), torch.bfloat16, "q6_k"),
+        (33, 150, 512, "", WgmmaConfig(128, 64, 128, 1), torch.float16, "q5_k"),
     ],
 )
 def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
@@ -316,6 +323,9 @@ DEQUANTIZED = in_types(
         (40, 512, "q4_k"),
         (33, 512, "q6_k"),
         (16, 192, "q4_1"),
+        (33, 192, "q5_1"),
+        (16, 512, "q5_k"),
+        (16, 512, "iq4_xs"),
         (40, 192, "mxfp4"),
     ],
     (33, 64, "int4 64"),

@@ -59,11 +59,17 @@ def make(outputs, inputs, form="q8_0"):
     return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
 
 
-SUPER_BLOCKS = {"q4_k": super_blocks.Form(256, 32, 4, 0, 144), "q6_k": super_blocks.Form(256, 16, 8, 32, 210, False)}
+SUPER_BLOCKS = {
+    "q4_k": super_blocks.Form(256, 32, 4, 0, 144),
+    "q5_k": super_blocks.Form(256, 32, 6, 0, 176),
+    "q6_k": super_blocks.Form(256, 16, 6, 32, 210, False),
+    "q5_1": super_blocks.Form(32, 32, 6, 0, 24),
+    "iq4_xs": super_blocks.Form(256, 32, 8, 128, 136, False),
+}
 
 
 def super_blocks_of(outputs, inputs, form):
-    codes = torch.randint(0, 16 * form.bits // 4, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 2**form.bits, (outputs, inputs), dtype=torch.uint8, device="cuda")
     factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 999 - 1 / 1998).half()
     sizes = 2, outputs, inputs // form.group
     scales, minima = torch.randint(-63, 64, sizes, dtype=torch.int8, device="cuda")
@@ -108,7 +114,8 @@ def check(found, want, about, most):
         (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
         (16, 64, "e4m3"), (37, 96, "e4m3"), (192, 4096, "e4m3"),
         (37, 256, "e4m3_wide"), (192, 4096, "e4m3_wide"), (128, 14336, "e4m3_wide"),
-        (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"),
+        (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"), (37, 512, "q5_k"), (192, 4096, "q5_k"),
+        (37, 192, "q5_1"), (192, 4096, "iq4_xs"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
@@ -150,7 +157,10 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
 
 @needs_tma
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs, inputs, form", [(6176, 4096, "q4_k"), (1344, 14336, "q4_k"), (4096, 3328, "q6_k")])
+@pytest.mark.parametrize(
+    "outputs, inputs, form",
+    [(6176, 4096, "q4_k"), (1344, 14336, "q4_k"), (4096, 3328, "q6_k"), (1344, 4096, "q5_k")],
+)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
     packed, weight = make(outputs, inputs, form)
@@ -163,7 +173,7 @@ def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
 
 
 @needs_tma
-@pytest.mark.parametrize("form", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("form", ["q4_k", "q5_k", "q6_k"])
 def test_rows_far_from_zero(form):
     """Codes are more by 128 as they are multiplied: what that adds is large where x sums up to much."""
     packed, weight = make(1344, 4096, form)
@@ -181,6 +191,8 @@ def test_rows_far_from_zero(form):
     [
         (1344, 2048, "silu", DTYPES[0], "q4_k"),
         (5000, 1024, "", DTYPES[1], "q4_k"),
+        (1344, 2048, "silu", DTYPES[0], "q5_k"),
+        (5000, 1024, "", DTYPES[1], "q6_k"),
         (1344, 2048, "silu", DTYPES[0], "q8_0"),
         (5000, 1024, "", DTYPES[1], "q8_0"),
         (1344, 2048, "silu", DTYPES[0], "int4 128 zeros"),
@@ -210,6 +222,8 @@ def test_every_config(rows, outputs, inputs, gated, dtype, form):
         (5003, 1024, "", DTYPES[1], "q8_0"),
         (1344, 2048, "silu", DTYPES[0], "int4 128"),
         (5003, 1024, "", DTYPES[1], "int4 32 zeros"),
+        (1344, 2048, "silu", DTYPES[0], "q5_k"),
+        (5003, 1024, "", DTYPES[1], "q6_k"),
     ],
 )
 @pytest.mark.parametrize("rows", [33, 64, 100, 129, 256])
@@ -228,7 +242,7 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
 
 @pytest.mark.parametrize("outputs, inputs, gated", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
 @pytest.mark.parametrize("rows", [1, 4, 7, 16, 32, 50, 64, 128, 256])
-@pytest.mark.parametrize("form", ["q8_0", "int4 128", "int4 64 zeros", "q4_k", "q6_k"])
+@pytest.mark.parametrize("form", ["q8_0", "int4 128", "int4 64 zeros", "q4_k", "q5_k", "q6_k"])
 def test_linears_of_a_model(rows, outputs, inputs, gated, form):
     """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
     packed, weight = make(outputs, inputs, form)
@@ -286,6 +300,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
         (1, 64, "int4 64"), (37, 4096, "int4 32 zeros"), (4096, 14336, "int4 128 zeros"), (130, 1088, "int4 32"),
         (37, 4096, "e4m3"), (130, 1184, "e4m3"), (130, 1152, "e4m3_wide"),
         (37, 4096, "q4_k"), (4096, 14336, "q4_k"), (130, 1024, "q6_k"),
+        (37, 4096, "q5_k"), (130, 1088, "q5_1"), (37, 4096, "iq4_xs"),
     ],
 )  # fmt: skip
 def test_dequantize(outputs, inputs, form, dtype):

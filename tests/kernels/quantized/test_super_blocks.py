@@ -21,7 +21,7 @@ TYPES = {
     "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
 }  # fmt: skip
 TWO_LEVELS = [name for name in TYPES if name not in ("q5_0", "iq4_nl")]
-KINDS = ("q4_k", "q3_k", "q5_k", "q6_k", "q4_1")  # all that kernels tell apart
+KINDS = ("q4_k", "q3_k", "q5_k", "q6_k", "q4_1", "iq4_xs")  # all that kernels tell apart
 EXACT = ("q4_0", "q4_1", "q5_0", "q5_1")  # gguf-py encodes these
 # Root of the mean squared error of normal weights beside their deviation. Q4_1, of 5 bits, has 0.078 and Q5_1 0.038.
 ERRORS = {"q2_k": 0.275, "q3_k": 0.146, "q4_k": 0.073, "q5_k": 0.0365, "q6_k": 0.0176}
@@ -222,16 +222,19 @@ def test_layout_on_gpus(name):
     assert packed.pieces.shape == (3, 8, layout.bytes) and packed.inputs == 512
     assert torch.equal(super_blocks.dequantize(packed), theirs(name, blocks))
     piece, codes = packed.pieces[1, 3], decoded.codes[16:32, 192:256]
-    words = piece[: 128 * form.bits].contiguous().view(torch.int32).view(-1, 32, 4)
+    words = piece[: 128 * form.bits].contiguous().view(torch.int32)
+    fours = words[: words.numel() // 128 * 128].view(-1, 32, 4)
     for lane in range(32):
         g, t = divmod(lane, 4)
-        mine = words[:, lane].flatten().tolist()
+        mine = fours[:, lane].flatten().tolist() + words[128 + 2 * lane :][: form.bits % 4].tolist()
         for s in range(4):
             for i in range(4):
                 for second in range(2):
                     code = codes[g + i % 2 * 8, 16 * s + 2 * t + i // 2 * 8 + second].item()
-                    if form.bits == 4:
-                        assert mine[s] >> (4 * i + 16 * second) & 15 == code
+                    if form.bits < 8:
+                        assert mine[s] >> (4 * i + 16 * second) & 15 == code & 15
+                        at = s % 2 * 2 + i % 2 * 4 + i // 2 * 8 + second * 16
+                        assert form.bits == 4 or mine[4 + s // 2] >> at & 3 == code >> 4
                     else:
                         assert mine[2 * s + i % 2] >> (8 * (i // 2) + 16 * second) & 255 == code
     kinds = 1 + form.minima
