@@ -210,6 +210,7 @@ INLINE void float_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total
         for (int v = 0; v < WIDE; v++)
             for (int h = 0; h < G; h++) {
                 Vec part[R] = {};
+#pragma GCC unroll 8
                 for (int i = h * 4; i < (G == 2 ? h * 4 + 4 : 8); i++) {
                     const Ints codes = at.four(i, v);
 #pragma GCC unroll 4
