@@ -23,11 +23,12 @@ from torch import Tensor
 
 from .. import jit
 from ..collective.allreduce import SymmetricMemory
-from . import gemm_reduce_scatter, sliced_gemm
+from . import gemm_reduce_scatter, split_k_gemm
 from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain
 
-METHOD = 2  # of choosing; files that were made by another one are not read
+METHOD = 3  # of choosing; files that were made by another one are not read
 GAIN = 0.98  # of the first algorithm's time that another may take to be chosen
+SPLIT_GAIN = 0.95  # that a split-K GEMM may take: the norm, which is not timed, reads more
 SLOWER = 1.15  # times the fastest: not measured again
 NEAREST = 3  # are measured again
 LEADERS = 2  # of a number of rows, which are measured for all others, too
@@ -42,7 +43,7 @@ class TuneRequest(NamedTuple):
     weight: Tensor
     counts: Sequence[int]  # of rows
     peers: SymmetricMemory | None = None  # whose ranks their sums are scattered to
-    summed: bool = False  # a norm adds up what they make, and may be given terms
+    summed: bool = False  # a norm may add up their partial sums
 
 
 def tune(gemms: Iterable[TuneRequest]) -> str:
@@ -72,7 +73,7 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
         found = []
         for sizes, n in wanted:
             found.append(_measure(library, sizes, weights[sizes], n, targets[sizes]))
-            library.choices[sizes] = dict(zip(n, found[-1], strict=True))  # what sliced ones have to beat
+            library.choices[sizes] = dict(zip(n, found[-1], strict=True))  # what split-K GEMMs have to beat
         torch.cuda.empty_cache()  # of what was multiplied: graphs have a pool of their own
         return found
 
@@ -80,17 +81,17 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
     library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
     in_use[next(iter(weights.values()))[0].device] = library
     whole = [(sizes, row) for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes]]
-    alone = [choice for sizes, row in whole if sizes.slices == 1 for choice in row]
-    sliced = sum(bool(choice) for sizes, row in whole if sizes.slices > 1 for choice in row)
+    alone = [choice for sizes, row in whole if sizes.splits == 1 for choice in row]
+    split = sum(bool(choice) for sizes, row in whole if sizes.splits > 1 for choice in row)
     how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
     return (
         f"{sum(map(bool, alone))} of {len(alone)} GEMMs of many rows take another algorithm than torch's, "
-        f"{f'{sliced} leave it to norms to add up what slices of their inputs make, ' if sliced else ''}{how}"
+        f"{f'{split} are faster as split-K GEMMs where a norm adds up, ' if split else ''}{how}"
     )
 
 
 def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
-    """All ways to compute them, each with its numbers of rows; the whole GEMM before its slices."""
+    """All ways to compute them, each with its numbers of rows; the whole GEMM before split-K ones."""
     weight, rows, peers, summed = gemm
     if peers:
         supported = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
@@ -99,9 +100,9 @@ def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
     yield GemmShape(weight.dtype, *weight.shape), list(rows)
     if summed:
         num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        for count in sliced_gemm.SLICES:
-            some = [n for n in rows if sliced_gemm.slices(n, weight, num_sms) == count]
-            yield sliced_gemm.sizes(weight, count), some
+        for count in split_k_gemm.SPLITS:
+            some = [n for n in rows if split_k_gemm.splits(n, weight, num_sms) == count]
+            yield split_k_gemm.sizes(weight, count), some
 
 
 def _measure(
@@ -114,9 +115,11 @@ def _measure(
     """
     trial = Benchmark(library, sizes, weights, max(counts), peers)
     own = {rows: trial.own(rows) for rows in counts}
+    gain = SPLIT_GAIN if sizes.splits > 1 else GAIN
     leaders = [algo for rows, algos in own.items() for algo in near(algos, trial.times(rows, algos))[:LEADERS]]
     return [
-        fastest(partial(trial.times, rows), list(dict.fromkeys((*algos[:1], *leaders)))) for rows, algos in own.items()
+        fastest(partial(trial.times, rows), list(dict.fromkeys((*algos[:1], *leaders))), gain)
+        for rows, algos in own.items()
     ]
 
 
@@ -132,7 +135,7 @@ class Benchmark:
         self._turns = itertools.cycle(weights)
         self._launches = max(1, min(8, round(READ / weight.nbytes)))
         self._x = weight.new_empty(most, sizes.inputs).normal_()
-        self._y = weight.new_empty(0 if peers else most * sizes.slices * sizes.outputs)
+        self._y = weight.new_empty(0 if peers else most * sizes.splits * sizes.outputs)
         self._works: dict[tuple[int, Algo], bool] = {}
 
     def own(self, rows: int) -> list[Algo]:
@@ -159,8 +162,8 @@ class Benchmark:
 
     def _call(self, rows: int, algo: Algo) -> Callable[[Tensor], Any]:
         x, sizes = self._x[:rows], self._sizes
-        if algo is None:  # what was chosen for the whole GEMM, where this is for slices; else torch's
-            sizes = sizes._replace(slices=1)
+        if algo is None:  # what was chosen for the whole GEMM, where this is for split-K ones; else torch's
+            sizes = sizes._replace(splits=1)
             algo = self._library.choices.get(sizes, {}).get(rows)
         if algo is None:
             y = self._y[: rows * sizes.outputs].view(rows, -1)
@@ -178,8 +181,8 @@ def near(algos: list[Algo], times: list[float]) -> list[Algo]:
     return [algo for ms, algo in sorted(zip(times, algos, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
 
 
-def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo]) -> Algo:
-    """The first of these algorithms, unless another takes at most GAIN of its time; None where none works."""
+def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo], gain: float = GAIN) -> Algo:
+    """The first of these algorithms, unless another takes at most `gain` of its time; None where none works."""
     best = dict(zip(algos, times(algos), strict=True))
     fast = near(algos, list(best.values()))[:NEAREST]
     if not fast:
@@ -191,7 +194,7 @@ def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo]) -> Al
         for algo, taken in zip(again, times(again), strict=True):
             best[algo] = min(best[algo], taken)
     first = min(fast, key=best.__getitem__)
-    return first if best[first] <= GAIN * best[usual] else usual
+    return first if best[first] <= gain * best[usual] else usual
 
 
 def about(library: Library, wanted: list[tuple[GemmShape, list[int]]]) -> list[Any]:

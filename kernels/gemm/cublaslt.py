@@ -67,7 +67,7 @@ class GemmShape(NamedTuple):
     inputs: int
     parts: int = 1  # that the outputs are cut into: [parts, rows, outputs / parts]
     apart: int = 0  # elements from one part to the next
-    slices: int = 1  # that the inputs are cut into, each of which makes a term of the sum: [rows, slices, outputs]
+    splits: int = 1  # of the inputs, each of which makes a partial sum: [rows, splits, outputs]
 
 
 class Plan(NamedTuple):
@@ -128,11 +128,11 @@ class Library:
         return None if algo is None else self.plan_of(algo, sizes, rows)
 
     def _layouts(self, sizes: GemmShape, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        dtype, outputs, inputs, parts, apart, slices = sizes
-        layout, part, width = functools.partial(self._layout, dtype), outputs // parts, inputs // slices
-        if slices > 1:
-            of_y = layout(outputs, rows, slices * outputs, slices, outputs)
-            return layout(width, outputs, inputs, slices, width), layout(width, rows, inputs, slices, width), of_y
+        dtype, outputs, inputs, parts, apart, splits = sizes
+        layout, part, width = functools.partial(self._layout, dtype), outputs // parts, inputs // splits
+        if splits > 1:
+            of_y = layout(outputs, rows, splits * outputs, splits, outputs)
+            return layout(width, outputs, inputs, splits, width), layout(width, rows, inputs, splits, width), of_y
         of_weight = layout(inputs, part, inputs, parts, part * inputs)
         return of_weight, layout(inputs, rows, inputs, parts, 0), layout(part, rows, part, parts, apart)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import gated_activation
-from ....kernels.gemm import sliced_gemm
+from ....kernels.gemm import split_k_gemm
 from ..formats import ChooseFormat, Part
 from ..shard import Shard, even, key_heads, scaled, whole
 from ..weights.slicing import Source
@@ -155,9 +155,9 @@ class RowParallel(Linear):
                 cast(Part, part).adds_bias = False
 
     def terms_of(self, x: Tensor) -> Tensor | None:
-        """[T, n, outputs] of slices of the inputs, where that is faster."""
+        """[T, n, outputs] of split inputs, where that is faster."""
         matrix = self.matrix if self.added_bias is None else None
-        return None if matrix is None else sliced_gemm.terms(x, matrix)
+        return None if matrix is None else split_k_gemm.partial_sums(x, matrix)
 
     def forward(self, x: Tensor) -> Partial:
         """x: this rank's [T, inputs]. Nothing is multiplied before somebody reads it."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.collective.allreduce import SymmetricMemory
-from phalanx.kernels.gemm import autotune, cublaslt, gemm_reduce_scatter, sliced_gemm
+from phalanx.kernels.gemm import autotune, cublaslt, gemm_reduce_scatter, split_k_gemm
 from phalanx.kernels.gemm.cublaslt import GemmShape
 
 from .cublaslt import BF16, SIZES, Lib, algo, check, in_memory, plain, put
@@ -209,7 +209,7 @@ def test_choosing(gpu, monkeypatch):
     assert autotune.tune([autotune.TuneRequest(first, [80])]).startswith("1 of 1 ") and len(gpu) == 3
 
 
-def test_slices_are_measured_where_a_norm_adds_up(gpu, monkeypatch):
+def test_split_k_gemms_are_measured_where_a_norm_adds_up(gpu, monkeypatch):
     """Of the rows whose tiles are few, after the products that they have to beat."""
     put(Lib(), {}, monkeypatch)
     weight = plain(48, 512)
@@ -219,8 +219,8 @@ def test_slices_are_measured_where_a_norm_adds_up(gpu, monkeypatch):
     chosen = cublaslt.in_use[torch.device("cpu")].choices
     shape = GemmShape(BF16, 48, 512)
     assert chosen[shape] == {80: algo(2), 8320: algo(1), 17000: algo(2)}
-    assert chosen[shape._replace(slices=2)] == {8320: algo(1)} and chosen[shape._replace(slices=4)] == {80: algo(2)}
-    said = "torch's, 2 leave it to norms to add up what slices of their inputs make, measured in "
+    assert chosen[shape._replace(splits=2)] == {8320: algo(1)} and chosen[shape._replace(splits=4)] == {80: algo(2)}
+    said = "torch's, 2 are faster as split-K GEMMs where a norm adds up, measured in "
     assert line.startswith("3 of 3 GEMMs of many rows take another algorithm than " + said)
 
 
@@ -311,11 +311,11 @@ def test_leaders_are_measured_for_all_rows(measuring):
     assert autotune._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [algo(4)] * 3
 
 
-def test_slices_have_to_beat_what_was_chosen(measuring):
-    """Algorithm 4 takes 50, so that slices by 2 and 3, which take 60 and 90, are left."""
+def test_split_k_gemms_have_to_beat_what_was_chosen(measuring):
+    """Algorithm 4 takes 50, so that splits by 2 and 3, which take 60 and 90, are left."""
     made, _ = measuring(Lib(proposals=4, works=(2, 3, 4)))
     weight = plain(48, 512)
-    sizes = sliced_gemm.sizes(weight, 2)
+    sizes = split_k_gemm.sizes(weight, 2)
     made.choices = {GemmShape(BF16, 48, 512): {80: algo(4)}}
     assert autotune._measure(made, sizes, [weight], [80], None) == [None]
     made.choices = {GemmShape(BF16, 48, 512): {80: algo(3)}}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.gemm import autotune, cublaslt, sliced_gemm
+from phalanx.kernels.gemm import autotune, cublaslt, split_k_gemm
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 
@@ -68,14 +68,14 @@ def test_products_by_every_proposal(count, outputs, inputs, dtype, lib):
     assert taken > 1
 
 
-@pytest.mark.parametrize("count", sliced_gemm.SLICES)
+@pytest.mark.parametrize("count", split_k_gemm.SPLITS)
 @pytest.mark.parametrize("outputs, inputs", [(4096, 14336), (3584, 18944), (1000, 1024), (96, 256)])
 @pytest.mark.parametrize("rows", [80, 129, 256])
-def test_terms_by_every_proposal(rows, outputs, inputs, count, lib):
-    """Each term alone, and nothing written behind them."""
+def test_partial_sums_by_every_proposal(rows, outputs, inputs, count, lib):
+    """Each alone, their sum, and nothing written behind them."""
     weight = torch.randn(outputs, inputs, device="cuda").bfloat16() / 8
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 8
-    sizes, taken = sliced_gemm.sizes(weight, count), 0
+    sizes, taken = split_k_gemm.sizes(weight, count), 0
     cut = x.view(rows, count, -1), weight.view(outputs, count, -1)
     want = torch.einsum("tni,oni->tno", *(one.double() for one in cut))
     for algo in lib.proposals(sizes, rows):
@@ -83,9 +83,10 @@ def test_terms_by_every_proposal(rows, outputs, inputs, count, lib):
         if lib.run(lib.plan_of(algo, sizes, rows), x, weight, y.data_ptr()):
             taken += 1
             assert apart(y.view(rows, count, outputs), want) < 4e-3 and after.isnan().all()
+            assert apart(y.view(rows, count, outputs).float().sum(1), want.sum(1)) < 4e-3
             lib.choices = {sizes: {rows: algo}}
             lib.plan.cache_clear()
-            assert torch.equal(sliced_gemm.terms(x, weight).flatten(), y.flatten())
+            assert torch.equal(split_k_gemm.partial_sums(x, weight).flatten(), y.flatten())
     assert taken
 
 

@@ -9,8 +9,10 @@ from phalanx.rank.model.layers.linear import RowParallel
 from .test_residual import HIDDEN, INNER, filled, parts, threads_of_one, world
 
 
-def test_a_norm_adds_up_the_terms_of_a_linear_whose_inputs_are_sliced(monkeypatch):
-    monkeypatch.setattr(linear.sliced_gemm, "terms", lambda x, weight: torch.stack((x @ weight.T, x @ weight.T), 1))
+def test_a_norm_adds_up_the_partial_sums_of_a_linear(monkeypatch):
+    monkeypatch.setattr(
+        linear.split_k_gemm, "partial_sums", lambda x, weight: torch.stack((x @ weight.T, x @ weight.T), 1)
+    )
 
     def run(grid):
         down, norm, value, x = parts(grid)
