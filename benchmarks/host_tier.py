@@ -2,6 +2,7 @@
 
     python benchmarks/host_tier.py                                   Llama-3.1-8B's shape, random weights, one GPU
     python benchmarks/host_tier.py --prompt 1024 --new 3072          the same total, more of it decoded
+    python benchmarks/host_tier.py --config llama3-70b --isq q4km --kv-cache-dtype fp8 --prompt 1024 --new 3072
     python benchmarks/host_tier.py --config tiny --device cpu --sequences 6 --prompt 64 --new 64 \
         --conversations 4 --turns 3 --first 96 --question 16 --answer 8
 
@@ -146,11 +147,11 @@ class Load:
         return ended
 
 
-def token_bytes(config: dict[str, Any], dtype: str) -> int:
-    """Of a token's keys and values in all layers."""
+def token_bytes(config: dict[str, Any], dtype: str, fp8: bool) -> int:
+    """Of a token's keys and values in all layers, without FP8's scales."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     size = config["num_key_value_heads"] * config.get("head_dim", hidden // heads)
-    return int(2 * config["num_hidden_layers"] * size * WIDTH[dtype])
+    return int(2 * config["num_hidden_layers"] * size * (1 if fp8 else WIDTH[dtype]))
 
 
 def table(without: list[dict[str, Any]], beside: list[dict[str, Any]]) -> str:
@@ -182,6 +183,8 @@ def main() -> None:
     parser.add_argument("--config", default="llama3-8b", choices=sorted(shapes.CONFIGS), help="a shape with heads")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", choices=sorted(WIDTH), help="bf16, on CPUs f32")
+    parser.add_argument("--isq", default="none", help="quantise the weights while loading, as serve does")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="of the KV cache")
     parser.add_argument("--sequences", type=int, default=64, help="(a): how many at once")
     parser.add_argument("--prompt", type=int, default=3072, help="(a): tokens of each")
     parser.add_argument("--new", type=int, default=1024, help="(a): tokens of each answer")
@@ -195,7 +198,7 @@ def main() -> None:
     asked = parser.parse_args()
     config = shapes.CONFIGS[asked.config]
     dtype = asked.dtype or ("f32" if asked.device == "cpu" else "bf16")
-    size = token_bytes(config, dtype)
+    size = token_bytes(config, dtype, asked.kv_cache_dtype == "fp8")
     total = asked.sequences * (asked.prompt + asked.new)
     talked = asked.conversations * (asked.first + asked.turns * (asked.question + asked.answer))
     pool = math.ceil(total / 3 * size / MIB)
@@ -212,6 +215,8 @@ def main() -> None:
                 ranks=1,
                 device=asked.device,
                 dtype=dtype,
+                isq=asked.isq,
+                kv_cache_dtype=asked.kv_cache_dtype,
                 load_format="dummy",
                 max_num_seqs=max(asked.sequences, asked.at_once),
                 mem=pool,
@@ -220,7 +225,8 @@ def main() -> None:
             )
             found.append(step.start(options, ask, __file__))
             if asked.json:
-                about = dict(config=asked.config, pool=pool, host=memory) | msgspec.to_builtins(ask)
+                about = {key: getattr(asked, key) for key in ("config", "isq", "kv_cache_dtype")}
+                about |= dict(pool=pool, host=memory) | msgspec.to_builtins(ask)
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in found[-1])
     print(table(*found))

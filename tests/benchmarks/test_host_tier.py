@@ -48,4 +48,5 @@ def test_the_cached_share_is_of_prompts(monkeypatch):
 
 @pytest.mark.parametrize("name, dtype, want", [("llama3-8b", "bf16", 131072), ("tiny", "f32", 8192)])
 def test_bytes_of_a_token(name, dtype, want):
-    assert host_tier.token_bytes(shapes.CONFIGS[name], dtype) == want
+    assert host_tier.token_bytes(shapes.CONFIGS[name], dtype, fp8=False) == want
+    assert host_tier.token_bytes(shapes.CONFIGS[name], dtype, fp8=True) == want // host_tier.WIDTH[dtype]
