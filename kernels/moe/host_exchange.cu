@@ -200,8 +200,8 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
 // CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums were there already.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
-             unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of, const long long* parts,
-             int* table, long long* expert_in, int tensors, int first, int none) {
+             unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of,
+             const long long* parts, int* table, long long* expert_in, int tensors, int first, int none) {
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
     if (blockIdx.x >= blocks) {
@@ -276,8 +276,8 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
 // it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect_only(const T* resident, const float* own, const float* owed, const T* split, const T* owed_split, T* y,
-                  unsigned* state, unsigned* flag, const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
-                  int first, int none) {
+                  unsigned* state, unsigned* flag, const unsigned* list, int n, const Arriving* parts, int* table,
+                  long long* expert_in, int tensors, int first, int none) {
     __shared__ unsigned entry;
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);

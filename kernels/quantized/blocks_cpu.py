@@ -100,11 +100,10 @@ def experts(
     scratch: Scratch, at: Tensor | None = None, gated: Gated | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
-    experts, each filled up to whole blocks. sizes: experts, O, and the outputs that
-    their weights have, which may have more inputs, too: the first ones of both halves, and the first inputs, are
-    multiplied, in multiples of 16 and of RUN. ends int32 [experts + 1]: where each one's rows begin.
-    bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
-    gated: what x is made of first."""
+    experts, each filled up to whole blocks. sizes: experts, O, and the outputs that their weights have, which may have
+    more inputs, too: the first ones of both halves, and the first inputs, are multiplied, in multiples of 16 and of
+    RUN. ends int32 [experts + 1]: where each one's rows begin. bias [experts, O]. at int64 [experts]: which of the
+    stack's weights is each one's, where it is not its own number. gated: what x is made of first."""
     (count, outputs, whole), inputs, block = sizes, x.shape[1], of.blocks[0].nbytes
     digits = _digits(x, inputs, scratch)
     split: tuple[ops.Op, tuple[ops.Value, ...]]
