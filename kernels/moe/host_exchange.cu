@@ -174,12 +174,12 @@ struct Made {
 
 // What the GPU has computed of experts that it shares with the CPU: of this layer, where SPLIT, and of the one before, where
 // OWED_SPLIT.
-struct Split {
+struct GpuSums {
     const T *own, *owed;
 };
 
 // Four of y.
-__device__ inline void add_up(const T* resident, const T* copied, const Made& made, const Split& split, T* y, int n) {
+__device__ inline void add_up(const T* resident, const T* copied, const Made& made, const GpuSums& gpu, T* y, int n) {
     const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
     if (i >= n) return;
     float sum[4] = {};
@@ -189,8 +189,8 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
     for (int j = 0; j < 4; j++) {
         if (RESIDENT) sum[j] += to_float(resident[i + j]);
         if (COPIED) sum[j] += to_float(copied[i + j]);
-        if (SPLIT) sum[j] += to_float(split.own[i + j]);
-        if (OWED_SPLIT) sum[j] += to_float(split.owed[i + j]);
+        if (SPLIT) sum[j] += to_float(gpu.own[i + j]);
+        if (OWED_SPLIT) sum[j] += to_float(gpu.owed[i + j]);
         y[i + j] = from_float<T>(sum[j]);
     }
 }

@@ -28,7 +28,7 @@ ADOPTING = 64  # blocks that copy experts into their slots
 BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
 MOST = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
-# What resident and copied experts make, `Made`, and `Split`.
+# What resident and copied experts make, `Made`, and `GpuSums`.
 ADDED = "RESIDENT", "COPIED", "OWN", "OWED", "SPLIT", "OWED_SPLIT"
 LINE = 32  # int32 of two cache lines: flags do not share one
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -76,14 +76,14 @@ class Made(NamedTuple):
     owed: Tensor | None = None  # those of the layer before
 
 
-class Split(NamedTuple):
-    """The GPU's part of what a layer adds of experts that CPU and GPU compute together, [T, H] like y."""
+class GpuSums(NamedTuple):
+    """The GPU's share of what a layer adds of experts that CPU and GPU compute together, [T, H] like y."""
 
     own: Tensor | None = None  # of this layer's
     owed: Tensor | None = None  # of those of the layer before
 
 
-NOT_SPLIT = Split()
+NO_SUMS = GpuSums()
 
 
 class Missing(NamedTuple):
@@ -206,14 +206,14 @@ def collect(
 
 def collect_only(
     resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0,
-    split: Split = NOT_SPLIT,
+    gpu: GpuSums = NO_SUMS,
 ) -> Tensor:  # fmt: skip
     """`collect` where nothing was fetched: the list has one expert at most, which comes to its slot."""
     y = torch.empty_like(like)
-    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made, *split))
+    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made, *gpu))
     blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
     of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
-    added = resident, *(y if one is None else one for one in (*made, *split)), y
+    added = resident, *(y if one is None else one for one in (*made, *gpu)), y
     where = *added, exchange.state, exchange.made, exchange.list
     kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
     return y

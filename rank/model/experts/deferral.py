@@ -16,7 +16,7 @@ from ..batch import Batch
 from .host_buffers import KEPT
 
 if TYPE_CHECKING:
-    from .split import Part
+    from .split import GpuSum
 
 
 class Deferral:
@@ -27,7 +27,7 @@ class Deferral:
         self.step = False
         self.used = False  # whether any step has deferred: not where kernels do not reach the host's memory
         self.owed: Tensor | None = None  # on CPUs: [T, H] f32 that the next layer adds
-        self._part: Part | None = None  # on GPUs: the same, of their part of experts that the CPU computes with them
+        self._sum: GpuSum | None = None  # on GPUs: the same, of their part of experts that the CPU computes with them
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """A step begins. All its rows have to go through all layers."""
@@ -35,11 +35,11 @@ class Deferral:
         alone = len(batches) == 1 and one.sampled is None
         self.step = self.allowed and alone and one.num_decodes == len(one.ids) <= KEPT
 
-    def parts(self, part: Part | None, order: Order) -> tuple[Part | None, Part | None]:
-        """Of a layer that makes `part`, what it adds itself, and what the layer before has left for it."""
-        owed = None if order.first else self._part
-        self._part = None if order.last else part
-        return (part if order.last else None), owed
+    def gpu_sums(self, made: GpuSum | None, order: Order) -> tuple[GpuSum | None, GpuSum | None]:
+        """Of a layer whose GPU makes `made`: what it adds itself, and what the layer before has left for it."""
+        owed = None if order.first else self._sum
+        self._sum = None if order.last else made
+        return (made if order.last else None), owed
 
 
 class Order(NamedTuple):

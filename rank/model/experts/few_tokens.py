@@ -28,8 +28,7 @@ from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
 from .host_steps import Steps
-from .split import Part as SplitPart
-from .split import Split
+from .split import GpuShare, GpuSum
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
@@ -38,14 +37,14 @@ CPU_PAIRS = 16  # most pairs of steps that the CPU serves alone: of more the GPU
 # (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
 DEARER = 2.0
 
-Work = Callable[[HostView, int, Split | None], Kept]
+Work = Callable[[HostView, int, GpuShare | None], Kept]
 
 
 class Added(NamedTuple):
     """What a layer adds to what it has computed on the GPU."""
 
     cpu: Made
-    parts: tuple[SplitPart | None, SplitPart | None] = (None, None)  # the GPU's: of this layer, and of the one before
+    gpu: tuple[GpuSum | None, GpuSum | None] = (None, None)  # of this layer, and of the one before
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
@@ -61,7 +60,7 @@ class FewTokens:
 
     def __init__(
         self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool,
-        split: Split | None = None,
+        split: GpuShare | None = None,
     ):  # fmt: skip
         """work: of the CPU, for so many tokens. copies: whether experts are copied at all. split: how the GPU has a
         part of what the CPU serves."""
@@ -104,7 +103,7 @@ class FewTokens:
         missing experts; None: it does not compute all."""
         return self._arriving if pairs <= CPU_PAIRS else None
 
-    def _split_of(self, pairs: int) -> Split | None:
+    def _split_of(self, pairs: int) -> GpuShare | None:
         """Of a step of so many pairs."""
         return None if self._arrivals(pairs) is None else self._split
 
@@ -132,7 +131,7 @@ class FewTokens:
 
     def send(
         self, parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange
-    ) -> tuple[Tensor, SplitPart | None]:
+    ) -> tuple[Tensor, GpuSum | None]:
         """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids], and the GPU's part of
         missing experts, if it has any, which is on its way."""
         x, ids, weights = parts
@@ -172,12 +171,12 @@ class FewTokens:
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
         arrivals = self._arrivals(ids.numel())
-        split = host_exchange.Split(*(None if one is None else one.joined() for one in made.parts))
+        gpu = host_exchange.GpuSums(*(None if one is None else one.joined() for one in made.gpu))
         if arrivals is not None:
             assert resident is not None, "there are slots"
-            return host_exchange.collect_only(resident, made.cpu, x, exchange, arrivals, self.choice.first, split)
-        if split.owed is not None:  # a layer that has no part itself, behind one that has
-            resident = split.owed if resident is None else resident.add_(split.owed)
+            return host_exchange.collect_only(resident, made.cpu, x, exchange, arrivals, self.choice.first, gpu)
+        if gpu.owed is not None:  # a layer whose experts are not shared, behind one whose are
+            resident = gpu.owed if resident is None else resident.add_(gpu.owed)
         if self.stack is None:
             return host_exchange.collect(resident, None, made.cpu, x, exchange)
         self.streamer.lent()

@@ -34,7 +34,7 @@ from .few_tokens import FEW, Added, FewTokens, serves_alone
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
 from .host_steps import Counters
 from .residents import Residents
-from .split import Part, Split
+from .split import GpuShare, GpuSum
 from .streamer import Streamer
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
@@ -86,7 +86,7 @@ class HostExperts:
         in_slot = np.concatenate((np.arange(self.set.slots), self.held.size + np.arange(self.fixed)))
         self._in_slot = torch.from_numpy(in_slot).to(self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
-        self.split: Split | None = None  # before the first step
+        self.split: GpuShare | None = None  # before the first step
         self._fewer: FewTokens | None = None
         self._operations: bool | None = None
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
@@ -124,7 +124,7 @@ class HostExperts:
             if pending.few is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
-                numbers, pending.part = pending.few.send(pending.parts, self._slot, view, steps.exchange)
+                numbers, pending.gpu = pending.few.send(pending.parts, self._slot, view, steps.exchange)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -200,13 +200,13 @@ class HostExperts:
         return self._fewer if plain else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
-        buffers, order, made = self.shared.buffers, self.order, Added(Made(view.made), (pending.part, None))
+        buffers, order, made = self.shared.buffers, self.order, Added(Made(view.made), (pending.gpu, None))
         assert pending.few is not None and buffers is not None and buffers.steps is not None
         if self._defers:
             before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.buffer).made
             assert self.shared.deferral is not None
-            parts = self.shared.deferral.parts(pending.part, order)
-            made = Added(Made(view.made if order.last else None, before), parts)
+            gpu = self.shared.deferral.gpu_sums(pending.gpu, order)
+            made = Added(Made(view.made if order.last else None, before), gpu)
             self._has_deferred()
         return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
@@ -270,7 +270,7 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-    def _kept(self, view: HostView, tokens: int, split: Split | None = None) -> Kept:
+    def _kept(self, view: HostView, tokens: int, split: GpuShare | None = None) -> Kept:
         """What the CPU computes of so few tokens."""
         pairs = functools.partial(self._pairs, view, tokens)
         biases, units = (self.host_biases, None) if split is None else (split.cpu_biases, split.units)
@@ -388,7 +388,7 @@ class Pending:
         self.view: HostView | None = None
         self.few: FewTokens | None = None
         self.made: Tensor | None = None  # by resident experts
-        self.part: Part | None = None  # of missing ones, by the GPU
+        self.gpu: GpuSum | None = None  # of missing ones that the CPU and the GPU compute together
 
     def __len__(self) -> int:
         return len(self.x)

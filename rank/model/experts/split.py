@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 HOST_SHARE = 0.5  # of what is free of the host's memory, at most: who asks later, as for the cache, has the rest
 
 
-class Part(NamedTuple):
-    """What the other stream makes."""
+class GpuSum(NamedTuple):
+    """The GPU's part of a layer's weighted sums, [T, H], which the other stream makes."""
 
     y: Tensor
     done: torch.cuda.Event
@@ -47,16 +47,16 @@ class Beside:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, work: Callable[..., Tensor], *read: Tensor) -> Part:
+    def run(self, work: Callable[..., Tensor], *read: Tensor) -> GpuSum:
         """work(*read), once what was launched in the current stream is done."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             y = work(*read)
-        return Part(y, self._stream.record_event(), read)
+        return GpuSum(y, self._stream.record_event(), read)
 
 
-class Split:
-    """Of one layer: the GPU's part, and what the CPU has to know of its own."""
+class GpuShare:
+    """Of one layer's experts in host memory: what the GPU computes, and what the CPU has to know of its own part."""
 
     def __init__(self, layer: HostExperts, units: int, stack: Experts, beside: Beside):
         """units: that the CPU computes, the first ones. stack: of the others, as the GPU sees it in host memory."""
@@ -72,9 +72,9 @@ class Split:
         """Of an expert, that the GPU computes."""
         return self._gpu_units / (self.units + self._gpu_units)
 
-    def compute(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Part:
-        """The GPU's part of the weighted sums, [T, H]. numbers int32 [T, k]: each pair's expert, of those in host
-        memory; where it is past their end, the pair is left out."""
+    def compute(self, x: Tensor, numbers: Tensor, weights: Tensor) -> GpuSum:
+        """numbers int32 [T, k]: each pair's expert, of those in host memory; where it is past their end, the pair is
+        left out."""
         return self._beside.run(self._compute, x, numbers, weights)
 
     def _compute(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype
         return f"the GPU computes no part of the experts that the CPU serves: {error}"
     beside = Beside(planned[0][0].device)
     for (one, units), stack in zip(planned, stacks, strict=True):
-        one.split = Split(one, units, stack, beside)
+        one.split = GpuShare(one, units, stack, beside)
     first, units = planned[0]
     inner = first.layer.stack.w2.shape[2]
     return (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.moe import host_exchange, moved_nibbles
-from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Missing, Part, Slots, Split
+from phalanx.kernels.moe.host_exchange import Arriving, Exchange, GpuSums, Made, Missing, Part, Slots
 from phalanx.kernels.moe.moved_nibbles import Moves
 
 from ...devices import require_gpu
@@ -177,18 +177,18 @@ def test_one_comes_to_stay(dtype, late):
             both.tell(experts, places)
             exchange.made[0] = both.count
         own, owed = (torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2))
-        split = (Split(), Split(own), Split(None, owed), Split(own, owed))[turn % 4]
+        gpu = (GpuSums(), GpuSums(own), GpuSums(None, owed), GpuSums(own, owed))[turn % 4]
         if turn < 4:  # loading waits for the GPU, and copies wait for what is launched
             name = "host_exchange", "host_collect_only", dtype
-            jit.kernel(*name, **host_exchange.sizes(resident, None, made, None, *split))
-        y = host_exchange.collect_only(resident, Made(made), x, exchange, slots, FIRST, split)
+            jit.kernel(*name, **host_exchange.sizes(resident, None, made, None, *gpu))
+        y = host_exchange.collect_only(resident, Made(made), x, exchange, slots, FIRST, gpu)
         if later:
             time.sleep(0.01)  # 10 ms, a thousand times what the kernel takes to begin to wait for the list
             both.tell(experts, places)
             time.sleep(0.01)  # 10 ms, by then it waits for the sums
             exchange.made[0] = both.count
         torch.cuda.synchronize()
-        want = resident.float() + made.cuda() + sum(one.float() for one in split if one is not None)
+        want = resident.float() + made.cuda() + sum(one.float() for one in gpu if one is not None)
         torch.testing.assert_close(y, want.to(dtype), atol=3e-2, rtol=2e-2)
         for expert, slot in entries:
             both.want_table[FIRST + int(both.want_in[slot])] = NONE

@@ -15,7 +15,7 @@ from phalanx.rank.model.experts.few_tokens import FewTokens
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host_buffers import SharedBuffers
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
-from phalanx.rank.model.experts.split import Split
+from phalanx.rank.model.experts.split import GpuShare
 from phalanx.rank.model.load import load
 
 from ..test_architectures import MODELS, write
@@ -68,9 +68,9 @@ class Played:
         more = [0] * (most - count)
         return Fetched(numbers, torch.tensor([count]), torch.tensor(experts + more), torch.tensor(slots + more))
 
-    def collect(self, resident, copied, made, like, exchange, fetched=None, slots=None, first=0, split=()):
+    def collect(self, resident, copied, made, like, exchange, fetched=None, slots=None, first=0, gpu=()):
         y = torch.empty_like(like)
-        self.waiting.append((y, resident, copied, *made, *split))
+        self.waiting.append((y, resident, copied, *made, *gpu))
         if fetched is None or slots is None:
             return y
         for i in range(int(fetched.found)):
@@ -82,10 +82,10 @@ class Played:
             self.enter(slots, expert, slot, first)
         return y
 
-    def collect_only(self, resident, made, like, exchange, slots, first, split):
+    def collect_only(self, resident, made, like, exchange, slots, first, gpu):
         count, entry = int(exchange.list[0]) & 511, int(exchange.list[1])
         assert int(exchange.list[0]) >> 9 == self.sent and count < 2
-        y = self.collect(resident, None, made, like, exchange, split=split)
+        y = self.collect(resident, None, made, like, exchange, gpu=gpu)
         self.only += 1
         if count:
             expert, slot = entry & 0xFFFF, (entry >> 16) - 1
@@ -152,7 +152,7 @@ class Here:
 def split_up(layer, units):
     """Have the layer's experts split between what plays the CPU and the GPU."""
     stack = split_experts.last_units(layer.host.layer.stack, units)
-    layer.host.split = Split(layer.host, units, stack, Here())
+    layer.host.split = GpuShare(layer.host, units, stack, Here())
 
 
 @pytest.fixture(scope="module")
