@@ -173,9 +173,7 @@ class OffloadRank(step.BenchRank):
             OffloadBench.layers = len(model.offload.layers)
         code = super().run_scheduler(replicas, model)
         if model.offload is not None:
-            splits = [one.host.split for one in model.offload.layers if one.host is not None]
-            shares = {round(one.gpu_share, 3) for one in splits if one is not None}  # of what the CPU serves alone
-            step.say(what="experts", **vars(model.offload.counters), gpu_shares=sorted(shares))
+            step.say(what="experts", **vars(model.offload.counters))
         return code
 
 

@@ -9,7 +9,8 @@ resident ones take their places there, so the resident set follows what is chose
 Kernels that bring experts and compute them take their time also where there are none, which a step of one token waits
 for in every layer. So where the CPU is about as fast as copies, steps of the fewest pairs leave all that is missing to
 it, and an expert comes over only to become resident, while the CPU computes: the step waits only for what is left of
-the copy when the CPU is done. There a GPU may have a part of each missing expert, which it reads itself (split.py).
+the copy when the CPU is done. There a GPU may have a part of each missing expert, which it reads itself (split.py):
+then the copy begins once that part is computed, as the kernel that brings the expert adds it up, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
-from ....kernels.moe.host_choice import ADOPTED, Choice, Costs, Residency
+from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
 from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Missing, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
@@ -50,21 +51,14 @@ class Added(NamedTuple):
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
 
 
-def serves_alone(costs: Costs) -> bool:
-    """Whether a CPU is fast enough to serve all missing experts of the fewest pairs."""
-    return costs.cpu[0] <= DEARER * costs.copy
-
-
 class FewTokens:
     """One layer's part of such steps."""
 
     def __init__(
-        self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool,
-        split: GpuShare | None = None,
+        self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool
     ):  # fmt: skip
-        """work: of the CPU, for so many tokens. copies: whether experts are copied at all. split: how the GPU has a
-        part of what the CPU serves."""
-        self._split = split
+        """work: of the CPU, for so many tokens. copies: whether experts are copied at all."""
+        self.share: GpuShare | None = None  # of what the CPU would serve alone; before the first step
         self.streamer, self.layer, self.choice, self.residency = streamer, layer, choice, residency
         self._work = work
         self.stack: Experts | None = None  # room for what is copied
@@ -88,7 +82,8 @@ class FewTokens:
         if not len(expert_in):  # then much is missing, of which copies take a part
             return
         device, none = self.streamer.device, slots.stack.size
-        if serves_alone(self.choice.costs) and (moves := self.streamer.moves(self.layer)):
+        fast = self.choice.costs.cpu[0] <= DEARER * self.choice.costs.copy
+        if fast and (moves := self.streamer.moves(self.layer)):
             arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
             if host_exchange.arrive(arriving):
                 self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in, none)
@@ -98,14 +93,23 @@ class FewTokens:
         if host_exchange.adopts(parts):
             self._slots = Slots(host_exchange.table(parts, device), table, expert_in, none)
 
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether the exchange and the CPU take x of this dtype."""
+        hidden = self.layer.stack.w2.shape[1]
+        return hidden % 4 == 0 == hidden * dtype.itemsize % 16 and self.layer.computes(dtype)
+
+    def serves_alone(self, dtype: torch.dtype) -> bool:
+        """Whether the CPU has all missing experts of the fewest pairs of such x."""
+        return self._arriving is not None and self.supports(dtype)
+
     def _arrivals(self, pairs: int) -> Slots | None:
         """Where an expert becomes resident in a step that is launched for so many pairs, of which the CPU computes all
         missing experts; None: it does not compute all."""
         return self._arriving if pairs <= CPU_PAIRS else None
 
-    def _split_of(self, pairs: int) -> GpuShare | None:
+    def _share_of(self, pairs: int) -> GpuShare | None:
         """Of a step of so many pairs."""
-        return None if self._arrivals(pairs) is None else self._split
+        return None if self._arrivals(pairs) is None else self.share
 
     def limit(self, pairs: int) -> int:
         """Experts that a step of so many pairs may copy."""
@@ -116,7 +120,7 @@ class FewTokens:
         key = id(view), tokens
         if key not in self._layers:
             ids, made = view.ids[:tokens], view.made[:tokens]
-            kept = self._work(view, tokens, self._split_of(view.ids.numel()))
+            kept = self._work(view, tokens, self._share_of(view.ids.numel()))
             lag = torch.zeros(1, dtype=torch.float64)
             if self._arrivals(view.ids.numel()) is not None:
                 copies = host_service.COPIES_TO_STAY
@@ -135,13 +139,13 @@ class FewTokens:
         """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids], and the GPU's part of
         missing experts, if it has any, which is on its way."""
         x, ids, weights = parts
-        split, host = self._split_of(ids.numel()), (view.x, view.ids, view.weights)
-        if split is None:
+        share, host = self._share_of(ids.numel()), (view.x, view.ids, view.weights)
+        if share is None:
             return host_exchange.send(*parts, slots, host, exchange), None
         assert self._arriving is not None, "it has been asked for"
-        missing = Missing(torch.empty_like(ids), self.choice.first, split.stack.size, self._arriving.none)
+        missing = Missing(torch.empty_like(ids), self.choice.first, share.stack.size, self._arriving.none)
         numbers = host_exchange.send(*parts, slots, host, exchange, missing)
-        return numbers, split.compute(x, missing.numbers, weights)
+        return numbers, share.compute(x, missing.numbers, weights)
 
     def run(
         self, steps: Steps, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],

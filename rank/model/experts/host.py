@@ -27,10 +27,10 @@ from ....kernels import jit
 from ....kernels.graph_pieces import on_host
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
 from ....kernels.moe.host_exchange import Made
-from ....kernels.moe.host_experts import Experts, HostPairs, computes, host_biases
+from ....kernels.moe.host_experts import Experts, HostPairs, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from .deferral import Deferral, Order
-from .few_tokens import FEW, Added, FewTokens, serves_alone
+from .few_tokens import FEW, Added, FewTokens
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
 from .host_steps import Counters
 from .residents import Residents
@@ -86,9 +86,6 @@ class HostExperts:
         in_slot = np.concatenate((np.arange(self.set.slots), self.held.size + np.arange(self.fixed)))
         self._in_slot = torch.from_numpy(in_slot).to(self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
-        self.split: GpuShare | None = None  # before the first step
-        self._fewer: FewTokens | None = None
-        self._operations: bool | None = None
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
             self._fill(some[0], buffer, len(some))
         at_once = shared.streamer.at_once(layer)  # a form's buffer is as large as the host's experts need it
@@ -176,28 +173,23 @@ class HostExperts:
 
     # -- of few tokens beside a GPU
 
-    @property
-    def serves_alone(self) -> bool:
-        """Whether the CPU has all missing experts of the fewest pairs."""
-        fits = bool(self.set.slots) and bool(self.shared.streamer.moves(self.layer))
-        return self.on_gpu and self.shared.way == AUTO and fits and serves_alone(self._choice.costs)
+    @functools.cached_property
+    def few(self) -> FewTokens:
+        """What computes such steps, of x that it supports."""
+        of, copies = (self._choice, self.set.arrays, self._kept), self.shared.way != CPU
+        made = FewTokens(self.layer, self.shared.streamer, *of, copies)
+        if self.shared.way == AUTO:
+            made.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
+        return made
 
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
         """Who computes such a step, where it can be."""
-        buffers = self.shared.buffers
-        if buffers is None or buffers.steps is None or len(x) > FEW or self.shared.way == RESIDENT:
+        buffers, way = self.shared.buffers, self.shared.way
+        if buffers is None or buffers.steps is None or len(x) > FEW or way == RESIDENT:
             return None
-        if self._fewer is None:
-            copies, streamer = self.shared.way != CPU, self.shared.streamer
-            of = self._choice, self.set.arrays, self._kept, copies, self.split
-            self._fewer = FewTokens(self.layer, streamer, *of)
-            if self.shared.way == AUTO:
-                self._fewer.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
-        if self.shared.way == STREAM and self._fewer.capacity < min(ids.numel(), self.held.size):
+        if way == STREAM and self.few.capacity < min(ids.numel(), self.held.size):
             return None
-        rows = x.shape[1] * x.element_size() % 16 == 0 and x.shape[1] % 4 == 0
-        plain = rows and jit.plain(x, ids, weights) and self._computes(x.dtype)
-        return self._fewer if plain else None
+        return self.few if jit.plain(x, ids, weights) and self.few.supports(x.dtype) else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
         buffers, order, made = self.shared.buffers, self.order, Added(Made(view.made), (pending.gpu, None))
@@ -259,7 +251,7 @@ class HostExperts:
     def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
         """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
-        if tokens <= KEPT and self._computes(view.x.dtype):
+        if tokens <= KEPT and self.layer.computes(view.x.dtype):
             self._kept(view, tokens).run(torch.get_num_threads())
             return made
         fresh = self._pairs(view, tokens)
@@ -270,17 +262,11 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-    def _kept(self, view: HostView, tokens: int, split: GpuShare | None = None) -> Kept:
+    def _kept(self, view: HostView, tokens: int, share: GpuShare | None = None) -> Kept:
         """What the CPU computes of so few tokens."""
         pairs = functools.partial(self._pairs, view, tokens)
-        biases, units = (self.host_biases, None) if split is None else (split.cpu_biases, split.units)
+        biases, units = (self.host_biases, None) if share is None else (share.cpu_biases, share.units)
         return view.work.of(self.layer, self._choice.on_cpu, pairs, biases, view.made[:tokens], units)
-
-    def _computes(self, dtype: torch.dtype) -> bool:
-        """Whether there are operations for x of the model's dtype."""
-        if self._operations is None:
-            self._operations = computes(torch.empty(0, dtype=dtype), self.layer.stack)
-        return self._operations
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
-from ....kernels.moe.host_experts import Experts, HostPairs, Round
+from ....kernels.moe.host_experts import Experts, HostPairs, Round, computes
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
 from .host_steps import Counters, Steps
@@ -139,11 +139,18 @@ class HostStack:
         made = [gpu_form.of_gpu(one) for one in first] if device.type == "cuda" else first
         self.same = all(a is b for a, b in zip(first, made, strict=True))  # on the device
         self.here, self.there = Layout(mine), Layout([gpu_form.parts(one) for one in made])
+        self._computes: dict[torch.dtype, bool] = {}
 
     @property
     def form(self) -> Hashable:
         """Equal of layers whose experts look alike."""
         return self.here.key, self.there.key
+
+    def computes(self, dtype: torch.dtype) -> bool:
+        """Whether the CPU has operations for x of this dtype."""
+        if dtype not in self._computes:
+            self._computes[dtype] = computes(torch.empty(0, dtype=dtype), self.stack)
+        return self._computes[dtype]
 
 
 class Layout:

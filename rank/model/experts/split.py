@@ -64,13 +64,7 @@ class GpuShare:
         self.cpu_biases = split_experts.biases_of(layer.host_biases, 0, units)
         hosted = Biases(*(None if one is None else one[: layer.held.size] for one in layer.biases))
         biases = split_experts.biases_of(hosted, units, layer.layer.stack.w2.shape[2])
-        self._gpu_units = stack.w2.shape[2]
         self._act, self._biases, self._held = layer.act, biases, Held(0, stack.size, layer.held.total + 1)
-
-    @property
-    def gpu_share(self) -> float:
-        """Of an expert, that the GPU computes."""
-        return self._gpu_units / (self.units + self._gpu_units)
 
     def compute(self, x: Tensor, numbers: Tensor, weights: Tensor) -> GpuSum:
         """numbers int32 [T, k]: each pair's expert, of those in host memory; where it is past their end, the pair is
@@ -97,7 +91,7 @@ def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype
         return f"the GPU computes no part of the experts that the CPU serves: {error}"
     beside = Beside(planned[0][0].device)
     for (one, units), stack in zip(planned, stacks, strict=True):
-        one.split = GpuShare(one, units, stack, beside)
+        one.few.share = GpuShare(one, units, stack, beside)
     first, units = planned[0]
     inner = first.layer.stack.w2.shape[2]
     return (
@@ -109,7 +103,7 @@ def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype
 def _units(layer: HostExperts, costs: Costs, dtype: torch.dtype) -> int:
     """That the CPU computes; 0: it computes whole experts. In f32 it always does: what an expert makes must not depend
     on where its weights are."""
-    if dtype == torch.float32 or not layer.serves_alone:
+    if dtype == torch.float32 or not layer.few.serves_alone(dtype):
         return 0
     one = Experts(*layer.layer.first)
     inner = one.w2.shape[2]

@@ -152,7 +152,7 @@ class Here:
 def split_up(layer, units):
     """Have the layer's experts split between what plays the CPU and the GPU."""
     stack = split_experts.last_units(layer.host.layer.stack, units)
-    layer.host.split = GpuShare(layer.host, units, stack, Here())
+    layer.host.few.share = GpuShare(layer.host, units, stack, Here())
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +206,24 @@ def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy
         assert counters.streamed == 0 and counters.resident + counters.cpu == 12 * layer.top_k
 
 
+@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "moves", "computes"])
+def test_when_the_cpu_serves_alone(path, monkeypatch, other):
+    """The fewest pairs: where it is fast enough, one that becomes resident can come, and there are operations."""
+    way = other if other in ("cpu", "stream") else "auto"
+    layer, made = experts(path, ExpertRoom(100 if other == "none resident" else 3, way=way))
+    host = layer.host
+    beside_gpu(monkeypatch, layer, made, way)
+    host._choice.costs = host._choice.costs._replace(cpu=(1.0,) * 4, copy=0.4 if other == "slow" else 0.7)
+    if other == "arrive":
+        monkeypatch.setattr(host_exchange, other, lambda parts: False)
+    if other == "moves":
+        monkeypatch.setattr(host.shared.streamer, other, lambda layer: [])
+    if other == "computes":
+        monkeypatch.setattr(host.layer, other, lambda dtype: False)
+    assert host.few.serves_alone(torch.float32) == (not other)
+    assert host.few.supports(torch.float32) == (other != "computes")
+
+
 @torch.no_grad()
 def test_experts_that_both_compute(path, monkeypatch):
     """While some become resident, and others have left. Steps of more pairs have whole experts."""
@@ -222,7 +240,8 @@ def test_experts_that_both_compute(path, monkeypatch):
         weights = torch.rand(count, layer.top_k, generator=draw)
         torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
     assert played.only == 27 and made.counters.loaded > 0 and made.counters.cpu > 0
-    assert [host._fewer._split_of(count * layer.top_k) for count in (1, 2, 16)] == [host.split, host.split, None]
+    share = host.few.share
+    assert [host.few._share_of(count * layer.top_k) for count in (1, 2, 16)] == [share, share, None]
 
 
 @torch.no_grad()

@@ -153,14 +153,14 @@ def test_the_cpu_alone(wide, isq, splits):
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
     layer, made = experts(wide, ExpertRoom(2), "bf16", isq=isq)
     x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
-    assert ids.numel() <= few_tokens.CPU_PAIRS and (layer.host.split is not None) == splits
+    assert ids.numel() <= few_tokens.CPU_PAIRS and (layer.host.few.share is not None) == splits
     for turn in range(20):  # eager
         given = tokens(plain, 1 + turn % 4, turn, torch.bfloat16)
         torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
-        assert layer.host._fewer._arrivals(ids.numel()) is not None
+        assert layer.host.few.serves_alone(torch.bfloat16)
         pieces = Pieces(torch.cuda.graph_pool_handle())
         y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
         for turn in range(60):
@@ -247,7 +247,7 @@ def test_deferral(wide, room, isq, splits):
         return threads.run(rank, 1)[0]
 
     plain, (late, offload) = layers(ON_DEVICE)[0], layers(room)
-    assert len(late) > 1 and all((one.host.split is not None) == (splits and room.way == "auto") for one in late)
+    assert len(late) > 1 and all((one.host.few.share is not None) == (splits and room.way == "auto") for one in late)
     given = [tokens(plain[0], 1, seed, torch.bfloat16) for seed in range(len(late))]
     offload.deferral.step = True
 

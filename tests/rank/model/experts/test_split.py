@@ -11,9 +11,9 @@ from phalanx.kernels.moe import host_exchange
 from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.moe import matrix
 from phalanx.kernels.quantized import gpu_form, pieces_cuda
-from phalanx.rank.model.experts import split
+from phalanx.rank.model.experts import few_tokens, split
+from phalanx.rank.model.experts.few_tokens import FewTokens
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.host import HostExperts
 from phalanx.rank.model.experts.offload import ExpertRoom
 from phalanx.rank.model.load import load
 
@@ -39,7 +39,7 @@ def played(monkeypatch):
     monkeypatch.setattr(host_memory, "on_gpu", lambda memory: memory)
     monkeypatch.setattr(host_exchange, "supports", lambda device: True)
     monkeypatch.setattr(split, "Beside", lambda device: SimpleNamespace())
-    monkeypatch.setattr(HostExperts, "serves_alone", True)
+    monkeypatch.setattr(few_tokens, "DEARER", 1e9)
 
 
 def hosts(path, **options):
@@ -62,8 +62,8 @@ def test_the_last_units_of_all_experts(path, played, monkeypatch, isq, at_once):
     units = 512 if isq == "fp8" else 576
     assert f"{INNER - units} of {INNER} units" in attach(layers)
     for layer in layers:
-        part = layer.split
-        assert part.units == units and part.stack.size == EXPERTS and part.gpu_share == (INNER - units) / INNER
+        part = layer.few.share
+        assert part.units == units and part.stack.size == EXPERTS
         for mine, whole, axis in zip(part.stack, layer.layer.stack, (0, 1), strict=True):
             assert isinstance(mine.packed, pieces_cuda.Packed) and mine.packed.pieces.data_ptr() % 256 == 0
             for expert in range(EXPERTS):
@@ -76,16 +76,16 @@ def test_the_last_units_of_all_experts(path, played, monkeypatch, isq, at_once):
 def test_where_the_cpu_computes_whole_experts(path, played, monkeypatch):
     layers = hosts(path, isq="q4k")
     for of in (dict(dtype=torch.float32), dict(costs=Costs((1e-6,) * 4, 58e-6)), dict(room=1 << 20)):
-        assert attach(layers, **of) == "" and all(one.split is None for one in layers)
+        assert attach(layers, **of) == "" and all(one.few.share is None for one in layers)
     monkeypatch.setattr(host_exchange, "supports", lambda device: False)
     assert attach(layers) == ""
     monkeypatch.setattr(host_exchange, "supports", lambda device: True)
-    monkeypatch.setattr(HostExperts, "serves_alone", False)
-    assert attach(layers) == ""
-    monkeypatch.setattr(HostExperts, "serves_alone", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(FewTokens, "serves_alone", lambda few, dtype: False)
+        assert attach(layers) == ""
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: False)
     said = "the GPU computes no part of the experts that the CPU serves: 0.9 MB of host memory could not be pinned"
-    assert attach(layers) == said and all(one.split is None for one in layers)
+    assert attach(layers) == said and all(one.few.share is None for one in layers)
 
 
 class Stream:
