@@ -7,6 +7,7 @@ ones from a second stack with these alone, also in host memory. The down project
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +19,12 @@ from .host_experts import Experts
 from .moe import Biases, Matrices
 
 UNIT = 64  # that are cut together, at least: pieces of GPUs have as many, and kernels of plain weights are fast then
-# Seconds until the CPU computes, and until a GPU's kernels read: their launches and what both wait for.
+# Of an H200 and its host of 16 cores, 2026-11-27. Seconds of a layer besides the CPU's reading: it waits for tokens and
+# chooses, and its threads wait at barriers (performance.md, "Less waiting on the CPU"). Seconds until a GPU's kernels
+# read host memory; then they take so many times as long as a copy: 35 GB/s, where copies reach 41
+# (gpu-share-2026-11-28.txt).
 CPU_BEGINS, GPU_BEGINS = 14e-6, 12e-6
-READ = 1.2  # times as long as a copy that kernels take which read host memory
+READ = 1.2
 TOGETHER = 2  # missing experts of a layer, for which both are to be done at once
 LEAST_GAIN = 0.1  # of the CPU's time: less is not worth the memory
 
@@ -52,17 +56,22 @@ def _read(there: Experts, dtype: torch.dtype) -> bool:
     return all(isinstance(one, Stack) and isinstance(one.packed, pieces_cuda.Packed) for one in there)
 
 
-def on_cpu(inner: int, unit: int, costs: Costs) -> int:
-    """How many of an expert's `inner` units the CPU computes of one token, so that both are done as soon as they can
-    be, in multiples of `unit`. All: the GPU's part would help little."""
-    cpu, gpu = (TOGETHER * one for one in (costs.cpu[0] * costs.cpu_beside, READ * costs.copy * costs.copy_beside))
+def on_cpu(inner: int, unit: int, costs: Sequence[Costs]) -> int:
+    """How many of an expert's `inner` units the CPU computes of one token, the same number in layers of these costs, so
+    that the layers' times, each of who is done last, have the least sum: a multiple of `unit`. All: the GPU's part
+    would help little.
+
+    How much both slow each other down is left out: what `Costs` says of it is of copies, and differs between two starts
+    by more than what is decided here.
+    """
 
     def seconds(units: int) -> float:
-        share = units / inner
-        return max(CPU_BEGINS + cpu * share, GPU_BEGINS + gpu * (1 - share))
+        cpu, gpu = TOGETHER * units / inner, TOGETHER * READ * (inner - units) / inner
+        return sum(max(CPU_BEGINS + cpu * one.cpu[0], GPU_BEGINS + gpu * one.copy) for one in costs)
 
-    best = min(range(unit, inner, unit), key=seconds, default=inner) if unit else inner
-    return best if seconds(best) <= (1 - LEAST_GAIN) * (CPU_BEGINS + TOGETHER * costs.cpu[0]) else inner
+    alone = sum(CPU_BEGINS + TOGETHER * one.cpu[0] for one in costs)
+    best = min(range(unit, inner, unit), key=seconds, default=inner)
+    return best if seconds(best) <= (1 - LEAST_GAIN) * alone else inner
 
 
 def last_units(experts: Experts, first: int) -> Experts:

@@ -110,7 +110,6 @@ class Offload:
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
         self.parting_bytes = 0  # that the host needs more while experts are loaded
         self.host_left: int | None = None  # bytes of its memory that nothing is planned for; None: unlimited
-        self._costs: dict[Hashable, Costs] = {}  # of each form, from `attach` on
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
@@ -233,7 +232,6 @@ class Offload:
             layer.host = HostExperts(*of, Order(place, len(stacks)))
         if cuda and self.fixed:
             torch.cuda.empty_cache()  # their memory before they had slots, in pieces
-        self._costs = costs
         return self._told(stacks[0], costs[stacks[0].form])
 
     def split(self) -> str:
@@ -242,7 +240,7 @@ class Offload:
         hosts = [layer.host for layer in self.layers if layer.host is not None]
         if not hosts or self.device.type != "cuda":
             return ""
-        return split.attach(hosts, self._costs, self.dtype, self.host_left)
+        return split.attach(hosts, self.dtype, self.host_left)
 
     def _take_fixed(self, layer: FusedExperts) -> HostStack | None:
         """A layer's fixed experts, as they came to the device."""

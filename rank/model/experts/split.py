@@ -7,7 +7,9 @@ kernels. These read them from there, in a stream beside the step's, which has re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 from ....errors import HostMemoryError
 from ....kernels import host_memory
 from ....kernels.moe import host_exchange, split_experts
-from ....kernels.moe.host_choice import Costs
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
 from ....kernels.quantized import gpu_form
@@ -25,7 +26,8 @@ from .host_buffers import HostStack, Layout
 if TYPE_CHECKING:
     from .host import HostExperts
 
-HOST_SHARE = 0.5  # of what is free of the host's memory, at most: who asks later, as for the cache, has the rest
+HOST_SHARE = 0.5  # of what is free of the host's memory beside what is asked for, at most: other processes need some
+NO_SHARE = "the GPU computes no part of the experts that the CPU serves"
 
 
 class GpuSum(NamedTuple):
@@ -76,39 +78,54 @@ class GpuShare:
         return fused_experts(Inputs(x, numbers, weights, self.stack.w13, self.stack.w2, *of))
 
 
-def attach(layers: Sequence[HostExperts], costs: Mapping[Hashable, Costs], dtype: torch.dtype, room: int | None) -> str:
-    """Have CPU and GPU compute missing experts of these layers together, where both are done sooner then. costs: of
-    each form. room: free bytes of the host's memory; None: unlimited. What the log should say."""
+def attach(layers: Sequence[HostExperts], dtype: torch.dtype, room: int | None) -> str:
+    """Have CPU and GPU compute missing experts of these layers together, where that is faster: of all layers that can
+    be cut alike, or of none, and as many units in each. room: free bytes of the host's memory; None: unlimited. What
+    the log should say."""
     if not host_exchange.supports(layers[0].device):
         return ""
-    planned = [(one, units) for one in layers if (units := _units(one, costs[one.layer.form], dtype))]
-    need = sum(_layout(one.layer, units).nbytes(one.layer.stack.size) for one, units in planned)
-    if not planned or (room is not None and need > HOST_SHARE * room):
+    some, unit = _alike(layers, dtype)
+    if not some:
         return ""
+    inner = _inner(some[0])
+    units = split_experts.on_cpu(inner, unit, [one.few.choice.costs for one in some])
+    if units == inner:
+        return ""
+    layouts = [_layout(one.layer, units) for one in some]
+    need = sum(_nbytes(layout, one.layer.stack.size) for layout, one in zip(layouts, some, strict=True))
+    if room is not None and need > HOST_SHARE * room:
+        return (
+            f"{NO_SHARE}: it would read {need / 1e9:.2f} GB more of the host's memory, which is more than "
+            f"{HOST_SHARE:.0%} of the {room / 1e9:.2f} GB that are left there"
+        )
     try:
-        stacks = [_stack(one.layer, units, one.device) for one, units in planned]
+        stacks = [_stack(one.layer, units, layout, one.device) for layout, one in zip(layouts, some, strict=True)]
     except HostMemoryError as error:
-        return f"the GPU computes no part of the experts that the CPU serves: {error}"
-    beside = Beside(planned[0][0].device)
-    for (one, units), stack in zip(planned, stacks, strict=True):
+        return f"{NO_SHARE}: {error}"
+    beside = Beside(some[0].device)
+    for one, stack in zip(some, stacks, strict=True):
         one.few.share = GpuShare(one, units, stack, beside)
-    first, units = planned[0]
-    inner = first.layer.stack.w2.shape[2]
     return (
-        f"experts that the CPU serves in steps of few tokens: the GPU computes {inner - units} of {inner} units of "
-        f"each, which it reads from host memory, {need / 1e9:.2f} GB more of it"
+        f"experts that the CPU serves in steps of few tokens: in {len(some)} of {len(layers)} layers the GPU computes "
+        f"{inner - units} of {inner} units of each, which it reads from host memory, {need / 1e9:.2f} GB more of it"
     )
 
 
-def _units(layer: HostExperts, costs: Costs, dtype: torch.dtype) -> int:
-    """That the CPU computes; 0: it computes whole experts. In f32 it always does: what an expert makes must not depend
-    on where its weights are."""
-    if dtype == torch.float32 or not layer.few.serves_alone(dtype):
-        return 0
-    one = Experts(*layer.layer.first)
-    inner = one.w2.shape[2]
-    units = split_experts.on_cpu(inner, split_experts.unit(one, dtype), costs)
-    return units if units < inner else 0
+def _alike(layers: Sequence[HostExperts], dtype: torch.dtype) -> tuple[list[HostExperts], int]:
+    """Layers whose missing experts the CPU serves alone and that can be cut after as many units, and how many stay
+    together in each of them. None in f32: what an expert makes must not depend on where its weights are."""
+    alone = [one for one in layers if dtype != torch.float32 and one.few.serves_alone(dtype)]
+    units = {one: split_experts.unit(Experts(*one.layer.first), dtype) for one in alone}
+    some = [one for one in alone if units[one]]
+    if not some:
+        return [], 0
+    inner = statistics.mode(map(_inner, some))
+    some = [one for one in some if _inner(one) == inner]
+    return some, math.lcm(*(units[one] for one in some))
+
+
+def _inner(layer: HostExperts) -> int:
+    return layer.layer.stack.w2.shape[2]
 
 
 def _layout(layer: HostStack, units: int) -> Layout:
@@ -117,15 +134,19 @@ def _layout(layer: HostStack, units: int) -> Layout:
     return Layout([gpu_form.parts(one) for one in first])
 
 
-def _stack(layer: HostStack, units: int, device: torch.device) -> Experts:
-    """The same of all experts in pinned memory, as the GPU sees it. Raises HostMemoryError."""
-    layout, experts = _layout(layer, units), layer.stack.size
-    size = layout.nbytes(experts)
-    room = host_memory.zeros((size + host_memory.ALIGN,), torch.uint8, pin=True)
+def _nbytes(layout: Layout, experts: int) -> int:
+    """Of what `_stack` pins: it begins at a border within it."""
+    return layout.nbytes(experts) + host_memory.ALIGN
+
+
+def _stack(layer: HostStack, units: int, layout: Layout, device: torch.device) -> Experts:
+    """The units from this one on of all experts, in pinned memory, as the GPU sees it. Raises HostMemoryError."""
+    experts = layer.stack.size
+    room = host_memory.zeros((_nbytes(layout, experts),), torch.uint8, pin=True)
     if not room.is_pinned():
-        raise HostMemoryError(f"{size / 1e6:.1f} MB of host memory could not be pinned")
+        raise HostMemoryError(f"{room.nbytes / 1e6:.1f} MB of host memory could not be pinned")
     begin = -room.data_ptr() % host_memory.ALIGN
-    memory = room[begin : begin + size]
+    memory = room[begin : begin + layout.nbytes(experts)]
     to = layout.carve(memory, experts)
     at_once = max(1, gpu_form.CHUNK // layer.here.nbytes(1))
     wholes = [gpu_form.parts(one) for one in layer.stack]
