@@ -98,7 +98,7 @@ def load(
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     of = model, memory, None if layers else room, DTYPES[chosen], device, mesh.world
-    experts = experts or overflowing(*of)._replace(defers=experts.defers)
+    experts = experts or overflowing(*of)._replace(defers=experts.defers, later=experts.later)
     need = load_memory.place_together(
         model, mesh, (experts, layers), (DTYPES[chosen], stored), device, (room, host_room), source
     )

@@ -49,7 +49,7 @@ def place(
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     if offload is not None:
-        offload.host_left = host_room
+        offload.host_left = None if host_room is None else max(0, host_room - offload.room.later)
     return need, host_room
 
 

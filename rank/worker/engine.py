@@ -202,7 +202,7 @@ class Engine:
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
                 ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
-                           options.expert_placement, options.expert_deferral),
+                           options.expert_placement, options.expert_deferral, options.kvcache_mem_cpu * kv_cache.MIB),
                 int(options.cpu_offload_gb * (1 << 30)),
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")

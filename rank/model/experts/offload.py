@@ -50,6 +50,7 @@ class ExpertRoom(NamedTuple):
     memory: int = 0  # bytes of the device for resident experts; 0: not said
     way: str = AUTO
     defers: bool = False  # as deferral.py does
+    later: int = 0  # bytes of the host's memory that are asked for besides and taken later, for the cache
 
     def __bool__(self) -> bool:
         return self.offload > 0 or self.memory > 0
@@ -109,7 +110,7 @@ class Offload:
         self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
         self.parting_bytes = 0  # that the host needs more while experts are loaded
-        self.host_left: int | None = None  # bytes of its memory that nothing is planned for; None: unlimited
+        self.host_left: int | None = None  # bytes of its memory that nothing is asked for; None: unlimited
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return

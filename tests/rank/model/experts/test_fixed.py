@@ -215,6 +215,21 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
     assert {0, 4, 5, 6} <= seen
 
 
+def test_what_the_host_has_left(tmp_path):
+    """For what nobody has asked for: layers and the cache come first, as the cache does that is made later."""
+    path, later = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), 5000
+    room = ExpertRoom(offload=4, later=later)
+    ((_, whole),) = placed(path, room, None)
+    assert whole.host_left is None
+    ((_, one),) = placed(path, room, 10 * whole.all_bytes)
+    read = 10 * whole.all_bytes - one.host_bytes - later - one.host_left
+    assert 0 <= read < one.host_bytes
+    ((_, beside),) = placed(path, room, 10 * whole.all_bytes, layers=1 << 30)
+    assert beside.host_left < one.host_left
+    taken = one.host_bytes + read
+    assert [placed(path, room, taken + more)[0][1].host_left for more in (later + 1, later, 0)] == [1, 0, 0]
+
+
 def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
     """Also beside layers, which take host memory as well."""
     path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
