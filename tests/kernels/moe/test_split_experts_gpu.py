@@ -11,7 +11,7 @@ from phalanx.kernels.quantized import gpu_form
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
-from .test_split_experts import EXPERTS, FORMS, HIDDEN, INNER, experts_of, first_of, halves
+from .test_split_experts import CASES, EXPERTS, HIDDEN, INNER, experts_of, first_of, halves
 
 require_gpu()
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
@@ -53,13 +53,10 @@ def on_gpu(case, stack):
     return Inputs(case.x.cuda(), numbers, case.weights.cuda(), *stack, *of)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dtype", CASES)
 def test_both_parts_make_the_whole(form, tokens, biased, dtype):
-    if form == "bf16" and dtype == torch.float16:
-        return
     assert host_exchange.supports(torch.device("cuda"))
     case = case_of(form, tokens, biased, dtype)
     cpu, rest = halves(case, first_of(form))
