@@ -30,7 +30,7 @@ H200 = {
     "h200-x4-llama3-70b-2026-11-26.jsonl": "Llama-3.1-70B, bf16, four H200",
 }
 # In place of a file's own lines of the mixed load: the newest that both engines have from one machine, and their day.
-MIXED = {"h200-llama3-8b-2026-11-23.jsonl": ("h200-2026-11-27-late.jsonl", "2026-11-27")}
+MIXED = {"h200-llama3-8b-2026-11-23.jsonl": ("h200-vllm-2026-11-26.jsonl", "2026-11-26")}
 CPU, CPU_TITLE = "cpu-llama-cpp-f32-*.jsonl", "Llama of 99M, f32, two CPU cores"  # the newest run of these
 SIZE = 2  # bytes of an element of bf16
 CONTEXT = 128 + (32 + 256) // 2  # tokens of a sequence in the steps between the 32nd and the 256th new token
