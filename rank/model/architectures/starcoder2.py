@@ -10,7 +10,7 @@ from ..layers.mlp import MLP
 from ..layers.norm import AddLayerNorm
 from . import llama, mistral, phi
 
-CONFIG = {"names": {"norm_epsilon": "layer_norm_eps"}}
+CONFIG = {"names": {"norm_epsilon": "layer_norm_eps", "use_bias": "attention_bias"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +18,8 @@ class Args(mistral.Args):
     sliding_window: int | None = None
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-5
-    use_bias: bool = True
+    attention_bias: bool = True
     tie_word_embeddings: bool = True
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.use_bias
-
-    @property
-    def o_bias(self) -> bool:
-        return self.use_bias
 
 
 class Layer(base.Layer):
@@ -36,7 +28,7 @@ class Layer(base.Layer):
         self.input_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
         self.self_attn = llama.Attention(args, mesh, index, local)
         self.post_attention_layernorm = AddLayerNorm(args.hidden_size, args.layer_norm_eps)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.use_bias)
+        self.mlp = MLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act, args.attention_bias)
 
     forward = llama.Layer.forward
 
