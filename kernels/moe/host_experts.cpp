@@ -192,7 +192,8 @@ void gather_halves(const Gather& a, int part, int parts) {
 struct Grouped {
     const void *x, *paired;  // paired: x as pair_rows makes it; null: tiles are not used
     void* y;
-    const void* stack;  // [weights, whole, row]: the first inputs, and of both halves of outputs the first, are multiplied
+    // [weights, whole, row]: the first inputs are multiplied, and where outputs are fewer, the first ones of gate and of up.
+    const void* stack;
     const int64_t* at;  // [experts] each one's weight in `stack`
     const void* bias;  // [experts, outputs]; null where there is none
     const int32_t* starts;
@@ -244,7 +245,7 @@ INLINE bool grouped_by_tiles(const Grouped& a, const Linear& one, int64_t e, int
 #endif
 
 template <typename T, typename Out, typename W = T> void grouped(const Grouped& a, int part, int parts) {
-    const int64_t halves = a.outputs < a.whole ? 2 : 1, outputs = a.outputs / halves;
+    const int64_t matrices = a.outputs < a.whole ? 2 : 1, outputs = a.outputs / matrices;  // gate and up, or all at once
     for (int64_t e = 0; e < a.experts; e++) {
         int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
         if (!rows) continue;
@@ -252,7 +253,7 @@ template <typename T, typename Out, typename W = T> void grouped(const Grouped& 
         const W* weight = (const W*)a.stack + a.at[e] * a.whole * a.row;
         Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
                       rows, a.inputs, outputs, a.inputs, a.row, a.outputs};
-        for (int64_t half = 0; half < halves; half++) {
+        for (int64_t i = 0; i < matrices; i++) {
             if (!grouped_by_tiles<Out>(a, one, e, part, parts, weight)) linear<T, Out, W>(one, part, parts);
             one.weight = weight + a.whole / 2 * a.row, one.bias = bias ? bias + outputs : nullptr;
             one.y = (Out*)one.y + outputs;

@@ -86,14 +86,14 @@ def last_units(experts: Experts, first: int) -> Experts:
 
 
 def _cut(stack: Matrices, first: int, axis: int) -> Matrices:
-    """axis: 1 cuts both halves of the outputs, 2 the inputs."""
+    """axis: 1 cuts the outputs, of gate and of up alike, 2 the inputs."""
     outputs, inputs = stack.shape[1:]
     whole = outputs // 2 if axis == 1 else inputs
     parts, made = gpu_form.parts(stack), []
     for x in parts.tensors:
-        halves = x.unflatten(1, (2, -1)) if axis == 1 else x
-        there = halves.shape[2]  # of `whole`
-        some = halves.narrow(2, first * there // whole, there - first * there // whole)
+        both = x.unflatten(1, (2, -1)) if axis == 1 else x  # gate and up
+        there = both.shape[2]  # of `whole`
+        some = both.narrow(2, first * there // whole, there - first * there // whole)
         made.append((some.flatten(1, 2) if axis == 1 else some).contiguous())
     cut = parts.of(made)
     if not isinstance(cut, Stack):

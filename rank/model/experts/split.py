@@ -91,7 +91,9 @@ def attach(layers: Sequence[HostExperts], dtype: torch.dtype, room: int | None) 
     units = split_experts.on_cpu(inner, unit, [one.few.choice.costs for one in some])
     if units == inner:
         return ""
-    layouts = [_layout(one.layer, units) for one in some]
+    by_form = {one.layer.form: one.layer for one in some}
+    layout_of = {form: _layout(layer, units) for form, layer in by_form.items()}
+    layouts = [layout_of[one.layer.form] for one in some]
     need = sum(_nbytes(layout, one.layer.stack.size) for layout, one in zip(layouts, some, strict=True))
     if room is not None and need > HOST_SHARE * room:
         return (
@@ -115,13 +117,14 @@ def _alike(layers: Sequence[HostExperts], dtype: torch.dtype) -> tuple[list[Host
     """Layers whose missing experts the CPU serves alone and that can be cut after as many units, and how many stay
     together in each of them. None in f32: what an expert makes must not depend on where its weights are."""
     alone = [one for one in layers if dtype != torch.float32 and one.few.serves_alone(dtype)]
-    units = {one: split_experts.unit(Experts(*one.layer.first), dtype) for one in alone}
-    some = [one for one in alone if units[one]]
+    by_form = {one.layer.form: one.layer for one in alone}
+    units = {form: split_experts.unit(Experts(*layer.first), dtype) for form, layer in by_form.items()}
+    some = [one for one in alone if units[one.layer.form]]
     if not some:
         return [], 0
     inner = statistics.mode(map(_inner, some))
     some = [one for one in some if _inner(one) == inner]
-    return some, math.lcm(*(units[one] for one in some))
+    return some, math.lcm(*(units[one.layer.form] for one in some))
 
 
 def _inner(layer: HostExperts) -> int:
