@@ -165,8 +165,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Rows between two measured counts are computed as the larger one, with whatever lies in memory for the others: the
     library has a kernel for nearly every count, and waits for the whole GPU when it loads one.
     """
-    library = in_use.get(x.device)
-    if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
+    library = library_for(x, weight)
+    if library is None:
         return torch_linear(x, weight)
     rows, sizes = len(x), GemmShape(x.dtype, *weight.shape)
     count = nearest(rows, library.choices.get(sizes, {}))
@@ -182,6 +182,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         if library.run(plan, x, weight, y.data_ptr()):
             return y[:rows]
     return torch_linear(x, weight)[:rows]
+
+
+def library_for(x: Tensor, weight: Tensor) -> Library | None:
+    """What multiplies these two, where something was chosen on their device and it can read both."""
+    library = in_use.get(x.device)
+    if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
+        return None
+    return library
 
 
 def plain(x: Tensor) -> bool:

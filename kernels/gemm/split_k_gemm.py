@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cublaslt import GemmShape, in_use, plain
+from .cublaslt import GemmShape, library_for
 
 SPLITS = 2, 4
 TILE = 128  # rows and outputs of a tile
@@ -35,8 +35,8 @@ def sizes(weight: Tensor, count: int) -> GemmShape:
 def partial_sums(x: Tensor, weight: Tensor) -> Tensor | None:
     """[T, n, O], whose sum over n is x [T, I] times the transpose of weight [O, I]: each accumulated in f32 and
     rounded. None: nothing was found faster than the whole GEMM."""
-    library = in_use.get(x.device)
-    if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
+    library = library_for(x, weight)
+    if library is None:
         return None
     for count in SPLITS:
         if library.choices.get(wanted := sizes(weight, count), {}).get(len(x)) is None:
