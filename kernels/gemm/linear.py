@@ -50,8 +50,8 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", bias: Tens
     are activation.ACTIVATIONS."""
     if not weight.is_mkldnn and skinny.supports(x, weight, bias):
         return skinny.skinny_linear(x, weight, activation, bias)
-    if bias is None and swiglu_gemm.supports(x, weight):
-        return swiglu_gemm.swiglu_gemm(x, weight, activation)
+    if swiglu_gemm.supports(x, weight, bias):
+        return swiglu_gemm.swiglu_gemm(x, weight, activation, bias)
     return gated_activation(linear(x, weight, bias), activation)
 
 

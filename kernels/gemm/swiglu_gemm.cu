@@ -1,4 +1,5 @@
-// y [rows, OUTPUTS] = silu(x G^T) * (x U^T) of thousands of rows, where W [2 OUTPUTS, I] is G over U: for sm_90 alone.
+// y [rows, OUTPUTS] = act(x G^T) * (x U^T) of thousands of rows, where W [2 OUTPUTS, I] is G over U: for sm_90 alone.
+// With BIAS, bias [2 OUTPUTS] is added before.
 //
 // Two blocks of a cluster take 128 rows each and the same OUTS outputs; each brings one of the two matrices' rows to
 // both, which halves what comes from the second-level cache. One warp of a block has TMA bring chunks of KC
@@ -43,7 +44,7 @@ __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* 
 }
 
 // A lane's sums of rows `first` and 8 below, at `out` of y.
-__device__ __forceinline__ void store(const float (&sum)[OUTS], T* y, int first, int out, int rows) {
+__device__ __forceinline__ void store(const float (&sum)[OUTS], const T* bias, T* y, int first, int out, int rows) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int row = first + h * 8;
@@ -54,8 +55,15 @@ __device__ __forceinline__ void store(const float (&sum)[OUTS], T* y, int first,
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const int at = k * 16 + j * 4 + h * 2;
-                x[j] = pack<T>(gated<T, ACT>(sum[at], sum[at + OUTS / 2]),
-                               gated<T, ACT>(sum[at + 1], sum[at + 1 + OUTS / 2]));
+                float2 gate = make_float2(sum[at], sum[at + 1]);
+                float2 up = make_float2(sum[at + OUTS / 2], sum[at + 1 + OUTS / 2]);
+                if constexpr (BIAS) {
+                    const T* const of = bias + out + k * 32 + j * 8 + threadIdx.x % 4 * 2;
+                    const Vec<T, 2> g = *(const Vec<T, 2>*)of, u = *(const Vec<T, 2>*)(of + OUTPUTS);
+                    gate.x += to_float(g.x[0]), gate.y += to_float(g.x[1]);
+                    up.x += to_float(u.x[0]), up.y += to_float(u.x[1]);
+                }
+                x[j] = pack<T>(gated<T, ACT>(gate.x, up.x), gated<T, ACT>(gate.y, up.y));
             }
             exchange_quads(x);
             if (row < rows) *(uint4*)(to + k * 32 + threadIdx.x % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
@@ -68,7 +76,8 @@ __device__ __forceinline__ void store(const float (&sum)[OUTS], T* y, int first,
 #endif
 
 extern "C" __global__ void PAIRED __launch_bounds__(384, 1)
-swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, T* y, int rows) {
+swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, const T* bias, T* y,
+            int rows) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -112,7 +121,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
             wgmma_wait<0>();
             if (lane < 2) mbarrier_arrive_at(empty + (n - 1) % STAGES, lane);
             fence_registers(sum);
-            store(sum, y, place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4, place.out, rows);
+            store(sum, bias, y, place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4, place.out, rows);
         }
     }
     __syncwarp();

@@ -85,7 +85,10 @@ def test_pipelined_gemms(rows, outputs, inputs, gated, dtype):
 def test_gated_gemms_of_many_rows(rows, outputs, inputs, dtype):
     """Three times each into memory that holds NaN: a race would show as a difference."""
     x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, 2 * outputs))
-    want = gate(x.double() @ weight.double().T, dtype)
-    found = [swiglu_gemm.swiglu_gemm(x, weight) for _ in range(3)]
-    assert apart(found[0], want) < 4e-3
-    assert all(torch.equal(y, found[0]) for y in found)
+    for bias in (None, torch.randn(2 * outputs, device="cuda").to(dtype)):
+        want = gate(x.double() @ weight.double().T + (0 if bias is None else bias.double()), dtype)
+        found = [swiglu_gemm.swiglu_gemm(x, weight, bias=bias) for _ in range(3)]
+        assert apart(found[0], want) < 4e-3
+        assert all(torch.equal(y, found[0]) for y in found)
+    assert swiglu_gemm.supports(x, weight, bias) is swiglu_gemm.supports(x, weight)
+    assert not swiglu_gemm.supports(x, weight, bias.float())
