@@ -25,11 +25,11 @@ struct Weights {  // of this thread's vectors: threadIdx.x, + THREADS, ...
 };
 
 // residual += x, or x + other rounded where there are two; `row` becomes the residual. COUNT: rows of x, of which x is the
-// sum, rounded.
+// sum, rounded. pitch: elements from one row of `other` to the next.
 template <bool TWO, int COUNT = 1>
-__device__ inline void add_row(Vector (&row)[PER], const T* x, const T* other, T* residual) {
+__device__ inline void add_row(Vector (&row)[PER], const T* x, const T* other, T* residual, int pitch = N) {
     const Vector* a = (const Vector*)(x + (long long)blockIdx.x * COUNT * N);
-    const Vector* c = (const Vector*)(other + (long long)blockIdx.x * N);
+    const Vector* c = (const Vector*)(other + (long long)blockIdx.x * pitch);
     Vector* b = (Vector*)(residual + (long long)blockIdx.x * N);
 #pragma unroll
     for (int i = 0; i < PER; i++) {

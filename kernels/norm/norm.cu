@@ -25,14 +25,15 @@ add_rms_norm(T* x, const T* other, T* residual, const T* weight, float eps) {
     write_norm(row, weights, x + (long long)blockIdx.x * N, eps);
 }
 
-// residual += the sum of TERMS rows, rounded, or of that and other, rounded, where PARTS is 2; out = norm(residual)
+// residual += the sum of TERMS rows, rounded, or of that and other, rounded, where PARTS is 2; out = norm(residual).
+// pitch: elements from one row of other to the next; 0: it is one row for all.
 extern "C" __global__ void __launch_bounds__(THREADS)
-sum_add_rms_norm(const T* terms, const T* other, T* residual, const T* weight, T* out, float eps) {
+sum_add_rms_norm(const T* terms, const T* other, int pitch, T* residual, const T* weight, T* out, float eps) {
     launch_dependents();
     const Weights weights(weight);
     grid_wait();
     Vector row[PER];
-    add_row<PARTS == 2, TERMS>(row, terms, other, residual);
+    add_row<PARTS == 2, TERMS>(row, terms, other, residual, pitch);
     write_norm(row, weights, out + (long long)blockIdx.x * N, eps);
 }
 

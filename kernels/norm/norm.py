@@ -40,9 +40,11 @@ def add_rms_norm(
 def sum_add_rms_norm(
     terms: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of the sum of terms [T, n, H] over n, which is made in f32 and rounded."""
+    """`add_rms_norm` of the sum of terms [T, n, H] over n, which is made in f32 and rounded. other: [T, H], or [H] for
+    all rows."""
     if terms.is_cuda:
         return sum_add_rms_norm_cuda(terms, residual, weight, eps, other)
+    other = None if other is None else other.expand_as(residual)
     return add_rms_norm(terms.float().sum(1).to(terms.dtype), residual, weight, eps, other)
 
 
@@ -112,8 +114,9 @@ def sum_add_rms_norm_cuda(
     assert terms.is_contiguous() and residual.is_contiguous() and (other is None or other.is_contiguous())
     y = torch.empty_like(residual)
     added = [residual] if other is None else [residual, other]
+    *_, last = added
     kernel, threads = _kernel("sum_add_rms_norm", [terms, weight, y, *added], parts=len(added), terms=terms.shape[1])
-    kernel((len(terms), 1, 1), threads, terms, added[-1], residual, weight, y, eps)
+    kernel((len(terms), 1, 1), threads, terms, last, pitch(last), residual, weight, y, eps)
     return y, residual
 
 
@@ -135,6 +138,11 @@ def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1, ter
     vector = min(jit.vector(y, size, *strides) for y in vectors)
     made = sizes(size, vector, parts, terms)
     return jit.kernel("norm", name, x.dtype, **made), made["THREADS"]
+
+
+def pitch(other: Tensor) -> int:
+    """Elements from one row of other [T, H] to the next; of [H], which is added to all rows, 0."""
+    return other.shape[-1] if other.dim() > 1 else 0
 
 
 def sizes(size: int, vector: int, parts: int, terms: int) -> dict[str, int]:

@@ -9,12 +9,13 @@ __device__ inline unsigned codes_of(const T* x, float by) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-sum_add_rms_norm_e4m3(const T* terms, const T* other, T* residual, const T* weight, uint2* codes, float* scales, float eps) {
+sum_add_rms_norm_e4m3(const T* terms, const T* other, int pitch, T* residual, const T* weight, uint2* codes,
+                      float* scales, float eps) {
     launch_dependents();
     const Weights weights(weight);
     grid_wait();
     Vector row[PER];
-    add_row<PARTS == 2, TERMS>(row, terms, other, residual);
+    add_row<PARTS == 2, TERMS>(row, terms, other, residual, pitch);
     const float scale = inverse_rms(row, eps);
     float most = 0;
 #pragma unroll

@@ -50,7 +50,7 @@ def test_sums_of_terms(rows, terms, size, dtype, bound):
     given, weight = torch.randn(rows, terms, size, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
     residual, other = torch.randn(2, rows, size, device="cuda").to(dtype).unbind()
     x = given.float().sum(1).to(dtype)
-    for more in (None, other):
+    for more in (None, other, torch.randn(size, device="cuda").to(dtype)):
         want = norm.add_rms_norm(x.clone() if more is None else x + more, residual.clone(), weight, 1e-5)
         for made, wanted in zip(
             norm.sum_add_rms_norm(given.clone(), residual.clone(), weight, 1e-5, more), want, strict=True

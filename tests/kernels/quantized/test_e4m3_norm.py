@@ -23,17 +23,24 @@ def launched(monkeypatch, cuda_models):
 
 @pytest.mark.parametrize(
     "rows, terms, size, more, dtype",
-    [(3, 1, 256, False, torch.bfloat16), (2, 1, 5120, False, torch.float16), (3, 4, 384, True, torch.bfloat16)],
+    [
+        (3, 1, 256, "", torch.bfloat16),
+        (2, 1, 5120, "", torch.float16),
+        (3, 4, 384, "rows", torch.bfloat16),
+        (3, 2, 384, "bias", torch.bfloat16),
+    ],
 )
 def test_codes_are_those_of_the_norm(launched, rows, terms, size, more, dtype):
     """Threads have one vector, or two, or some of them none."""
     torch.manual_seed(size)
     given, (residual, other) = torch.randn(rows, terms, size).to(dtype), torch.randn(2, rows, size).to(dtype)
     given[-1], residual[-1], other[-1] = 0, 0, 0
-    weight, added = torch.randn(size).to(dtype), other if more else None
+    weight, added = torch.randn(size).to(dtype), {"": None, "rows": other, "bias": other[0]}[more]
+    if more == "bias":
+        given[-1, 0], residual[-1] = -added, 0
     want, stream = norm.sum_add_rms_norm_cuda(given, residual.clone(), weight, 1e-5, added)
     made = given.float().sum(1).to(dtype)
-    assert torch.equal(stream, residual + (made + other if more else made))
+    assert torch.equal(stream, residual + (made + added if more else made))
     torch.testing.assert_close(want, norm.rms_norm_reference(stream, weight, 1e-5))
     found, total = e4m3_norm.sum_add_rms_norm(given, residual, weight, 1e-5, added)
     codes, scales = e4m3_wgmma.encode_rows_reference(want)

@@ -38,11 +38,11 @@ def test_codes_are_those_of_the_norm(rows, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows, terms, size", [(33, 8, 2048), (256, 6, 5120), (100, 2, 384)])
-@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("more", ["", "rows", "bias"])
 def test_sums_of_terms(rows, terms, size, more, dtype):
     given, weight = torch.randn(rows, terms, size, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
     residual, other = torch.randn(2, rows, size, device="cuda").to(dtype).unbind()
-    added = other if more else None
+    added = {"": None, "rows": other, "bias": other[0]}[more]
     want = norm.sum_add_rms_norm(given, residual.clone(), weight, 1e-5, added)
     check(e4m3_norm.sum_add_rms_norm(given, residual, weight, 1e-5, added), want)
 
