@@ -87,9 +87,10 @@ class FusedComm:
         raise NotImplementedError
 
     def gemm_all_reduce_add_norm(
-        self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """`all_reduce_add_norm` of the GEMM of x [T, I] and the transpose of matrix [H, I]."""
+        """`all_reduce_add_norm` of the GEMM of x [T, I] and the transpose of matrix [H, I], plus bias [H], which one of
+        the ranks adds. All ranks decline, or none."""
         return None
 
 

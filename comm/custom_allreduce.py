@@ -91,13 +91,13 @@ class CustomAllReduceComm(NcclComm, FusedComm):
         return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
 
     def gemm_all_reduce_add_norm(
-        self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
         """The GEMM writes each rank's share of its outputs to that rank; a kernel adds up and norms."""
         peers = self.peers
         if peers is None or not self._agreed or not gemm_reduce_scatter.supports(len(x), matrix, peers):
             return None
-        received = gemm_reduce_scatter.gemm_reduce_scatter(x, matrix, peers)
+        received = gemm_reduce_scatter.gemm_reduce_scatter(x, matrix, peers, bias)
         return None if received is None else gemm_reduce_scatter.reduce_add_norm(received, residual, weight, eps, peers)
 
 

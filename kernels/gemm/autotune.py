@@ -24,9 +24,9 @@ from torch import Tensor
 from .. import jit
 from ..collective.allreduce import SymmetricMemory
 from . import gemm_reduce_scatter, split_k_gemm
-from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain
+from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain, sizes_of
 
-METHOD = 3  # of choosing; files that were made by another one are not read
+METHOD = 4  # of choosing; files that were made by another one are not read
 GAIN = 0.98  # of the first algorithm's time that another may take to be chosen
 SPLIT_GAIN = 0.95  # that a split-K GEMM may take: the norm, which is not timed, reads more
 SLOWER = 1.15  # times the fastest: not measured again
@@ -44,6 +44,7 @@ class TuneRequest(NamedTuple):
     counts: Sequence[int]  # of rows
     peers: SymmetricMemory | None = None  # whose ranks their sums are scattered to
     summed: bool = False  # a norm may add up their partial sums
+    bias: bool = False  # they add one
 
 
 def tune(gemms: Iterable[TuneRequest]) -> str:
@@ -92,17 +93,17 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
 
 def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
     """All ways to compute them, each with its numbers of rows; the whole GEMM before split-K ones."""
-    weight, rows, peers, summed = gemm
+    weight, rows, peers, summed, bias = gemm
     if peers:
         supported = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
-        yield gemm_reduce_scatter.sizes(weight, peers), supported
+        yield gemm_reduce_scatter.sizes(weight, peers, bias), supported
         return
-    yield GemmShape(weight.dtype, *weight.shape), list(rows)
+    yield sizes_of(weight, bias), list(rows)
     if summed:
         num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         for count in split_k_gemm.SPLITS:
             some = [n for n in rows if split_k_gemm.splits(n, weight, num_sms) == count]
-            yield split_k_gemm.sizes(weight, count), some
+            yield split_k_gemm.sizes(weight, count, bias), some
 
 
 def _measure(
@@ -135,6 +136,7 @@ class Benchmark:
         self._turns = itertools.cycle(weights)
         self._launches = max(1, min(8, round(READ / weight.nbytes)))
         self._x = weight.new_empty(most, sizes.inputs).normal_()
+        self._bias = weight.new_zeros(sizes.outputs) if sizes.bias else None
         self._y = weight.new_empty(0 if peers else most * sizes.splits * sizes.outputs)
         self._works: dict[tuple[int, Algo], bool] = {}
 
@@ -167,12 +169,16 @@ class Benchmark:
             algo = self._library.choices.get(sizes, {}).get(rows)
         if algo is None:
             y = self._y[: rows * sizes.outputs].view(rows, -1)
+            if (bias := self._bias) is not None:
+                return lambda weight: torch.addmm(bias, x, weight.t(), out=y)
             return lambda weight: torch.mm(x, weight.t(), out=y)
-        plan = self._library.plan_of(algo, sizes, rows)
+        plan, added = self._library.plan_of(algo, sizes, rows), self._bias if sizes.splits == 1 else None
         if self._peers is None:
-            return partial(self._library.run, plan, x, y=self._y.data_ptr())
+            return partial(self._library.run, plan, x, y=self._y.data_ptr(), bias=added)
         peers = self._peers
-        return lambda weight: self._library.run(plan, x, weight, gemm_reduce_scatter.address(rows, weight, peers))
+        return lambda weight: self._library.run(
+            plan, x, weight, gemm_reduce_scatter.address(rows, weight, peers), added
+        )
 
 
 def near(algos: list[Algo], times: list[float]) -> list[Algo]:

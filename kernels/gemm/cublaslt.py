@@ -26,6 +26,8 @@ ALIGNED = 256  # bytes; what the library supposes of addresses unless told other
 TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 _COMPUTE_F32, _F32 = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
 _TRANSPOSE_A, _TRANSPOSED = 3, 1  # CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T
+_EPILOGUE, _ADD_BIAS = 7, 4  # CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS
+_BIAS, _BIAS_STRIDE = 8, 10  # CUBLASLT_MATMUL_DESC_BIAS_POINTER, ..._BIAS_BATCH_STRIDE
 _MAX_WORKSPACE, _REDUCTIONS = 1, 3  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, ..._REDUCTION_SCHEME_MASK
 _IN_F32 = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: no sums of parts in the narrower type
 _BATCHES, _BATCH_STRIDE = 5, 6  # CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, ..._STRIDED_BATCH_OFFSET
@@ -68,11 +70,19 @@ class GemmShape(NamedTuple):
     parts: int = 1  # that the outputs are cut into: [parts, rows, outputs / parts]
     apart: int = 0  # elements from one part to the next
     splits: int = 1  # of the inputs, each of which makes a partial sum: [rows, splits, outputs]
+    bias: bool = False  # one is added: to partial sums by who adds them up, else by the GEMM
+
+
+def sizes_of(weight: Tensor, bias: bool) -> GemmShape:
+    """Of the whole GEMM of a weight [O, I]."""
+    outputs, inputs = weight.shape
+    return GemmShape(weight.dtype, outputs, inputs, bias=bias)
 
 
 class Plan(NamedTuple):
     """An algorithm, and the layouts of what it multiplies: the library sees columns where torch has rows."""
 
+    matmul: ctypes.c_void_p
     algorithm: Any
     of_weight: ctypes.c_void_p
     of_x: ctypes.c_void_p
@@ -87,11 +97,12 @@ class Library:
         self.version = self._lib.cublasLtGetVersion()
         self.choices: dict[GemmShape, dict[int, Algo]] = {}  # by measured rows
         self.plan = functools.cache(self._plan)
+        self.first_plan = functools.cache(self._first_plan)
         self._layout = functools.cache(self._make_layout)
+        self._biased = functools.cache(self._make_biased)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._handle = self._create("cublasLtCreate")
-        self._matmul = self._create("cublasLtMatmulDescCreate", _COMPUTE_F32, _F32)
-        self._set("cublasLtMatmulDescSetAttribute", self._matmul, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
+        self._unbiased = self._make_matmul()
         self._wishes = self._create("cublasLtMatmulPreferenceCreate")
         set_wish = "cublasLtMatmulPreferenceSetAttribute"
         self._set(set_wish, self._wishes, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE))
@@ -102,39 +113,70 @@ class Library:
         layouts = self._layouts(sizes, rows)
         found, count = (_Proposal * MOST)(), _INT()
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._matmul, *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
+            self._handle, self._matmul(sizes), *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
         )
         if status:  # there is none
             return []
         return [bytes(one.algorithm) for one in found[: count.value] if not one.state]
 
-    def run(self, plan: Plan, x: Tensor, weight: Tensor, y: int) -> bool:
-        """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses."""
+    def run(
+        self, plan: Plan, x: Tensor, weight: Tensor, y: int, bias: Tensor | None = None, accumulate: bool = False
+    ) -> bool:
+        """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses.
+
+        bias: [O], where the plan's GEMM adds one. accumulate: add to what is there.
+        """
+        if bias is not None:
+            self._describe(plan.matmul, _BIAS, _P(bias.data_ptr()))
         stream = torch.cuda.current_stream().cuda_stream
         status = self._lib.cublasLtMatmul(
-            self._handle, self._matmul,
+            self._handle, plan.matmul,
             ctypes.byref(self._one), weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
-            ctypes.byref(self._zero), y, plan.of_y, y, plan.of_y,
+            ctypes.byref(self._one if accumulate else self._zero), y, plan.of_y, y, plan.of_y,
             plan.algorithm, workspace(x.device, stream).data_ptr(), WORKSPACE, stream,
         )  # fmt: skip
         return status == 0
 
     def plan_of(self, algorithm: bytes, sizes: GemmShape, rows: int) -> Plan:
-        return Plan(_Algorithm.from_buffer_copy(algorithm), *self._layouts(sizes, rows))
+        return Plan(self._matmul(sizes), _Algorithm.from_buffer_copy(algorithm), *self._layouts(sizes, rows))
 
     def _plan(self, sizes: GemmShape, rows: int) -> Plan | None:
         """By the choice made for so many rows; None: torch's."""
         algo = self.choices[sizes][rows]
         return None if algo is None else self.plan_of(algo, sizes, rows)
 
+    def _first_plan(self, sizes: GemmShape, rows: int) -> Plan | None:
+        """By what the library deems the fastest; None: it has nothing."""
+        algos = self.proposals(sizes, rows)
+        return self.plan_of(algos[0], sizes, rows) if algos else None
+
+    def _matmul(self, sizes: GemmShape) -> ctypes.c_void_p:
+        if not sizes.bias or sizes.splits > 1:
+            return self._unbiased
+        return self._biased(sizes.outputs // sizes.parts if sizes.parts > 1 else 0)
+
     def _layouts(self, sizes: GemmShape, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        dtype, outputs, inputs, parts, apart, splits = sizes
+        dtype, outputs, inputs, parts, apart, splits, _ = sizes
         layout, part, width = functools.partial(self._layout, dtype), outputs // parts, inputs // splits
         if splits > 1:
             of_y = layout(outputs, rows, splits * outputs, splits, outputs)
             return layout(width, outputs, inputs, splits, width), layout(width, rows, inputs, splits, width), of_y
         of_weight = layout(inputs, part, inputs, parts, part * inputs)
         return of_weight, layout(inputs, rows, inputs, parts, 0), layout(part, rows, part, parts, apart)
+
+    def _make_matmul(self) -> ctypes.c_void_p:
+        matmul = self._create("cublasLtMatmulDescCreate", _COMPUTE_F32, _F32)
+        self._describe(matmul, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
+        return matmul
+
+    def _make_biased(self, apart: int) -> ctypes.c_void_p:
+        """apart: elements from the bias of one batch to that of the next."""
+        matmul = self._make_matmul()
+        self._describe(matmul, _EPILOGUE, ctypes.c_uint32(_ADD_BIAS))
+        self._describe(matmul, _BIAS, _P(ALIGNED))  # until `run` sets it: proposals depend on its alignment
+        if apart:
+            self._describe(matmul, _BIAS_STRIDE, ctypes.c_int64(apart))
+        return matmul
 
     def _make_layout(
         self, dtype: torch.dtype, width: int, rows: int, pitch: int, batches: int, apart: int
@@ -152,6 +194,9 @@ class Library:
         _check(getattr(self._lib, function)(ctypes.byref(made), *args), function)
         return made
 
+    def _describe(self, matmul: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        self._set("cublasLtMatmulDescSetAttribute", matmul, attribute, value)
+
     def _set(self, function: str, what: ctypes.c_void_p, attribute: int, value: Any) -> None:
         _check(getattr(self._lib, function)(what, attribute, ctypes.byref(value), ctypes.sizeof(value)), function)
 
@@ -159,19 +204,20 @@ class Library:
 in_use: dict[torch.device, Library] = {}  # where something was chosen
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I] times the transpose of weight [O, I]: [T, O], accumulated in f32. By torch where nothing was chosen.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of weight [O, I], plus bias [O]: [T, O], accumulated in f32. By torch where nothing
+    was chosen.
 
     Rows between two measured counts are computed as the larger one, with whatever lies in memory for the others: the
     library has a kernel for nearly every count, and waits for the whole GPU when it loads one.
     """
-    library = library_for(x, weight)
+    library = library_for(x, weight, bias)
     if library is None:
-        return torch_linear(x, weight)
-    rows, sizes = len(x), GemmShape(x.dtype, *weight.shape)
+        return torch_linear(x, weight, bias)
+    rows, sizes = len(x), sizes_of(weight, bias is not None)
     count = nearest(rows, library.choices.get(sizes, {}))
     if not count:
-        return torch_linear(x, weight)
+        return torch_linear(x, weight, bias)
     if count > rows:
         whole = x.new_empty(count, x.shape[1])
         whole[:rows] = x
@@ -179,15 +225,26 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     plan = library.plan(sizes, count)
     if plan is not None:
         y = x.new_empty(count, len(weight))
-        if library.run(plan, x, weight, y.data_ptr()):
+        if library.run(plan, x, weight, y.data_ptr(), bias):
             return y[:rows]
-    return torch_linear(x, weight)[:rows]
+    return torch_linear(x, weight, bias)[:rows]
 
 
-def library_for(x: Tensor, weight: Tensor) -> Library | None:
-    """What multiplies these two, where something was chosen on their device and it can read both."""
+def accumulate_linear(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> bool:
+    """Add x [T, I] times the transpose of weight [O, I], plus bias [O], to y [T, O]; rounded once. torch adds to y or a
+    bias, but not both. False: nothing was added, as no library is in use or it refuses."""
+    library = library_for(x, weight, bias, y)
+    if library is None:
+        return False
+    plan = library.first_plan(sizes_of(weight, bias=True), len(x))
+    return plan is not None and library.run(plan, x, weight, y.data_ptr(), bias, accumulate=True)
+
+
+def library_for(x: Tensor, *others: Tensor | None) -> Library | None:
+    """What multiplies x [T, I] with these, where something was chosen on their device and it can read them all."""
     library = in_use.get(x.device)
-    if library is None or x.dim() != 2 or x.dtype != weight.dtype or not plain(x) or not plain(weight):
+    given = [x, *(one for one in others if one is not None)]
+    if library is None or x.dim() != 2 or not all(one.dtype == x.dtype and plain(one) for one in given):
         return None
     return library
 

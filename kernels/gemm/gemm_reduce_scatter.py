@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..collective.allreduce import BLOCKS, MOST_THREADS, RECV_BUFFER, SENT, SymmetricMemory, norm_kernel, recv_buffer_at
-from .cublaslt import ALIGNED, GemmShape, in_use, plain
+from .cublaslt import ALIGNED, GemmShape, in_use, library_for
 
 
-def sizes(weight: Tensor, peers: SymmetricMemory) -> GemmShape:
-    """Of GEMMs whose sums these ranks scatter."""
+def sizes(weight: Tensor, peers: SymmetricMemory, bias: bool = False) -> GemmShape:
+    """Of GEMMs whose sums these ranks scatter. bias: this rank adds one."""
     outputs, inputs = weight.shape
-    return GemmShape(weight.dtype, outputs, inputs, peers.size, peers.stride // weight.element_size())
+    return GemmShape(weight.dtype, outputs, inputs, peers.size, peers.stride // weight.element_size(), bias=bias)
 
 
 def address(rows: int, weight: Tensor, peers: SymmetricMemory) -> int:
@@ -41,27 +41,28 @@ def supports(rows: int, weight: Tensor, peers: SymmetricMemory) -> bool:
     return peers.size > 2 and aligned and SENT < rows * width <= RECV_BUFFER
 
 
-def measured(device: torch.device) -> list[tuple[int, int, int]]:
-    """Outputs, inputs and rows of the GEMMs that go there. A rank that takes others than its group would get wrong
-    sums, as all kernels of a group use the same barriers."""
+def measured(device: torch.device) -> list[tuple[int, int, int, bool]]:
+    """Outputs, inputs and rows of the GEMMs that may go there, and whether they do. A rank that takes others than its
+    group would get wrong sums, as all kernels of a group use the same barriers. Only one rank adds biases: its GEMMs of
+    a size are two, which are one here if both go there."""
     library = in_use.get(device)
     scattered = [(sizes, row) for sizes, row in library.choices.items() if sizes.parts > 1] if library else []
-    return sorted((s.outputs, s.inputs, rows) for s, row in scattered for rows, choice in row.items() if choice)
+    return sorted({(s.outputs, s.inputs, rows, bool(algo)) for s, row in scattered for rows, algo in row.items()})
 
 
-def gemm_reduce_scatter(x: Tensor, weight: Tensor, peers: SymmetricMemory) -> Tensor | None:
-    """Begin the group's sum of x [T, I] times the transpose of weight [O, I]; reduce_add_norm has to end it before the
-    next one begins.
+def gemm_reduce_scatter(x: Tensor, weight: Tensor, peers: SymmetricMemory, bias: Tensor | None = None) -> Tensor | None:
+    """Begin the group's sum of x [T, I] times the transpose of weight [O, I], plus this rank's bias [O];
+    reduce_add_norm has to end it before the next one begins.
 
     Returns what reduce_add_norm takes: this rank's receive buffer as [T, O], which will hold its share of all ranks'
     parts. None: nothing has begun, as no algorithm was measured for so many rows. All callers have compared `measured`.
     """
     library = in_use.get(x.device)
-    rows, wanted = len(x), sizes(weight, peers)
+    rows, wanted = len(x), sizes(weight, peers, bias is not None)
     if library is None or x.dtype != weight.dtype or not library.choices.get(wanted, {}).get(rows):
         return None
-    plan = library.plan(wanted, rows)
-    if plan is None or not plain(x) or not library.run(plan, x, weight, address(rows, weight, peers)):
+    plan = library.plan(wanted, rows) if library_for(x, weight, bias) else None
+    if plan is None or not library.run(plan, x, weight, address(rows, weight, peers), bias):
         raise RuntimeError(f"cuBLASLt refuses {rows} rows times {wanted}, which it has measured")
     return peers.recv_buffer.view(x.dtype)[: rows * len(weight)].view(rows, len(weight))
 

@@ -30,8 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return skinny.skinny_linear(x, weight, bias=bias)
     if cpu_gemm.supports(x, weight):
         return cpu_gemm.cpu_linear(x, weight, bias)
-    if bias is None and x.is_cuda:
-        return cublaslt.linear(x, weight)
+    if x.is_cuda:
+        return cublaslt.linear(x, weight, bias)
     return torch_linear(x, weight, bias)
 
 

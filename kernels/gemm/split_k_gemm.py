@@ -26,20 +26,21 @@ def splits(rows: int, weight: Tensor, num_sms: int) -> int:
     return max((n for n in SPLITS if able and n * tiles <= num_sms and inputs % (n * ALIGNED) == 0), default=1)
 
 
-def sizes(weight: Tensor, count: int) -> GemmShape:
+def sizes(weight: Tensor, count: int, bias: bool = False) -> GemmShape:
     """Of GEMMs with so many splits."""
     outputs, inputs = weight.shape
-    return GemmShape(weight.dtype, outputs, inputs, splits=count)
+    return GemmShape(weight.dtype, outputs, inputs, splits=count, bias=bias)
 
 
-def partial_sums(x: Tensor, weight: Tensor) -> Tensor | None:
+def partial_sums(x: Tensor, weight: Tensor, bias: bool = False) -> Tensor | None:
     """[T, n, O], whose sum over n is x [T, I] times the transpose of weight [O, I]: each accumulated in f32 and
-    rounded. None: nothing was found faster than the whole GEMM."""
+    rounded. None: nothing was found faster than the whole GEMM. bias: that one would add a bias, which is left to the
+    norm here."""
     library = library_for(x, weight)
     if library is None:
         return None
     for count in SPLITS:
-        if library.choices.get(wanted := sizes(weight, count), {}).get(len(x)) is None:
+        if library.choices.get(wanted := sizes(weight, count, bias), {}).get(len(x)) is None:
             continue
         plan = library.plan(wanted, len(x))
         y = x.new_empty(len(x), count, len(weight))

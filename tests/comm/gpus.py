@@ -186,39 +186,46 @@ def relative_error(got, want) -> float:
     return ((got.float() - want).norm() / want.norm()).item()
 
 
+def sum_of(comm, x, linear):
+    """Of all ranks' products and biases."""
+    weight, bias = linear
+    part = x.float() @ weight.float().T + (0 if bias is None else bias)
+    return comm.all_gather(part.bfloat16()).float().sum(0)
+
+
 def gemms(comm) -> None:
-    """GEMMs whose outputs are scattered as they are computed: their sums, and in a graph, one after the other."""
+    """GEMMs whose outputs are scattered as they are computed: their sums, and in a graph, one after the other. Rank 0
+    adds a bias to one of them."""
     if comm.size == 2:
         return
     gemm_reduce_scatter.SENT, counts, width, inputs = 0, [80, 128, 272], 256 * comm.size, 640
     torch.manual_seed(comm.rank)
     weights = [(torch.randn(width, inputs, device="cuda") / 25).bfloat16() for _ in range(2)]
-    said = autotune.tune(autotune.TuneRequest(weight, counts, comm.peers) for weight in weights)
+    bias = None if comm.rank else torch.randn(width, device="cuda").bfloat16()
+    linears = [(weights[0], bias), (weights[1], None)]
+    said = autotune.tune(autotune.TuneRequest(one, counts, comm.peers, bias=by is not None) for one, by in linears)
     assert said.startswith("0 of 0 GEMMs"), said
     ones, rng = torch.ones(width, device="cuda", dtype=torch.bfloat16), random.Random(comm.rank)
 
-    def fused(x, weight, residual):
-        return comm.gemm_all_reduce_add_norm(x, weight, residual, ones, 1e-5)
+    def fused(x, linear, residual):
+        return comm.gemm_all_reduce_add_norm(x, linear[0], residual, ones, 1e-5, linear[1])
 
     x = torch.ones(128, inputs, device="cuda").bfloat16()
-    assert fused(x, weights[0], torch.zeros(128, width, device="cuda").bfloat16()) is None, "not agreed yet"
+    assert fused(x, linears[0], torch.zeros(128, width, device="cuda").bfloat16()) is None, "not agreed yet"
     comm.agree()
-
-    def total(x, weight):
-        return comm.all_gather((x.float() @ weight.float().T).bfloat16()).float().sum(0)
 
     for rows in counts * 3:
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
-        for weight in weights:
-            want = total(x, weight)
+        for linear in linears:
+            want = sum_of(comm, x, linear)
             torch.manual_seed(1)
             residual = torch.randn(rows, width, device="cuda").bfloat16()
             dawdle(rng)
-            normed, stream = fused(x, weight, residual.clone())
+            normed, stream = fused(x, linear, residual.clone())
             assert relative_error(stream, want + residual.float()) < 8e-3
             assert torch.equal(normed, norm.rms_norm(stream, ones, 1e-5))
             assert (comm.all_gather(stream) == stream).all()
-    assert fused(x[:79], weights[0], residual[:79]) is None and fused(x.half(), weights[0], residual) is None
+    assert all(fused(x[:79], one, residual[:79]) is None and fused(x.half(), one, residual) is None for one in linears)
     stream, x = torch.cuda.Stream(), torch.randn(128, inputs, device="cuda").bfloat16()
     residual = torch.zeros(128, width, device="cuda", dtype=torch.bfloat16)
     stream.wait_stream(torch.cuda.current_stream())
@@ -226,8 +233,8 @@ def gemms(comm) -> None:
 
         def body():
             total = residual.clone()
-            for weight in weights * 5:
-                _, total = fused(x, weight, total)
+            for linear in linears * 5:
+                _, total = fused(x, linear, total)
             return total
 
         body()
@@ -242,7 +249,7 @@ def gemms(comm) -> None:
             dawdle(rng)
             graph.replay()
             if i % 10 == 9:
-                want = sum(total(x, weight) for weight in weights) * 5
+                want = sum(sum_of(comm, x, linear) for linear in linears) * 5
                 assert relative_error(found, want) < 2e-2, i
     comm.barrier()
 

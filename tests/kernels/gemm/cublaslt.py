@@ -26,6 +26,7 @@ class Lib:
         self.count, self.works, self.proposed = proposals, works, proposed or {}
         self.made, self.attributes, self.gemms, self.seen = {}, [], 0, []
         self.batches = {}  # of layouts: how many, and elements from one to the next
+        self.epilogues = {}  # of matmuls: what is added, where that is and elements from one batch's to the next's
 
     def _make(self, into, *what):
         into._obj.value = 0x7F00_0000_0000 + len(self.made)
@@ -54,6 +55,9 @@ class Lib:
 
     def cublasLtMatmulDescSetAttribute(self, what, attribute, value, size):
         self.attributes.append((*self.made[what.value], attribute, value._obj.value, size))
+        if self.made[what.value][0] == "matmul" and attribute > 3:  # EPILOGUE, BIAS_POINTER, BIAS_BATCH_STRIDE
+            assert (attribute, size) in ((7, 4), (8, 8), (10, 8))
+            self.epilogues.setdefault(what.value, {})[attribute] = value._obj.value
         return 0
 
     cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute
@@ -69,16 +73,23 @@ class Lib:
         proposed = self.proposed.get(rows, range(self.count))
         if not proposed:
             return 15
+        assert self._epilogue(matmul)[1] != 0, "what is proposed depends on the alignment"
         assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
         for i, algorithm in enumerate(proposed):
             found[i].algorithm[0] = algorithm
         count._obj.value = len(proposed)
         return 0
 
+    def _epilogue(self, matmul):
+        """What is added: 4, a bias; where it is, and elements from one batch's to the next's."""
+        given = self.epilogues.get(matmul.value, {})
+        assert given.get(7, 4) == 4 and (7 in given) == (8 in given)
+        return given.get(7), given.get(8), given.get(10, 0)
+
     def cublasLtMatmul(
-        self, handle, matmul, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, space, size, stream
+        self, handle, matmul, one, a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, space, size, stream
     ):  # fmt: skip
-        assert one._obj.value == 1 and zero._obj.value == 0 and c == d and stream == STREAM
+        assert one._obj.value == 1 and beta._obj.value in (0, 1) and c == d and stream == STREAM
         assert space == cublaslt.workspace(torch.device("cpu"), STREAM).data_ptr() and size == cublaslt.WORKSPACE
         rows, outputs, inputs = self._sizes(of_a, of_b, of_c, of_d)
         if algorithm[0] not in self.works:
@@ -92,7 +103,13 @@ class Lib:
             starts = (start + i * batch[6] * 2 for start, batch in zip((a, b, d), of, strict=True))
             sizes = (outputs, inputs), (rows, inputs), (rows, outputs)
             weight, x, y = (at(*one) for one in zip(starts, sizes, pitches, strict=True))
-            y.copy_(x @ weight.T)
+            added, bias, apart = self._epilogue(matmul)
+            if added:
+                product = x.float() @ weight.float().T + at(bias + i * apart * 2, (1, outputs), outputs)
+                y.copy_(product + y * beta._obj.value if beta._obj.value else product)
+            else:
+                assert not beta._obj.value
+                y.copy_(x @ weight.T)
         return 0
 
 
@@ -130,3 +147,8 @@ def put(lib, choices, monkeypatch):
 
 def check(x, weight):
     assert torch.equal(cublaslt.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def near(got, x, weight, added):
+    """got: x [T, I] times the transpose of weight [O, I], plus what is added, rounded once or twice."""
+    torch.testing.assert_close(got.float(), x.float() @ weight.float().T + added.float(), atol=0.05, rtol=0.01)

@@ -209,6 +209,21 @@ def test_choosing(gpu, monkeypatch):
     assert autotune.tune([autotune.TuneRequest(first, [80])]).startswith("1 of 1 ") and len(gpu) == 3
 
 
+def test_gemms_with_a_bias_are_chosen_apart(gpu, monkeypatch):
+    """With algorithms of their own, in the file too."""
+    put(Lib(), {}, monkeypatch)
+    weight = plain(48, 512)
+    plain_one, biased = (autotune.TuneRequest(weight, [80], summed=True, bias=bias) for bias in (False, True))
+    autotune.tune([plain_one, biased])
+    assert gpu == [(48, 512, [80], [weight.data_ptr()])] * 4
+    shape = GemmShape(BF16, 48, 512)
+    wanted = [shape._replace(splits=splits, bias=bias) for bias in (False, True) for splits in (1, 4)]
+    assert cublaslt.in_use[torch.device("cpu")].choices == {one: {80: algo(2)} for one in wanted}
+    for given in ([plain_one, biased], [biased], [plain_one]):
+        autotune.tune(given)
+    assert len(gpu) == 8 and "read from this node" in autotune.tune([biased])
+
+
 def test_split_k_gemms_are_measured_where_a_norm_adds_up(gpu, monkeypatch):
     """Of the rows whose tiles are few, after the products that they have to beat."""
     put(Lib(), {}, monkeypatch)
@@ -279,27 +294,34 @@ def test_what_was_multiplied_is_given_back(gpu, monkeypatch):
 @pytest.fixture
 def measuring(monkeypatch):
     """The library whose GEMMs Event counts, and the GPU's pauses."""
-    slept, whole = [], torch.mm
+    slept, whole, biased = [], torch.mm, torch.addmm
 
     def mm(x, weight, out):
         Event.torchs += 1
         return whole(x, weight, out=out)
+
+    def addmm(bias, x, weight, out):
+        Event.torchs += 1
+        return biased(bias, x, weight, out=out)
 
     def measuring(lib):
         Event.lib, Event.torchs = put(lib, {}, monkeypatch), 0
         return cublaslt.in_use[torch.device("cpu")], slept
 
     monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     return measuring
 
 
-def test_measuring(measuring):
+@pytest.mark.parametrize("bias", [False, True])
+def test_measuring(bias, measuring, monkeypatch):
     """What is refused does not count, however fast; weights take turns."""
     made, slept = measuring(Lib(proposals=4, works=(0, 1, 3)))
+    monkeypatch.setattr(torch, "mm" if bias else "addmm", None)
     weights = [plain(48, 32) for _ in range(3)]
-    found = autotune._measure(made, SIZES, weights, [80, 96], None)
+    found = autotune._measure(made, SIZES._replace(bias=bias), weights, [80, 96], None)
     assert found == [algo(3)] * 2
     assert len(slept) == 2 * (2 + autotune.ROUNDS)
     used = {address for _, address in Event.lib.seen}
@@ -311,16 +333,17 @@ def test_leaders_are_measured_for_all_rows(measuring):
     assert autotune._measure(made, SIZES, [plain(48, 32)], [80, 96, 112], None) == [algo(4)] * 3
 
 
-def test_split_k_gemms_have_to_beat_what_was_chosen(measuring):
+@pytest.mark.parametrize("bias", [False, True])
+def test_split_k_gemms_have_to_beat_what_was_chosen(bias, measuring):
     """Algorithm 4 takes 50, so that splits by 2 and 3, which take 60 and 90, are left."""
     made, _ = measuring(Lib(proposals=4, works=(2, 3, 4)))
     weight = plain(48, 512)
-    sizes = split_k_gemm.sizes(weight, 2)
-    made.choices = {GemmShape(BF16, 48, 512): {80: algo(4)}}
+    sizes, whole = split_k_gemm.sizes(weight, 2, bias), GemmShape(BF16, 48, 512, bias=bias)
+    made.choices = {whole: {80: algo(4)}}
     assert autotune._measure(made, sizes, [weight], [80], None) == [None]
-    made.choices = {GemmShape(BF16, 48, 512): {80: algo(3)}}
+    made.choices = {whole: {80: algo(3)}}
     assert autotune._measure(made, sizes, [weight], [80], None) == [algo(2)]
-    made.choices = {GemmShape(BF16, 48, 512): {80: None}}  # torch's, which takes 100
+    made.choices = {whole: {80: None}}  # torch's, which takes 100
     assert autotune._measure(made, sizes, [weight], [80], None) == [algo(2)]
 
 
@@ -345,15 +368,18 @@ def test_gemms_with_reduce_scatter_are_measured_among_proposals(gpu, monkeypatch
     assert chosen == {SIZES: {80: algo(2)}, GemmShape(BF16, 48, 32, 3, 1 << 19): {97: algo(1)}}
 
 
-def test_measuring_gemms_with_reduce_scatter(measuring, monkeypatch):
+@pytest.mark.parametrize("bias", [False, True])
+def test_measuring_gemms_with_reduce_scatter(bias, measuring, monkeypatch):
     made, _ = measuring(Lib(proposals=4, works=(1, 2, 3)))
     monkeypatch.setattr(torch, "mm", None)
+    monkeypatch.setattr(torch, "addmm", None)
     peers, _regions = in_memory(size=2, rank=1)
     monkeypatch.setattr(gemm_reduce_scatter, "recv_buffer_at", lambda size: 0)
     weight = plain(48, 32)
-    assert autotune._measure(made, gemm_reduce_scatter.sizes(weight, peers), [weight], [80], peers) == [algo(2)]
+    sizes = gemm_reduce_scatter.sizes(weight, peers, bias)
+    assert autotune._measure(made, sizes, [weight], [80], peers) == [algo(2)]
     Event.lib.works = ()
-    assert autotune._measure(made, gemm_reduce_scatter.sizes(weight, peers), [weight], [96], peers) == [None]
+    assert autotune._measure(made, sizes, [weight], [96], peers) == [None]
 
 
 class Broken(Lib):

@@ -7,7 +7,9 @@ import torch
 from phalanx.kernels.gemm import cublaslt
 from phalanx.kernels.gemm.cublaslt import nearest
 
-from .cublaslt import SIZES, Lib, algo, check, plain, put
+from .cublaslt import SIZES, Lib, algo, check, near, plain, put
+
+BIASED = SIZES._replace(bias=True)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +60,53 @@ def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
     """Whatever is chosen: the library has a kernel for nearly every count, and each is loaded on its first use."""
     put(Lib(), {SIZES: {80: None}}, monkeypatch)
     found, linear = [], cublaslt.torch_linear
-    monkeypatch.setattr(cublaslt, "torch_linear", lambda x, weight: found.append(len(x)) or linear(x, weight))
-    x, weight = plain(70, 32), plain(48, 32)
+    monkeypatch.setattr(cublaslt, "torch_linear", lambda x, *of: found.append(len(x)) or linear(x, *of))
+    x, weight, (bias,) = plain(70, 32), plain(48, 32), plain(1, 48)
     y = cublaslt.linear(x, weight)
     assert found == [80] and y.is_contiguous() and torch.equal(y, x @ weight.T)
+    put(Lib(), {BIASED: {96: None}}, monkeypatch)
+    near(cublaslt.linear(x, weight), x, weight, torch.zeros(48))
+    near(cublaslt.linear(plain(75, 32), weight, bias)[:0], x[:0], weight, bias)
+    assert found == [80, 70, 96]
+
+
+def test_the_library_adds_biases(monkeypatch):
+    """By choices of their own; what reads one in a GEMM is not what another GEMM reads."""
+    lib = put(Lib(), {SIZES: {80: algo(1)}, BIASED: {80: algo(2), 96: None}}, monkeypatch)
+    weight, (first,), (second,) = plain(48, 32), plain(1, 48), plain(1, 48)
+    for rows, bias, seen in ((80, first, [2]), (70, second, [2]), (80, None, [1]), (80, first, [2]), (90, first, [])):
+        x = plain(rows, 32)
+        near(cublaslt.linear(x, weight, bias), x, weight, torch.zeros(48) if bias is None else bias)
+        assert [algorithm for algorithm, _ in lib.seen] == seen
+        lib.seen.clear()
+    given = [what[3:] for what in lib.attributes if what[0] == "matmul"]
+    pointers = [(8, bias.data_ptr(), 8) for bias in (first, second, first)]
+    # TRANSA = T, twice; EPILOGUE = BIAS; BIAS_POINTER.
+    assert given == [(3, 1, 4), (3, 1, 4), (7, 4, 4), (8, cublaslt.ALIGNED, 8), *pointers]
+
+
+def test_biases_that_the_library_does_not_read_stay_with_torch(monkeypatch):
+    lib = put(Lib(), {SIZES: {80: algo(1)}, BIASED: {80: algo(1)}}, monkeypatch)
+    x, weight, wide = plain(80, 32), plain(48, 32), plain(2, 48).view(-1)
+    for bias in (wide[1:49], wide[::2]):
+        near(cublaslt.linear(x, weight, bias), x, weight, bias)
+    assert cublaslt.library_for(x, weight, wide[:48].float()) is None and lib.gemms == 0
+
+
+def test_a_product_and_a_bias_are_added_to_what_is_there(monkeypatch):
+    """By the library's first proposal, for any number of rows."""
+    x, weight, (bias,), y = plain(81, 32), plain(48, 32), plain(1, 48), plain(81, 48)
+    old = y.clone()
+    assert not cublaslt.accumulate_linear(x, weight, bias, y), "no library"
+    lib = put(Lib(proposed={81: [1, 2], 80: [4], 79: []}), {}, monkeypatch)
+    assert cublaslt.accumulate_linear(x, weight, bias, y)
+    assert lib.seen == [(1, weight.data_ptr())]
+    near(y, x, weight, old + bias)
+    old = y.clone()
+    for rows in (80, 79):  # one is refused when called, one has no proposal
+        assert not cublaslt.accumulate_linear(x[:rows], weight, bias, y[:rows])
+    assert not cublaslt.accumulate_linear(plain(80, 32), weight, bias, y[1:]), "not aligned"
+    assert torch.equal(y, old) and lib.gemms == 1
 
 
 def test_a_library_that_lacks_a_function(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.gemm import autotune, cublaslt, split_k_gemm
-from phalanx.kernels.gemm.linear import linear
+from phalanx.kernels.gemm.linear import accumulates, linear
 from phalanx.kernels.norm import norm
 
 from ...devices import require_gpu
@@ -41,31 +41,67 @@ PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2560, 819
 COUNTS = 80, 128, 272, 448, 512
 
 
+def added(outputs, dtype):
+    return torch.randn(outputs, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", PRODUCTS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_products_by_every_proposal(count, outputs, inputs, dtype, lib):
+def test_products_by_every_proposal(count, outputs, inputs, dtype, biased, lib):
     """For these rows and for others; each serves all the rows that `nearest` gives it."""
-    sizes = cublaslt.GemmShape(dtype, outputs, inputs)
-    own = lib.proposals(sizes, count)
+    sizes = cublaslt.GemmShape(dtype, outputs, inputs, bias=biased)
+    own, bias = lib.proposals(sizes, count), added(outputs, dtype) if biased else None
     algos = dict.fromkeys(algo for rows in COUNTS for algo in lib.proposals(sizes, rows))
     assert own and len(algos) > len(own)
     weight, taken = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8, 0
     for rows in (count, count - 1, count * 7 // 8 + 1, count * 3 // 4 + 1):
         x = torch.randn(rows, inputs, device="cuda").to(dtype) / 8
-        want = (x.float() @ weight.float().T).double()
+        want = (x.float() @ weight.float().T).double() + (bias.double() if biased else 0)
         for i, algo in enumerate(algos):
             lib.choices = {sizes: {count: algo}}
             lib.plan.cache_clear()
             if rows == count:
                 y, after = guarded(rows, outputs, dtype)
-                if lib.run(lib.plan(sizes, rows), x, weight, y.data_ptr()):
+                if lib.run(lib.plan(sizes, rows), x, weight, y.data_ptr(), bias):
                     taken += 1
                     assert apart(y, want) < 4e-3, i
                     assert after.isnan().all(), i
             elif algo in own:
-                assert apart(linear(x, weight), want) < 4e-3, (rows, i)
+                assert apart(linear(x, weight, bias), want) < 4e-3, (rows, i)
     assert taken > 1
+
+
+@pytest.mark.parametrize("rows", [80, 448])
+@pytest.mark.parametrize("parts", [3, 4])
+def test_parts_with_their_shares_of_a_bias_by_every_proposal(rows, parts, lib):
+    """As they are scattered over a group's ranks, with gaps."""
+    width, inputs, dtype = 512, 1024, torch.bfloat16
+    pitch = rows * width + 4096
+    sizes, taken = cublaslt.GemmShape(dtype, parts * width, inputs, parts, pitch, bias=True), 0
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, parts * width))
+    bias = added(parts * width, dtype)
+    want = (x.double() @ weight.double().T + bias.double()).view(rows, parts, width).transpose(0, 1)
+    for algo in lib.proposals(sizes, rows):
+        room, _ = guarded(parts, pitch, dtype)
+        if lib.run(lib.plan_of(algo, sizes, rows), x, weight, room.data_ptr(), bias):
+            taken += 1
+            assert apart(room[:, : rows * width].view(parts, rows, width), want) < 4e-3
+            assert room[:, rows * width :].isnan().all()
+    assert taken
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(2880, 4096), (4608, 18432), (1000, 1032)])
+@pytest.mark.parametrize("rows", [1024, 1500, 8192])
+def test_a_product_and_a_bias_are_added_to_a_stream(rows, outputs, inputs, dtype, lib):
+    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
+    (stream, after), bias = guarded(rows, outputs, dtype), added(outputs, dtype)
+    stream.normal_()
+    want = stream.double() + (x.float() @ weight.float().T).double() + bias.double()
+    assert accumulates(x, weight, stream) and cublaslt.accumulate_linear(x, weight, bias, stream)
+    assert apart(stream, want) < 4e-3 and after.isnan().all()
 
 
 @pytest.mark.parametrize("count", split_k_gemm.SPLITS)
@@ -125,16 +161,23 @@ def test_choosing_among_gemms(lib, tmp_path, monkeypatch):
     """As a start does it, and the next one; then all rows of all sizes against f32."""
     monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     weights = [torch.randn(n, 4096, device="cuda").bfloat16() / 8 for n in (6144, 28672, 4096, 6144, 28672, 4096)]
+    biases = [added(6144, torch.bfloat16), None, added(4096, torch.bfloat16)] * 2
     counts = [*range(80, 257, 16), 448, 2048]
+
+    def requests():
+        for weight, bias in zip(weights, biases, strict=True):
+            yield autotune.TuneRequest(weight, counts, bias=bias is not None)
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        first = autotune.tune(autotune.TuneRequest(weight, counts) for weight in weights)
+        first = autotune.tune(requests())
         assert f"of {3 * len(counts)} GEMMs" in first and "measured in" in first
-        again = autotune.tune(autotune.TuneRequest(weight, counts) for weight in weights)
+        again = autotune.tune(requests())
         assert again.startswith(first.split("measured in")[0] + "read from this node in 0.")
-        for weight in weights[:3]:
+        for weight, bias in zip(weights[:3], biases[:3], strict=True):
             for rows in (1, 65, 79, 100, 191, 256, 400, 1500, 2048):
                 x = torch.randn(rows, 4096, device="cuda").bfloat16() / 8
-                assert apart(linear(x, weight), (x.float() @ weight.float().T).double()) < 4e-3
+                want = (x.float() @ weight.float().T).double() + (0 if bias is None else bias.double())
+                assert apart(linear(x, weight, bias), want) < 4e-3
         stream.synchronize()

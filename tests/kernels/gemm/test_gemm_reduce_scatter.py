@@ -6,7 +6,7 @@ from phalanx.comm import custom_allreduce
 from phalanx.kernels.collective.allreduce import RECV_BUFFER, SENT, SymmetricMemory
 from phalanx.kernels.gemm import cublaslt, gemm_reduce_scatter
 
-from .cublaslt import BF16, SIZES, Lib, algo, in_memory, plain, put
+from .cublaslt import BF16, SIZES, Lib, algo, in_memory, near, plain, put
 
 FIRST = algo(0)
 
@@ -33,22 +33,30 @@ def test_which_are_scattered(monkeypatch):
     )
 
 
-def test_each_rank_gets_its_share_of_all_parts(monkeypatch):
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_rank_gets_its_share_of_all_parts(biased, monkeypatch):
+    """One of them adds a bias, of which each gets its share, too."""
     size, rows, share = 4, 80, 12
+    (bias,) = plain(1, size * share)
     _, regions = in_memory(size)
     xs, weights = [plain(rows, 32) for _ in range(size)], [plain(size * share, 32) for _ in range(size)]
     for rank in range(size):
         peers = SymmetricMemory(rank, size, regions.data_ptr(), RECV_BUFFER)
         vars(peers)["recv_buffer"] = regions[rank]
-        lib = put(Lib(), {gemm_reduce_scatter.sizes(weights[rank], peers): {rows: algo(1)}}, monkeypatch)
-        y = gemm_reduce_scatter.gemm_reduce_scatter(xs[rank], weights[rank], peers)
+        added = bias if biased and rank == 1 else None
+        wanted = gemm_reduce_scatter.sizes(weights[rank], peers, added is not None)
+        lib = put(Lib(), {wanted: {rows: algo(1)}}, monkeypatch)
+        y = gemm_reduce_scatter.gemm_reduce_scatter(xs[rank], weights[rank], peers, added)
         assert lib.seen == [(1, weights[rank].data_ptr())]
         assert y.shape == (rows, size * share) and y.dtype == BF16 and y.data_ptr() == regions[rank].data_ptr()
     for rank in range(size):
         landed = regions[rank].view(BF16)[: size * rows * share].view(size, rows, share)
         for source in range(size):
-            want = xs[source] @ weights[source][rank * share : (rank + 1) * share].T
-            assert torch.equal(landed[source], want)
+            here = slice(rank * share, (rank + 1) * share)
+            if biased and source == 1:
+                near(landed[source], xs[source], weights[source][here], bias[here])
+            else:
+                assert torch.equal(landed[source], xs[source] @ weights[source][here].T)
         assert (regions[rank][size * rows * share * 2 :] == 0xFF).all()
 
 
@@ -64,6 +72,9 @@ def test_nothing_begins_where_nothing_was_measured(monkeypatch):
     for x in (plain(80, 32), plain(80, 64)[:, :32]):
         with pytest.raises(RuntimeError, match="cuBLASLt refuses 80 rows times .*, which it has measured"):
             gemm_reduce_scatter.gemm_reduce_scatter(x, weight, peers)
+    put(Lib(), {gemm_reduce_scatter.sizes(weight, peers, bias=True): {80: FIRST}}, monkeypatch)
+    with pytest.raises(RuntimeError, match="bias=True.*, which it has measured"):  # it cannot be read
+        gemm_reduce_scatter.gemm_reduce_scatter(plain(80, 32), weight, peers, plain(2, 48).view(-1)[1:49])
 
 
 def test_what_ranks_compare(monkeypatch):
@@ -71,8 +82,13 @@ def test_what_ranks_compare(monkeypatch):
     weight, device = plain(48, 32), torch.device("cpu")
     assert gemm_reduce_scatter.measured(device) == []
     choices = {96: algo(1), 80: FIRST, 112: None}
-    put(Lib(), {gemm_reduce_scatter.sizes(weight, peers): choices, SIZES: {80: FIRST}}, monkeypatch)
-    assert gemm_reduce_scatter.measured(device) == [(48, 32, 80), (48, 32, 96)]
+    unbiased, biased = (gemm_reduce_scatter.sizes(weight, peers, bias) for bias in (False, True))
+    want = [(48, 32, 80, True), (48, 32, 96, True), (48, 32, 112, False)]
+    for given in ({unbiased: choices}, {biased: choices}, {unbiased: choices, biased: choices}):
+        put(Lib(), given | {SIZES: {80: FIRST}}, monkeypatch)
+        assert gemm_reduce_scatter.measured(device) == want
+    put(Lib(), {unbiased: choices, biased: choices | {80: None}}, monkeypatch)
+    assert gemm_reduce_scatter.measured(device) == [(48, 32, 80, False), *want], "the group has to see it"
 
 
 def test_a_group_fuses_gemm_and_all_reduce_where_that_was_measured(monkeypatch):

@@ -30,14 +30,17 @@ def test_each_multiprocessor_of_132_gets_a_tile(rows, size, count):
     assert splits(rows, torch.empty(size, device="meta", dtype=BF16), 132) == count
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("count", split_k_gemm.SPLITS)
-def test_partial_sums(count, monkeypatch):
-    """Each split's inputs make one of their own; rounding them costs no more than rounding the sum twice."""
+def test_partial_sums(count, bias, monkeypatch):
+    """Each split's inputs make one of their own, without a bias; rounding them costs no more than rounding the sum
+    twice."""
     x, weight = plain(80, 512), plain(48, 512)
-    wanted = split_k_gemm.sizes(weight, count)
-    assert wanted == GemmShape(BF16, 48, 512, splits=count)
+    wanted = split_k_gemm.sizes(weight, count, bias)
+    assert wanted == GemmShape(BF16, 48, 512, splits=count, bias=bias)
     lib = put(Lib(), {wanted: {80: algo(1), 96: None}}, monkeypatch)
-    found = split_k_gemm.partial_sums(x, weight)
+    assert split_k_gemm.partial_sums(x, weight, not bias) is None
+    found = split_k_gemm.partial_sums(x, weight, bias)
     each = x.view(80, count, -1), weight.view(48, count, -1)
     assert torch.equal(found, torch.stack([x @ w.T for x, w in zip(*(one.unbind(1) for one in each), strict=True)], 1))
     assert found.is_contiguous() and lib.gemms == 1
