@@ -50,16 +50,16 @@ def eager_sizes(tokens: int) -> list[int]:
 
 
 def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
-    """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows, without a bias."""
+    """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows."""
     captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
     peers = symmetric_memory_of(model.tensor)
     for module in _linears(model):
-        matrix = module.matrix if module.added_bias is None else None
+        matrix, bias = module.matrix, module.added_bias is not None
         summed = isinstance(module, RowParallel)
         if matrix is not None:
-            yield TuneRequest(matrix, captured, summed=summed and model.tensor.size == 1)
+            yield TuneRequest(matrix, captured, summed=summed and model.tensor.size == 1, bias=bias)
         if matrix is not None and peers and summed:
-            yield TuneRequest(matrix, captured, peers)
+            yield TuneRequest(matrix, captured, peers, bias=bias)
 
 
 def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.device) -> Iterator[jit.KernelVariant]:

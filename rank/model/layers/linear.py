@@ -155,9 +155,9 @@ class RowParallel(Linear):
                 cast(Part, part).adds_bias = False
 
     def terms_of(self, x: Tensor) -> Tensor | None:
-        """[T, n, outputs] of split inputs, where that is faster."""
-        matrix = self.matrix if self.added_bias is None else None
-        return None if matrix is None else split_k_gemm.partial_sums(x, matrix)
+        """[T, n, outputs] of split inputs, without the bias, where that is faster."""
+        matrix, bias = self.matrix, self.added_bias is not None
+        return None if matrix is None else split_k_gemm.partial_sums(x, matrix, bias)
 
     def forward(self, x: Tensor) -> Partial:
         """x: this rank's [T, inputs]. Nothing is multiplied before somebody reads it."""

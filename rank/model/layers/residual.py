@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import skinny
+from ....kernels.gemm.cublaslt import accumulate_linear
 from ....kernels.gemm.linear import accumulates
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
 from ....kernels.quantized import e4m3_norm, e4m3_wgmma
@@ -51,7 +52,8 @@ class Summand(Protocol):
     def multiply(self, x: Any) -> Tensor: ...
 
     def terms_of(self, x: Any) -> Tensor | None:
-        """[T, n, H], whose sum over n `multiply` makes, where kernels have such terms; None: they have not."""
+        """[T, n, H], whose sum over n, plus `added_bias`, `multiply` makes, where kernels have such terms; None: they
+        have not."""
 
 
 class Partial:
@@ -111,8 +113,9 @@ class Partial:
         alone = self._local is None and len(self.terms) == 1 and self.scale == 1.0
         if alone and isinstance(self.group, FusedComm):
             ((linear, x),) = self.terms
-            if (matrix := linear.matrix) is not None and linear.added_bias is None:
-                done = self.group.gemm_all_reduce_add_norm(x, matrix, residual, weight, eps)
+            if (matrix := linear.matrix) is not None:
+                bias = linear.added_bias
+                done = self.group.gemm_all_reduce_add_norm(x, matrix, residual, weight, eps, bias)
                 if done is not None:
                     return done
         return all_reduce_add_norm(self.group, self.local(), residual, weight, eps)
@@ -123,20 +126,26 @@ class Partial:
         return e4m3_norm.sum_add_rms_norm(terms, residual, weight, eps, other)
 
     def _terms_apart(self) -> tuple[Tensor, Tensor | None] | None:
-        """What a lone rank's norm adds up itself: a token's experts [T, n, H], and the sum [T, H] of all else."""
+        """What a lone rank's norm adds up itself: partial sums or a token's experts [T, n, H], and the sum of all else,
+        [T, H], or [H] where that is a bias."""
         (first, x), *others = self.terms
         if self._local is not None or self.scale != 1.0 or (terms := first.terms_of(x)) is None:
             return None
-        return terms, Partial(*others).local() if others else None
+        bias, other = first.added_bias, Partial(*others).local() if others else None
+        if other is None or bias is None:
+            return terms, bias if other is None else other
+        return terms, other.add_(bias)
 
     def accumulate(self, residual: Tensor) -> bool:
         """Let the GEMM of a lone rank add itself to residual [T, H], where that is faster. Rounded once."""
         if self.group.size > 1 or len(self.terms) > 1:
             return False
         ((linear, x),) = self.terms
-        matrix = linear.matrix
-        if matrix is None or linear.added_bias is not None or not accumulates(x, matrix, residual):
+        matrix, bias = linear.matrix, linear.added_bias
+        if matrix is None or not accumulates(x, matrix, residual):
             return False
+        if bias is not None:
+            return self.scale == 1.0 and accumulate_linear(x, matrix, bias, residual)
         residual.addmm_(x, matrix.t(), alpha=self.scale)
         return True
 

@@ -55,7 +55,9 @@ def test_products_of_tied_split_and_biased_models():
     (one,) = model(tie_word_embeddings=True)
     assert [shape for shape, _ in found(one, 80)][-2:] == [DOWN, (VOCABULARY, HIDDEN)]
     (one,) = model(attention_bias=True)
-    assert [shape for shape, _ in found(one, 80)] == [GATE_UP, DOWN] * 2 + [(VOCABULARY, HIDDEN)]
+    biased = [(tuple(gemm.weight.shape), gemm.bias) for gemm in gemms(one, 80)]
+    layer = [(QKV, True), (OUT, True), (GATE_UP, False), (DOWN, False)]
+    assert biased == [*layer, *layer, ((VOCABULARY, HIDDEN), False)]
     ranks = model(pp=2)
     shapes = sorted([shape for shape, _ in found(one, 80)] for one in ranks)
     assert shapes == [[QKV, OUT, GATE_UP, DOWN], [QKV, OUT, GATE_UP, DOWN, (VOCABULARY, HIDDEN)]]
@@ -161,16 +163,21 @@ class Group(custom_allreduce.CustomAllReduceComm):
 
 
 def test_products_that_a_group_may_spread():
-    """Those whose sums follow; not where a bias does."""
+    """Those whose sums follow, on all ranks, of which one adds a bias."""
     peers = object()
     (one,) = model()
     one.tensor = Group(peers)
     wanted = [(tuple(one.weight.shape), one.counts) for one in gemms(one, 100) if one.peers is peers]
     assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
     assert not any(one.summed for one in gemms(one, 100))
-    (one,) = model(mlp_bias=True)
-    one.tensor = Group(peers)
-    assert [tuple(one.weight.shape) for one in gemms(one, 80) if one.peers] == [OUT] * 2
+    ranks = model(tp=2, mlp_bias=True)
+    out, down, biases = (HIDDEN, HIDDEN // 2), (HIDDEN, INNER // 2), []
+    for one in ranks:
+        one.tensor = Group(peers)
+        spread = [gemm for gemm in gemms(one, 80) if gemm.peers]
+        assert [tuple(gemm.weight.shape) for gemm in spread] == [out, down] * 2
+        biases.append([gemm.bias for gemm in spread])
+    assert sorted(biases) == [[False] * 4, [False, True] * 2]
 
 
 @pytest.mark.parametrize("rank, stages", [(0, 1), (1, 1), (0, 2)])
