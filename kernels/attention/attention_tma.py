@@ -25,10 +25,10 @@ RUN_BYTES = 128  # of a token, that lie together in shared memory; of heads of 6
 FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
-KEYS = {64: 128, 128: 128, 256: 80}  # of a tile, by head size
+KEYS = 128, 128, 96, 80  # of a tile, of heads of up to 64, 128, 192 and 256 elements
 WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have in 16 bits, of one layer
-HELD = {64: 4, 128: 8, 256: 2}  # steps of 16 elements of q that lie in registers, by head size; more would spill
-STAGES = {64: 6, 128: 3, 256: 2}  # tiles of keys, and as many of values, that lie in shared memory
+ROOM = 227 << 10  # bytes of shared memory
+REGISTERS = 196  # of a thread, for scores, weights, sums and q; more would spill
 
 
 def supports(part: Part) -> bool:
@@ -202,18 +202,33 @@ def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: in
     return np.array(items, np.int32)
 
 
+class PrefillRoom(NamedTuple):
+    tile: int  # keys
+    stages: int  # tiles of keys, and as many of values, that lie in shared memory
+    held: int  # steps of 16 elements of q that lie in registers
+    shared: int  # bytes of shared memory
+
+
+def prefill_room(dim: int) -> PrefillRoom:
+    """How prefill.cu shares out its memory and registers: in shared memory a head has runs of 64 elements."""
+    runs = -(-dim // 64)
+    tile, row = KEYS[runs - 1], runs * 128  # bytes
+    stages = ((ROOM - 1024) // row - ROWS) // (2 * tile)
+    held = (REGISTERS - tile // 2 - tile // 4 - dim // 2) // 4
+    return PrefillRoom(tile, stages, min(held, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
+
+
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The rows of `items`, which is prefill_work() on the device; q and out [T, heads, dim], out contiguous."""
     (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
-    stages, tile = STAGES[dim], KEYS[dim]
+    tile, stages, held, shared = prefill_room(dim)
     box = math.gcd(size, tile)
-    shared = 1024 + (ROWS + 2 * stages * tile) * dim * 2
     kernel = jit.kernel(
         "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        TILE=tile, STAGES=stages, HELD=HELD[dim], WINDOW=window, SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None),
+        TILE=tile, STAGES=stages, HELD=held, WINDOW=window, SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None),
     )  # fmt: skip
     of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
     of_k, of_v = _caches(keys, values, box)

@@ -3,17 +3,17 @@
 // One warp has TMA bring keys and values from the cache, block by block, to shared memory, STAGES tiles of TILE
 // tokens ahead and on into the block's next rows; two groups of four warps multiply them by asynchronous
 // tensor-core instructions, 64 rows each. While a tile's scores become weights, the GEMMs of the next scores and of
-// the last values are under way. Heads of more than 128 elements leave few registers for q, most of which is read
-// from shared memory then. Its bandwidth limits these heads. Online softmax after FlashAttention-2 and its overlap after
+// the last values are under way. Long heads leave few registers for q, some or most of which is read from shared
+// memory then. Its bandwidth limits heads of 256. Online softmax after FlashAttention-2 and its overlap after
 // FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). All operands lie in boxes of 64 elements with TMA's 128-byte
-// swizzle.
+// swizzle. The last box of a head of another size has what lies behind the head, too, or zeros: matmuls leave that out.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 128, HALVES = DIM / 64;
+constexpr int ROWS = 128, RUNS = (DIM + 63) / 64;  // runs of 64 elements, of a head
 constexpr bool Q_SHARED = HELD < DIM / 16;  // of q's steps of 16 elements HELD lie in registers
-constexpr int Q_BYTES = ROWS * DIM * 2, TILE_BYTES = TILE * DIM * 2;
+constexpr int Q_BYTES = ROWS * RUNS * 128, TILE_BYTES = TILE * RUNS * 128;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_items(const TensorMap& of_q, const TensorMa
         if (n) mbarrier_wait(shared.q_empty, n - 1);
         if (lane == 0) {
             mbarrier_expect(shared.q_full, Q_BYTES);
-            for (int h = 0; h < HALVES; h++)
+            for (int h = 0; h < RUNS; h++)
                 tma_load(shared.q + h * ROWS * 128, &of_q, head * DIM + h * 64, work.row, shared.q_full);
         }
         for (int j = work.first(); j < work.stop(); j++, t++) {
@@ -114,10 +114,10 @@ __device__ __forceinline__ void load_items(const TensorMap& of_q, const TensorMa
             row = block(j + 1);
             auto bring = [&](const TensorMap* map, unsigned at, Barrier* full, Barrier* empty) {
                 if (t >= STAGES) mbarrier_wait(empty + stage, t / STAGES - 1);
-                if (lane == 0) mbarrier_expect(full + stage, here * BOX * DIM * 2);
+                if (lane == 0) mbarrier_expect(full + stage, here * BOX * RUNS * 128);
                 __syncwarp();
                 if (now >= 0)
-                    for (int h = 0; h < HALVES; h++)
+                    for (int h = 0; h < RUNS; h++)
                         tma_load(at + stage * TILE_BYTES + (h * TILE + lane * BOX) * 128, map, column + h * 64, now,
                                  full + stage);
             };
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[DIM / 2], unsigned (&
 // groups may write them.
 __device__ __forceinline__ void clear_rest(unsigned values, int stage, int valid, int thread) {
     const int pieces = (TILE - valid) * 8;
-    for (int k = thread % 128; k < pieces * HALVES; k += 128)
+    for (int k = thread % 128; k < pieces * RUNS; k += 128)
         zero_smem(values + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
     fence_async_proxy();
 }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void attend_tiles(float (&s)[TILE / 2], unsigned (&p)
         mbarrier_wait(shared.v_full + stage, last / STAGES);
         if (valid < TILE) {
             clear_rest(shared.v, stage, valid, thread);
-            asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+            block_sync<128>(group + 1);
         }
         values(mine - 1);
         wgmma_wait<0>();
@@ -277,12 +277,14 @@ __device__ __forceinline__ void attend(const int* items, int count, const Shared
             const int row = skip + quarter * 16 + lane / 4 + h * 8;
             T* to = out + (long long)(work.row + row) * HEADS * DIM + head * DIM;
 #pragma unroll
-            for (int k = 0; k < DIM / 32; k++) {
-                unsigned x[4];
+            for (int k = 0; k < DIM; k += 32) {
+                unsigned x[4] = {};  // where a head ends in the middle of 32 elements, half of them
 #pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = pack<T>(o[k * 16 + j * 4 + h * 2] * by, o[k * 16 + j * 4 + h * 2 + 1] * by);
+                for (int j = 0; j < 4 && k + j * 8 < DIM; j++)
+                    x[j] = pack<T>(o[k / 2 + j * 4 + h * 2] * by, o[k / 2 + j * 4 + h * 2 + 1] * by);
                 exchange_quads(x);
-                if (row < work.rows) *(uint4*)(to + k * 32 + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+                const int at = k + lane % 4 * 8;
+                if (row < work.rows && at < DIM) *(uint4*)(to + at) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
     }
@@ -310,11 +312,11 @@ prefill(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMa
     __syncthreads();
     grid_wait();
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        set_registers<24>(false);
         if (warp) return;
         return load_items(of_q, of_k, of_v, items, count, tables, table_row, shared, lane);
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    set_registers<240>(true);
     attend(items, count, shared, out, sinks, scale, softcap, thread, warp, lane);
 #endif
 }

@@ -38,19 +38,21 @@ template <int N> __device__ inline void set_registers(bool more) {
 
 // The registers of a sum, by their number.
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define D56 D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define D64 D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define D96 D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
-    ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define D128 D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
-    ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102" \
-    ", %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118" \
-    ", %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define D72 D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define D80 D72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define D88 D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define D96 D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define D104 D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define D112 D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define D120 D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define D128 D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define EIGHT(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SIXTEEN(d, i) EIGHT(d, i), EIGHT(d, i + 8)
@@ -73,7 +75,7 @@ template <int N> __device__ inline void set_registers(bool more) {
                      : __VA_ARGS__                                                                                      \
                      : "l"(a), "l"(b), "r"((int)add));                                                                  \
     }
-#define WGMMA(type, name)                                                                                            \
+#define WGMMA(type, name)                                                                                               \
     OF_REGISTERS(type, name, 16, D8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", EIGHT(c, 0))                        \
     OF_REGISTERS(type, name, 32, D16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(c, 0))                   \
     OF_REGISTERS(type, name, 48, D24, "%24", "%25", "%26", "%27", "%28", "%29", "%30", SIXTEEN(c, 0), EIGHT(c, 16))     \
@@ -82,7 +84,23 @@ template <int N> __device__ inline void set_registers(bool more) {
                  EIGHT(c, 32))                                                                                          \
     OF_REGISTERS(type, name, 96, D48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SIXTEEN(c, 0), SIXTEEN(c, 16),   \
                  SIXTEEN(c, 32))                                                                                        \
+    OF_REGISTERS(type, name, 112, D56, "%56", "%57", "%58", "%59", "%60", "%61", "%62", SIXTEEN(c, 0), SIXTEEN(c, 16),  \
+                 SIXTEEN(c, 32), EIGHT(c, 48))                                                                          \
     OF_REGISTERS(type, name, 128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SIXTY_FOUR(c, 0))               \
+    OF_REGISTERS(type, name, 144, D72, "%72", "%73", "%74", "%75", "%76", "%77", "%78", SIXTY_FOUR(c, 0),               \
+                 EIGHT(c, 64))                                                                                          \
+    OF_REGISTERS(type, name, 160, D80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SIXTY_FOUR(c, 0),               \
+                 SIXTEEN(c, 64))                                                                                        \
+    OF_REGISTERS(type, name, 176, D88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", SIXTY_FOUR(c, 0),               \
+                 SIXTEEN(c, 64), EIGHT(c, 80))                                                                          \
+    OF_REGISTERS(type, name, 192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SIXTY_FOUR(c, 0),            \
+                 SIXTEEN(c, 64), SIXTEEN(c, 80))                                                                        \
+    OF_REGISTERS(type, name, 208, D104, "%104", "%105", "%106", "%107", "%108", "%109", "%110", SIXTY_FOUR(c, 0),       \
+                 SIXTEEN(c, 64), SIXTEEN(c, 80), EIGHT(c, 96))                                                          \
+    OF_REGISTERS(type, name, 224, D112, "%112", "%113", "%114", "%115", "%116", "%117", "%118", SIXTY_FOUR(c, 0),       \
+                 SIXTEEN(c, 64), SIXTEEN(c, 80), SIXTEEN(c, 96))                                                        \
+    OF_REGISTERS(type, name, 240, D120, "%120", "%121", "%122", "%123", "%124", "%125", "%126", SIXTY_FOUR(c, 0),       \
+                 SIXTEEN(c, 64), SIXTEEN(c, 80), SIXTEEN(c, 96), EIGHT(c, 112))                                         \
     OF_REGISTERS(type, name, 256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SIXTY_FOUR(c, 0),       \
                  SIXTY_FOUR(c, 64))                                                                                     \
     OF_SHARED(type, name, 32, D16, "%16", "%17", "%18", SIXTEEN(c, 0))                                                  \

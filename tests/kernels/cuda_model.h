@@ -23,6 +23,9 @@
 struct uint4 {
     unsigned x, y, z, w;
 };
+struct int4 {
+    int x, y, z, w;
+};
 struct float2 {
     float x, y;
 };

@@ -1,11 +1,12 @@
 // What wgmma.cuh does, in the model of a GPU's block: Hopper's asynchronous GEMMs of tiles.
 
-static unsigned long long smem_descriptor(unsigned start, int) {
+// Where it begins, and above it how far its runs of 64 columns are apart.
+static unsigned long long smem_descriptor(unsigned start, int apart) {
     if (start % 1024 / 128 || start % 32) model::fail("an operand does not begin in the first row of a swizzled box");
-    return start;
+    return (unsigned long long)apart << 32 | start;
 }
 static unsigned long long descriptor_at(unsigned long long descriptor, int bytes) {
-    return smem_descriptor((unsigned)descriptor + bytes, 16);
+    return smem_descriptor((unsigned)descriptor + bytes, descriptor >> 32);
 }
 static void wgmma_fence() {}
 void wgmma_commit();
@@ -19,7 +20,6 @@ template <int N> static void set_registers(bool) {}
 // c and a are read when it takes place: what is overwritten before shows.
 template <bool ACROSS, class E, int N>
 static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b, bool add) {
-    static_assert(!ACROSS);
     float* const sums = c;
     const unsigned* const rows = a;
     model::add_gemm([=] {
@@ -32,7 +32,8 @@ static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b
             const int column = r / 4 * 8 + lane % 4 * 2 + r % 2;
             double sum = add ? sums[r] : 0;
             for (int k = 0; k < 16; k++) {
-                const unsigned at = (unsigned)b + column * 128 + k * 2;
+                const unsigned across = k * 128 + column / 64 * (unsigned)(b >> 32) + column % 64 * 2;
+                const unsigned at = (unsigned)b + (ACROSS ? across : column * 128 + k * 2);
                 E y;
                 memcpy(&y, model::at(at ^ (at >> 7 & 7) << 4, 2), 2);
                 sum += (double)x[r / 2 % 2][k] * to_float(y);

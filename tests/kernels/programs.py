@@ -44,6 +44,8 @@ GPT_OSS = dict(HEADS=64, KV_HEADS=8, DIM=64, SIZE=16, BOX=16, WINDOW=128, SOFTCA
 ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, INTERLEAVED=0, SIZE=16, FP8=0)
 ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
 ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
+PHI = dict(HEADS=32, KV_HEADS=32, DIM=96, SIZE=16, BOX=16, WINDOW=2047, SOFTCAP=0, SINKS=0, FP8=0)
+HEADS_80, HEADS_112, HEADS_160, HEADS_192 = (LLAMA | dict(DIM=dim) for dim in (80, 112, 160, 192))
 LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS))
 
 
@@ -54,6 +56,12 @@ def room(sizes):
     few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * wide))
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
     return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+
+
+def prompt_room(sizes):
+    """The same of attention_tma.prefill and prefill.cu."""
+    room = attention_tma.prefill_room(sizes["DIM"])
+    return dict(TILE=room.tile, STAGES=room.stages, HELD=room.held)
 
 
 def pipelined(dtype, *sizes):
@@ -267,9 +275,9 @@ PROGRAMS = [
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=1)),
-    ("prefill", dict(T=torch.bfloat16, **LLAMA, TILE=128, STAGES=3, HELD=8)),
-    ("prefill", dict(T=torch.float16, **OTHER, TILE=128, STAGES=6, HELD=4)),
-    ("prefill", dict(T=torch.bfloat16, **GEMMA, TILE=80, STAGES=2, HELD=2)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, **prompt_room(LLAMA))),
+    ("prefill", dict(T=torch.float16, **OTHER, **prompt_room(OTHER))),
+    ("prefill", dict(T=torch.bfloat16, **GEMMA, **prompt_room(GEMMA))),
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=1, NORM=0)),
     ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), ROTATE=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), ROTATE=1, NORM=0)),
@@ -277,9 +285,14 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=0, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), ROTATE=1, NORM=1)),
     ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), ROTATE=0, NORM=0)),
-    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, TILE=128, STAGES=6, HELD=4)),
+    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, **prompt_room(GPT_OSS))),
     ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), ROTATE=1, NORM=0)),
     ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), ROTATE=1, NORM=0)),
+    ("prefill", dict(T=torch.bfloat16, **PHI, **prompt_room(PHI))),
+    ("prefill", dict(T=torch.float16, **HEADS_80, **prompt_room(HEADS_80))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_112, **prompt_room(HEADS_112))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_160, **prompt_room(HEADS_160))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_192, **prompt_room(HEADS_192))),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 5, 2))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, 8, 1))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),

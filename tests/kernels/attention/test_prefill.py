@@ -1,0 +1,72 @@
+"""The CUDA kernel for prompts, prefill.cu, thread by thread on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from phalanx.kernels import jit
+from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.reference import paged_attention_reference
+
+from .. import cuda_model
+from .test_attention import make_caches, make_rows
+
+BOUNDS = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+
+
+def box(start, rows, columns, height, pitch, *runs):
+    assert pitch == columns, "the model has no other pitch"
+    return cuda_model.Box(start, rows, columns, height, *runs)
+
+
+@pytest.fixture
+def prefill(monkeypatch, cuda_models):
+    """attention_tma.prefill in the model, on few multiprocessors. New tensors hold NaN."""
+
+    def kernel(source, name, dtype, shared=0, **sizes):
+        library = cuda_models.build(source, {"T": dtype, **sizes})
+
+        def launch(grid, threads, *args, shared=0):
+            assert shared <= attention_tma.ROOM
+            cuda_model.launch(library, grid, threads, args, torch.empty(0), any_order=True)
+
+        return launch
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(jit, "kernel", kernel)
+    monkeypatch.setattr(jit, "tensor_map", box)
+    monkeypatch.setattr(attention_tma, "device_caps", lambda _: SimpleNamespace(num_sms=3))
+    cuda_model.poison_new_tensors(monkeypatch)
+    return attention_tma.prefill
+
+
+# Heads of whole runs of 64 elements and others, q in registers and in part in shared memory; prompts, chunks behind
+# others' tokens, ends within a tile, boxes of several sizes.
+@pytest.mark.parametrize(
+    "dim, heads, kv_heads, block_size, window, cap, sinks, dtype",
+    [
+        (64, 2, 1, 16, 0, 0.0, False, torch.bfloat16),
+        (80, 2, 2, 16, 0, 0.0, True, torch.float16),
+        (96, 2, 2, 64, 0, 1.5, False, torch.float16),
+        (96, 4, 2, 8, 40, 0.0, False, torch.bfloat16),
+        (112, 2, 1, 32, 0, 0.0, False, torch.bfloat16),
+        (144, 1, 1, 16, 0, 0.0, False, torch.float16),
+        (160, 2, 2, 16, 33, 1.5, False, torch.float16),
+        (192, 2, 1, 64, 0, 0.0, True, torch.bfloat16),
+        (240, 2, 2, 16, 0, 0.0, False, torch.float16),
+        (256, 2, 2, 8, 100, 0.0, False, torch.bfloat16),
+    ],
+)
+def test_prefill(dim, heads, kv_heads, block_size, window, cap, sinks, dtype, prefill):
+    query_lens, kv_lens = [3, 150, 40], [3, 170, 300]
+    blocks = sum(-(-n // block_size) for n in kv_lens) + 2
+    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype)
+    q = torch.randn(sum(query_lens), heads, dim).to(dtype)
+    scores = AttentionParams(dim**-0.5, window, cap, torch.randn(heads) * 3 if sinks else None)
+    want = paged_attention_reference(q, keys, values, rows, scores)
+    out = torch.empty_like(q)
+    items = torch.from_numpy(attention_tma.prefill_work(query_lens, kv_lens, 0, 3))
+    prefill(q, keys, values, rows.block_tables, items, out, *scores)
+    torch.testing.assert_close(out.flatten(1), want, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
