@@ -44,7 +44,7 @@ COUNTERS = 1 << 16
 _telling, _told = threading.Lock(), set[str]()  # of architectures that kernels were compiled for
 COMPILERS = 8  # threads
 _TWO_BYTES, _PROMOTE_128 = 1, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._L2_128B
-_SWIZZLES = {64: 3, 32: 2}  # CU_TENSOR_MAP_SWIZZLE_128B and _64B, by the elements of two bytes that lie together
+_SWIZZLES = {64: 3, 32: 2, 16: 1}  # CU_TENSOR_MAP_SWIZZLE_128B, _64B, _32B, by elements of two bytes that lie together
 _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -69,8 +69,8 @@ class TensorMap:
     def __init__(self, start: int, rows: int, columns: int, height: int, pitch: int, runs: int = 0, run: int = 64):
         """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16.
 
-        runs: of `run` elements, 64 or 32, side by side that a box has of each row, one after the other; columns are
-        multiples of it. The pieces of 16 bytes of runs of 64 change places among eight, of 32 among four (swizzles).
+        runs: of `run` elements, 64, 32 or 16, side by side that a box has of each row, one after the other; columns are
+        multiples of it. The pieces of 16 bytes of a run change places (swizzles).
         """
         self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
         self.address = -(-ctypes.addressof(self._room) // 64) * 64

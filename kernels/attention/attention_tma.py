@@ -15,14 +15,13 @@ from ..rope.fp8_cache import E4M3
 from .backend import CurrentKV, Part
 
 LOG2_E = 1.4426950408889634
-DIMS = 64, 128, 256  # head sizes
+DIMS = range(64, 257, 16)  # head sizes
 
 # Of decode.cu.
-TILES = {64: 64, 128: 64, 256: 32}  # tokens, by head size: a warp to 16 of them
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
-RUN_BYTES = 128  # of a token, that lie together in shared memory; of heads of 64 in e4m3 all 64
-FEW_BYTES = 1024  # a swizzle: what of a sequence's last box, which is half empty on average, is fetched at a time
+RUN_BYTES = 128  # of a token, that lie together in shared memory, or a half or quarter of them
+FEW_BYTES = 1024  # about what of a sequence's last box, which is half empty on average, is fetched at a time
 # Of prefill.cu.
 ROWS = 128  # of queries that a block takes at once
 KEYS = 128, 128, 96, 80  # of a tile, of heads of up to 64, 128, 192 and 256 elements
@@ -110,7 +109,7 @@ def supports_decode(q: Tensor, keys: Tensor, current_kv: CurrentKV | None = None
     are e4m3."""
     if len(q) > SEQUENCES or not _boxed(q, keys, q.dtype if scales is None else E4M3):
         return False
-    if scales is not None and TILES[q.shape[2]] % keys.shape[1]:
+    if scales is not None and (q.shape[2] % 32 or decode_tile(q.shape[2]) % keys.shape[1]):
         return False
     norms = current_kv.norms if current_kv else None
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
@@ -145,10 +144,9 @@ def decode(
     q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
     (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
-    group, tile = heads // kv_heads, TILES[dim]
-    box = math.gcd(size, tile)
-    wide = keys.element_size()
-    few = min(box, FEW_BYTES // (dim * wide))
+    group, tile, wide = heads // kv_heads, decode_tile(dim), keys.element_size()
+    box, (run, few) = math.gcd(size, tile), decode_runs(dim * wide)
+    few = min(box, few)
     stages, shared = _decode_room(group, dim, wide)
     kernel = jit.kernel(
         "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
@@ -164,7 +162,6 @@ def decode(
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    run = min(RUN_BYTES, dim * wide)
     shape = dim * wide // run, run // 2
     maps = *_caches(keys, values, box, *shape), *_caches(keys, values, few, *shape)
     kernel(
@@ -175,13 +172,27 @@ def decode(
     )  # fmt: skip
 
 
+def decode_tile(dim: int) -> int:
+    """Tokens of a tile: a warp to 16 of them."""
+    return 64 if dim <= 128 else 32
+
+
+def decode_runs(token: int) -> tuple[int, int]:
+    """How a token of so many bytes lies in shared memory: bytes of a run, of which each is as wide as one of TMA's
+    swizzles, and the tokens that are fetched at once of a box with few. They are a multiple of 8 runs, which a swizzle
+    repeats after."""
+    run = math.gcd(token, RUN_BYTES)
+    least = 8 // math.gcd(8, token // run)
+    return run, max(FEW_BYTES // token // least, 1) * least
+
+
 def _decode_room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
     """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out. wide: bytes of an
     element; of one, there are scales."""
-    rows, warps = 16 if group > 8 else 8, TILES[dim] // 16
+    rows, warps = 16 if group > 8 else 8, decode_tile(dim) // 16
     heads = rows * (dim + 8) * 2 + dim * 2 + 80
     rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
-    tile = 2 * TILES[dim] * (dim * wide + (wide == 1))
+    tile = 2 * decode_tile(dim) * (dim * wide + (wide == 1))
     stages = min(6, (HALF_SHARED - rest) // tile)
     return stages, rest + stages * tile
 

@@ -18,12 +18,14 @@
 
 constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALF = DIM / 2;
 constexpr int BYTES = FP8 ? 1 : 2;  // of an element in the cache
-constexpr int RUN_BYTES = DIM * BYTES < 128 ? DIM * BYTES : 128, RUNS = DIM * BYTES / RUN_BYTES;  // of a token
-constexpr int TILE_BYTES = TILE * DIM * BYTES, GROUP = HEADS / KV_HEADS;
+constexpr int TOKEN_BYTES = DIM * BYTES, RUN_BYTES = TOKEN_BYTES % 128 == 0 ? 128 : TOKEN_BYTES % 64 == 0 ? 64 : 32;
+constexpr int RUNS = TOKEN_BYTES / RUN_BYTES;  // of a token: each as wide as one of TMA's swizzles
+constexpr int TILE_BYTES = TILE * TOKEN_BYTES, GROUP = HEADS / KV_HEADS;
 constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
-constexpr int PAIRS = HALF / 32;                          // of elements that are rotated together, of a lane
 constexpr int PIECES = RUN_BYTES / 16;                    // of a run
+// A head is shared out to LANES lanes of a warp: each has PAIRS pairs of elements that are rotated together.
+constexpr int PAIRS = HALF > 64 ? 4 : HALF > 32 ? 2 : 1, LANES = HALF / PAIRS;
 
 typedef OperandType<FP8 != 0>::type Operand;  // what tensor cores multiply
 
@@ -53,7 +55,8 @@ struct KVMaps {  // of the cache, by boxes of BOX tokens and of FEW
 #include "online_softmax.cuh"
 #include "kv_tile.cuh"
 static_assert(!FP8 || BOX == SIZE, "a box has its block's scales");
-static_assert(RUN_BYTES == 128 || (RUN_BYTES == 64 && RUNS == 1), "a run is one of two swizzles");
+static_assert(DIM % (32 / BYTES) == 0 && LANES <= 32, "heads are of whole matmuls, and of at most 256 elements");
+static_assert(FEW * RUNS % 8 == 0 && BOX % FEW == 0, "a box is of whole swizzles");
 static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) +
                       SEQUENCES * 4 == ROOM,
               "attention_tma.py reckons with another layout of shared memory");
@@ -172,8 +175,8 @@ __device__ __forceinline__ void load_box(const KVMaps& maps, unsigned to, int he
     } else {  // a sequence's last box: a few tokens at a time, so that none is fetched in vain
 #pragma unroll 1
         for (int i = 0; i < tokens; i += FEW) {
-            tma_load_runs(to + i * DIM * BYTES, maps.few_keys, head * RUNS, row + i, full);
-            tma_load_runs(to + i * DIM * BYTES + TILE_BYTES, maps.few_values, head * RUNS, row + i, full);
+            tma_load_runs(to + i * TOKEN_BYTES, maps.few_keys, head * RUNS, row + i, full);
+            tma_load_runs(to + i * TOKEN_BYTES + TILE_BYTES, maps.few_values, head * RUNS, row + i, full);
         }
     }
 }
@@ -189,7 +192,7 @@ __device__ __forceinline__ void load_tile(const Step& step, const KVMaps& maps, 
     if (elected()) {
         if (t >= STAGES) mbarrier_wait(state.empty + stage, t / STAGES - 1);
         const int scaled = FP8 ? (tokens + BOX - 1) / BOX * BOX * 2 : 0;
-        mbarrier_expect(full, (tokens + FEW - 1) / FEW * FEW * 2 * DIM * BYTES + scaled);
+        mbarrier_expect(full, (tokens + FEW - 1) / FEW * FEW * 2 * TOKEN_BYTES + scaled);
 #pragma unroll
         for (int i = 0; i < PER_TILE; i++) {
             const int left = tokens - i * BOX;
@@ -197,7 +200,7 @@ __device__ __forceinline__ void load_tile(const Step& step, const KVMaps& maps, 
             if (FP8)
                 bulk_load(smem_address(buffers.scales) + stage * SCALE_BYTES + i * BOX * 2,
                           step.scales + ((long long)(rows[i] / SIZE) * KV_HEADS + head) * 2 * SIZE, BOX * 2, full);
-            load_box(maps, buffers.ring + stage * 2 * TILE_BYTES + i * BOX * DIM * BYTES, head, rows[i], left, full);
+            load_box(maps, buffers.ring + stage * 2 * TILE_BYTES + i * BOX * TOKEN_BYTES, head, rows[i], left, full);
         }
     }
     __syncwarp();

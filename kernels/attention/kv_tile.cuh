@@ -1,15 +1,15 @@
 // What a warp of decode.cu does with a tile of keys and values in shared memory, of which it takes 16 tokens.
 
-constexpr int LOADS = DIM * BYTES / 32;               // of 16 tokens by 32 bytes
+constexpr int LOADS = TOKEN_BYTES / 32;                // of 16 tokens by 32 bytes
 typedef unsigned Fragments[LOADS][4];                 // keys or values, as ldmatrix loads them
 typedef unsigned QueryFragments[DIM / 16][ROWS / 4];  // q as the second operand of matmuls, of each 8 heads two
 
-// Where a token's piece of 16 bytes lies in a tile, whose runs of 128 bytes of a token stand side by side:
-// TMA's swizzle changes places of pieces by the run's number, in runs of 64 bytes by that of 128 bytes.
-__device__ inline unsigned lies(int token, int half, int piece) {
-    if (RUN_BYTES == 64) return token * 64 + (piece ^ token / 2 % 4) * 16;
-    const int run = token * RUNS + half;
-    return run * 128 + (piece ^ run % 8) * 16;
+// Where a piece of 16 bytes of a token's run lies in a tile, in which the runs of a token stand side by side: TMA's
+// swizzle changes places of a run's pieces by the number of its 128 bytes, which are 8 / PIECES runs. So 8 tokens'
+// pieces lie in different banks where RUNS is odd.
+__device__ inline unsigned lies(int token, int run, int piece) {
+    const int at = token * RUNS + run;
+    return at * RUN_BYTES + (piece ^ at / (8 / PIECES) % PIECES) * 16;
 }
 
 __device__ __forceinline__ void load_queries(QueryFragments& queries, const Heads& heads, int lane) {
@@ -22,16 +22,16 @@ __device__ __forceinline__ void load_queries(QueryFragments& queries, const Head
 __device__ __forceinline__ void load_keys(Fragments& x, unsigned tile, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-        const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i % 4 * 2 + lane / 16;
-        ldmatrix(x[i], tile + lies(row, i / 4, piece));
+        const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 16;
+        ldmatrix(x[i], tile + lies(row, i * 2 / PIECES, piece));
     }
 }
 
 __device__ __forceinline__ void load_values(Fragments& x, unsigned tile, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-        const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i % 4 * 2 + lane / 8 % 2;
-        ldmatrix_transposed(x[i], tile + lies(row, i / 4, piece));
+        const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 8 % 2;
+        ldmatrix_transposed(x[i], tile + lies(row, i * 2 / PIECES, piece));
     }
 }
 

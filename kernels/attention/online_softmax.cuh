@@ -102,8 +102,11 @@ struct OnlineSoftmax {
     }
 };
 
-struct Part {  // of what is known of a head: the mean of values, of which a lane has DIM / 32, and its weight's logarithm
-    Vec<float, DIM / 32> mean;
+constexpr int SHARE = 2 * PAIRS;  // of a head's elements, of a lane
+typedef Vec<float, SHARE> Mean;
+
+struct Part {  // of what is known of a head: the lane's share of the mean of values, and its weight's logarithm
+    Mean mean;
     float weight;
 };
 
@@ -116,24 +119,24 @@ __device__ inline Part merge(const float* tops, const float* values, int g) {
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         const float by = top == MINUS_INFINITY ? 0 : exp2_approx(tops[w * 2 * GROUP + g] - top);
-        const float* from = values + (w * GROUP + g) * DIM + threadIdx.x % 32 * (DIM / 32);
-        const auto y = *(const Vec<float, DIM / 32>*)from;
+        const float* from = values + (w * GROUP + g) * DIM + head_lane() * SHARE;
+        const auto y = *(const Mean*)from;
         sum += by * tops[(w * 2 + 1) * GROUP + g];
 #pragma unroll
-        for (int d = 0; d < DIM / 32; d++) part.mean.x[d] += by * y.x[d];
+        for (int d = 0; d < SHARE; d++) part.mean.x[d] += by * y.x[d];
     }
     const float by = sum > 0 ? 1 / sum : 0;
 #pragma unroll
-    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
     if (sum > 0) part.weight = top + log2f(sum);
     return part;
 }
 
 __device__ inline void store_out(T* to, const Part& part) {
-    Vec<unsigned, DIM / 64> y;
+    Vec<unsigned, SHARE / 2> y;
 #pragma unroll
-    for (int d = 0; d < DIM / 64; d++) y.x[d] = pack<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
-    *(Vec<unsigned, DIM / 64>*)(to + threadIdx.x % 32 * (DIM / 32)) = y;
+    for (int d = 0; d < SHARE / 2; d++) y.x[d] = pack<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
+    *(Vec<unsigned, SHARE / 2>*)(to + head_lane() * SHARE) = y;
 }
 
 // Where a run's part of a sequence is stored that begins there, as a run's last one may, or does not, as its first one
@@ -144,16 +147,16 @@ __device__ inline int place(int run, int head, bool begins, int g) {
 
 __device__ inline void store_part(const Step& step, int place, const Part& part) {
     const int lane = threadIdx.x % 32;
-    *(Vec<float, DIM / 32>*)(step.parts + place * DIM + lane * (DIM / 32)) = part.mean;
+    *(Mean*)(step.parts + place * DIM + head_lane() * SHARE) = part.mean;
     if (lane == 0) step.sums[place] = part.weight;
 }
 
-__device__ inline Vec<float, DIM / 32> load_mean(const Step& step, int place) {
-    constexpr int AT_ONCE = DIM / 32 < 4 ? 2 : 4;
-    Vec<float, DIM / 32> mean;
-    const float* from = step.parts + place * DIM + threadIdx.x % 32 * (DIM / 32);
+__device__ inline Mean load_mean(const Step& step, int place) {
+    constexpr int AT_ONCE = SHARE < 4 ? 2 : 4;
+    Mean mean;
+    const float* from = step.parts + place * DIM + head_lane() * SHARE;
 #pragma unroll
-    for (int d = 0; d < DIM / 32; d += AT_ONCE)
+    for (int d = 0; d < SHARE; d += AT_ONCE)
         if constexpr (AT_ONCE == 2) {
             const float2 y = __ldcg((const float2*)(from + d));
             mean.x[d] = y.x, mean.x[d + 1] = y.y;
@@ -171,8 +174,7 @@ __device__ inline Part load_part(const Step& step, int place) {
 // All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane
 // each has the weight, and two batches of means are under way.
 __device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
-    constexpr int BATCH = 1024 / DIM, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
-    typedef Vec<float, DIM / 32> Mean;
+    constexpr int BATCH = 32 / SHARE, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
     const int lane = threadIdx.x % 32;
     float sum = 0;  // to be added up over the lanes
 #pragma unroll 1
@@ -195,7 +197,7 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
         sum = (begin > 1 ? sum * old : lane == 0 ? old : 0) + by;  // of `part` itself 1
         part.weight = top;
 #pragma unroll
-        for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= old;
+        for (int d = 0; d < SHARE; d++) part.mean.x[d] *= old;
 #pragma unroll
         for (int batch = 0; batch < 32 / BATCH; batch++) {
             if (batch * BATCH >= left) break;
@@ -203,7 +205,7 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
             for (int j = 0; j < BATCH; j++) {
                 const float of_part = __shfl_sync(~0u, by, batch * BATCH + j);
 #pragma unroll
-                for (int d = 0; d < DIM / 32; d++)
+                for (int d = 0; d < SHARE; d++)
                     part.mean.x[d] = fmaf(of_part, means[batch % 2][j].x[d], part.mean.x[d]);
             }
             if (batch + 2 < 32 / BATCH) load(batch + 2);
@@ -212,7 +214,7 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
     sum = warp_sum(sum);
     const float by = sum > 0 ? 1 / sum : 0;
 #pragma unroll
-    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
     if (SINKS && sum > 0) part.weight += log2f(sum);
     return part;
 }
@@ -221,6 +223,6 @@ __device__ inline Part add_up(const Step& step, Part part, const Border& divided
 __device__ inline Part with_sink(Part part, float sink) {
     const float by = 1 / (1 + exp2_approx(sink * LOG2_E - part.weight));  // 0 of an empty sequence
 #pragma unroll
-    for (int d = 0; d < DIM / 32; d++) part.mean.x[d] *= by;
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
     return part;
 }

@@ -12,6 +12,11 @@ struct Heads {  // of a sequence, as one warp prepares them for the others
 
 typedef Vec<T, PAIRS> HeadPart;  // of a head, both halves of a lane
 
+// The lane's number among the LANES of a head. The others have a head's beginning once more and store the same there; sums
+// leave them out.
+__device__ inline int head_lane() { return threadIdx.x % 32 % LANES; }
+__device__ inline float head_sum(float x) { return warp_sum(threadIdx.x % 32 < LANES ? x : 0); }
+
 // The lane's parts of a head as codes, whose scale is returned, and as the cache will give them back.
 __device__ inline int round_trip(HeadPart& low, HeadPart& high, Vec<e4m3, PAIRS>& low_codes, Vec<e4m3, PAIRS>& high_codes) {
     float most = 0;
@@ -30,7 +35,7 @@ __device__ inline int round_trip(HeadPart& low, HeadPart& high, Vec<e4m3, PAIRS>
 
 // A sequence's query heads and, as the last one, its key: normed where NORM, then rotated.
 __device__ __forceinline__ void norm_and_rotate(const Step& step, int b, HeadPart (&low)[GROUP + 1], HeadPart (&high)[GROUP + 1]) {
-    const int at = threadIdx.x % 32 * PAIRS;
+    const int at = head_lane() * PAIRS;
     float cos[PAIRS], sin[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; i++)
@@ -43,7 +48,7 @@ __device__ __forceinline__ void norm_and_rotate(const Step& step, int b, HeadPar
 #pragma unroll
             for (int i = 0; i < PAIRS; i++)
                 scale += to_float(low[g].x[i]) * to_float(low[g].x[i]) + to_float(high[g].x[i]) * to_float(high[g].x[i]);
-            scale = rsqrtf(warp_sum(scale) / DIM + step.eps);
+            scale = rsqrtf(head_sum(scale) / DIM + step.eps);
         }
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
@@ -61,7 +66,7 @@ __device__ __forceinline__ void norm_and_rotate(const Step& step, int b, HeadPar
 __device__ __forceinline__ void write_to_cache(const Step& step, long long slot, int head, const HeadPart& k_low,
                                                const HeadPart& k_high, const HeadPart& v_low, const HeadPart& v_high,
                                                const Vec<e4m3, PAIRS> (&codes)[4], int of_k, int of_v) {
-    const long long in_cache = (slot * KV_HEADS + head) * DIM + threadIdx.x % 32 * PAIRS;
+    const long long in_cache = (slot * KV_HEADS + head) * DIM + head_lane() * PAIRS;
     if (FP8) {
         e4m3 *const keys = (e4m3*)step.keys + in_cache, *const values = (e4m3*)step.values + in_cache;
         typedef Vec<e4m3, PAIRS> Codes;
@@ -88,7 +93,7 @@ __device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const Hea
     for (int g = 0; g < GROUP; g++)
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
-            const int d = threadIdx.x % 32 * PAIRS + i;
+            const int d = head_lane() * PAIRS + i;
             Operand* const place = to.rotated + g * WIDE + d / 16 * 16 + d % 4 / 2 * 8 + d % 16 / 4 * 2 + d % 2;
             place[0] = from_float<Operand>(to_float(low[g].x[i]) * by);
             place[HALF] = from_float<Operand>(to_float(high[g].x[i]) * by);
@@ -98,7 +103,7 @@ __device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const Hea
 
 // What prepare() reads besides q, k and v is brought near, which grid_wait() need not have been passed for.
 __device__ __forceinline__ void prefetch_rotation(const Step& step, int b) {
-    const int at = threadIdx.x % 32 * PAIRS;
+    const int at = head_lane() * PAIRS;
     prefetch_line(step.cos + (long long)b * DIM + at), prefetch_line(step.sin + (long long)b * DIM + HALF + at);
     prefetch_line(step.slots + b);
     if (NORM) {
@@ -109,7 +114,7 @@ __device__ __forceinline__ void prefetch_rotation(const Step& step, int b) {
 
 // Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
 __device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
-    const int lane = threadIdx.x % 32, at = lane * PAIRS;
+    const int lane = threadIdx.x % 32, at = head_lane() * PAIRS;
     typedef HeadPart Part;
     Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
     const long long slot = newest ? step.slots[b] : -1;
@@ -146,7 +151,7 @@ __device__ inline void prepare(const Step& step, int b, int head, bool newest, H
 #pragma unroll
         for (int i = 0; i < PAIRS; i++)
             s += to_float(low[g].x[i]) * to_float(low[GROUP].x[i]) + to_float(high[g].x[i]) * to_float(high[GROUP].x[i]);
-        s = warp_sum(s);
+        s = head_sum(s);
         if (lane == 0) to.scores[g] = score<SOFTCAP>(s, step.scale, step.softcap);
     }
     if (slot >= 0) write_to_cache(step, slot, head, low[GROUP], high[GROUP], v_low, v_high, codes, of_k, of_v);

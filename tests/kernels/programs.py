@@ -46,16 +46,16 @@ ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVE
 ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
 PHI = dict(HEADS=32, KV_HEADS=32, DIM=96, SIZE=16, BOX=16, WINDOW=2047, SOFTCAP=0, SINKS=0, FP8=0)
 HEADS_80, HEADS_112, HEADS_160, HEADS_192 = (LLAMA | dict(DIM=dim) for dim in (80, 112, 160, 192))
-LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS))
+LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8, PHI_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS, PHI))
 
 
 def room(sizes):
     """How attention_tma.decode has decode.cu share out its memory."""
     wide = 1 if sizes["FP8"] else 2
     stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
-    few = min(sizes["BOX"], attention_tma.FEW_BYTES // (sizes["DIM"] * wide))
+    few = min(sizes["BOX"], attention_tma.decode_runs(sizes["DIM"] * wide)[1])
     fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
-    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.TILES[sizes["DIM"]], **fixed)
+    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.decode_tile(sizes["DIM"]), **fixed)
 
 
 def prompt_room(sizes):
@@ -293,6 +293,12 @@ PROGRAMS = [
     ("prefill", dict(T=torch.bfloat16, **HEADS_112, **prompt_room(HEADS_112))),
     ("prefill", dict(T=torch.bfloat16, **HEADS_160, **prompt_room(HEADS_160))),
     ("prefill", dict(T=torch.bfloat16, **HEADS_192, **prompt_room(HEADS_192))),
+    ("decode", dict(T=torch.bfloat16, **PHI, **room(PHI), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **PHI_FP8, **room(PHI_FP8), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **HEADS_80, **room(HEADS_80), ROTATE=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_112, **room(HEADS_112), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_160, **room(HEADS_160), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_192, **room(HEADS_192), ROTATE=1, NORM=1)),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 5, 2))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, 8, 1))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),

@@ -111,7 +111,20 @@ BOXES = [
     Case([0, 1, 64, 65, 700, 5000], 64, 8, window=128, sinks=True),
     Case([0, 1, 64, 65, 700, 5000], 64, 8, normed=True, sinks=True, unwritten=(3,)),
     Case([777, 5], 10, 2, 128, cap=1.5, sinks=True),
+    Case([0, 1, 16, 17, 300, 5000], 8, 8, 96, window=2047, unwritten=(2,)),
+    Case([64, 65, 66, 1300], 16, 1, 96, cap=1.5, normed=True, sinks=True),
+    Case([777, 5, 90], 4, 4, 80, normed=True, window=33),
+    Case([300, 20, 1500], 12, 1, 80, block_size=8),
+    Case([777, 5, 90], 28, 4, 112, block_size=64, normed=True),
+    Case([300, 20, 1500], 8, 2, 160, cap=1.5, unwritten=(1,)),
+    Case([64, 65, 66, 5000], 8, 1, 160, block_size=32, normed=True),
+    Case([0, 1, 31, 1500], 8, 1, 192, window=100, normed=True, sinks=True),
 ]
+
+
+def takes(case: Case) -> bool:
+    """Whether attention_tma.decode has heads and blocks of these sizes."""
+    return not case.fp8 or (case.dim % 32 == 0 and attention_tma.decode_tile(case.dim) % case.block_size == 0)
 
 
 def random_boxes(count: int) -> list[Case]:

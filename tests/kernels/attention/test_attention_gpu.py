@@ -34,7 +34,7 @@ def check_attention(
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("dim", [32, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256])
 def test_attention_head_sizes(dim, dtype, bound):
     check_attention([1, 1, 1, 40, 130], [17, 1, 300, 40, 333], 8, 2, dim, dtype, bound)
 
@@ -46,7 +46,7 @@ def test_attention_groups_and_windows(ratio, window):
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 256])
 @pytest.mark.parametrize("window, cap", [(0, 0.0), (128, 0.0), (0, 1.5)])
 def test_attention_sinks(window, cap, dim, dtype, bound):
     bound = max(bound, 5e-5)
@@ -68,7 +68,7 @@ def test_attention_random_shapes():
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
-@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("dim", [64, 72, 112, 256])
 @pytest.mark.parametrize("window, cap", [(0, 0.02), (0, 1.5), (24, 1.5), (100, 50.0)])
 def test_attention_soft_caps(window, cap, dim, dtype, bound):
     bound = max(bound, 5e-5)  # a few units in the last place of an f32 near 72, which is 50 to the base 2
@@ -76,7 +76,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 256])
 @pytest.mark.parametrize("by_triton", [False, True])
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""

@@ -6,10 +6,11 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.rope.fp8_cache import E4M3
 
 from .. import cuda_model
 from . import decoding
-from .decoding import Case
+from .decoding import Case, takes
 
 BOUNDS = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
@@ -64,6 +65,12 @@ CASES = [
     Case([100, 1, 90, 200, 650], dim=128, window=33, block_size=128),
     Case([400, 65, 70], 4, 2, 256, block_size=8),
     Case([0, 1, 64, 65, 700], 9, 1, window=128, sinks=True, cap=1.5),
+    Case([400, 1, 90], 4, 4, 80, normed=True, window=33, unwritten=(2,)),
+    Case([0, 17, 500], 9, 1, 96, normed=True, cap=1.5),
+    Case([300, 1, 70], 4, 2, 96, block_size=8, window=65, sinks=True),
+    Case([300, 31], 7, 1, 112, block_size=64),
+    Case([300, 1, 33], 5, 1, 160, normed=True, cap=1.5),
+    Case([200, 65], 4, 2, 192, window=100, sinks=True),
 ]
 
 
@@ -72,9 +79,17 @@ def test_decode(case, launcher):
     check(launcher, case, torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if 64 % case.block_size == 0])
+@pytest.mark.parametrize("case", [one for case in CASES if takes(one := case._replace(fp8=True))])
 def test_cache_in_e4m3(case, launcher):
-    check(launcher, case._replace(fp8=True), torch.float16)
+    check(launcher, case, torch.float16)
+
+
+def test_codes_come_32_at_a_time(launcher):
+    scales = torch.zeros(3, 2, 2, 16, dtype=torch.uint8)
+    for dim in attention_tma.DIMS:
+        q, keys = torch.zeros(5, 4, dim), torch.zeros(3, 16, 2, dim)
+        assert attention_tma.supports_decode(q, keys)
+        assert attention_tma.supports_decode(q, keys.to(E4M3), None, scales) is (dim % 32 == 0)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -84,3 +99,5 @@ def test_a_sequence_in_many_parts(fp8, launcher, monkeypatch):
     launcher.sms = 20
     check(launcher, Case([2500], 2, 1, 128, fp8=fp8), torch.float16)
     check(launcher, Case([1300, 1, 900, 300], 2, 1, fp8=fp8, sinks=True), torch.float16)
+    check(launcher, Case([1100, 700], 2, 1, 96, fp8=fp8), torch.float16)
+    check(launcher, Case([5, 900], 2, 1, 160, fp8=fp8), torch.float16)
