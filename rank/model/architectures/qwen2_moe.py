@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ....comm.mesh import Mesh
-from ....kernels.activation.activation import scale_by_gate, scale_by_sigmoid
+from ....kernels.activation.activation import scale_by_sigmoid
+from ....kernels.activation.scale_by_gate import scale_by_gate
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..config import FULL, SLIDING

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels.activation import activation, xielu
+from phalanx.kernels.activation import activation, scale_by_gate, xielu
 
 from ...devices import require_gpu
 from ..gpu import KINDS, near, poison  # noqa: F401
@@ -39,4 +39,4 @@ def test_scale_by_gate(rows, width, hidden, dtype, bound):
     x, h = ((torch.randn(rows, n, device="cuda")).to(dtype) for n in (width, hidden))
     weight = (torch.randn(1, hidden, device="cuda") / hidden**0.5).to(dtype)
     want = activation.scale_by_sigmoid(x.clone(), torch.nn.functional.linear(h, weight))
-    near(activation.scale_by_gate(x, h, weight), want, bound)
+    near(scale_by_gate.scale_by_gate(x, h, weight), want, bound)
