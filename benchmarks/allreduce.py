@@ -30,7 +30,7 @@ from phalanx.benchmarks.ops_table import copies
 from phalanx.comm import custom_allreduce, mpi
 from phalanx.comm.base import all_reduce_add_norm
 from phalanx.comm.nccl import NcclComm
-from phalanx.kernels.collective import allreduce
+from phalanx.kernels.collective import allreduce, allreduce_norm
 from phalanx.kernels.gemm import autotune, gemm_reduce_scatter
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
@@ -66,12 +66,12 @@ def versions(
     found |= {name: partial(kind, x, peers) for name, kind in kinds.items()}
     found["chosen, norm"] = partial(after, group.all_reduce)
     whole: tuple[Tensor, Tensor, Tensor, float, allreduce.SymmetricMemory] = (x, residual, weight, 1e-5, peers)
-    found["one kernel"] = partial(allreduce.all_reduce_add_norm, *whole)
-    normed: dict[str, Callable] = {"two-shot norm": allreduce.two_shot_add_norm}
-    if allreduce.supports_one_way_push(x, group.size):
-        normed["one-way norm"] = partial(allreduce.one_way_push_add_norm, blocks=peers.blocks)
-    if allreduce.supports_push(x, group.size):
-        normed["sent norm"] = partial(allreduce.push_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
+    found["one kernel"] = partial(allreduce_norm.all_reduce_add_norm, *whole)
+    normed: dict[str, Callable] = {"two-shot norm": allreduce_norm.two_shot_add_norm}
+    if allreduce_norm.supports_one_way_push(x, group.size):
+        normed["one-way norm"] = partial(allreduce_norm.one_way_push_add_norm, blocks=peers.blocks)
+    if allreduce_norm.supports_push(x, group.size):
+        normed["sent norm"] = partial(allreduce_norm.push_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
     found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:

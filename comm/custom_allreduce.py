@@ -11,7 +11,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from ..kernels.collective import allreduce
+from ..kernels.collective import allreduce, allreduce_norm
 from ..kernels.device import device_caps
 from ..kernels.gemm import gemm_reduce_scatter
 from .base import Comm, Epilogue, FusedComm, Work
@@ -86,9 +86,9 @@ class CustomAllReduceComm(NcclComm, FusedComm):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
         """All-reduce and add-norm as one kernel."""
-        if self.peers is None or not allreduce.supports_norm(x, self.size):
+        if self.peers is None or not allreduce_norm.supports(x, self.size):
             return None
-        return allreduce.all_reduce_add_norm(x, residual, weight, eps, self.peers)
+        return allreduce_norm.all_reduce_add_norm(x, residual, weight, eps, self.peers)
 
     def gemm_all_reduce_add_norm(
         self, x: Tensor, matrix: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None

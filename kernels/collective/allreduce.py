@@ -1,9 +1,7 @@
 """Sums over the GPUs of one host that map each other's memory: one kernel, nothing of the host's in it.
 
 One-shot: every rank reads all of every other's input, one barrier. Two-shot: every rank adds up one share and reads
-the others' sums: two barriers and, of 4 ranks, half the bytes (barrier.cuh). With the norm there are two more, in which
-ranks push to the others, who wait for data alone (ll.cuh). One-way: all of a rank's input to every other one. Push:
-shares, as two-shot, and then their sums.
+the others' sums: two barriers and, of 4 ranks, half the bytes (barrier.cuh).
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..norm.norm import add_rms_norm_reference
 
 SLOT = 8 << 20  # bytes that one call can sum
 SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
 INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' input, or for shares and then their sums
 # Where there are more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
-FEW = 2  # rows that are summed and normed faster one after the other
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
 MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than SymmetricMemory.blocks
 THREADS = 512
@@ -121,61 +117,6 @@ def _launch(name: str, x: Tensor, peers: SymmetricMemory, vector: int, items: in
     return x
 
 
-def all_reduce_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce` of x and norm.add_rms_norm of the sum as one kernel, with the same bits. x, residual: [T, H]."""
-    if peers.size == 2:
-        return one_way_push_add_norm(x, residual, weight, eps, peers, peers.blocks)
-    if supports_push(x, peers.size):
-        return push_add_norm(x, residual, weight, eps, peers, peers.blocks, MOST_THREADS)
-    return two_shot_add_norm(x, residual, weight, eps, peers)
-
-
-def supports_norm(x: Tensor, ranks: int) -> bool:
-    """Whether that is faster than two kernels; of more than two ranks a row or two are not enough for their blocks."""
-    return supports(x, ranks) and (ranks == 2 or len(x) > FEW)
-
-
-def supports_push(x: Tensor, ranks: int) -> bool:
-    """Whether an LL buffer has room; not for rows that are very short for so many ranks, of which some get whole
-    vectors of up to 16 bytes and others none."""
-    return x.nbytes <= SENT and x.nbytes + len(x) * ranks * 16 <= INBOX
-
-
-def supports_one_way_push(x: Tensor, ranks: int) -> bool:
-    """Whether an LL buffer has room for all of everybody's."""
-    return x.nbytes * ranks <= INBOX + SENT
-
-
-def _add_norm(
-    name: str,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    peers: SymmetricMemory,
-    blocks: int = BLOCKS,
-    threads: int = THREADS,
-) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
-    assert TAKES[name](x, peers.size)
-    kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
-    rows = len(x)
-    kernel((min(rows, blocks), 1, 1), threads, x, residual, weight, peers.table, peers.rank, rows, eps)
-    return x, residual
-
-
-TAKES = {
-    "one_way_push_add_norm": supports_one_way_push,
-    "two_shot_add_norm": supports,
-    "push_add_norm": supports_push,
-}
-one_way_push_add_norm = functools.partial(_add_norm, "one_way_push_add_norm")
-two_shot_add_norm = functools.partial(_add_norm, "two_shot_add_norm")  # each rank adds up a share of a row's columns
-push_add_norm = functools.partial(_add_norm, "push_add_norm")
-
-
 def norm_kernel(
     name: str, residual: Tensor, weight: Tensor, peers: SymmetricMemory, length: int, threads: int, *others: Tensor
 ) -> tuple[jit.Kernel, int]:
@@ -193,9 +134,3 @@ def all_reduce_reference(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
-
-
-def all_reduce_add_norm_reference(
-    parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)

@@ -10,7 +10,7 @@ import torch
 from phalanx.comm import custom_allreduce, mpi, nccl, symmetric_memory
 from phalanx.comm.base import all_reduce_add_norm
 from phalanx.comm.dma_allreduce import MAX_BYTES
-from phalanx.kernels.collective import allreduce
+from phalanx.kernels.collective import allreduce, allreduce_norm
 from phalanx.kernels.collective.allreduce import ONE_SHOT, SLOT
 from phalanx.kernels.gemm import autotune, gemm_reduce_scatter
 from phalanx.kernels.norm import norm
@@ -134,7 +134,7 @@ def sums(comm) -> None:
             parts = list(comm.all_gather(x))
             torch.manual_seed(1)  # the same on all ranks
             residual, weight = (torch.randn(*s, device="cuda").to(dtype) for s in ((rows, width), (width,)))
-            want = allreduce.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
+            want = allreduce_norm.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
             dawdle(rng)
             normed, stream = all_reduce_add_norm(comm, x, residual, weight, 1e-5)
             assert torch.equal(stream, want[1]), (dtype, rows, width)

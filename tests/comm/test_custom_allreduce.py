@@ -7,7 +7,7 @@ import torch
 from phalanx.comm import custom_allreduce, nccl, threads
 from phalanx.comm.base import all_reduce_add_norm
 from phalanx.comm.watchdog import LocalWatchdog
-from phalanx.kernels.collective import allreduce
+from phalanx.kernels.collective import allreduce, allreduce_norm
 from phalanx.kernels.norm.norm import add_rms_norm_reference
 from phalanx.rank.__main__ import Rank
 from phalanx.rank.options import Job, Options
@@ -22,7 +22,7 @@ def test_the_sum_with_the_norm(size, dtype):
         torch.randn(5, 33).to(dtype),
         torch.randn(33).to(dtype),
     )
-    want = allreduce.all_reduce_add_norm_reference(list(parts), residual.clone(), weight, 1e-5)
+    want = allreduce_norm.all_reduce_add_norm_reference(list(parts), residual.clone(), weight, 1e-5)
     total = allreduce.all_reduce_reference(list(parts))
     assert torch.equal(want[1], residual + total)
     assert torch.equal(want[0], add_rms_norm_reference(total, residual.clone(), weight, 1e-5)[0])
@@ -99,11 +99,11 @@ def test_without_copies_nccl_makes_sums_beside_products(monkeypatch):
 
 def test_two_ranks_send_everything_and_more_share_large_sums(monkeypatch):
     for name in ("one_way_push", "two_shot", "push"):
-        monkeypatch.setattr(allreduce, f"{name}_add_norm", lambda *asked, name=name: (name, *asked[5:]))
+        monkeypatch.setattr(allreduce_norm, f"{name}_add_norm", lambda *asked, name=name: (name, *asked[5:]))
 
     def chosen(rows, size, width=8192):
         x = torch.empty(rows, width, dtype=torch.bfloat16)
-        return allreduce.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.SymmetricMemory(0, size, 0, 0, 108))
+        return allreduce_norm.all_reduce_add_norm(x, x, x[0], 1e-5, allreduce.SymmetricMemory(0, size, 0, 0, 108))
 
     assert [chosen(9, 2), chosen(512, 2)] == [("one_way_push", 108)] * 2
     assert [chosen(3, 3), chosen(128, 4), chosen(128, 8)] == [("push", 108, 1024)] * 3
@@ -113,8 +113,8 @@ def test_two_ranks_send_everything_and_more_share_large_sums(monkeypatch):
 
 def test_a_row_or_two_of_many_ranks_are_normed_after_the_sum():
     x = torch.empty(3, 8192, dtype=torch.bfloat16)
-    assert [allreduce.supports_norm(x[:rows], 4) for rows in (1, 2, 3)] == [False, False, True]
-    assert allreduce.supports_norm(x[:1], 2) and not allreduce.supports_norm(x, 9)
+    assert [allreduce_norm.supports(x[:rows], 4) for rows in (1, 2, 3)] == [False, False, True]
+    assert allreduce_norm.supports(x[:1], 2) and not allreduce_norm.supports(x, 9)
 
 
 def test_blocks_of_many_threads_are_no_more_than_the_smallest_gpu_holds():

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.collective import allreduce
+from phalanx.kernels.collective import allreduce, allreduce_norm
 from phalanx.kernels.collective.allreduce import INBOX, ONE_SHOT, SENT, SLOT, SymmetricMemory
 from phalanx.kernels.gemm import gemm_reduce_scatter
 
@@ -106,7 +106,7 @@ def test_two_shot_by_blocks_of_any_size(size, threads):
 SHAPES = [(0, 512), (1, 1), (3, 33), (65, 1000), (17, 8192), (64, 8192), (200, 512), (70, 2056)]
 
 
-KINDS = allreduce.two_shot_add_norm, allreduce.push_add_norm, allreduce.one_way_push_add_norm
+KINDS = allreduce_norm.two_shot_add_norm, allreduce_norm.push_add_norm, allreduce_norm.one_way_push_add_norm
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +123,7 @@ def test_all_reduce_add_norm(kind, size, dtype, rows, width):
             torch.randn(rows, width, device="cuda").to(dtype),
             torch.randn(width, device="cuda").to(dtype),
         )
-        want = allreduce.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
+        want = allreduce_norm.all_reduce_add_norm_reference(parts, residual.clone(), weight, 1e-5)
         work, streams = [p.clone() for p in parts], [residual.clone() for _ in parts]
         torch.cuda.synchronize()
 
@@ -148,7 +148,7 @@ def test_sums_with_norms_whose_sizes_change_from_call_to_call(size):
     for turn in range(40):
         rows, width = rng.choice(SHAPES[1:] + [(1024, 4096)] * (size == 2 and turn % 3 == 2))  # all of an LL buffer
         if rows * width * 2 > SENT:
-            kinds = (allreduce.two_shot_add_norm, allreduce.one_way_push_add_norm)
+            kinds = (allreduce_norm.two_shot_add_norm, allreduce_norm.one_way_push_add_norm)
         else:
             kinds = KINDS if turn % 5 == 4 else KINDS[1:]
         kind = kinds[turn % len(kinds)]
@@ -184,7 +184,7 @@ def test_sums_of_what_gemms_have_sent(size, dtype, rows, share):
     for _ in range(3):
         parts = torch.randn(size, rows, width, device="cuda").to(dtype)
         residual, weight = (torch.randn(*s, device="cuda").to(dtype) for s in ((rows, width), (width,)))
-        want = allreduce.all_reduce_add_norm_reference(list(parts), residual.clone(), weight, 1e-5)
+        want = allreduce_norm.all_reduce_add_norm_reference(list(parts), residual.clone(), weight, 1e-5)
         landed, streams, normed = [], [residual.clone() for _ in range(size)], [None] * size
         for rank, peers in enumerate(ranks.peers):
             peers.recv_buffer.fill_(0xFF)
