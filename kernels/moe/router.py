@@ -17,14 +17,14 @@ from ..cpp import ops
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
-ROUTE_EXPERTS = 1024  # that route_cpu.cpp has room for
+ROUTE_EXPERTS = 1024  # that router.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8  # of a block
 # Of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite take
 # 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py --config
 # deepseek-v2-lite --parts ap`).
 TILE_WARPS = 16
-SCORINGS = ("softmax", "sigmoid")  # in the order of route.cu
+SCORINGS = ("softmax", "sigmoid")  # in the order of router.cu
 
 
 class RouterParams(NamedTuple):
@@ -86,8 +86,8 @@ def route_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPara
     choice = rows, experts, top, int(params.scoring == "sigmoid"), int(params.normalise)
     groups = params.groups, params.top_groups, params.group_top
     ops.run(
-        (ops.typed("route_cpu", "logits", x.dtype), (x, weight, added, logits, rows, *weight.shape, x.stride(0))),
-        (ops.op("route_cpu", "choose"), (logits, correction, ids, weights, *choice, *groups, float(params.scale))),
+        (ops.typed("router", "logits", x.dtype), (x, weight, added, logits, rows, *weight.shape, x.stride(0))),
+        (ops.op("router", "choose"), (logits, correction, ids, weights, *choice, *groups, float(params.scale))),
     )
     return ids, weights
 
@@ -100,7 +100,7 @@ def supports(weight: Tensor, params: RouterParams) -> bool:
 
 
 def supports_groups(params: RouterParams) -> bool:
-    """Whether route.cu chooses among them. It ranks a softmax's experts by their logits, which are not to be added."""
+    """Whether router.cu chooses among them. It ranks a softmax's experts by their logits, which are not to be added."""
     best = (1, 2) if params.scoring == "sigmoid" else (1,)
     return params.groups == 1 or (params.groups <= 32 and params.group_top in best)
 
@@ -115,12 +115,12 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
     logits = torch.empty(rows, experts, dtype=torch.float32, device=x.device) if few else _logits(x, weight)
     of_bias = logits if bias is None else bias
     if not few:
-        kernel = jit.kernel("route", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
+        kernel = jit.kernel("router", "choose", x.dtype, **sizes(1, experts, hidden, params, bias is not None))
         kernel((-(-rows // WARPS), 1, 1), WARPS * 32, logits, of_bias, ids, weights, rows, float(params.scale))
         return ids, weights
     together, grid = blocks(rows, experts)
     found = sizes(together, experts, hidden, params, bias is not None)
-    kernel = jit.kernel("route", "route", x.dtype, **found)
+    kernel = jit.kernel("router", "route", x.dtype, **found)
     arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
     kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
@@ -133,7 +133,7 @@ def blocks(rows: int, experts: int) -> tuple[int, tuple[int, int, int]]:
 
 
 def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
-    """What route.cu is compiled for. together: tokens of a block."""
+    """What router.cu is compiled for. together: tokens of a block."""
     return dict(
         R=together,
         EXPERTS=experts,

@@ -102,7 +102,7 @@ def test_which_groups_the_kernel_takes():
     (1000, V3_ROUTER._replace(top_k=32, normalise=False)), (40, V2_ROUTER._replace(top_groups=8)),
 ])  # fmt: skip
 def test_what_a_warp_chooses(experts, params, tmp_path):
-    """choose_experts of route.cu on a CPU, as 32 lanes in lockstep."""
+    """choose_experts of router.cu on a CPU, as 32 lanes in lockstep."""
     logits, bias = torch.randn(20, experts), torch.randn(experts) / 3 if params.corrected else None
     logits[1] = float("nan")
     logits[2, ::3] = float("nan")

@@ -1,4 +1,4 @@
-"""Runs choose_experts of route.cu on a CPU: 32 lanes that take turns at each shuffle."""
+"""Runs choose_experts of router.cu on a CPU: 32 lanes that take turns at each shuffle."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ extern "C" void choose(const float* logits, const float* bias, int* ids, float* 
 def run_warp(
     sizes: dict[str, int], logits: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, scale: float, folder: Path
 ) -> None:
-    """Fills ids and weights [rows, k] of logits [rows, experts]. sizes: what route.cu is compiled for."""
+    """Fills ids and weights [rows, k] of logits [rows, experts]. sizes: what router.cu is compiled for."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    text = jit.SOURCES["route.cu"].read_text().partition('#include "mma.cuh"')[0]  # what chooses
+    text = jit.SOURCES["router.cu"].read_text().partition('#include "mma.cuh"')[0]  # what chooses
     given = [f"constexpr int {name} = {value};" for name, value in sizes.items()]
     (folder / "warp.cpp").write_text("\n".join([HEAD, *given, text, TAIL]))
     library = folder / "warp.so"
