@@ -23,7 +23,7 @@ from torch import Tensor
 from ..cpp import ops
 
 CHUNK = 64
-DELTA_KEYS = 512  # elements of a key that delta_cpu.cpp has room for
+DELTA_KEYS = 512  # elements of a key that gated_delta.cpp has room for
 L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have it
 
 
@@ -99,7 +99,7 @@ def conv_step_cpu(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tens
     """causal_conv of one token of each sequence, in C++."""
     assert state.is_contiguous() and state.dtype == torch.float32
     out = x.new_empty(x.shape)
-    ops.typed("delta_cpu", "conv_step", x.dtype)(
+    ops.typed("gated_delta", "conv_step", x.dtype)(
         x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(x), x.stride(0),
         weight.stride(0), *weight.shape,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes:
     """gated_delta of one token of each sequence, in C++."""
     assert state.is_contiguous() and gates.A_log.is_contiguous() and gates.dt_bias.is_contiguous()
     out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
-    ops.typed("delta_cpu", "delta_step", qkv.dtype)(
+    ops.typed("gated_delta", "delta_step", qkv.dtype)(
         qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv), qkv.stride(0),
         gates.b.stride(0), gates.a.stride(0), *sizes, L2_EPS,
     )  # fmt: skip
@@ -297,7 +297,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_delta_triton.gated_norm(x, z, weight, eps)
     if x.is_contiguous() and z.is_contiguous() and x.dtype == z.dtype == weight.dtype and ops.takes(x):
         y = torch.empty_like(x)
-        ops.typed("delta_cpu", "gated_norm", x.dtype)(x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], eps)
+        ops.typed("gated_delta", "gated_norm", x.dtype)(x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], eps)
         return y
     return gated_norm_reference(x, z, weight, eps)
 

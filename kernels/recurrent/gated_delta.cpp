@@ -1,4 +1,4 @@
-// The gated delta net's convolution and rule of one token of each sequence, and the norm of what it reads (gated_delta.py);
+// The gated delta net's convolution and rule of one token of each sequence, and the norm of what it reads;
 // threads share the channels, and the heads, of all sequences.
 //
 // A head's state is read twice, once for what it holds under the token's key and once to be changed and read, a strip of LANES
