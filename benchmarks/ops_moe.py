@@ -23,7 +23,14 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_pipeline, quantized_wgmma_experts, wgmma_experts
+from phalanx.kernels.moe import (
+    expert_gemv,
+    moe,
+    quantized_cuda,
+    quantized_pipeline,
+    quantized_wgmma_experts,
+    wgmma_experts,
+)
 from phalanx.kernels.moe.moe import Inputs, TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
 from phalanx.kernels.quantized import affine, e4m3, floats, mxfp4
@@ -169,7 +176,7 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
     bytes_, flops = layers.limits(calls)
     versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, one) for one in calls]}
     if rows <= 16:
-        versions["gemv"] = [partial(moe.expert_gemv, one) for one in calls]
+        versions["gemv"] = [partial(expert_gemv.experts, one) for one in calls]
     if rows * layers.shape.top_k <= 16 * layers.shape.experts:
         for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
             versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import jit
 from ..activation.activation import ACTIVATIONS
 from ..device import device_caps
 from ..gemm.linear import gated_linear, linear
@@ -24,6 +23,7 @@ from . import (
     dequantized,
     e4m3_experts,
     expert_gemm,
+    expert_gemv,
     expert_mlp,
     experts_cpu,
     quantized_cuda,
@@ -34,11 +34,6 @@ from . import (
 from .expert_gemm import ItemConfig
 from .expert_mlp import SharedExperts
 from .group import Held, group, local_experts
-
-# Most pairs of the GEMVs, also by experts: of more, many have one in common, and tensor cores read its weights once.
-GEMV_PAIRS = 64
-GEMV_SHARE = 2
-GEMV_WARPS = 4  # of a block
 
 
 class TileConfig(NamedTuple):
@@ -131,8 +126,8 @@ def expert_terms(given: Inputs) -> Tensor:
     given = given._replace(w13=w13, w2=w2)
     if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in given.biases):
         return apart(grouped(given), ids, held)
-    if given.pairs <= gemv_pairs(given.experts) and supports_gemv(x, ids, w13, w2):
-        return expert_gemv(given).unsqueeze(1)
+    if given.pairs <= expert_gemv.most_pairs(given.experts) and expert_gemv.supports(x, ids, w13, w2):
+        return expert_gemv.experts(given).unsqueeze(1)
     if given.pairs <= expert_mlp.MOST_PAIRS * given.experts and expert_mlp.supports(x, w13, w2):
         return apart(in_one_launch(given), ids, held)
     if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
@@ -146,7 +141,7 @@ def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedE
     if not x.is_cuda or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
         return False
     pairs, experts = len(x) * k, len(w13)
-    few = gemv_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
+    few = expert_gemv.most_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
     return few and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
 
 
@@ -155,11 +150,6 @@ def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
     x, ids, weights = (one.contiguous() for one in given[:3])
     y = in_one_launch(given._replace(x=x, ids=ids, weights=weights), shared=shared)
     return y.view(len(x), ids.shape[1] + 1, x.shape[1])
-
-
-def gemv_pairs(experts: int) -> int:
-    """Most pairs of the GEMVs."""
-    return min(GEMV_PAIRS, experts // GEMV_SHARE)
 
 
 def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
@@ -231,34 +221,6 @@ def on_cpu(given: Inputs) -> Tensor:
     return y.to(x.dtype)
 
 
-def supports_gemv(x: Tensor, ids: Tensor, w13: Tensor, w2: Tensor) -> bool:
-    """Whether `expert_gemv` takes these."""
-    hidden, inner = w2.shape[1:]
-    sizes = hidden % 8 == 0 and inner % 8 == 0 and ids.shape[1] <= 32  # a block's outputs, which are fewer, divide too
-    return sizes and x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype and jit.plain(x, w13, w2)
-
-
-def expert_gemv(given: Inputs) -> Tensor:
-    """Two kernels that read weights pair by pair."""
-    x, ids, weights, w13, w2, act, _, held = given
-    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports_gemv` was not asked"
-    (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
-    here = (held.first, held.size) if held else (0, 0)
-    h = x.new_empty(tokens * k, inner)
-    y = torch.empty_like(x)
-    consts = gemv_sizes(hidden, inner, k, act, held is not None)
-    up = jit.kernel("expert_gemv", "expert_up", x.dtype, **consts)
-    up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h, *here)
-    down = jit.kernel("expert_gemv", "expert_down", x.dtype, **consts)
-    down((tokens, hidden // GEMV_WARPS, 1), GEMV_WARPS * 32, h, ids, w2, y, *here)
-    return y
-
-
-def gemv_sizes(hidden: int, inner: int, k: int, act: str, part: bool = False) -> dict[str, int]:
-    """What expert_gemv.cu is compiled for. part: experts are shared out."""
-    return dict(HIDDEN=hidden, INNER=inner, TOP=k, ACT=ACTIVATIONS.index(act), WARPS=GEMV_WARPS, PART=int(part))
-
-
 def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
     """The fastest of so many pairs."""
     if dtype == torch.float32:
@@ -272,7 +234,8 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
     borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
     borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
-    last = *quantized_expert_gemv.most_tokens(experts, k), gemv_pairs(experts) // k, expert_mlp.SORTED_PAIRS // k
+    pairs = expert_gemv.most_pairs(experts), expert_mlp.SORTED_PAIRS
+    last = *quantized_expert_gemv.most_tokens(experts, k), *(most // k for most in pairs)
     few = [1, *(most + 1 for most in last), expert_mlp.MOST_SHARED_ROWS + 1]
     return few + [most * experts // k + 1 for most in sorted(borders)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import expert_gemm, expert_mlp, moe, router
+from phalanx.kernels.moe import expert_gemm, expert_gemv, expert_mlp, moe, router
 from phalanx.kernels.moe.expert_mlp import SharedExperts
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.norm import norm
@@ -46,8 +46,8 @@ def test_experts(sizes, dtype, bound):
 @pytest.mark.parametrize("sizes", [one._replace(tokens=n) for one in (QWEN, CASES[0], CASES[3]) for n in (1, 5, 8)])
 def test_gemv(sizes):
     given = make(sizes, torch.bfloat16, "cuda")
-    assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
-    near(moe.expert_gemv(given), moe.fused_experts_reference(given), 4e-2)
+    assert expert_gemv.supports(given.x, given.ids, given.w13, given.w2)
+    near(expert_gemv.experts(given), moe.fused_experts_reference(given), 4e-2)
 
 
 @pytest.mark.parametrize("tiles", moe.TILINGS.values())
@@ -227,8 +227,8 @@ def test_experts_of_one_rank(tokens, spread):
             near(moe.fused_experts(given), want, bound)
             near(summed(moe.grouped(given), given), want, bound)
             if dtype != torch.float32:
-                assert moe.supports_gemv(given.x, given.ids, given.w13, given.w2)
-                near(moe.expert_gemv(given), want, bound)
+                assert expert_gemv.supports(given.x, given.ids, given.w13, given.w2)
+                near(expert_gemv.experts(given), want, bound)
                 if expert_gemm.supports(given.x, given.w13, given.w2):
                     near(summed(moe.pipelined(given), given), want, bound)
 
