@@ -26,6 +26,7 @@ from . import (
     expert_gemv,
     expert_mlp,
     experts_cpu,
+    gather_pairs,
     quantized_cuda,
     quantized_expert_gemv,
     quantized_wgmma_experts,
@@ -283,7 +284,7 @@ def by_wgmma(given: Inputs, rows: int) -> Tensor:
     """`grouped`, where `wgmma_experts` takes it. rows: pairs of a tile."""
     x, ids, weights, w13, w2, act, biases, held = given
     groups = group(ids, w13.shape[0], rows, held)
-    gathered = wgmma_experts.gather(x, groups, ids.shape[1], rows)
+    gathered = gather_pairs.gather(x, groups, ids.shape[1], rows)
     h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
     dequantized.by_parts(
         w13, groups, biases.up, x.dtype,

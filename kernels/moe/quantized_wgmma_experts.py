@@ -1,7 +1,7 @@
 """Quantised experts of some pairs on Hopper: weights become 16 bits on their way to tensor cores.
 
-Once for all pairs of a tile, so that a tile has room for the pairs of most experts. Rows of x are gathered first, as
-`wgmma_experts` does, so that those of an expert are rows side by side, which TMA brings.
+Once for all pairs of a tile, so that a tile has room for the pairs of most experts. Rows of x are gathered first
+(gather_pairs.py), so that those of an expert are rows side by side, which TMA brings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from ..quantized import e4m3_wide, pieces_cuda
 from ..quantized.pieces_cuda import STRIP, Layout
 from ..quantized.stack import Stack
-from . import quantized_pipeline, wgmma_experts
+from . import gather_pairs, quantized_pipeline
 from .group import Groups
 
 # Pairs per expert: of more it is taken. Of 4 the pipeline takes 10 % less of int4 and 18 % less of Q4_K
@@ -111,7 +111,7 @@ def launch(
     """As `quantized_cuda.expert_up`, with an activation, or `expert_down` make y; x of the latter is in memory that
     has a tile's rows at least."""
     if act:
-        x = wgmma_experts.gather(x, groups, top, config.rows)
+        x = gather_pairs.gather(x, groups, top, config.rows)
     _, outputs, inputs = stack.shape
     _, shared = stages(config, stack.packed.layout)
     of = sizes(stack, config, act, bias is not None)

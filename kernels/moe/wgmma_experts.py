@@ -1,6 +1,6 @@
 """Grouped GEMMs of experts with many pairs each on Hopper, where all time goes into multiplying: 16-bit weights.
 
-Pairs are gathered first, so that those of an expert are rows side by side, which TMA brings.
+Pairs are gathered first (gather_pairs.py), so that those of an expert are rows side by side, which TMA brings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from .group import Groups
 OUTPUTS = 256  # of the weights in a tile
 CHUNK = 64  # inputs that a block multiplies at once
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
-GATHER_WARPS = 8  # of a block of gather_pairs.cu
 # Most pairs per expert → pairs of a tile, 128 or 192 (H200, 2026-11-26, benchmarks/ops_moe.py). Of 128 pairs most
 # experts have one tile of 192, which takes 6 % less of a layer of Qwen3-30B-A3B than tiles of 128; of 256 it takes 23 %
 # more, and of 512, also of Mixtral-8x7B, as long within 4 %.
@@ -61,21 +60,6 @@ def stages(rows: int) -> tuple[int, int]:
     stage = (rows + OUTPUTS) * CHUNK * 2
     count = (MOST_SHARED - 2048) // stage  # 2048: to begin at a multiple of 1024, and barriers
     return count, 1024 + count * stage
-
-
-def gather_sizes(experts: int, inputs: int, top: int) -> dict[str, int]:
-    """What gather_pairs.cu is compiled for."""
-    return dict(EXPERTS=experts, I=inputs, TOP=top, WARPS=GATHER_WARPS)
-
-
-def gather(x: Tensor, groups: Groups, top: int, rows: int) -> Tensor:
-    """Rows of x [T, H], `top` pairs each, in the order of the groups: [P, H], or more rows; those of pairs that are in
-    no group are undefined. rows: of a tile."""
-    pairs, inputs = len(groups.order), x.shape[1]
-    y = x.new_empty(max(pairs, rows), inputs)  # TMA's boxes have so many
-    kernel = jit.kernel("gather_pairs", "gather_pairs", x.dtype, **gather_sizes(len(groups.ends) - 1, inputs, top))
-    kernel((-(-pairs // GATHER_WARPS), 1, 1), GATHER_WARPS * 32, x, groups.order, groups.ends, y, pairs)
-    return y
 
 
 def multiply(
