@@ -28,6 +28,7 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
     e4m3,
+    e4m3_rows,
     e4m3_wgmma,
     e4m3_wide,
     floats,
@@ -157,7 +158,7 @@ def _parts(config: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str)
 
 
 def _e4m3(config: e4m3_wgmma.E4m3Config, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return e4m3_wgmma.gemm(e4m3_wgmma.encode_rows(x), packed, config, gate)
+    return e4m3_wgmma.gemm(e4m3_rows.encode(x), packed, config, gate)
 
 
 def _e4m3_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.E4m3Config]:

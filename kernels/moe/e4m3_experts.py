@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import jit
 from ..device import DeviceCaps, device_caps
-from ..quantized import e4m3_wgmma, e4m3_wide, pieces_cuda
+from ..quantized import e4m3_rows, e4m3_wgmma, e4m3_wide, pieces_cuda
 from ..quantized.e4m3_wgmma import E4m3Config
 from ..quantized.stack import Stack
 from ..quantized.wgmma_configs import blocks_at_once
@@ -53,7 +53,7 @@ def sizes(stack: Stack, config: E4m3Config, act: str, bias: bool) -> dict[str, j
 
 def pairs_sizes(experts: int, inputs: int, top: int) -> dict[str, jit.Size]:
     """What e4m3_pairs.cu is compiled for."""
-    return dict(EXPERTS=experts, TOP=top, **e4m3_wgmma.row_sizes(inputs))
+    return dict(EXPERTS=experts, TOP=top, **e4m3_rows.sizes(inputs))
 
 
 def launch(
@@ -81,7 +81,7 @@ def encode(x: Tensor, groups: Groups, weights: Tensor, top: int, least: int) -> 
     rows = Rows(codes, *torch.empty(2, pairs, device=x.device))
     of = pairs_sizes(len(groups.ends) - 1, inputs, top)
     kernel = jit.kernel("e4m3_pairs", "e4m3_pairs", x.dtype, 0, **of)
-    kernel((pairs, 1, 1), e4m3_wgmma.row_sizes(inputs)["THREADS"], x, groups.order, groups.ends, weights, *rows)
+    kernel((pairs, 1, 1), e4m3_rows.sizes(inputs)["THREADS"], x, groups.order, groups.ends, weights, *rows)
     return rows
 
 

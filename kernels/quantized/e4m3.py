@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cpp import ops
 from . import e4m3_cpu, floats
 from .e4m3_cuda import GROUP
-from .e4m3_wgmma import MOST
+from .e4m3_rows import MOST
 
 UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix

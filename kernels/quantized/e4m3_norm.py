@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import jit
 from ..norm import norm
-from .e4m3_wgmma import E4m3Rows
+from .e4m3_rows import E4m3Rows
 
 VECTOR = 8  # elements
 
@@ -15,7 +15,7 @@ VECTOR = 8  # elements
 def sum_add_rms_norm(
     terms: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None
 ) -> tuple[E4m3Rows, Tensor]:
-    """What `encode_rows` makes of norm.sum_add_rms_norm, bit for bit, and the residual [T, H].
+    """What `e4m3_rows.encode` makes of norm.sum_add_rms_norm, bit for bit, and the residual [T, H].
 
     All are of 16 bits and begin at multiples of 16 bytes; H is a multiple of 16. For sm_90 and later.
     """

@@ -18,15 +18,13 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from . import e4m3_wide
+from . import e4m3_rows, e4m3_wide
+from .e4m3_rows import E4m3Rows
 from .pieces_cuda import STRIP, Packed, takes
 from .wgmma_configs import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33
-MOST = 448.0  # the largest number of e4m3
-SMALLEST = 1e-35  # as in e4m3_scale.cuh
-MOST_THREADS = 512  # of a block of e4m3_encode.cuh
 TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
     ((128, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -47,14 +45,6 @@ MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 LARGE_ROWS, LARGE_WAVES = 2048, 2
 SHARED_ROWS = 4096  # from which on weights with a scale for each 128 inputs are brought to two tiles at once
 LEAST_STAGES, MOST_STAGES = 3, 8
-
-
-class E4m3Rows(NamedTuple):
-    """x [T, I] as e4m3_wgmma.cu takes it."""
-
-    codes: Tensor  # uint8 [T, I], in the order of `encode_rows_reference`
-    scales: Tensor  # f32 [T]
-    dtype: torch.dtype  # of x, and of what is made of it
 
 
 class E4m3Config(NamedTuple):
@@ -125,7 +115,7 @@ def variants(
         assert isinstance(packed, Packed)
         fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
         config = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
-        yield jit.variant("e4m3_rows", dtype, **row_sizes(packed.inputs))
+        yield jit.variant("e4m3_rows", dtype, **e4m3_rows.sizes(packed.inputs))
         yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, config, fused, bias, packed.layout.alike))
 
 
@@ -254,32 +244,6 @@ def gemm(x: E4m3Rows, packed: Packed, config: E4m3Config, gate: str = "", bias: 
         blocks = min(blocks, blocks_at_once(config.cluster, device_caps(codes.device).num_sms))
     kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)
     return y
-
-
-def encode_rows(x: Tensor) -> E4m3Rows:
-    """x [T, I], rounded to e4m3. e4m3_norm.cu makes the same of a norm."""
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(len(x), device=x.device)
-    sizes = row_sizes(x.shape[1])
-    kernel = jit.kernel("e4m3_rows", "e4m3_rows", x.dtype, 0, **sizes)
-    kernel((len(x), 1, 1), sizes["THREADS"], x, codes, scales)
-    return E4m3Rows(codes, scales, x.dtype)
-
-
-def row_sizes(inputs: int) -> dict[str, int]:
-    """What e4m3_encode.cuh is compiled for: a thread has two runs of 16 inputs, or more of long rows."""
-    return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MOST_THREADS))
-
-
-def encode_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [T, I], in the order of pieces, and scales f32 [T]: max|x| / 448. Rows of nothing above SMALLEST are
-    zeros."""
-    most = x.float().abs().amax(1, keepdim=True)
-    by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
-    values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
-    # Of 16 inputs: a byte's first bit, a lane's t, the second bit.
-    codes = values.view(torch.uint8).reshape(len(x), x.shape[1] // 16, 2, 4, 2)
-    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
 
 
 def stages(config: E4m3Config) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gated_activation
 from ..device import DeviceCaps
-from . import e4m3_cpu, e4m3_cuda, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
+from . import e4m3_cpu, e4m3_cuda, e4m3_rows, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -126,7 +126,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     """
     if isinstance(packed, pieces_cuda.Packed):
         if e4m3_wgmma.supports(x, packed, bias):
-            return e4m3_wgmma.linear(e4m3_wgmma.encode_rows(x), packed, gate, bias)
+            return e4m3_wgmma.linear(e4m3_rows.encode(x), packed, gate, bias)
         if pieces_cuda.supports(x, packed, bias):
             return pieces_cuda.linear(x, packed, gate, bias)
     elif isinstance(packed, e4m3_cpu.Packed):

@@ -19,7 +19,7 @@ from ....kernels.gemm.cublaslt import accumulate_linear
 from ....kernels.gemm.linear import accumulates
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
 from ....kernels.quantized import e4m3_norm, e4m3_wgmma
-from ....kernels.quantized.e4m3_wgmma import E4m3Rows
+from ....kernels.quantized.e4m3_rows import E4m3Rows
 
 
 class Norm(Protocol):

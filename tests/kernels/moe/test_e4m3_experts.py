@@ -8,7 +8,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Held
-from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, q8_0_cuda
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
@@ -109,7 +109,7 @@ def test_rows_of_pairs(launched, inputs, dtype, top):
     x[2] = 0
     found = e4m3_experts.encode(x, groups, weights, top, 64)
     assert found[0].shape == (64, inputs)
-    check_codes(found, x, groups, weights, top, e4m3_wgmma.encode_rows_reference(x))
+    check_codes(found, x, groups, weights, top, e4m3_rows.encode_reference(x))
 
 
 def test_what_it_is_for():

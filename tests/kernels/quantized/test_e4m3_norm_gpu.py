@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import e4m3_norm, e4m3_wgmma
+from phalanx.kernels.quantized import e4m3_norm, e4m3_rows
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
@@ -18,9 +18,9 @@ def check(found, want):
     """Against the kernel of its own, and the reference."""
     (rows, stream), (normed, total) = found, want
     assert torch.equal(stream, total) and rows.dtype == normed.dtype
-    codes, scales, _ = e4m3_wgmma.encode_rows(normed)
+    codes, scales, _ = e4m3_rows.encode(normed)
     assert torch.equal(rows.codes, codes) and torch.equal(rows.scales, scales)
-    codes, scales = e4m3_wgmma.encode_rows_reference(normed)
+    codes, scales = e4m3_rows.encode_reference(normed)
     assert torch.equal(rows.codes, codes)
     torch.testing.assert_close(rows.scales, scales, rtol=1e-6, atol=0)  # torch multiplies with 448's reciprocal
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_cuda, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
-from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config, E4m3Rows
+from phalanx.kernels.quantized import e4m3_cuda, e4m3_rows, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
+from phalanx.kernels.quantized.e4m3_rows import E4m3Rows
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from torch.nn.functional import silu
 
 from .. import cuda_model
@@ -32,14 +33,14 @@ def operand(packed):
 def test_rows_and_weights_have_one_order():
     plain, packed = packed_of(32, 256)
     x = torch.randn(5, 256)
-    codes, scales = e4m3_wgmma.encode_rows_reference(x)
+    codes, scales = e4m3_rows.encode_reference(x)
     a, b = operand(packed).view(E4M3).double(), codes.view(E4M3).double()
     parts = torch.einsum("ouk,tuk->tou", a.unflatten(1, (2, 128)), b.unflatten(1, (2, 128)))
     found = (parts * plain.scales.double()).sum(2) * scales.double().unsqueeze(1)
     want = x.double() @ floats.dequantize(plain).double().T
     assert (found - want).norm() < 0.04 * want.norm()
     numbers = torch.arange(16.0).repeat(8).view(1, 128)
-    order = e4m3_wgmma.encode_rows_reference(numbers * (448 / 15))[0].view(E4M3).float()[0, :16] * (15 / 448)
+    order = e4m3_rows.encode_reference(numbers * (448 / 15))[0].view(E4M3).float()[0, :16] * (15 / 448)
     assert order.round().int().tolist()[:8] == [0, 8, 1, 9, 2, 10, 3, 11]
 
 
@@ -62,7 +63,7 @@ def test_pieces_give_back_what_they_were_made_of():
 def test_rows_of_zeros_and_of_what_is_no_number():
     x = torch.zeros(2, 128)
     x[1, 3] = float("nan")
-    codes, scales = e4m3_wgmma.encode_rows_reference(x)
+    codes, scales = e4m3_rows.encode_reference(x)
     assert codes[0].eq(0).all() and scales[0] == 0 and scales[1].isnan()
 
 
@@ -138,14 +139,14 @@ def launched(monkeypatch, cuda_models):
         return launch
 
     def encode(x):
-        codes, scales = e4m3_wgmma.encode_rows_reference(x)
+        codes, scales = e4m3_rows.encode_reference(x)
         kept.append(codes)
         return E4m3Rows(codes, scales, x.dtype)
 
     kept = []
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(e4m3_wgmma, "encode_rows", encode)
+    monkeypatch.setattr(e4m3_rows, "encode", encode)
     monkeypatch.setattr(e4m3_wgmma, "device_caps", lambda device: HOPPER._replace(num_sms=2))
     monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
     real = torch.Tensor.new_empty
@@ -181,6 +182,6 @@ def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    found = e4m3_wgmma.gemm(e4m3_wgmma.encode_rows(x), packed, config, gate, bias)
+    found = e4m3_wgmma.gemm(e4m3_rows.encode(x), packed, config, gate, bias)
     bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()

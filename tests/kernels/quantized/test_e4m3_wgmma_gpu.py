@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.quantized import e4m3_wgmma, floats
+from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, floats
 from torch.nn.functional import silu
 
 from ...devices import needs_hopper, require_gpu
@@ -42,8 +42,8 @@ def check(found, want, about, gated):
 def test_rows(rows, inputs, dtype):
     x = rows_of(rows, inputs, dtype)
     x[0] = 0
-    codes, scales, _ = e4m3_wgmma.encode_rows(x)
-    want, by = e4m3_wgmma.encode_rows_reference(x)
+    codes, scales, _ = e4m3_rows.encode(x)
+    want, by = e4m3_rows.encode_reference(x)
     torch.testing.assert_close(scales, by, rtol=1e-6, atol=0)
     apart = (codes.view(E4M3).float() - want.view(E4M3).float()).abs() / want.view(E4M3).float().abs().clamp(1)
     assert apart.max() <= 1 / 8 and (apart > 0).float().mean() < 1e-4  # a quotient that rounds another way
@@ -79,7 +79,7 @@ def test_every_config(outputs, inputs, unit, gate, dtype, tile, clusters):
             first, second = want.to(dtype).double().chunk(2, 1)
             want = silu(first) * second
         for config in configs:
-            found = [e4m3_wgmma.gemm(e4m3_wgmma.encode_rows(x), packed, config, gate, bias) for _ in range(3)]
+            found = [e4m3_wgmma.gemm(e4m3_rows.encode(x), packed, config, gate, bias) for _ in range(3)]
             check(found, want, (config, rows), bool(gate))
 
 
