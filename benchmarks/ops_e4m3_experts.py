@@ -21,7 +21,7 @@ from phalanx.benchmarks.ops_table import Table
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda
+from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Inputs
 from phalanx.kernels.quantized import e4m3
@@ -97,8 +97,8 @@ def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
             assert isinstance(one.w13, Stack) and isinstance(one.w2, Stack)
             groups = group(one.ids, experts, config.rows)
             h = torch.randn(one.pairs, one.w2.shape[2], device="cuda").to(one.x.dtype)
-            of_x = partial(e4m3_experts.encode, one.x, groups, one.weights, top, 256)
-            of_h = partial(e4m3_experts.encode, h, groups, one.weights, 0, 256)
+            of_x = partial(e4m3_pairs.encode, one.x, groups, one.weights, top, 256)
+            of_h = partial(e4m3_pairs.encode, h, groups, one.weights, 0, 256)
             of["of x"].append(of_x)
             of["of h"].append(of_h)
             of["up"].append(

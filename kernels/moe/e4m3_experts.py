@@ -5,17 +5,16 @@ As linears do (kernels/quantized/e4m3_wgmma.py), whose configs these are; each t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
 from .. import jit
 from ..device import DeviceCaps, device_caps
-from ..quantized import e4m3_rows, e4m3_wgmma, e4m3_wide, pieces_cuda
+from ..quantized import e4m3_wgmma, e4m3_wide, pieces_cuda
 from ..quantized.e4m3_wgmma import E4m3Config
 from ..quantized.stack import Stack
 from ..quantized.wgmma_configs import blocks_at_once
+from . import e4m3_pairs
+from .e4m3_pairs import E4m3Pairs
 from .group import Groups
 
 MOST_OF_16_BITS = 4  # pairs per expert up to which quantized_pipeline.cu, which leaves x as it is, is as fast
@@ -51,42 +50,17 @@ def sizes(stack: Stack, config: E4m3Config, act: str, bias: bool) -> dict[str, j
     return e4m3_wgmma.sizes(inputs, config, act, bias, stack.packed.layout.alike) | dict(OUTPUTS=outputs)
 
 
-def pairs_sizes(experts: int, inputs: int, top: int) -> dict[str, jit.Size]:
-    """What e4m3_pairs.cu is compiled for."""
-    return dict(EXPERTS=experts, TOP=top, **e4m3_rows.sizes(inputs))
-
-
 def launch(
     x: Tensor, stack: Stack, groups: Groups, weights: Tensor, y: Tensor, act: str, top: int, config: E4m3Config,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
     """As `quantized_cuda.expert_up`, with an activation, or `expert_down` make y."""
-    rows = encode(x, groups, weights, top if act else 0, config.rows)
+    rows = e4m3_pairs.encode(x, groups, weights, top if act else 0, config.rows)
     multiply(rows, stack, groups, y, act, config, bias)
 
 
-class Rows(NamedTuple):
-    """In the order of the groups; what is of pairs that are in no group is undefined."""
-
-    codes: Tensor  # uint8 [P, I], or more rows
-    scales: Tensor  # [P] f32
-    weights: Tensor  # [P] f32, of the pairs
-
-
-def encode(x: Tensor, groups: Groups, weights: Tensor, top: int, least: int) -> Rows:
-    """top: pairs of a row of x [T, I]; 0: x [P, I] is in the order of the groups. weights [T, k] f32: the pairs'.
-    least: rows of codes that there are, as TMA's boxes have so many."""
-    pairs, inputs = len(groups.order), x.shape[1]
-    codes = torch.empty(max(pairs, least), inputs, dtype=torch.uint8, device=x.device)
-    rows = Rows(codes, *torch.empty(2, pairs, device=x.device))
-    of = pairs_sizes(len(groups.ends) - 1, inputs, top)
-    kernel = jit.kernel("e4m3_pairs", "e4m3_pairs", x.dtype, 0, **of)
-    kernel((pairs, 1, 1), e4m3_rows.sizes(inputs)["THREADS"], x, groups.order, groups.ends, weights, *rows)
-    return rows
-
-
 def multiply(
-    rows: Rows, stack: Stack, groups: Groups, y: Tensor, act: str, config: E4m3Config, bias: Tensor | None = None
+    rows: E4m3Pairs, stack: Stack, groups: Groups, y: Tensor, act: str, config: E4m3Config, bias: Tensor | None = None
 ) -> None:
     """Fill y [P, outputs]."""
     _, outputs, inputs = stack.shape

@@ -8,6 +8,7 @@ from phalanx.kernels.gemm import skinny
 from phalanx.kernels.gemm.skinny import TileConfig
 from phalanx.kernels.moe import (
     e4m3_experts,
+    e4m3_pairs,
     expert_gemm,
     expert_gemv,
     expert_mlp,
@@ -265,8 +266,8 @@ PROGRAMS = [
     quantized_wgmma_experts_of(torch.bfloat16, 4096, 28672, 32, 384, "silu", False, Q4_K),
     quantized_wgmma_experts_of(torch.float16, 4096, 28672, 64, 256, "silu", True),
     quantized_wgmma_experts_of(torch.bfloat16, 576, 2048, 16, 384, "", False, E4M3),
-    ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_experts.pairs_sizes(128, 2048, 8))),
-    ("e4m3_pairs", dict(T=torch.float16, **e4m3_experts.pairs_sizes(60, 14336, 0))),
+    ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_pairs.sizes(128, 2048, 8))),
+    ("e4m3_pairs", dict(T=torch.float16, **e4m3_pairs.sizes(60, 14336, 0))),
     ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(1536, 2048, "silu", False, 192))),
     ("wgmma_experts", dict(T=torch.float16, **wgmma_experts.sizes(2880, 2880, "", True, 192))),
     ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(5760, 2880, "gelu", True, 128))),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda, quantized_pipeline
+from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_pipeline
 from phalanx.kernels.moe.moe import Held
 from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, q8_0_cuda
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
@@ -107,7 +107,7 @@ def test_rows_of_pairs(launched, inputs, dtype, top):
     groups = moe.group(ids, 4, 16, Held(1, 4, 6))
     x = torch.randn(11 if top else 33, inputs).to(dtype)
     x[2] = 0
-    found = e4m3_experts.encode(x, groups, weights, top, 64)
+    found = e4m3_pairs.encode(x, groups, weights, top, 64)
     assert found[0].shape == (64, inputs)
     check_codes(found, x, groups, weights, top, e4m3_rows.encode_reference(x))
 

@@ -9,7 +9,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import e4m3_experts, moe, quantized_cuda
+from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda
 from phalanx.kernels.moe.moe import Biases, Held, Inputs
 from phalanx.kernels.quantized import e4m3_rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
@@ -53,7 +53,7 @@ def check(given, up, down, configs):
     """Each GEMM three times, and what lies between."""
     x, ids, weights, w13, w2, act, biases, held = given
     groups, top = moe.group(ids, w13.shape[0], configs[0].rows, held), ids.shape[1]
-    rows = e4m3_experts.encode(x, groups, weights, top, configs[0].rows)
+    rows = e4m3_pairs.encode(x, groups, weights, top, configs[0].rows)
     check_codes(rows, x, groups, weights, top, e4m3_rows.encode_reference(x))
     last = int(groups.ends[-1])
     h = [quantized_cuda.expert_up(x, weights, w13, groups, top, act, configs[0], biases.up) for _ in range(3)]
