@@ -21,7 +21,7 @@ from phalanx.benchmarks.ops_table import Table
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda
+from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Inputs
 from phalanx.kernels.quantized import e4m3
@@ -72,7 +72,7 @@ def whole(bf16: list[Inputs], given: list[Inputs]) -> dict[str, list[Call]]:
         "dequantised": [partial(moe.grouped, one) for one in given],
     }
     if one.pairs <= 96 * one.experts:
-        tiles = quantized_cuda.choose_tiles(one.pairs, one.experts)
+        tiles = quantized_experts.choose_tiles(one.pairs, one.experts)
         kernels = quantized_cuda.tiled_configs(tiles, one.w13, one.w2)
         versions[f"tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, kernels) for one in given]
     up, down = e4m3_experts.choose(one.pairs, one.experts)
@@ -121,14 +121,14 @@ def compile_ahead(given: list[Inputs], rows: list[int]) -> None:
             e4m3_experts.sizes(one, config, act, False) for config in used for one, act in ((w13, "silu"), (w2, ""))
         ]
         programs += [jit.variant("e4m3_experts", torch.bfloat16, **one) for one in sizes]
-        tiles = quantized_cuda.choose_tiles(n * top, experts)
+        tiles = quantized_experts.choose_tiles(n * top, experts)
         for kernels in (
             quantized_cuda.tiled_configs(tiles, w13, w2),
             quantized_cuda.choose_kernels(n * top, experts, w13, w2, found),
         ):
             for weight, kernel, act, k in ((w13, kernels.up, "silu", top), (w2, kernels.down, "", 1)):
-                if isinstance(kernel, quantized_cuda.ExpertTileConfig):
-                    of = quantized_cuda.sizes(weight, kernel, act, k, False)
+                if isinstance(kernel, quantized_experts.ExpertTileConfig):
+                    of = quantized_experts.sizes(weight, kernel, act, k, False)
                     programs.append(jit.variant("quantized_experts", torch.bfloat16, **of))
     jit.compile_ahead(programs, torch.device("cuda"))
 

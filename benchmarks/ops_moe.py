@@ -27,6 +27,7 @@ from phalanx.kernels.moe import (
     expert_gemv,
     moe,
     quantized_cuda,
+    quantized_experts,
     quantized_pipeline,
     quantized_wgmma_experts,
     wgmma_experts,
@@ -149,8 +150,8 @@ def compile_quantized(layers: Layers) -> None:
     for (w13, w2), *_ in layers.quantized.values():
         for kernels in kernels_of(w13, w2).values():
             for weight, kernel, act, top in ((w13, kernels.up, "silu", layers.shape.top_k), (w2, kernels.down, "", 1)):
-                if isinstance(kernel, quantized_cuda.ExpertTileConfig):
-                    sizes = quantized_cuda.sizes(weight, kernel, act, top, False)
+                if isinstance(kernel, quantized_experts.ExpertTileConfig):
+                    sizes = quantized_experts.sizes(weight, kernel, act, top, False)
                     programs.append(jit.variant("quantized_experts", torch.bfloat16, **sizes))
                 elif isinstance(kernel, quantized_pipeline.PipelineConfig):
                     sizes = quantized_pipeline.sizes(weight, kernel, act, top, False)

@@ -29,6 +29,7 @@ from . import (
     gather_pairs,
     quantized_cuda,
     quantized_expert_gemv,
+    quantized_experts,
     quantized_wgmma_experts,
     wgmma_experts,
 )
@@ -233,7 +234,7 @@ def tiling_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
     borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
-    borders |= {*quantized_cuda.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
+    borders |= {*quantized_experts.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
     borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
     pairs = expert_gemv.most_pairs(experts), expert_mlp.SORTED_PAIRS
     last = *quantized_expert_gemv.most_tokens(experts, k), *(most // k for most in pairs)

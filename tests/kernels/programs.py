@@ -15,8 +15,8 @@ from phalanx.kernels.moe import (
     gather_pairs,
     group,
     host_exchange,
-    quantized_cuda,
     quantized_expert_gemv,
+    quantized_experts,
     quantized_pipeline,
     quantized_wgmma_experts,
     router,
@@ -86,10 +86,10 @@ def e4m3_program(dtype, *sizes):
     return "e4m3_wgmma", dict(T=dtype, **e4m3_wgmma.sizes(*sizes))
 
 
-def quantized_experts(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT):
+def quantized_experts_of(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
     stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
-    return quantized_cuda.sizes(stack, quantized_cuda.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
+    return quantized_experts.sizes(stack, quantized_experts.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
 def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=q8_0_cuda.LAYOUT):
@@ -228,13 +228,13 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (128, 128, 64, 4), "", False, Q6_K))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, Q4_K))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, Q4_1))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(1, 2048, 1536, "silu", False, Q4_K))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(8, 2048, 1536, "silu", True, Q6_K))),
-    ("quantized_experts", dict(T=torch.float16, **quantized_experts(8, 768, 2048, "", True, INT4_ZEROS))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(2, 768, 2048, "", False, E4M3))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(8, 2048, 1536, "silu", False, WIDE))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 2880, 5760, CLAMPED_SWIGLU, True, MXFP4))),
-    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts(4, 4096, 28672, "gelu", False))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(1, 2048, 1536, "silu", False, Q4_K))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(8, 2048, 1536, "silu", True, Q6_K))),
+    ("quantized_experts", dict(T=torch.float16, **quantized_experts_of(8, 768, 2048, "", True, INT4_ZEROS))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(2, 768, 2048, "", False, E4M3))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(8, 2048, 1536, "silu", False, WIDE))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(4, 2880, 5760, CLAMPED_SWIGLU, True, MXFP4))),
+    ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(4, 4096, 28672, "gelu", False))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "silu", False, Q4_K))),
     ("quantized_pipeline", dict(T=torch.float16, **quantized_pipeline_of(768, 2048, "", False, Q4_K))),
     ("quantized_pipeline", dict(T=torch.bfloat16, **quantized_pipeline_of(2048, 1536, "gelu", True, Q6_K))),

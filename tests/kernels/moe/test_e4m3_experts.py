@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_pipeline
+from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_experts, quantized_pipeline
 from phalanx.kernels.moe.moe import Held
 from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, q8_0_cuda
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
@@ -129,7 +129,7 @@ def test_what_it_is_for():
         assert quantized_cuda.multiplies_codes(8 * tokens, 128, *stacks("e4m3_wide", "e4m3_wide"), HOPPER)
     blackwell = DeviceCaps(148, "sm_100", True, True, False)
     for found in (kernels_of(129, caps=blackwell), kernels_of(129, down="e4m3"), kernels_of(129, up="q4_k")):
-        assert all(isinstance(one, quantized_cuda.ExpertTileConfig) for one in found)
+        assert all(isinstance(one, quantized_experts.ExpertTileConfig) for one in found)
     assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell)
     assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER)
 

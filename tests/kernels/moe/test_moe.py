@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import dequantized, expert_gemm, expert_mlp, moe, quantized_cuda
+from phalanx.kernels.moe import dequantized, expert_gemm, expert_mlp, moe, quantized_experts
 
 from ..interpreter import interpret
 from .cases import CASES, Sizes, biases, make, near, share_of, shares, strided
@@ -55,8 +55,8 @@ def test_every_tiling_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
         used = {moe.tiling(n * k, experts, torch.bfloat16) for n in moe.tiling_rows(experts, k)}
         assert used == set(moe.TILINGS.values())
-        tiles = {quantized_cuda.choose_tiles(n * k, experts) for n in moe.tiling_rows(experts, k)}
-        assert tiles == {*quantized_cuda.TILES.values(), 8}
+        tiles = {quantized_experts.choose_tiles(n * k, experts) for n in moe.tiling_rows(experts, k)}
+        assert tiles == {*quantized_experts.TILES.values(), 8}
 
 
 @pytest.mark.parametrize(

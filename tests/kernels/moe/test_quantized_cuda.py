@@ -10,6 +10,7 @@ from phalanx.kernels.moe import (
     moe,
     quantized_cuda,
     quantized_expert_gemv,
+    quantized_experts,
     quantized_pipeline,
     quantized_wgmma_experts,
 )
@@ -204,7 +205,7 @@ def test_when_pairs_are_few(form, inner, pairs, experts, taken):
 def test_some_cases_have_several_chunks(form):
     inputs = [(one.tiles, n, gated) for one in CASES for of, n, gated in gemms(one) if of == form]
     layout = make(16, 512, form)[0].layout
-    assert any(quantized_cuda.choose(tiles, n, layout, gated).inputs < n for tiles, n, gated in inputs)
+    assert any(quantized_experts.choose(tiles, n, layout, gated).inputs < n for tiles, n, gated in inputs)
 
 
 @pytest.mark.parametrize("size", [2500, 3e-4])
@@ -230,11 +231,11 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
     layout = make(16, 512, form)[0].layout
     for inputs in range(layout.inputs, 16384, layout.inputs):
         for gated in (False, True):
-            config = quantized_cuda.choose(tiles, inputs, layout, gated)
+            config = quantized_experts.choose(tiles, inputs, layout, gated)
             steps = config.inputs / layout.inputs / config.groups
             assert inputs % config.inputs == 0 and steps == int(steps) > 0 and config.groups * tiles <= 8
             assert config.inputs == inputs or int(steps) % config.ahead == 0
-            assert quantized_cuda.shared(config, inputs, gated) <= 99 << 10, (
+            assert quantized_experts.shared(config, inputs, gated) <= 99 << 10, (
                 "two blocks share a multiprocessor of sm_90"
             )
 
@@ -259,7 +260,7 @@ def test_chosen_kernels(tokens, up, down, found):
     for has_tma, hopper in [(True, False), (False, False), *([(True, True)] if few else [])]:
         caps = DeviceCaps(132, "sm_90a" if hopper else "sm_100", True, has_tma, hopper)
         configs = quantized_cuda.choose_kernels(8 * tokens, 128, w13, w2, caps)
-        kinds = ["tiles" if isinstance(one, quantized_cuda.ExpertTileConfig) else "pipeline" for one in configs]
+        kinds = ["tiles" if isinstance(one, quantized_experts.ExpertTileConfig) else "pipeline" for one in configs]
         assert configs.up.rows == configs.down.rows
         if has_tma:
             assert (configs.rows, *kinds) == found
@@ -271,7 +272,7 @@ def test_few_units_leave_the_pipeline():
     """One token of a quarter of Qwen3-30B-A3B's experts: most warps would be idle."""
     w13, w2 = (Stack(q8_0_cuda, make(16, 512, "q4_k")[0], (128, *shape)) for shape in ((384, 2048), (2048, 192)))
     configs = quantized_cuda.choose_kernels(8, 128, w13, w2, DeviceCaps(132, "sm_90a", True, True, True))
-    assert isinstance(configs.up, quantized_cuda.ExpertTileConfig)
+    assert isinstance(configs.up, quantized_experts.ExpertTileConfig)
 
 
 def test_long_rows_leave_room_for_fewer_rings():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_wgmma_experts
+from phalanx.kernels.moe import moe, quantized_cuda, quantized_experts, quantized_wgmma_experts
 from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
 from phalanx.kernels.moe.quantized_wgmma_experts import WgmmaExpertsConfig
 from phalanx.kernels.quantized import q8_0_cuda
@@ -117,7 +117,7 @@ def test_what_it_is_for():
     tiles = kernels_of(16, "q8_0", "q8_0", inner=1440)  # which 64 does not divide
     blackwell = DeviceCaps(148, "sm_100", True, True, False)
     for found in (tiles, kernels_of(16, caps=blackwell), kernels_of(16, down="e4m3_wide")):
-        assert all(isinstance(one, quantized_cuda.ExpertTileConfig) for one in found)
+        assert all(isinstance(one, quantized_experts.ExpertTileConfig) for one in found)
 
 
 def test_cuts_are_what_the_kernel_takes():
