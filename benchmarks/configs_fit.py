@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, super_blocks_cuda, wgmma_configs
+from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, quantized_wgmma, super_blocks_cuda
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.pieces_cuda import Layout
-from phalanx.kernels.quantized.wgmma_configs import WgmmaConfig
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 
 OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
 # The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number says whether pieces are fetched ahead, as
@@ -31,12 +31,12 @@ LAYOUTS: dict[str, Layout] = {
 ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor in a us
 # Bytes that an H200's second level gives in a nanosecond, at most: past it, tiles that share operands cost the same as
 # others, and the first of them is chosen, though it may be a fifth slower.
-MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), wgmma_configs: dict(together=8.0)}
+MOST = {e4m3_wgmma: dict(together=8.0, second_level=7000.0), quantized_wgmma: dict(together=8.0)}
 FOUND = 3.0  # weight of what a choice loses, beside how far times are off
 
 TILES = {tile for tile, _ in e4m3_wgmma.TILES}  # files have others, too, that were not worth it
 
-Costs = Any  # of e4m3_wgmma or of wgmma_configs
+Costs = Any  # of e4m3_wgmma or of quantized_wgmma
 
 
 class Shape(NamedTuple):
@@ -78,7 +78,7 @@ def of_registers(line: dict[str, Any]) -> Shape:
             times[WgmmaConfig(*(int(part) for part in match.groups() if part))] = value
 
     def time(config: WgmmaConfig, costs: Costs) -> float:
-        return wgmma_configs.time(config, *sizes, LAYOUTS[name], NUM_SMS, costs) / CYCLES
+        return quantized_wgmma.time(config, *sizes, LAYOUTS[name], NUM_SMS, costs) / CYCLES
 
     return Shape(*sizes, times, time)
 
@@ -136,13 +136,13 @@ def write(module: Any, name: str, costs: Costs) -> None:
 
 
 def fit(path: str) -> None:
-    """Writes costs to e4m3_wgmma.py and to wgmma_configs.py, each if there are times of its configs, and says
+    """Writes costs to e4m3_wgmma.py and to quantized_wgmma.py, each if there are times of its configs, and says
     what choices by them lose. How long a format's weights take to be widened stays what its layout says."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     of: tuple[tuple[Any, str, Callable[[dict[str, Any]], Shape]], ...] = (
         (e4m3_wgmma, "COSTS", partial(of_e4m3, long=False)),
         (e4m3_wgmma, "LONG_COSTS", partial(of_e4m3, long=True)),
-        (wgmma_configs, "COSTS", of_registers),
+        (quantized_wgmma, "COSTS", of_registers),
     )
     for module, name, read in of:
         if shapes := [shape for shape in map(read, lines) if shape.times]:

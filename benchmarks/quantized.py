@@ -39,9 +39,9 @@ from phalanx.kernels.quantized import (
     q5_k,
     q6_k,
     q8_0_cuda,
+    quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
-    wgmma_configs,
 )
 from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
 from torch import Tensor
@@ -149,12 +149,12 @@ def _gemm(config: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) 
     return pieces_cuda.gemm(x, packed, config, gate)
 
 
-def _wgmma(config: pieces_cuda.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.wgmma(x, packed, config, gate)
+def _wgmma(config: quantized_wgmma.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return quantized_wgmma.gemm(x, packed, config, gate)
 
 
-def _parts(config: pieces_cuda.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.wgmma_parts(x, packed, config, gate)
+def _parts(config: quantized_wgmma.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return quantized_wgmma.gemm_in_parts(x, packed, config, gate)
 
 
 def _e4m3(config: e4m3_wgmma.E4m3Config, x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -167,16 +167,16 @@ def _e4m3_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m
     return list(e4m3_wgmma.configs(rows, inputs, layout.alike, bool(gate))) if taken else []
 
 
-def _wgmma_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaConfig]:
-    taken = device_caps(torch.device("cuda")).hopper and rows in wgmma_configs.ROWS
-    return list(wgmma_configs.configs(rows, inputs, layout, bool(gate))) if taken else []
+def _wgmma_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[quantized_wgmma.WgmmaConfig]:
+    taken = device_caps(torch.device("cuda")).hopper and rows in quantized_wgmma.ROWS
+    return list(quantized_wgmma.configs(rows, inputs, layout, bool(gate))) if taken else []
 
 
-def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[pieces_cuda.WgmmaParts]:
+def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[quantized_wgmma.WgmmaParts]:
     """Of any rows, whether `choose` takes two parts or not; their configs are among those that stand alone."""
     caps = device_caps(torch.device("cuda"))
-    taken = caps.hopper and rows in wgmma_configs.ROWS
-    return list(wgmma_configs.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
+    taken = caps.hopper and rows in quantized_wgmma.ROWS
+    return list(quantized_wgmma.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) -> None:
@@ -202,7 +202,7 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
                     sizes = pieces_cuda._gemm_sizes(n, inputs, config, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemm", BF16, **sizes))
             for many in _wgmma_configs(n, inputs, layout, gate):
-                sizes = pieces_cuda._wgmma_sizes(inputs, many, gate, False, layout)
+                sizes = quantized_wgmma.sizes(inputs, many, gate, False, layout)
                 wanted.append(jit.variant("quantized_wgmma", BF16, **sizes))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():

@@ -11,8 +11,8 @@ from .. import jit
 from ..device import DeviceCaps, device_caps
 from ..quantized import e4m3_wgmma, e4m3_wide, pieces_cuda
 from ..quantized.e4m3_wgmma import E4m3Config
+from ..quantized.quantized_wgmma import blocks_at_once
 from ..quantized.stack import Stack
-from ..quantized.wgmma_configs import blocks_at_once
 from . import e4m3_pairs
 from .e4m3_pairs import E4m3Pairs
 from .group import Groups

@@ -21,7 +21,7 @@ from ..device import WHOLE_SHARED, DeviceCaps, device_caps
 from . import e4m3_rows, e4m3_wide
 from .e4m3_rows import E4m3Rows
 from .pieces_cuda import STRIP, Packed, takes
-from .wgmma_configs import blocks_at_once
+from .quantized_wgmma import blocks_at_once
 
 UNIT = 128  # inputs of a piece, and of a chunk
 LEAST_ROWS = 33

@@ -16,9 +16,9 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from . import grouped_gemv, wgmma_configs
+from . import grouped_gemv, quantized_wgmma
 from .grouped_gemv import GroupedConfig
-from .wgmma_configs import STRIP, WgmmaConfig, WgmmaParts, wgmma_stages
+from .quantized_wgmma import STRIP, WgmmaConfig, WgmmaParts
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
 MOST_GEMV_ROWS = 8
@@ -47,6 +47,11 @@ class Layout(NamedTuple):
     chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
     alike: int = 1  # pieces along the inputs that have the same scales
     streamed: int = 0  # inputs that quantized_experts.cu streams at a time, where these are not a piece's
+
+    @property
+    def constants(self) -> dict[str, jit.Size]:
+        """What stands for the format in the kernels' sources."""
+        return {"FORMAT": self.header, **dict(self.sizes)}
 
 
 class Packed(NamedTuple):
@@ -108,9 +113,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     elif isinstance(config, GroupedConfig):
         y = grouped(x, packed, config, fused, bias)
     elif isinstance(config, WgmmaConfig):
-        y = wgmma(x, packed, config, fused, bias)
+        y = quantized_wgmma.gemm(x, packed, config, fused, bias)
     elif isinstance(config, WgmmaParts):
-        y = wgmma_parts(x, packed, config, fused, bias)
+        y = quantized_wgmma.gemm_in_parts(x, packed, config, fused, bias)
     else:
         y = gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
@@ -142,7 +147,7 @@ def variants(
             yield jit.variant("grouped_gemv", dtype, **sizes)
         elif isinstance(config, WgmmaConfig | WgmmaParts):
             for one in (config,) if isinstance(config, WgmmaConfig) else (config.first, config.rest):
-                sizes = _wgmma_sizes(packed.inputs, one, fused, bias, packed.layout)
+                sizes = quantized_wgmma.sizes(packed.inputs, one, fused, bias, packed.layout)
                 yield jit.variant("quantized_wgmma", dtype, **sizes)
         elif config:
             sizes = _gemm_sizes(n, packed.inputs, config, fused, bias, packed.layout)
@@ -162,8 +167,8 @@ def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[Kern
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> KernelConfig | None:
     """The fastest kernel for these sizes; None: weights are dequantised first."""
-    if found.hopper and rows in wgmma_configs.ROWS and inputs % max(wgmma_configs.LENGTHS[-1], layout.inputs) == 0:
-        return wgmma_configs.choose(rows, outputs, inputs, layout, gated, found.num_sms)
+    if found.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
+        return quantized_wgmma.choose(rows, outputs, inputs, layout, gated, found.num_sms)
     if not 0 < rows <= MOST_ROWS:
         return None
     if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
@@ -246,38 +251,6 @@ def gemm(x: Tensor, packed: Packed, config: TileConfig, gate: str = "", bias: Te
     return y
 
 
-def wgmma(
-    x: Tensor,
-    packed: Packed,
-    config: WgmmaConfig,
-    gate: str = "",
-    bias: Tensor | None = None,
-    y: Tensor | None = None,
-    part: tuple[int, int] | None = None,
-) -> Tensor:
-    """Of any number of rows, on Hopper. part: y's columns from a multiple of 16 on; the others stay as they are."""
-    (rows, inputs), outputs = x.shape, packed.outputs
-    width = outputs // 2 if gate else outputs
-    y = x.new_empty(rows, width) if y is None else y
-    begin, end = part or (0, width)
-    _, shared = wgmma_stages(config, packed.layout)
-    sizes = _wgmma_sizes(inputs, config, gate, bias is not None, packed.layout)
-    kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **sizes)
-    height = -(-rows // -(-rows // config.rows))
-    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
-    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height, begin
-    blocks, cluster = config.blocks(rows, (end - begin) * (outputs // width)), config.split * config.share
-    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
-    return y
-
-
-def wgmma_parts(x: Tensor, packed: Packed, config: WgmmaParts, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """As `wgmma`, y's columns in two parts."""
-    width = packed.outputs // 2 if gate else packed.outputs
-    y = wgmma(x, packed, config.first, gate, bias, x.new_empty(len(x), width), (0, config.columns))
-    return wgmma(x, packed, config.rest, gate, bias, y, (config.columns, width))
-
-
 def gemv_shared(rows: int, inputs: int, strips: int) -> int:
     """Bytes of shared memory, as quantized_gemv.cu lays it out."""
     return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
@@ -292,17 +265,17 @@ def stages(config: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
         stage += _row_tiles(rows) * (config.inputs * 2 + 256)
     stage = -(-stage // 1024) * 1024
     # A turn has stages of its own.
-    count = min((WHOLE_SHARED - 1024 - sums) // stage, wgmma_configs.MOST_STAGES) // turns * turns
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, quantized_wgmma.MOST_STAGES) // turns * turns
     return count, 1024 + count * stage + sums
 
 
 def _dequantize_sizes(inputs: int, layout: Layout) -> Sizes:
-    return dict(I=inputs, RUN=RUN, **_format(layout))
+    return dict(I=inputs, RUN=RUN, **layout.constants)
 
 
 def _gemv_sizes(rows: int, inputs: int, config: GemvConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     return dict(
-        **_format(layout),
+        **layout.constants,
         I=inputs,
         R=rows,
         STRIPS=config.strips,
@@ -316,13 +289,13 @@ def _gemv_sizes(rows: int, inputs: int, config: GemvConfig, gate: str, bias: boo
 
 def _grouped_sizes(rows: int, inputs: int, config: GroupedConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     of = grouped_gemv.sizes(config, rows, inputs, layout)
-    return dict(**_format(layout), **of, **gate_sizes(gate), BIAS=int(bias))
+    return dict(**layout.constants, **of, **gate_sizes(gate), BIAS=int(bias))
 
 
 def _gemm_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
     tiles = _row_tiles(rows)
     return dict(
-        **_format(layout),
+        **layout.constants,
         I=inputs,
         M=config.outputs,
         KC=config.inputs,
@@ -336,26 +309,6 @@ def _gemm_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: boo
         **gate_sizes(gate),
         BIAS=int(bias),
     )
-
-
-def _wgmma_sizes(inputs: int, config: WgmmaConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
-    return dict(
-        **_format(layout),
-        I=inputs,
-        KC=config.inputs,
-        STAGES=wgmma_stages(config, layout)[0],
-        ROWS=config.rows,
-        GROUPS=config.outputs // 64,
-        SPLIT=config.split,
-        SHARE=config.share,
-        **gate_sizes(gate),
-        BIAS=int(bias),
-    )
-
-
-def _format(layout: Layout) -> Sizes:
-    """What stands for the format in the kernels' sources."""
-    return {"FORMAT": layout.header, **dict(layout.sizes)}
 
 
 def takes_turns(sizes: Iterable[tuple[str, int]]) -> bool:

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from phalanx.benchmarks import configs_fit
-from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda, wgmma_configs
-from phalanx.kernels.quantized.wgmma_configs import COSTS, WgmmaConfig
+from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda, quantized_wgmma
+from phalanx.kernels.quantized.quantized_wgmma import COSTS, WgmmaConfig
 
 
 def line(rows, costs):
     """As benchmarks/quantized.py --ways writes it."""
     found = dict(what="q8_0", rows=rows, outputs=6144, inputs=4096, bf16=1.0, gemv1a8b2=2.0)
-    for config in wgmma_configs.configs(rows, 4096, q8_0_cuda.LAYOUT, False):
+    for config in quantized_wgmma.configs(rows, 4096, q8_0_cuda.LAYOUT, False):
         name = "m{}n{}k{}s{}x{}".format(*config)
-        found[name] = wgmma_configs.time(config, rows, 6144, 4096, q8_0_cuda.LAYOUT, 132, costs) / configs_fit.CYCLES
+        found[name] = quantized_wgmma.time(config, rows, 6144, 4096, q8_0_cuda.LAYOUT, 132, costs) / configs_fit.CYCLES
     return found
 
 

@@ -32,6 +32,7 @@ from phalanx.kernels.quantized import (
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
 )
@@ -78,8 +79,8 @@ def quantized_gemm(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
     return pieces_cuda._gemm_sizes(rows, inputs, pieces_cuda.TileConfig(*config), gate, bias, layout)
 
 
-def quantized_wgmma(inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._wgmma_sizes(inputs, pieces_cuda.WgmmaConfig(*config), gate, bias, layout)
+def quantized_wgmma_of(inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return quantized_wgmma.sizes(inputs, quantized_wgmma.WgmmaConfig(*config), gate, bias, layout)
 
 
 def e4m3_program(dtype, *sizes):
@@ -169,27 +170,27 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "gelu_tanh", True))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False))),
-    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(14336, (192, 128, 128, 2), "", True))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "gelu_tanh", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(14336, (192, 128, 128, 2), "", True))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, q8_0_cuda.LAYOUT))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(96, q8_0_cuda.LAYOUT))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, INT4))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False, INT4))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, INT4_ZEROS))),
-    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, INT4_ZEROS))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, INT4_ZEROS))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, INT4))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(2880, MXFP4))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "silu", False, E4M3))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "", True, E4M3))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
-    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (256, 128, 64, 4), "", False, E4M3))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, E4M3))),
     e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 128, 1), "silu", True, 1),
     e4m3_program(torch.float16, 14336, E4m3Config(192, 64, 4), "", False, 1),
     e4m3_program(torch.bfloat16, 4096, E4m3Config(64, 64, 2), "silu", False, 1),
@@ -224,8 +225,8 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 256, True), "", True, Q4_K))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (112, 64), "silu", False, Q6_K))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (112, 256, True), "", True, Q5_K))),
-    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
-    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma(4096, (128, 128, 64, 4), "", False, Q6_K))),
+    ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
+    ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (128, 128, 64, 4), "", False, Q6_K))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, Q4_K))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, Q4_1))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(1, 2048, 1536, "silu", False, Q4_K))),

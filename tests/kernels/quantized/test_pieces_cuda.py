@@ -13,12 +13,13 @@ from phalanx.kernels.quantized import (
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
-    wgmma_configs,
 )
 from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig, WgmmaConfig, WgmmaParts
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
 
 from .. import cuda_model
 from ..cuda_model import Box
@@ -96,7 +97,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
-    monkeypatch.setattr(wgmma_configs, "MOST_STAGES", 3)
+    monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
@@ -241,7 +242,7 @@ IN_TURN = [
 @pytest.mark.parametrize("rows, outputs, inputs, height, gated, form", IN_TURN)
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
-    monkeypatch.setattr(wgmma_configs, "MOST_STAGES", 8)
+    monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 8)
     monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
@@ -290,7 +291,7 @@ def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.to(dtype).double().T + bias.double()
     # In bf16 the scales are rounded, too.
-    near(pieces_cuda.wgmma(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
+    near(quantized_wgmma.gemm(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"]
 
 
@@ -299,7 +300,7 @@ def test_wgmma_in_two_parts(gated, launched):
     (packed, weight), (x, bias) = make(544, 256), inputs_of(40, 544, 256, torch.bfloat16)
     want = x.double() @ weight.bfloat16().double().T + bias.double()
     config = WgmmaParts(WgmmaConfig(128, 64, 64, 1), 128, WgmmaConfig(192, 64, 64, 1))
-    got = pieces_cuda.wgmma_parts(x, packed, config, gated, bias)
+    got = quantized_wgmma.gemm_in_parts(x, packed, config, gated, bias)
     near(got, gate(want, x.dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"] * 2
 

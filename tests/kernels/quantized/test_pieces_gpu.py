@@ -14,11 +14,12 @@ from phalanx.kernels.quantized import (
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
-    wgmma_configs,
 )
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed, WgmmaConfig, WgmmaParts
+from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
 from torch.nn.functional import gelu, silu
 
 from ...devices import needs_hopper, needs_tma, require_gpu
@@ -232,11 +233,11 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    configs = list(wgmma_configs.configs(rows, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda._wgmma_sizes(inputs, config, gated, True, packed.layout) for config in configs]
+    configs = list(quantized_wgmma.configs(rows, inputs, packed.layout, bool(gated)))
+    sizes = [quantized_wgmma.sizes(inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [pieces_cuda.wgmma(x, packed, config, gated, bias) for _ in range(4)]
+        found = [quantized_wgmma.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, ROUNDED_GATED if gated else ROUNDED)
 
 

@@ -1,4 +1,4 @@
-"""The tiles of quantized_wgmma.cu for GEMMs of 33 to 256 rows on Hopper, and which are the fastest."""
+"""GEMMs of 33 to 256 rows with quantised weights in pieces on Hopper: their tiles, and which are the fastest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED
 
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout
+    from .pieces_cuda import Layout, Packed
 
 STRIP = 16  # outputs of a piece
 ROWS = range(33, 257)
@@ -140,7 +144,7 @@ def time(
 
 
 def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[WgmmaConfig]:
-    """All that `pieces_cuda.wgmma` takes for these sizes."""
+    """All that `gemm` takes for these sizes."""
     for outputs, height in TILES:
         if height >= 2 * rows:
             continue
@@ -149,14 +153,63 @@ def configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[Wgm
                 config = WgmmaConfig(outputs, height, length, split, share)
                 even = outputs // (1 + gated) % (4 * split) == length // 64 % share == 0
                 whole = inputs % (length * split) == length % layout.inputs == 0
-                if even and whole and wgmma_stages(config, layout)[0] >= LEAST_STAGES:
+                if even and whole and stages(config, layout)[0] >= LEAST_STAGES:
                     yield config
 
 
-def wgmma_stages(config: WgmmaConfig, layout: Layout) -> tuple[int, int]:
-    """As `stages`, as quantized_wgmma.cu lays it out: sums take the place of chunks."""
+def stages(config: WgmmaConfig, layout: Layout) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_wgmma.cu lays it out: sums
+    take the place of chunks."""
     sums = config.rows * (config.outputs + 4) * 4
     stage = config.rows * config.inputs * 2 + config.outputs // STRIP * (config.inputs // layout.inputs) * layout.bytes
     stage = -(-stage // 1024) * 1024
     count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
     return count, 1024 + max(count * stage, sums)
+
+
+def gemm(
+    x: Tensor,
+    packed: Packed,
+    config: WgmmaConfig,
+    gate: str = "",
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    part: tuple[int, int] | None = None,
+) -> Tensor:
+    """Of any number of rows, on Hopper. part: y's columns from a multiple of 16 on; the others stay as they are."""
+    (rows, inputs), outputs = x.shape, packed.outputs
+    width = outputs // 2 if gate else outputs
+    y = x.new_empty(rows, width) if y is None else y
+    begin, end = part or (0, width)
+    _, shared = stages(config, packed.layout)
+    of = sizes(inputs, config, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("quantized_wgmma", "quantized_wgmma", x.dtype, shared, **of)
+    height = -(-rows // -(-rows // config.rows))
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, height, inputs)
+    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs, height, begin
+    blocks, cluster = config.blocks(rows, (end - begin) * (outputs // width)), config.split * config.share
+    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=cluster)
+    return y
+
+
+def gemm_in_parts(x: Tensor, packed: Packed, config: WgmmaParts, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """As `gemm`, y's columns in two parts."""
+    width = packed.outputs // 2 if gate else packed.outputs
+    y = gemm(x, packed, config.first, gate, bias, x.new_empty(len(x), width), (0, config.columns))
+    return gemm(x, packed, config.rest, gate, bias, y, (config.columns, width))
+
+
+def sizes(inputs: int, config: WgmmaConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    """What quantized_wgmma.cu is compiled for."""
+    return dict(
+        **layout.constants,
+        I=inputs,
+        KC=config.inputs,
+        STAGES=stages(config, layout)[0],
+        ROWS=config.rows,
+        GROUPS=config.outputs // 64,
+        SPLIT=config.split,
+        SHARE=config.share,
+        **gate_sizes(gate),
+        BIAS=int(bias),
+    )
