@@ -39,6 +39,7 @@ from phalanx.kernels.quantized import (
     q5_k,
     q6_k,
     q8_0_cuda,
+    quantized_gemv,
     quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
@@ -50,7 +51,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BESIDE = {"fp8": "fp8-128"}  # formats that are timed with others
 NAMES = ("qkv", "o", "gate_up", "down", "head")
 LAYERS = 32
-GEMVS = (pieces_cuda.GemvConfig(1, 8, 2), pieces_cuda.GemvConfig(1, 4, 3), pieces_cuda.GemvConfig(2, 4, 2))
+GEMVS = (quantized_gemv.GemvConfig(1, 8, 2), quantized_gemv.GemvConfig(1, 4, 3), quantized_gemv.GemvConfig(2, 4, 2))
 
 
 def random_q8_0(outputs: int, inputs: int) -> Packed:
@@ -95,8 +96,8 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 }
 
 
-def gemvs(layout: Layout) -> list[pieces_cuda.GemvConfig]:
-    return [config._replace(ahead=config.ahead // (1 + (layout.bytes > pieces_cuda.LARGE))) for config in GEMVS]
+def gemvs(layout: Layout) -> list[quantized_gemv.GemvConfig]:
+    return [config._replace(ahead=config.ahead // (1 + (layout.bytes > quantized_gemv.LARGE))) for config in GEMVS]
 
 
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -119,9 +120,9 @@ def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
         found["e{}n{}s{}x{}w{}m{}".format(*eight)] = partial(_e4m3, eight)
     if eights:
         return found
-    if rows <= pieces_cuda.MOST_GEMV_ROWS:
+    if rows <= quantized_gemv.MOST_ROWS:
         for strip in gemvs(packed.layout):
-            fits = pieces_cuda.gemv_shared(rows, packed.inputs, strip.strips) <= pieces_cuda.GEMV_SHARED
+            fits = quantized_gemv.shared(rows, packed.inputs, strip.strips) <= quantized_gemv.SHARED
             if fits and (not gate or strip.strips == 2):
                 found["gemv{}a{}b{}".format(*strip)] = partial(_gemv, strip)
     for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
@@ -137,12 +138,12 @@ def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
     return found
 
 
-def _gemv(config: pieces_cuda.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.gemv(x, packed, config, gate)
+def _gemv(config: quantized_gemv.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return quantized_gemv.gemv(x, packed, config, gate)
 
 
-def _grouped(config: pieces_cuda.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.grouped(x, packed, config, gate)
+def _grouped(config: grouped_gemv.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return grouped_gemv.gemv(x, packed, config, gate)
 
 
 def _gemm(config: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -190,12 +191,12 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
                 wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
             if eights:
                 continue
-            if n <= pieces_cuda.MOST_GEMV_ROWS:
+            if n <= quantized_gemv.MOST_ROWS:
                 for strip in gemvs(layout):
-                    sizes = pieces_cuda._gemv_sizes(n, inputs, strip, gate, False, layout)
+                    sizes = quantized_gemv.sizes(n, inputs, strip, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
             for one in grouped_gemv.configs(n, inputs, layout, bool(gate)):
-                sizes = pieces_cuda._grouped_sizes(n, inputs, one, gate, False, layout)
+                sizes = grouped_gemv.sizes(n, inputs, one, gate, False, layout)
                 wanted.append(jit.variant("grouped_gemv", BF16, **sizes))
             if n <= pieces_cuda.MOST_ROWS:
                 for config in pieces_cuda.tile_configs(n, outputs, inputs, layout, bool(gate)):

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .. import jit
 from ..quantized import int4_cuda, mxfp4_cuda
-from ..quantized.pieces_cuda import LARGE, STRIP
+from ..quantized.pieces_cuda import STRIP
+from ..quantized.quantized_gemv import LARGE
 from ..quantized.stack import Stack
 from . import quantized_pipeline
 from .group import Held

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import jit
-from ..quantized.pieces_cuda import LARGE, STRIP, Layout
+from ..quantized.pieces_cuda import STRIP, Layout
+from ..quantized.quantized_gemv import LARGE
 from ..quantized.stack import Stack
 from . import quantized_pipeline
 from .group import Groups

@@ -1,12 +1,18 @@
-"""How grouped_gemv.cu shares out a GEMV of few rows: of formats with a scale for each 16 or 32 inputs."""
+"""GEMVs of few rows on sm_90 and sm_100: of formats with a scale for each 16 or 32 inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import gate_sizes
+from ..device import device_caps
+
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout
+    from .pieces_cuda import Layout, Packed
 
 MOST_ROWS = 4
 MOST_INPUTS = 16384  # of several rows together: of more, too few stages fit beside x, and quantized_gemm.cu is faster
@@ -59,8 +65,23 @@ def stages(config: GroupedConfig, rows: int, inputs: int, layout: Layout) -> tup
     return count, fixed + count * stage
 
 
-def sizes(config: GroupedConfig, rows: int, inputs: int, layout: Layout) -> dict[str, int]:
+def gemv(x: Tensor, packed: Packed, config: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """Of up to MOST_ROWS rows; a gate takes two strips."""
+    rows, inputs = x.shape
+    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
+    _, shared = stages(config, rows, inputs, packed.layout)
+    of = sizes(rows, inputs, config, gate, bias is not None, packed.layout)
+    kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **of)
+    blocks = min(len(packed.pieces) // config.strips, BLOCKS * device_caps(x.device).num_sms)
+    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
+    kernel((blocks, 1, 1), WARPS * 32, *args, shared=shared)
+    return y
+
+
+def sizes(rows: int, inputs: int, config: GroupedConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    """What grouped_gemv.cu is compiled for."""
     return dict(
+        **layout.constants,
         I=inputs,
         R=rows,
         STRIPS=config.strips,
@@ -68,4 +89,6 @@ def sizes(config: GroupedConfig, rows: int, inputs: int, layout: Layout) -> dict
         RUN=config.run,
         STAGES=stages(config, rows, inputs, layout)[0],
         BLOCKS=BLOCKS,
+        **gate_sizes(gate),
+        BIAS=int(bias),
     )

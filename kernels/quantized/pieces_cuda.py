@@ -16,15 +16,12 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes, gated_activation
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from . import grouped_gemv, quantized_wgmma
+from . import grouped_gemv, quantized_gemv, quantized_wgmma
 from .grouped_gemv import GroupedConfig
+from .quantized_gemv import GemvConfig
 from .quantized_wgmma import STRIP, WgmmaConfig, WgmmaParts
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
-MOST_GEMV_ROWS = 8
-GEMV_WARPS = 8
-GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
-LARGE = 800  # bytes of a piece above which a lane's registers hold half as many
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
@@ -70,14 +67,6 @@ class Packed(NamedTuple):
         return self._replace(pieces=self.pieces[first // STRIP : -(-last // STRIP)], outputs=last - first)
 
 
-class GemvConfig(NamedTuple):
-    """How quantized_gemv.cu shares out a GEMV."""
-
-    strips: int  # of a block
-    ahead: int  # pieces of each that a warp has under way
-    blocks: int  # that fit on a multiprocessor
-
-
 class TileConfig(NamedTuple):
     """The tiles of quantized_gemm.cu."""
 
@@ -109,9 +98,9 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     config, fused = _plan(len(x), packed, gate, device_caps(x.device))
     assert config is not None, "supports() was not asked"
     if isinstance(config, GemvConfig):
-        y = gemv(x, packed, config, fused, bias)
+        y = quantized_gemv.gemv(x, packed, config, fused, bias)
     elif isinstance(config, GroupedConfig):
-        y = grouped(x, packed, config, fused, bias)
+        y = grouped_gemv.gemv(x, packed, config, fused, bias)
     elif isinstance(config, WgmmaConfig):
         y = quantized_wgmma.gemm(x, packed, config, fused, bias)
     elif isinstance(config, WgmmaParts):
@@ -140,10 +129,10 @@ def variants(
     for n in rows:
         config, fused = _plan(n, packed, gate, found)
         if isinstance(config, GemvConfig):
-            sizes = _gemv_sizes(n, packed.inputs, config, fused, bias, packed.layout)
+            sizes = quantized_gemv.sizes(n, packed.inputs, config, fused, bias, packed.layout)
             yield jit.variant("quantized_gemv", dtype, **sizes)
         elif isinstance(config, GroupedConfig):
-            sizes = _grouped_sizes(n, packed.inputs, config, fused, bias, packed.layout)
+            sizes = grouped_gemv.sizes(n, packed.inputs, config, fused, bias, packed.layout)
             yield jit.variant("grouped_gemv", dtype, **sizes)
         elif isinstance(config, WgmmaConfig | WgmmaParts):
             for one in (config,) if isinstance(config, WgmmaConfig) else (config.first, config.rest):
@@ -173,12 +162,8 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return None
     if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
         return by_groups
-    strips = -(-outputs // STRIP)
-    config = GemvConfig(2, 4, 2) if gated or strips > 24 * found.num_sms else GemvConfig(1, 8, 2)
-    if layout.bytes > LARGE:
-        config = config._replace(ahead=config.ahead // 2)
-    fits = rows <= MOST_GEMV_ROWS and gemv_shared(rows, inputs, config.strips) <= GEMV_SHARED
-    if fits and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
+    config = quantized_gemv.choose(rows, outputs, inputs, layout, gated, found.num_sms)
+    if config and (rows <= layout.gemv_rows or not found.has_tma or inputs % LENGTHS[-1]):
         return config
     configs = tile_configs(rows, outputs, inputs, layout, gated) if found.has_tma else ()
     return min(configs, key=functools.partial(_cost, rows, outputs, layout, found.num_sms), default=None)
@@ -210,32 +195,6 @@ def tile_configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bo
                     yield config
 
 
-def gemv(x: Tensor, packed: Packed, config: GemvConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """Of up to MOST_GEMV_ROWS rows; a gate takes two strips."""
-    rows, inputs = x.shape
-    shared = gemv_shared(rows, inputs, config.strips)
-    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
-    sizes = _gemv_sizes(rows, inputs, config, gate, bias is not None, packed.layout)
-    kernel = jit.kernel("quantized_gemv", "quantized_gemv", x.dtype, shared, **sizes)
-    blocks = -(-len(packed.pieces) // config.strips)
-    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
-    kernel((blocks, 1, 1), GEMV_WARPS * 32, *args, shared=shared)
-    return y
-
-
-def grouped(x: Tensor, packed: Packed, config: GroupedConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """Of up to grouped_gemv.MOST_ROWS rows; a gate takes two strips."""
-    rows, inputs = x.shape
-    y = x.new_empty(rows, packed.outputs // 2 if gate else packed.outputs)
-    _, shared = grouped_gemv.stages(config, rows, inputs, packed.layout)
-    sizes = _grouped_sizes(rows, inputs, config, gate, bias is not None, packed.layout)
-    kernel = jit.kernel("grouped_gemv", "grouped_gemv", x.dtype, shared, **sizes)
-    blocks = min(len(packed.pieces) // config.strips, grouped_gemv.BLOCKS * device_caps(x.device).num_sms)
-    args = x, packed.pieces, x if bias is None else bias, y, packed.outputs
-    kernel((blocks, 1, 1), grouped_gemv.WARPS * 32, *args, shared=shared)
-    return y
-
-
 def gemm(x: Tensor, packed: Packed, config: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """Of up to MOST_ROWS rows, a block on each multiprocessor."""
     (rows, inputs), outputs = x.shape, packed.outputs
@@ -249,11 +208,6 @@ def gemm(x: Tensor, packed: Packed, config: TileConfig, gate: str = "", bias: Te
     threads = _threads(config, rows, packed.layout) + 32 * (1 + _summers(config))
     kernel((blocks, 1, 1), threads, *args, shared=shared)
     return y
-
-
-def gemv_shared(rows: int, inputs: int, strips: int) -> int:
-    """Bytes of shared memory, as quantized_gemv.cu lays it out."""
-    return rows * (inputs * 2 + 16) + GEMV_WARPS * strips * 512
 
 
 def stages(config: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
@@ -271,25 +225,6 @@ def stages(config: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
 
 def _dequantize_sizes(inputs: int, layout: Layout) -> Sizes:
     return dict(I=inputs, RUN=RUN, **layout.constants)
-
-
-def _gemv_sizes(rows: int, inputs: int, config: GemvConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
-    return dict(
-        **layout.constants,
-        I=inputs,
-        R=rows,
-        STRIPS=config.strips,
-        AHEAD=config.ahead,
-        WARPS=GEMV_WARPS,
-        BLOCKS=config.blocks,
-        **gate_sizes(gate),
-        BIAS=int(bias),
-    )
-
-
-def _grouped_sizes(rows: int, inputs: int, config: GroupedConfig, gate: str, bias: bool, layout: Layout) -> Sizes:
-    of = grouped_gemv.sizes(config, rows, inputs, layout)
-    return dict(**layout.constants, **of, **gate_sizes(gate), BIAS=int(bias))
 
 
 def _gemm_sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, layout: Layout) -> Sizes:

@@ -28,10 +28,12 @@ from phalanx.kernels.quantized import (
     e4m3_cuda,
     e4m3_wgmma,
     e4m3_wide,
+    grouped_gemv,
     int4_cuda,
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemv,
     quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
@@ -71,8 +73,8 @@ def pipelined(dtype, *sizes):
     return "pipelined_gemm", dict(T=dtype, **skinny._pipelined_sizes(*sizes))
 
 
-def quantized_gemv(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._gemv_sizes(rows, inputs, pieces_cuda.GemvConfig(*config), gate, bias, layout)
+def quantized_gemv_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return quantized_gemv.sizes(rows, inputs, quantized_gemv.GemvConfig(*config), gate, bias, layout)
 
 
 def quantized_gemm(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
@@ -106,7 +108,7 @@ def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
 
 
 def by_groups(rows, inputs, config, gate, bias, layout):
-    return pieces_cuda._grouped_sizes(rows, inputs, pieces_cuda.GroupedConfig(*config), gate, bias, layout)
+    return grouped_gemv.sizes(rows, inputs, grouped_gemv.GroupedConfig(*config), gate, bias, layout)
 
 
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
@@ -163,9 +165,9 @@ PROGRAMS = [
     pipelined(torch.bfloat16, 64, 37888, 3584, TileConfig(96, 128), "silu", True, True),
     pipelined(torch.float16, 64, 100278, 4096, TileConfig(128, 128), "", True, True),
     pipelined(torch.bfloat16, 16, 100278, 4096, TileConfig(128, 128), "", True, False),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False))),
-    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True))),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(8, 1056, (2, 4, 2), "", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(8, 1056, (2, 4, 2), "", True))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
     ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
@@ -176,8 +178,8 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, q8_0_cuda.LAYOUT))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(96, q8_0_cuda.LAYOUT))),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, INT4))),
-    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, INT4))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False, INT4))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
@@ -186,8 +188,8 @@ PROGRAMS = [
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, INT4_ZEROS))),
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(192, INT4))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(2880, MXFP4))),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "silu", False, E4M3))),
-    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 4, 2), "", True, E4M3))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "silu", False, E4M3))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "", True, E4M3))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, E4M3))),
@@ -206,15 +208,15 @@ PROGRAMS = [
     e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 256, 1, 2), "silu", True, 4),
     e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 192, 1, 2, 1, 192), "silu", False, 4),
     e4m3_program(torch.float16, 1792, E4m3Config(128, 192, 1, 2, 1, 192), "", True, 2),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 4, 2), "silu", False, WIDE))),
-    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "", True, WIDE))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 4, 2), "silu", False, WIDE))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, WIDE))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096, THREADS=128)),
     ("e4m3_rows", dict(T=torch.float16, I=14336, THREADS=448)),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, E4M3))),
-    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv(1, 4096, (1, 8, 2), "", False, Q4_K))),
-    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
+    ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, Q4_K))),
+    ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (2, 4), "silu", False, Q4_K))),
     ("grouped_gemv", dict(T=torch.float16, **by_groups(1, 14336, (1, 2), "", True, Q6_K))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(3, 4096, (1, 4), "", True, Q4_1))),

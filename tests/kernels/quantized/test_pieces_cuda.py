@@ -13,12 +13,14 @@ from phalanx.kernels.quantized import (
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemv,
     quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
 )
 from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, TileConfig
+from phalanx.kernels.quantized.pieces_cuda import TileConfig
+from phalanx.kernels.quantized.quantized_gemv import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
 
 from .. import cuda_model
@@ -96,7 +98,8 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
+    for one in (grouped_gemv, pieces_cuda):
+        monkeypatch.setattr(one, "device_caps", lambda device: H200._replace(num_sms=2))
     monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
@@ -151,8 +154,8 @@ GEMVS = in_types(
 def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(pieces_cuda.gemv(x, packed, config), want)
-    near(pieces_cuda.gemv(x, packed, config, bias=bias), want + bias.double())
+    near(quantized_gemv.gemv(x, packed, config), want)
+    near(quantized_gemv.gemv(x, packed, config, bias=bias), want + bias.double())
     assert launched == ["quantized_gemv"] * 2
 
 
@@ -162,7 +165,7 @@ def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
 def test_gated_gemv(rows, outputs, inputs, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
+    near(quantized_gemv.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
 
 
 GROUPED = in_types(
@@ -179,11 +182,11 @@ GROUPED = in_types(
 def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
     monkeypatch.setattr(grouped_gemv, "MOST_STAGES", 2)
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(grouped_gemv, "device_caps", lambda device: H200._replace(num_sms=1))
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(pieces_cuda.grouped(x, packed, GroupedConfig(1, run)), want)
-    near(pieces_cuda.grouped(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
+    near(grouped_gemv.gemv(x, packed, GroupedConfig(1, run)), want)
+    near(grouped_gemv.gemv(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
     assert launched == ["grouped_gemv"] * 2
 
 
@@ -191,7 +194,7 @@ def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch)
 def test_gated_grouped(rows, form, launched):
     (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.grouped(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
+    near(grouped_gemv.gemv(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
 
 
 def test_rows_of_many_inputs_are_not_grouped():
@@ -348,7 +351,8 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
     """What a GEMM asks for, for every number of rows that is supported."""
     asked = []
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: found)
+    for one in (grouped_gemv, pieces_cuda):
+        monkeypatch.setattr(one, "device_caps", lambda device: found)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)

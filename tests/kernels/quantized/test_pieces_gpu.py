@@ -14,11 +14,13 @@ from phalanx.kernels.quantized import (
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemv,
     quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
 )
-from phalanx.kernels.quantized.pieces_cuda import GemvConfig, Packed
+from phalanx.kernels.quantized.pieces_cuda import Packed
+from phalanx.kernels.quantized.quantized_gemv import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
 from torch.nn.functional import gelu, silu
 
@@ -148,11 +150,11 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     for config in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
-        if pieces_cuda.gemv_shared(rows, inputs, config.strips) > 220 << 10 >> (config.blocks == 3):
+        if quantized_gemv.shared(rows, inputs, config.strips) > 220 << 10 >> (config.blocks == 3):
             continue
-        check([pieces_cuda.gemv(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
+        check([quantized_gemv.gemv(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
         if config.strips == 2:
-            found = [pieces_cuda.gemv(x, packed, config, "silu", bias) for _ in range(3)]
+            found = [quantized_gemv.gemv(x, packed, config, "silu", bias) for _ in range(3)]
             check(found, gate(want, dtype), config, EXACT_GATED)
 
 
@@ -169,7 +171,7 @@ def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
     want = x.double() @ weight.T + bias.double()
     for gated in ("", "silu"):
         for config in grouped_gemv.configs(rows, inputs, packed.layout, bool(gated)):
-            found = [pieces_cuda.grouped(x, packed, config, gated, bias) for _ in range(4)]
+            found = [grouped_gemv.gemv(x, packed, config, gated, bias) for _ in range(4)]
             check(found, gate(want, dtype) if gated else want, config, EXACT_GATED if gated else PLAIN)
 
 
