@@ -39,6 +39,7 @@ from phalanx.kernels.quantized import (
     q5_k,
     q6_k,
     q8_0_cuda,
+    quantized_gemm,
     quantized_gemv,
     quantized_wgmma,
     super_blocks,
@@ -127,8 +128,8 @@ def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
                 found["gemv{}a{}b{}".format(*strip)] = partial(_gemv, strip)
     for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
         found["grouped{}r{}".format(*one)] = partial(_grouped, one)
-    if rows <= pieces_cuda.MOST_ROWS:
-        for config in pieces_cuda.tile_configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
+    if rows <= quantized_gemm.MOST_ROWS:
+        for config in quantized_gemm.configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
             found["m{}k{}t{:d}".format(*config)] = partial(_gemm, config)
     for many in _wgmma_configs(rows, packed.inputs, packed.layout, gate):
         found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
@@ -146,8 +147,8 @@ def _grouped(config: grouped_gemv.GroupedConfig, x: Tensor, packed: Packed, gate
     return grouped_gemv.gemv(x, packed, config, gate)
 
 
-def _gemm(config: pieces_cuda.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.gemm(x, packed, config, gate)
+def _gemm(config: quantized_gemm.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return quantized_gemm.gemm(x, packed, config, gate)
 
 
 def _wgmma(config: quantized_wgmma.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
@@ -198,9 +199,9 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
             for one in grouped_gemv.configs(n, inputs, layout, bool(gate)):
                 sizes = grouped_gemv.sizes(n, inputs, one, gate, False, layout)
                 wanted.append(jit.variant("grouped_gemv", BF16, **sizes))
-            if n <= pieces_cuda.MOST_ROWS:
-                for config in pieces_cuda.tile_configs(n, outputs, inputs, layout, bool(gate)):
-                    sizes = pieces_cuda._gemm_sizes(n, inputs, config, gate, False, layout)
+            if n <= quantized_gemm.MOST_ROWS:
+                for config in quantized_gemm.configs(n, outputs, inputs, layout, bool(gate)):
+                    sizes = quantized_gemm.sizes(n, inputs, config, gate, False, layout)
                     wanted.append(jit.variant("quantized_gemm", BF16, **sizes))
             for many in _wgmma_configs(n, inputs, layout, gate):
                 sizes = quantized_wgmma.sizes(inputs, many, gate, False, layout)

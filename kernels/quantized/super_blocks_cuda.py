@@ -7,7 +7,8 @@ from torch import Tensor
 
 from . import int4_cuda
 from .int4_cuda import INPUTS
-from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed, takes_turns
+from .pieces_cuda import GEMV_ROWS, STRIP, Layout, Packed
+from .quantized_gemm import takes_turns
 from .super_blocks_form import Form
 
 HEADER = "super_blocks"

@@ -33,6 +33,7 @@ from phalanx.kernels.quantized import (
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemm,
     quantized_gemv,
     quantized_wgmma,
     super_blocks,
@@ -77,8 +78,8 @@ def quantized_gemv_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT)
     return quantized_gemv.sizes(rows, inputs, quantized_gemv.GemvConfig(*config), gate, bias, layout)
 
 
-def quantized_gemm(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return pieces_cuda._gemm_sizes(rows, inputs, pieces_cuda.TileConfig(*config), gate, bias, layout)
+def quantized_gemm_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
+    return quantized_gemm.sizes(rows, inputs, quantized_gemm.TileConfig(*config), gate, bias, layout)
 
 
 def quantized_wgmma_of(inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
@@ -168,10 +169,10 @@ PROGRAMS = [
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(8, 1056, (2, 4, 2), "", True))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "gelu_tanh", True))),
-    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 512), "", False))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(32, 4096, (48, 256), "", False))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "gelu_tanh", True))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm_of(8, 14336, (32, 512), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(32, 4096, (48, 256), "", False))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(64, 4096, (224, 64), "silu", False))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "gelu_tanh", True))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(14336, (192, 128, 128, 2), "", True))),
@@ -180,8 +181,8 @@ PROGRAMS = [
     ("dequantize", dict(T=torch.float16, **pieces_cuda._dequantize_sizes(96, q8_0_cuda.LAYOUT))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, INT4))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (224, 64), "silu", False, INT4))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(64, 4096, (224, 64), "silu", False, INT4))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, INT4_ZEROS))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
@@ -190,7 +191,7 @@ PROGRAMS = [
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(2880, MXFP4))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "silu", False, E4M3))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "", True, E4M3))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 128), "silu", True, E4M3))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, E4M3))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, E4M3))),
     e4m3_program(torch.bfloat16, 4096, E4m3Config(128, 128, 1), "silu", True, 1),
@@ -210,7 +211,7 @@ PROGRAMS = [
     e4m3_program(torch.float16, 1792, E4m3Config(128, 192, 1, 2, 1, 192), "", True, 2),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "", True, WIDE))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256), "silu", True, WIDE))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 256), "silu", True, WIDE))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, WIDE))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096, THREADS=128)),
     ("e4m3_rows", dict(T=torch.float16, I=14336, THREADS=448)),
@@ -222,11 +223,11 @@ PROGRAMS = [
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(3, 4096, (1, 4), "", True, Q4_1))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (1, 4), "", False, Q5_K))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (1, 4), "", False, IQ4_XS))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (224, 256, True), "silu", True, Q4_K))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 14336, (32, 512), "", True, Q4_K))),
-    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm(8, 14336, (32, 256, True), "", True, Q4_K))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(64, 4096, (112, 64), "silu", False, Q6_K))),
-    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm(16, 4096, (112, 256, True), "", True, Q5_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 256, True), "silu", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 14336, (32, 512), "", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.float16, **quantized_gemm_of(8, 14336, (32, 256, True), "", True, Q4_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(64, 4096, (112, 64), "silu", False, Q6_K))),
+    ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (112, 256, True), "", True, Q5_K))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (128, 128, 64, 4), "", False, Q6_K))),
     ("dequantize", dict(T=torch.bfloat16, **pieces_cuda._dequantize_sizes(4096, Q4_K))),

@@ -13,13 +13,14 @@ from phalanx.kernels.quantized import (
     mxfp4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemm,
     quantized_gemv,
     quantized_wgmma,
     super_blocks,
     super_blocks_cuda,
 )
 from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
-from phalanx.kernels.quantized.pieces_cuda import TileConfig
+from phalanx.kernels.quantized.quantized_gemm import TileConfig
 from phalanx.kernels.quantized.quantized_gemv import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
 
@@ -98,7 +99,7 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    for one in (grouped_gemv, pieces_cuda):
+    for one in (grouped_gemv, pieces_cuda, quantized_gemm):
         monkeypatch.setattr(one, "device_caps", lambda device: H200._replace(num_sms=2))
     monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
@@ -230,7 +231,7 @@ def test_gemm(rows, outputs, inputs, config, form, launched):
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
         for _ in range(2):
-            near(pieces_cuda.gemm(x, packed, config, bias=bias), want)
+            near(quantized_gemm.gemm(x, packed, config, bias=bias), want)
 
 
 IN_TURN = [
@@ -246,11 +247,11 @@ IN_TURN = [
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
     monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 8)
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(quantized_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
-        got = pieces_cuda.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
+        got = quantized_gemm.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
         near(got, gate(want, dtype) if gated else want)
 
 
@@ -271,7 +272,7 @@ def test_turns_are_taken_of_few_rows():
 def test_gated_gemm(rows, outputs, inputs, config, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
+    near(quantized_gemm.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
     """What a GEMM asks for, for every number of rows that is supported."""
     asked = []
-    for one in (grouped_gemv, pieces_cuda):
+    for one in (grouped_gemv, pieces_cuda, quantized_gemm):
         monkeypatch.setattr(one, "device_caps", lambda device: found)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(

@@ -14,6 +14,7 @@ from phalanx.kernels.quantized import (
     int4_cuda,
     pieces_cuda,
     q8_0_cuda,
+    quantized_gemm,
     quantized_gemv,
     quantized_wgmma,
     super_blocks,
@@ -209,11 +210,11 @@ def test_every_config(rows, outputs, inputs, gated, dtype, form):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
-    configs = list(pieces_cuda.tile_configs(rows, outputs, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda._gemm_sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
+    configs = list(quantized_gemm.configs(rows, outputs, inputs, packed.layout, bool(gated)))
+    sizes = [quantized_gemm.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        found = [quantized_gemm.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, EXACT_GATED if gated else PLAIN)
 
 
