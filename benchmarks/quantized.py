@@ -27,6 +27,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
+    dequantize_pieces,
     e4m3,
     e4m3_rows,
     e4m3_wgmma,
@@ -106,7 +107,7 @@ def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
         return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
-    return by_bf16(x, pieces_cuda.dequantize(packed, x.dtype), gate)
+    return by_bf16(x, dequantize_pieces.dequantize(packed, x.dtype), gate)
 
 
 def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:

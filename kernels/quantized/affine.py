@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, target
+from . import blocks_cpu, dequantize_pieces, int4_cpu, int4_cuda, panels, pieces_cuda, q8_0, target
 from .q8_0_cpu import GROUP as UNIT  # inputs that a group has a multiple of
 
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -80,7 +80,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     if isinstance(packed, pieces_cuda.Packed) and packed.layout.header == int4_cuda.HEADER:
         part = packed.part(first, last)
         if dtype != torch.float32:
-            return pieces_cuda.dequantize(part, dtype)
+            return dequantize_pieces.dequantize(part, dtype)
         codes, scales, zeros = int4_cuda.unpack(part)
     elif isinstance(packed, int4_cpu.Packed):
         return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gated_activation
 from ..device import DeviceCaps
-from . import e4m3_cpu, e4m3_cuda, e4m3_rows, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
+from . import dequantize_pieces, e4m3_cpu, e4m3_cuda, e4m3_rows, e4m3_wgmma, e4m3_wide, panels, pieces_cuda, target
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -96,7 +96,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
-            return pieces_cuda.dequantize(part, dtype)
+            return dequantize_pieces.dequantize(part, dtype)
         form = e4m3_wide if part.layout.header == e4m3_wide.LAYOUT.header else e4m3_cuda
         packed, first, last = Floats(*form.unpack(part)), 0, last - first
     if packed.codes.is_cuda and packed.codes.dim() == 2:

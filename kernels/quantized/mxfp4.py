@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, floats, mxfp4_cpu, mxfp4_cuda, pieces_cuda
+from . import blocks_cpu, dequantize_pieces, floats, mxfp4_cpu, mxfp4_cuda, pieces_cuda
 from .floats import Floats
 from .stack import Codec, Stack, padded, stack
 
@@ -70,5 +70,5 @@ def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Ten
         return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)
     part = packed.part(first, last)
     if dtype != torch.float32:
-        return pieces_cuda.dequantize(part, dtype)
+        return dequantize_pieces.dequantize(part, dtype)
     return floats.dequantize(Floats(*mxfp4_cuda.unpack(part)), dtype)

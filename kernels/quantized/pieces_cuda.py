@@ -23,7 +23,6 @@ from .quantized_gemv import GemvConfig
 from .quantized_wgmma import STRIP, WgmmaConfig, WgmmaParts
 
 GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
-RUN = 4  # pieces that a warp of dequantize.cu takes
 
 
 class Layout(NamedTuple):
@@ -62,7 +61,6 @@ class Packed(NamedTuple):
 
 
 KernelConfig = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
-Sizes = dict[str, jit.Size]
 
 
 def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
@@ -72,7 +70,7 @@ def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than dequantize_pieces.py and a GEMM."""
     return takes(x, packed, bias) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
 
 
@@ -94,16 +92,6 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     else:
         y = quantized_gemm.gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
-
-
-def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
-    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
-    kernel = jit.kernel("dequantize", "dequantize", dtype, 0, **_dequantize_sizes(packed.inputs, packed.layout))
-    strips, groups, _ = packed.pieces.shape
-    warps = min(8, -(-groups // RUN))
-    kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)
-    return out
 
 
 def variants(
@@ -152,7 +140,3 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
     if config and (rows <= layout.gemv_rows or not found.has_tma or inputs % quantized_gemm.LENGTHS[-1]):
         return config
     return quantized_gemm.choose(rows, outputs, inputs, layout, gated, found.num_sms) if found.has_tma else None
-
-
-def _dequantize_sizes(inputs: int, layout: Layout) -> Sizes:
-    return dict(I=inputs, RUN=RUN, **layout.constants)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, panels, pieces_cuda, q8_0_cpu, q8_0_cuda, target
+from . import blocks_cpu, dequantize_pieces, panels, pieces_cuda, q8_0_cpu, q8_0_cuda, target
 from .q8_0_cpu import GROUP
 
 BITS = 8.5  # of a weight with its share of the scale
@@ -106,7 +106,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
-            return pieces_cuda.dequantize(part, dtype)
+            return dequantize_pieces.dequantize(part, dtype)
         codes, scales = q8_0_cuda.unpack(part)
     else:
         codes, scales = packed.codes[first:last], packed.scales[first:last]

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, panels, pieces_cuda, scale_search, super_blocks_cpu, super_blocks_cuda, target
+from . import (
+    blocks_cpu,
+    dequantize_pieces,
+    panels,
+    pieces_cuda,
+    scale_search,
+    super_blocks_cpu,
+    super_blocks_cuda,
+    target,
+)
 from .super_blocks_form import Form
 
 CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
@@ -151,7 +160,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     if isinstance(packed, pieces_cuda.Packed):
         part = packed.part(first, last)
         if dtype != torch.float32:
-            return pieces_cuda.dequantize(part, dtype)
+            return dequantize_pieces.dequantize(part, dtype)
         form, *decoded = super_blocks_cuda.unpack(part)
         return weights(Decoded(*decoded), form)
     some = packed.blocks[first:last]

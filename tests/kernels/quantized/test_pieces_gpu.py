@@ -7,6 +7,7 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.quantized import (
+    dequantize_pieces,
     e4m3_cuda,
     e4m3_wide,
     floats,
@@ -130,7 +131,7 @@ def test_linear(rows, outputs, inputs, form, dtype):
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
         if not pieces_cuda.supports(x, packed, bias):
-            check([linear(x, pieces_cuda.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
+            check([linear(x, dequantize_pieces.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue
         check([pieces_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", bound(x, packed, ""))
         if outputs % 2 == 0:
@@ -275,7 +276,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
                 if pieces_cuda.supports(x, packed):
                     x = pieces_cuda.linear(x, packed, act)
                 else:
-                    y = linear(x, pieces_cuda.dequantize(packed, dtype))
+                    y = linear(x, dequantize_pieces.dequantize(packed, dtype))
                     x = gate(y, dtype).to(dtype) if act else y
                 x = norm.rms_norm(x, ones[: x.shape[1]], 1e-5)
                 pause()
@@ -310,7 +311,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
 def test_dequantize(outputs, inputs, form, dtype):
     """Bit for bit: each product is rounded once."""
     packed, weight = make(outputs, inputs, form)
-    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+    assert torch.equal(dequantize_pieces.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 def test_pack_and_back():
