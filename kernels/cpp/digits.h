@@ -12,7 +12,7 @@ struct Sums {
     int32_t low[2], high[2];  // of each half, sums of the first two digits' numbers, and of the third digits
     float sums[2], scale;     // sums of x itself
 };
-static_assert(sizeof(Sums) == 28, "RUN_BYTES in blocks_cpu.py counts them");
+static_assert(sizeof(Sums) == 28, "RUN_BYTES in digits_cpu.py counts them");
 
 template <typename T> constexpr int DIGITS = 3;
 template <> constexpr int DIGITS<bf16> = 2;

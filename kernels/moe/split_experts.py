@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..quantized import blocks_cpu, e4m3_cpu, gpu_form, pieces_cuda
+from ..quantized import digits_cpu, e4m3_cpu, gpu_form, pieces_cuda
 from ..quantized.stack import Stack, padded
 from .host_choice import Costs
 from .host_experts import Experts
@@ -44,7 +44,7 @@ def unit(one: Experts, dtype: torch.dtype) -> int:
         units.append(layout.inputs * layout.alike)
     if isinstance(w2, Stack):
         # Sums in blocks may end within a group, those of e4m3 not.
-        units.append(w2.packed.unit if isinstance(w2.packed, e4m3_cpu.Packed) else blocks_cpu.RUN)
+        units.append(w2.packed.unit if isinstance(w2.packed, e4m3_cpu.Packed) else digits_cpu.RUN)
     found = math.lcm(*units)
     return found if inner % found == 0 else 0
 

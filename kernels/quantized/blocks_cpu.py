@@ -14,13 +14,12 @@ from torch.nn.functional import pad
 from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from . import target
+from . import digits_cpu, target
+from .digits_cpu import RUN
 
 MOST_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in blocks.h
-RUN = 32  # inputs that lie together
 AHEAD = 4096  # bytes from what is read to what is asked for
-RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a row in digits, with its Sums, as in digits.h
 
 
 class Blocks(NamedTuple):
@@ -74,16 +73,12 @@ def blocked(numbers: Tensor, width: int) -> Tensor:
     return pad(numbers, (0, 0, 0, -len(numbers) % BLOCK)).view(-1, BLOCK, width)
 
 
-def _digits(x: Tensor, inputs: int, scratch: Scratch) -> Tensor:
-    return scratch.empty(x, (len(x), inputs // RUN * RUN_BYTES[x.dtype]), torch.uint8)
-
-
 def linear(x: Tensor, of: Blocks, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """[T, O], or gated [T, O / 2], where it supports; sums are f32."""
-    y, digits = x.new_empty(len(x), of.outputs), _digits(x, of.inputs, Scratch(len(x)))
+    y, digits = x.new_empty(len(x), of.outputs), digits_cpu.empty(x, Scratch(len(x)))
     sizes = (len(x), of.inputs, of.outputs, x.stride(0), of.super, of.zero, AHEAD)
     ops.run(
-        (ops.typed("digits_cpu", "split", x.dtype), (x, None, digits, len(x), of.inputs, x.stride(0), 0)),
+        digits_cpu.split(x, digits),
         (ops.typed(of.source, f"{of.name}_linear", x.dtype), (x, digits, of.blocks, bias, y, *sizes)),
     )
     return gated_activation(y, gate) if gate else y
@@ -105,14 +100,11 @@ def experts(
     RUN. ends int32 [experts + 1]: where each one's rows begin. bias [experts, O]. at int64 [experts]: which of the
     stack's weights is each one's, where it is not its own number. gated: what x is made of first."""
     (count, outputs, whole), inputs, block = sizes, x.shape[1], of.blocks[0].nbytes
-    digits = _digits(x, inputs, scratch)
-    split: tuple[ops.Op, tuple[ops.Value, ...]]
+    digits = digits_cpu.empty(x, scratch)
     if gated is None:
-        rows = len(x), inputs, x.stride(0), count
-        split = ops.typed("digits_cpu", "split", x.dtype), (x, ends, digits, *rows)
+        split = digits_cpu.split(x, digits, ends, count)
     else:
-        of_both = gated.both, ends, x, digits, inputs, count
-        split = ops.typed("digits_cpu", f"split_gated_{gated.act}", x.dtype), of_both
+        split = digits_cpu.split_gated(*gated, x, digits, ends, count)
     of_blocks = ahead(block, block * inputs // of.inputs), -(-whole // BLOCK), block
     told = count, inputs, outputs, x.stride(0), of.super, of.zero, *of_blocks
     multiply = ops.typed(of.source, f"{of.name}_experts", x.dtype)

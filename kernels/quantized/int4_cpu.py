@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import blocks_cpu
-from .blocks_cpu import BLOCK, RUN
+from .blocks_cpu import BLOCK
+from .digits_cpu import RUN
 
 ZERO = 8  # where none is stored
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..cpp import ops
 from . import blocks_cpu, target
-from .blocks_cpu import BLOCK, MOST_ROWS, RUN
+from .blocks_cpu import BLOCK, MOST_ROWS
+from .digits_cpu import RUN
 from .super_blocks_form import Form
 
 __all__ = ["BLOCK", "FACTORS", "MOST_ROWS", "Packed", "available", "pack", "super_bytes", "takes"]
