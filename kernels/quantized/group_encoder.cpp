@@ -1,4 +1,4 @@
-// Q4_0, Q4_1, Q5_0 and Q5_1 of weights, as super_blocks.centred and super_blocks.spanned round them, bit for bit.
+// Q4_0, Q4_1, Q5_0 and Q5_1 of weights, as `centred` and `spanned` round them, bit for bit.
 
 #include "op.h"
 #include "simd.h"

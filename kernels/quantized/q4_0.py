@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 from ..device import DeviceCaps
-from . import affine, block_bits, int4_cuda, super_blocks, super_blocks_cpu, target
+from . import affine, block_bits, group_encoder, int4_cuda, super_blocks, super_blocks_cpu, target
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -30,7 +30,7 @@ def decode(blocks: Tensor) -> Decoded:
 
 def encode_groups(groups: Tensor) -> Tensor:
     """f32 [O, S, 1, 32] → blocks [O, S, 18]."""
-    factors, codes = super_blocks.centred(groups.squeeze(2), FORM.zero)
+    factors, codes = group_encoder.centred(groups.squeeze(2), FORM.zero)
     return block_bits.joined(factors, block_bits.join(codes.unflatten(-1, (2, 16)), 4))
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import block_bits, super_blocks
+from . import block_bits, group_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -27,7 +27,7 @@ def decode(blocks: Tensor) -> Decoded:
 
 def encode_groups(groups: Tensor) -> Tensor:
     """f32 [O, S, 1, 32] → blocks [O, S, 20]."""
-    factors, codes = super_blocks.spanned(groups.squeeze(2), 15)
+    factors, codes = group_encoder.spanned(groups.squeeze(2), 15)
     return block_bits.joined(factors, block_bits.join(codes.unflatten(-1, (2, 16)), 4))
 
 

@@ -5,11 +5,10 @@ Codes less their middle have no more than 8 bits, so q8_0's kernels take them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import block_bits, q8_0, super_blocks
+from . import block_bits, group_encoder, q8_0, super_blocks
 from .super_blocks_form import Form
 
 FORM = Form(super=32, group=32, bits=8, zero=16, bytes=22, minima=False, encoder="q5_0")
@@ -27,7 +26,7 @@ def from_blocks(blocks: Tensor) -> q8_0.Encoded:
 
 def encode_groups(groups: Tensor) -> Tensor:
     """f32 [O, S, 1, 32] → blocks [O, S, 22]."""
-    factors, codes = super_blocks.centred(groups.squeeze(2), FORM.zero)
+    factors, codes = group_encoder.centred(groups.squeeze(2), FORM.zero)
     high = block_bits.join((codes >> 4).unflatten(-1, (4, 8, 1)), 1).flatten(2)
     return block_bits.joined(factors, high, block_bits.join((codes & 15).unflatten(-1, (2, 16)), 4))
 
@@ -35,8 +34,5 @@ def encode_groups(groups: Tensor) -> Tensor:
 def encode(weight: Tensor) -> q8_0.Encoded:
     """weight [O, I] of any float dtype → what gguf-py's blocks of it mean, bit for bit."""
     if ops.reads(weight):
-        codes = weight.new_empty(weight.shape, dtype=torch.int8)
-        scales = weight.new_empty(len(weight), weight.shape[1] // GROUP, dtype=torch.float16)
-        ops.typed("group_encoder", "encode_signed_q5_0", weight.dtype)(weight, codes, scales, scales.numel())
-        return q8_0.Encoded(codes, scales)
+        return q8_0.Encoded(*group_encoder.encode_signed_q5_0(weight))
     return from_blocks(*super_blocks.encode(FORM, encode_groups, weight))

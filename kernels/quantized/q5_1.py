@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import block_bits, super_blocks
+from . import block_bits, group_encoder, super_blocks
 from .super_blocks import Decoded
 from .super_blocks_form import Form
 
@@ -30,7 +30,7 @@ def decode(blocks: Tensor) -> Decoded:
 
 def encode_groups(groups: Tensor) -> Tensor:
     """f32 [O, S, 1, 32] → blocks [O, S, 24]."""
-    factors, codes = super_blocks.spanned(groups.squeeze(2), 31)
+    factors, codes = group_encoder.spanned(groups.squeeze(2), 31)
     high = block_bits.join((codes >> 4).unflatten(-1, (4, 8, 1)), 1).flatten(2)
     return block_bits.joined(factors, high, block_bits.join((codes & 15).unflatten(-1, (2, 16)), 4))
 

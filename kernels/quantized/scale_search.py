@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
+from .super_blocks_form import Form
 
 STEPS = 16  # scales that are tried
 
@@ -74,6 +75,12 @@ def signed_reference(groups: Tensor, most: int) -> Tensor:
         better = (error < best) & (squares > 0)
         best, found = torch.where(better, error, best), torch.where(better, scale, found)
     return found
+
+
+def encode(form: Form, weight: Tensor, blocks: Tensor) -> None:
+    """Fill ggml's blocks of a weight [O, I], of Q2_K to Q6_K, where `ops.reads` takes that."""
+    encoder = ops.typed("scale_search", f"encode_{form.encoder}", weight.dtype)
+    encoder(weight, blocks, weight.numel() // form.super, STEPS)
 
 
 def codes_of(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:

@@ -18,6 +18,7 @@ from ..cpp import ops
 from . import (
     blocks_cpu,
     dequantize_pieces,
+    group_encoder,
     panels,
     pieces_cuda,
     scale_search,
@@ -64,9 +65,8 @@ def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor
     shape = inputs // form.super, form.super // form.group, form.group
     blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
     if form.encoder and ops.reads(weight):
-        source, steps = ("scale_search", (scale_search.STEPS,)) if form.super > form.group else ("group_encoder", ())
-        encoder = ops.typed(source, f"encode_{form.encoder}", weight.dtype)
-        encoder(weight, blocks, weight.numel() // form.super, *steps)
+        fill = scale_search.encode if form.super > form.group else group_encoder.encode
+        fill(form, weight, blocks)
         return (blocks,)
     rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))
     for first in range(0, outputs, rows):
@@ -78,27 +78,6 @@ def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor
 def from_blocks(blocks: Tensor) -> tuple[Tensor]:
     """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
     return (blocks,)
-
-
-def centred(groups: Tensor, middle: int) -> tuple[Tensor, Tensor]:
-    """f32 [..., n] → scales f16 [..., 1], with which the largest becomes -middle, and codes uint8 more by `middle`.
-
-    Rounded as gguf-py does, which is to the nearest in f32, halves up.
-    """
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scales = largest / torch.full((), -float(middle), device=groups.device)  # no multiplication by the reciprocal
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    codes = ((groups * inverse) + (middle + 0.5)).trunc().clamp(0, 2 * middle - 1)
-    return scales.to(torch.float16), codes.to(torch.uint8)
-
-
-def spanned(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """f32 [..., n] → f16 [..., 2], scales and smallest, and codes uint8 from 0 to most; rounded as gguf-py does."""
-    low = groups.amin(-1, keepdim=True)
-    scales = (groups.amax(-1, keepdim=True) - low) / torch.full((), float(most), device=groups.device)
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    codes = ((groups - low) * inverse + 0.5).trunc().clamp(0, most)
-    return torch.cat((scales, low), -1).to(torch.float16), codes.to(torch.uint8)
 
 
 def pack(form: Form, decode: Callable[[Tensor], Decoded], blocks: Tensor) -> Packed:
