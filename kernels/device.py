@@ -30,6 +30,15 @@ def device_caps(device: torch.device) -> DeviceCaps:
     return DeviceCaps(found.multi_processor_count, arch, has_pdl, has_pdl and room, hopper)
 
 
+def current_stream() -> int:
+    """The handle of torch's current CUDA stream, on the current device.
+
+    torch.cuda.current_stream() makes an object, for which it looks up the device and the environment in Python. Triton
+    and Inductor ask for streams like this, torch.cuda.current_device() for devices.
+    """
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+
 def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
     """x on the device, without waiting for what the device does."""
     found = torch.from_numpy(x)

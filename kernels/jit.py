@@ -20,6 +20,7 @@ import hashlib
 import logging
 import os
 import re
+import struct
 import tempfile
 import threading
 from collections import deque
@@ -46,20 +47,12 @@ COMPILERS = 8  # threads
 _TWO_BYTES, _PROMOTE_128 = 1, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._L2_128B
 _SWIZZLES = {64: 3, 32: 2, 16: 1}  # CU_TENSOR_MAP_SWIZZLE_128B, _64B, _32B, by elements of two bytes that lie together
 _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+_LAUNCH = "@7IPPI"  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, number of these
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint),
-    ]
 
 
 class TensorMap:
@@ -93,12 +86,14 @@ def tensor_map(start: int, rows: int, columns: int, height: int, pitch: int, run
 
 
 class Kernel:
-    """A function of a loaded module. Call it with tensors, maps, ints (C int) and floats (C float)."""
+    """A function of a module that is loaded on one device. Call it with tensors, maps, ints (C int) and floats (C
+    float)."""
 
-    def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool):
+    def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool, device: int):
         self.function = function
         self.name = name
         self._overlap = overlap
+        self._device = device
         self._attributes = functools.cache(self._make_attributes)
 
     def __call__(
@@ -109,20 +104,19 @@ class Kernel:
         shared: int = 0,
         cluster: int = 1,
     ) -> None:
-        """Launch on torch's current stream. Empty grids are left out.
+        """Launch on torch's current stream. Empty grids are left out. Raises struct.error where an int is no C int.
 
         shared: bytes of dynamic shared memory. cluster: blocks of one, along the grid's x.
         """
         if 0 in grid:
             return
-        values = [_c_value(a) for a in args]
-        pointers = (ctypes.c_void_p * len(values))(
-            *[v.address if isinstance(v, TensorMap) else ctypes.addressof(v) for v in values]
-        )
         attributes = self._attributes(cluster)
-        stream = torch.cuda.current_stream().cuda_stream
-        config = _Config(*grid, threads, 1, 1, shared, stream, ctypes.addressof(attributes), len(attributes))
-        check(libcuda().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None), self.name)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # as device.current_stream
+        sizes = *grid, threads, 1, 1, shared, stream, ctypes.addressof(attributes), len(attributes)
+        layout = _layout(tuple(map(type, args)))
+        place = layout.fill(sizes, args)
+        check(libcuda().cuLaunchKernelEx(place.launch, self.function, place.pointers, None), self.name)
+        layout.free.append(place)  # the driver has copied what lies there
 
     def _make_attributes(self, cluster: int) -> ctypes.Array[_Attribute]:
         """What a launch asks for besides its sizes."""
@@ -132,12 +126,47 @@ class Kernel:
         return (_Attribute * len(asked))(*asked)
 
 
-def _c_value(x: Tensor | TensorMap | float) -> Any:
-    if isinstance(x, TensorMap):
-        return x
-    if isinstance(x, Tensor):
-        return ctypes.c_void_p(x.data_ptr())
-    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)
+class _Place:
+    """Where the driver reads one launch: its sizes, then its arguments, and where each of these lies."""
+
+    def __init__(self, size: int, offsets: list[int]):
+        self.memory = ctypes.create_string_buffer(size)
+        start = ctypes.addressof(self.memory)
+        self.launch = ctypes.c_void_p(start)
+        self.pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
+
+
+class _Layout:
+    """How launches with arguments of these types lie in memory. Maps lie in their own.
+
+    A ctypes object for each argument of each launch would cost the host three times as much.
+    """
+
+    def __init__(self, types: tuple[type, ...]):
+        kinds = ["P" if issubclass(t, (Tensor, TensorMap)) else "f" if issubclass(t, float) else "i" for t in types]
+        ends = [struct.calcsize(_LAUNCH + "".join(kinds[: i + 1])) for i in range(len(kinds))]
+        self._offsets = [end - struct.calcsize(kind) for end, kind in zip(ends, kinds, strict=True)]
+        self._struct = struct.Struct(_LAUNCH + "".join(kinds))
+        self._tensors = [i for i, t in enumerate(types) if issubclass(t, Tensor)]
+        self._maps = [i for i, t in enumerate(types) if issubclass(t, TensorMap)]
+        self.free: list[_Place] = []  # threads that launch at once have a place each: `pop` and `append` are atomic
+
+    def fill(self, sizes: tuple[int, ...], args: tuple[Any, ...]) -> _Place:
+        """A place that nobody else uses; the caller gives it back to `free`."""
+        try:
+            place = self.free.pop()
+        except IndexError:
+            place = _Place(self._struct.size, self._offsets)
+        values = list(args)
+        for i in self._tensors:
+            values[i] = args[i].data_ptr()
+        for i in self._maps:
+            values[i] = place.pointers[i] = args[i].address
+        self._struct.pack_into(place.memory, 0, *sizes, *values)
+        return place
+
+
+_layout = functools.cache(_Layout)
 
 
 Size = int | str | torch.dtype
@@ -150,7 +179,13 @@ def kernel(source: str, name: str, dtype: torch.dtype, shared: int = 0, **sizes:
 
     shared: the most dynamic shared memory, in bytes, that a launch will ask for.
     """
-    return _load(variant(source, dtype, **sizes), name, shared, torch.cuda.current_device())
+    return _kernel(torch._C._cuda_getDevice(), source, name, dtype, shared, **sizes)
+
+
+@functools.cache
+def _kernel(device: int, source: str, name: str, dtype: torch.dtype, shared: int, /, **sizes: Size) -> Kernel:
+    """Sizes in another order are looked up once more: launches do not wait for a sort."""
+    return _load(variant(source, dtype, **sizes), name, shared, device)
 
 
 class KernelVariant(NamedTuple):
@@ -197,7 +232,7 @@ def _load(program: KernelVariant, name: str, shared: int, device: int) -> Kernel
     check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
     if shared > 48 << 10:
         check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
-    return Kernel(function, name, found.has_pdl)
+    return Kernel(function, name, found.has_pdl, device)
 
 
 def cached(name: str, text: str, arch: str) -> bytes:
@@ -309,10 +344,11 @@ def check(status: int, what: str) -> None:
 
 def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
     """How many elements of x fit in one access of at most `most` bytes when rows and strides have these lengths."""
-    count = most // x.element_size()
-    while count > 1 and (x.data_ptr() % (count * x.element_size()) or any(n % count for n in lengths)):
-        count //= 2
-    return count
+    size = x.element_size()
+    all_bits = x.data_ptr() | most
+    for length in lengths:
+        all_bits |= length * size
+    return max((all_bits & -all_bits) // size, 1)  # the lowest bit: the largest power of two that divides all
 
 
 def plain(*tensors: Tensor) -> bool:
