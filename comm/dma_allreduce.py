@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.collective.allreduce import SymmetricMemory, memory
+from ..kernels.device import current_stream
 from .base import Comm
 from .broadcast import collective_try
 from .symmetric_memory import call
@@ -51,7 +52,7 @@ class DmaAllReduce:
     def _exchange(self, x: Tensor, to: int) -> Tensor:
         self._calls = (self._calls + 1) % _WRAP
         slot, count = self._calls % 2, ctypes.c_uint32(self._calls)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(current_stream())
         there, size = ctypes.c_uint64(self._regions[to] + slot * MAX_BYTES), ctypes.c_size_t(x.nbytes)
         theirs, ours = (ctypes.c_uint64(self._regions[r] + 2 * MAX_BYTES) for r in (to, self._rank))
         call("cuMemcpyDtoDAsync_v2", there, ctypes.c_uint64(x.data_ptr()), size, stream)

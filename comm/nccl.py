@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..kernels.device import current_stream
 from .base import Comm, Epilogue, Work
 from .broadcast import broadcast_bytes
 
@@ -68,13 +69,11 @@ class NcclComm:
         self.all_gather(x)
         torch.cuda.current_stream().synchronize()
 
-    @staticmethod
-    def _stream() -> int:
-        return torch.cuda.current_stream().cuda_stream
-
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._nccl is not None:
-            self._nccl.allReduce(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, self._stream())
+            self._nccl.allReduce(
+                x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], self._sum, current_stream()
+            )
         return x
 
     def all_reduce_async(self, x: Tensor, epilogue: Epilogue | None = None) -> Work | None:
@@ -99,7 +98,7 @@ class NcclComm:
         if self._nccl is None:
             return x[None].clone()
         out = x.new_empty((self.size, *x.shape))
-        self._nccl.allGather(x.data_ptr(), out.data_ptr(), x.numel(), self._kinds[x.dtype], self._stream())
+        self._nccl.allGather(x.data_ptr(), out.data_ptr(), x.numel(), self._kinds[x.dtype], current_stream())
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -107,18 +106,18 @@ class NcclComm:
             return x[0].clone()
         out = x.new_empty(x.shape[1:])
         self._nccl.reduceScatter(
-            x.data_ptr(), out.data_ptr(), out.numel(), self._kinds[x.dtype], self._sum, self._stream()
+            x.data_ptr(), out.data_ptr(), out.numel(), self._kinds[x.dtype], self._sum, current_stream()
         )
         return out
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         if self._nccl is not None:
-            self._nccl.broadcast(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], root, self._stream())
+            self._nccl.broadcast(x.data_ptr(), x.data_ptr(), x.numel(), self._kinds[x.dtype], root, current_stream())
         return x
 
     def send(self, x: Tensor, to: int) -> None:
         assert self._nccl is not None
-        self._nccl.send(x.data_ptr(), x.numel(), self._kinds[x.dtype], to, self._stream())
+        self._nccl.send(x.data_ptr(), x.numel(), self._kinds[x.dtype], to, current_stream())
 
     def isend(self, x: Tensor, to: int) -> None:
         if self._aside is None:
@@ -130,7 +129,7 @@ class NcclComm:
 
     def recv(self, x: Tensor, source: int) -> Tensor:
         assert self._nccl is not None
-        self._nccl.recv(x.data_ptr(), x.numel(), self._kinds[x.dtype], source, self._stream())
+        self._nccl.recv(x.data_ptr(), x.numel(), self._kinds[x.dtype], source, current_stream())
         return x
 
     def barrier(self) -> None:

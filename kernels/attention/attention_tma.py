@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..device import HALF_SHARED, device_caps, upload
+from ..device import HALF_SHARED, current_stream, device_caps, upload
 from ..rope.fp8_cache import E4M3
 from .backend import CurrentKV, Part
 
@@ -158,7 +158,7 @@ def decode(
     grid = max(2 * device_caps(q.device).num_sms, kv_heads)
     parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
     sums = parts.view(-1)[grid * 2 * group * dim :]
-    arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
+    arrived = jit.counters(q.device, current_stream())
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import jit
-from ..device import device_caps, dot_precision
+from ..device import current_stream, device_caps, dot_precision
 from ..rope.fp8_triton import scales_at, widen
 from .attention_tma import LOG2_E
 from .backend import CurrentKV, Part
@@ -275,7 +275,7 @@ def decode(
         assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not make so many
         parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
-        arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream if q.is_cuda else 0)
+        arrived = jit.counters(q.device, current_stream() if q.is_cuda else 0)
     # What a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..device import device_caps
+from ..device import current_stream, device_caps
 from ..rope.fp8_cache import E4M3
 from .attention_tma import LOG2_E
 from .backend import AttentionParams, Part
@@ -134,7 +134,7 @@ def decode(
     if most > 1:
         assert blocks * most <= jit.COUNTERS  # choose_kv_splits does not make so many
         splits = q.new_empty(blocks, most, PART, dtype=torch.float32)
-        arrived = jit.counters(q.device, torch.cuda.current_stream().cuda_stream)
+        arrived = jit.counters(q.device, current_stream())
     rest = tables, lengths, out, splits, arrived, q.stride(0), tables.stride(0), fill, scale * LOG2_E
     if scales is not None and by_tma(q.device):
         kernel = jit.kernel("mla_decode_e4m3", "mla_decode_e4m3", q.dtype, TMA_SHARED, **sizes_by_tma(heads, size))

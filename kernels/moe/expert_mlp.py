@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import jit
 from ..activation.activation import ACTIVATIONS
-from ..device import device_caps
+from ..device import current_stream, device_caps
 from . import expert_gemm
 from .group import Groups, most_tiles
 
@@ -114,7 +113,7 @@ def expert_mlp(
     chosen = groups or (ids,) * 4
     count = len(groups.tile_expert) if groups else most_tiles(pairs, experts, 8 * tiles)
     assert count + 1 < jit.COUNTERS
-    done = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
+    done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
     kernel(
         (blocks, 1, 1), WARPS * 32, x, of_w13, of_w2, *chosen, weights, h, y, done, count, experts, of_shared_w13,

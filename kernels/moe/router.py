@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
+from ..device import current_stream
 
 ROUTE_ROWS = 256  # tokens; of more, a GEMM of its own is faster
 CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
@@ -121,7 +122,7 @@ def route_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterPar
     together, grid = blocks(rows, experts)
     found = sizes(together, experts, hidden, params, bias is not None)
     kernel = jit.kernel("router", "route", x.dtype, **found)
-    arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
+    arrived = jit.counters(x.device, current_stream())
     kernel(grid, found["WARPS"] * 32, x, weight, of_bias, logits, ids, weights, arrived, rows, float(params.scale))
     return ids, weights
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
+from ..device import current_stream
 
 PARTS = 32  # blocks that share a row, at most
 BLOCKS = 512  # that keep a GPU busy
@@ -71,7 +72,7 @@ def argmax_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
     if parts > 1:
         part_values = x.new_empty(rows, parts, dtype=torch.float32)
         part_ids = x.new_empty(rows, parts, dtype=torch.int32)
-        arrived = jit.counters(x.device, torch.cuda.current_stream().cuda_stream)
+        arrived = jit.counters(x.device, current_stream())
     kernel = jit.kernel("argmax", "argmax", x.dtype, V=vector)
     kernel((parts, rows, 1), 256, x, width, values, ids, part_values, part_ids, arrived)
     return values, ids

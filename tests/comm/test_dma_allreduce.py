@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def make(monkeypatch, regions):
         streams = Streams(seed)
         monkeypatch.setattr(dma_allreduce, "memory", memory)
         monkeypatch.setattr(dma_allreduce, "call", streams.call)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+        monkeypatch.setattr(dma_allreduce, "current_stream", lambda: 7)
         for rank in range(2):
             word(flag(regions, rank)).value = 0
         return streams, [

@@ -27,7 +27,7 @@ class Launcher:
         )
         monkeypatch.setattr(attention_tma, "device_caps", lambda _: SimpleNamespace(num_sms=self.sms))
         monkeypatch.setattr(attention_tma, "_boxed", lambda *_: True)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(attention_tma, "current_stream", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         cuda_model.poison_new_tensors(monkeypatch)
 

@@ -31,7 +31,7 @@ class Launcher:
         monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
         monkeypatch.setattr(jit, "tensor_map", lambda at, rows, columns, high, _: Box(at, rows, columns, high))
         monkeypatch.setattr(mla_decode, "device_caps", lambda _: SimpleNamespace(num_sms=4))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(mla_decode, "current_stream", lambda: 0)
         real = torch.Tensor.new_empty
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(NAN))
 

@@ -39,7 +39,7 @@ class Launcher:
         )
         monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
         monkeypatch.setattr(expert_mlp, "device_caps", lambda _: SimpleNamespace(num_sms=self.blocks))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(expert_mlp, "current_stream", lambda: 0)
         real = torch.Tensor.new_empty
         monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: self.keep(real(x, *a, **k)))
 
