@@ -79,7 +79,7 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
         return found
 
     found, kept = remembered(about(library, wanted), measure)
-    library.choices = {sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)}
+    library.choose({sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)})
     in_use[next(iter(weights.values()))[0].device] = library
     whole = [(sizes, row) for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes]]
     alone = [choice for sizes, row in whole if sizes.splits == 1 for choice in row]

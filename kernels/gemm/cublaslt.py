@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from ..device import current_stream
+
 MOST = 8  # proposals for a GEMM
+KEPT = 4096  # plans: steps with prompts may have any number of rows
 WORKSPACE = 32 << 20  # bytes; as many as torch gives the library on Hopper
 ALIGNED = 256  # bytes; what the library supposes of addresses unless told otherwise
 
@@ -95,18 +98,25 @@ class Library:
     def __init__(self) -> None:
         self._lib = load()
         self.version = self._lib.cublasLtGetVersion()
-        self.choices: dict[GemmShape, dict[int, Algo]] = {}  # by measured rows
-        self.plan = functools.cache(self._plan)
+        self.choices: dict[GemmShape, dict[int, Algo]] = {}  # by measured rows; `choose` sets what is in use
+        self.plan = functools.lru_cache(KEPT)(self._plan)
+        self.near_plan = functools.lru_cache(KEPT)(self._near_plan)
         self.first_plan = functools.cache(self._first_plan)
         self._layout = functools.cache(self._make_layout)
         self._biased = functools.cache(self._make_biased)
-        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._one, self._zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
         self._handle = self._create("cublasLtCreate")
         self._unbiased = self._make_matmul()
         self._wishes = self._create("cublasLtMatmulPreferenceCreate")
         set_wish = "cublasLtMatmulPreferenceSetAttribute"
         self._set(set_wish, self._wishes, _MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE))
         self._set(set_wish, self._wishes, _REDUCTIONS, ctypes.c_uint32(_IN_F32))
+
+    def choose(self, choices: dict[GemmShape, dict[int, Algo]]) -> None:
+        """Take these from now on."""
+        self.choices = choices
+        self.plan.cache_clear()
+        self.near_plan.cache_clear()
 
     def proposals(self, sizes: GemmShape, rows: int) -> list[bytes]:
         """Algorithms; the first is what the library deems the fastest. Each may serve other numbers of rows, too."""
@@ -128,11 +138,11 @@ class Library:
         """
         if bias is not None:
             self._describe(plan.matmul, _BIAS, _P(bias.data_ptr()))
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream()
         status = self._lib.cublasLtMatmul(
             self._handle, plan.matmul,
-            ctypes.byref(self._one), weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
-            ctypes.byref(self._one if accumulate else self._zero), y, plan.of_y, y, plan.of_y,
+            self._one, weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
+            self._one if accumulate else self._zero, y, plan.of_y, y, plan.of_y,
             plan.algorithm, workspace(x.device, stream).data_ptr(), WORKSPACE, stream,
         )  # fmt: skip
         return status == 0
@@ -141,9 +151,16 @@ class Library:
         return Plan(self._matmul(sizes), _Algorithm.from_buffer_copy(algorithm), *self._layouts(sizes, rows))
 
     def _plan(self, sizes: GemmShape, rows: int) -> Plan | None:
-        """By the choice made for so many rows; None: torch's."""
-        algo = self.choices[sizes][rows]
+        """By the choice made for so many rows; None: torch's, or there is none."""
+        algo = self.choices.get(sizes, {}).get(rows)
         return None if algo is None else self.plan_of(algo, sizes, rows)
+
+    def _near_plan(self, rows: int, shape: torch.Size, dtype: torch.dtype, bias: bool) -> tuple[int, Plan | None]:
+        """Of the whole GEMM of a weight like this: the count of `nearest`, and the plan for it."""
+        outputs, inputs = shape
+        sizes = GemmShape(dtype, outputs, inputs, bias=bias)
+        count = nearest(rows, self.choices.get(sizes, {}))
+        return count, self.plan(sizes, count)
 
     def _first_plan(self, sizes: GemmShape, rows: int) -> Plan | None:
         """By what the library deems the fastest; None: it has nothing."""
@@ -214,20 +231,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     library = library_for(x, weight, bias)
     if library is None:
         return torch_linear(x, weight, bias)
-    rows, sizes = len(x), sizes_of(weight, bias is not None)
-    count = nearest(rows, library.choices.get(sizes, {}))
+    rows, inputs = x.shape
+    count, plan = library.near_plan(rows, weight.shape, weight.dtype, bias is not None)
     if not count:
         return torch_linear(x, weight, bias)
     if count > rows:
-        whole = x.new_empty(count, x.shape[1])
+        whole = x.new_empty(count, inputs)
         whole[:rows] = x
         x = whole
-    plan = library.plan(sizes, count)
+    y = None
     if plan is not None:
-        y = x.new_empty(count, len(weight))
-        if library.run(plan, x, weight, y.data_ptr(), bias):
-            return y[:rows]
-    return torch_linear(x, weight, bias)[:rows]
+        y = x.new_empty(count, weight.shape[0])
+        if not library.run(plan, x, weight, y.data_ptr(), bias):
+            y = None
+    if y is None:
+        y = torch_linear(x, weight, bias)
+    return y if count == rows else y[:rows]
 
 
 def accumulate_linear(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> bool:
@@ -236,16 +255,18 @@ def accumulate_linear(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> boo
     library = library_for(x, weight, bias, y)
     if library is None:
         return False
-    plan = library.first_plan(sizes_of(weight, bias=True), len(x))
+    plan = library.first_plan(sizes_of(weight, bias=True), x.shape[0])
     return plan is not None and library.run(plan, x, weight, y.data_ptr(), bias, accumulate=True)
 
 
 def library_for(x: Tensor, *others: Tensor | None) -> Library | None:
     """What multiplies x [T, I] with these, where something was chosen on their device and it can read them all."""
     library = in_use.get(x.device)
-    given = [x, *(one for one in others if one is not None)]
-    if library is None or x.dim() != 2 or not all(one.dtype == x.dtype and plain(one) for one in given):
+    if library is None or x.dim() != 2 or not plain(x):
         return None
+    for one in others:
+        if one is not None and not (one.dtype == x.dtype and plain(one)):
+            return None
     return library
 
 

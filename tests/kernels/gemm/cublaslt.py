@@ -136,11 +136,11 @@ def in_memory(size, rank=0):
 
 def put(lib, choices, monkeypatch):
     """`lib` in the library's place, and weights and rows in this machine's memory go to it by these choices."""
-    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(cublaslt, "current_stream", lambda: STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(cublaslt, "load", lambda: lib)
     made = cublaslt.Library()
-    made.choices = choices
+    made.choose(choices)
     monkeypatch.setitem(cublaslt.in_use, torch.device("cpu"), made)
     return lib
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels.gemm import cublaslt
+from phalanx.kernels.gemm import cublaslt, split_k_gemm
 from phalanx.kernels.gemm.cublaslt import nearest
 
 from .cublaslt import SIZES, Lib, algo, check, near, plain, put
@@ -68,6 +68,26 @@ def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
     near(cublaslt.linear(x, weight), x, weight, torch.zeros(48))
     near(cublaslt.linear(plain(75, 32), weight, bias)[:0], x[:0], weight, bias)
     assert found == [80, 70, 96]
+
+
+def test_other_choices_take_the_place_of_what_was_planned(monkeypatch):
+    """Of the whole GEMM and of one in parts."""
+    split = split_k_gemm.sizes(torch.empty(48, 128, device="meta", dtype=torch.bfloat16), 2)
+    whole = split._replace(splits=1)
+    lib, x, weight = put(Lib(), {}, monkeypatch), plain(80, 128), plain(48, 128)
+    for choices, seen in (
+        ({whole: {80: algo(1)}}, [1]),
+        ({whole: {80: None}, split: {80: algo(1)}}, [1]),
+        ({whole: {96: algo(2)}, split: {80: algo(2)}}, [2, 2]),
+        ({}, []),
+    ):
+        cublaslt.in_use[x.device].choose(choices)
+        for _ in range(2):
+            lib.seen.clear()
+            near(cublaslt.linear(x, weight), x, weight, torch.zeros(48))
+            terms = split_k_gemm.partial_sums(x, weight)
+            assert (terms is None) == (split not in choices)
+            assert [algorithm for algorithm, _ in lib.seen] == seen
 
 
 def test_the_library_adds_biases(monkeypatch):

@@ -60,8 +60,7 @@ def test_products_by_every_proposal(count, outputs, inputs, dtype, biased, lib):
         x = torch.randn(rows, inputs, device="cuda").to(dtype) / 8
         want = (x.float() @ weight.float().T).double() + (bias.double() if biased else 0)
         for i, algo in enumerate(algos):
-            lib.choices = {sizes: {count: algo}}
-            lib.plan.cache_clear()
+            lib.choose({sizes: {count: algo}})
             if rows == count:
                 y, after = guarded(rows, outputs, dtype)
                 if lib.run(lib.plan(sizes, rows), x, weight, y.data_ptr(), bias):
@@ -120,8 +119,7 @@ def test_partial_sums_by_every_proposal(rows, outputs, inputs, count, lib):
             taken += 1
             assert apart(y.view(rows, count, outputs), want) < 4e-3 and after.isnan().all()
             assert apart(y.view(rows, count, outputs).float().sum(1), want.sum(1)) < 4e-3
-            lib.choices = {sizes: {rows: algo}}
-            lib.plan.cache_clear()
+            lib.choose({sizes: {rows: algo}})
             assert torch.equal(split_k_gemm.partial_sums(x, weight).flatten(), y.flatten())
     assert taken
 
@@ -131,7 +129,7 @@ def test_library_products_in_a_graph(rows, lib):
     """Beside kernels of ours on both sides, twice in turn through the same workspace."""
     sizes = cublaslt.GemmShape(torch.bfloat16, 4096, 4096)
     count = next(count for count in (96, 448) if count >= rows)
-    lib.choices = {sizes: {count: lib.proposals(sizes, count)[-1]}}
+    lib.choose({sizes: {count: lib.proposals(sizes, count)[-1]}})
     x, weight, gain = (torch.randn(n, 4096, device="cuda").bfloat16() / 8 for n in (rows, 4096, 1))
 
     def step():
