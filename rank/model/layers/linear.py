@@ -39,19 +39,28 @@ class Linear(nn.Module):
         return self.inputs.width * sum(shard.width for shard in self.outputs)
 
     @property
+    def lone(self) -> Part | None:
+        """The part that is all of the linear; None: there are several.
+
+        Every launch asks. nn.ModuleList's own ways to its entries take microseconds.
+        """
+        parts = cast(nn.Module, self._modules["parts"])._modules
+        return cast(Part, parts["0"]) if len(parts) == 1 else None
+
+    @property
     def matrix(self) -> Tensor | None:
         """The weight [outputs, inputs], where it is plain and all of the linear: what fused kernels take."""
-        return cast(Part, self.parts[0]).matrix if len(self.parts) == 1 else None
+        return None if (part := self.lone) is None else part.matrix
 
     @property
     def added_bias(self) -> Tensor | None:
         """The bias [outputs] beside `matrix`, where there is one and this rank adds it."""
-        return cast(Part, self.parts[0]).added_bias if self.biased and len(self.parts) == 1 else None
+        return None if not self.biased or (part := self.lone) is None else part.added_bias
 
     @property
     def packed_matrix(self) -> Any:
         """The same of a quantised weight, as its kernels take it."""
-        return getattr(self.parts[0], "packed", None) if len(self.parts) == 1 else None
+        return getattr(self.lone, "packed", None)
 
     def of_norm(self, h: Normed, gate: str = "") -> Tensor | None:
         """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
@@ -61,8 +70,8 @@ class Linear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
-        if len(self.parts) == 1:
-            return self.parts[0](x)
+        if (part := self.lone) is not None:
+            return part(x)
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 
@@ -91,8 +100,8 @@ class GatedColumnParallel(Linear):
             if (y := self.of_norm(h, self.activation)) is not None:
                 return y
             h = h.tensor()
-        if len(self.parts) == 1:
-            return cast(Part, self.parts[0]).gated(h, self.activation)
+        if (part := self.lone) is not None:
+            return part.gated(h, self.activation)
         return gated_activation(self.multiply(h), self.activation)
 
 
@@ -129,7 +138,7 @@ class QKVParallel(ColumnParallel):
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What forward returns, as heads: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         queries, keys, dim = self.heads
-        q, k, v = qkv.view(len(qkv), queries + 2 * keys, dim).split([queries, keys, keys], dim=1)
+        q, k, v = qkv.view(qkv.shape[0], queries + 2 * keys, dim).split([queries, keys, keys], dim=1)
         return q, k, v
 
     def split_gated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
