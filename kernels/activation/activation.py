@@ -100,8 +100,9 @@ def activate_cuda(x: Tensor, activation: str) -> Tensor:
 def gated_activation_cuda(x: Tensor, activation: str) -> Tensor:
     x = x.contiguous()
     width = x.shape[1] // 2
-    out = x.new_empty(len(x), width)
+    rows = x.shape[0]
+    out = x.new_empty(rows, width)
     vector = jit.vector(x, width)
     kernel = jit.kernel("activation", "gated_activation", x.dtype, V=vector, ACT=ACTIVATIONS.index(activation))
-    kernel((-(-width // (THREADS * vector)), len(x), 1), THREADS, x, out, width)
+    kernel((-(-width // (THREADS * vector)), rows, 1), THREADS, x, out, width)
     return out

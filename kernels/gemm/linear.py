@@ -24,14 +24,14 @@ ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, o
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times the transpose of weight [O, I], plus bias [O]: [T, O], contiguous. `weight` may be packed."""
+    if x.is_cuda:
+        if skinny.supports(x, weight, bias):
+            return skinny.skinny_linear(x, weight, bias=bias)
+        return cublaslt.linear(x, weight, bias)
     if weight.is_mkldnn:
         return _packed_linear(x, weight, bias)
-    if skinny.supports(x, weight, bias):
-        return skinny.skinny_linear(x, weight, bias=bias)
     if cpu_gemm.supports(x, weight):
         return cpu_gemm.cpu_linear(x, weight, bias)
-    if x.is_cuda:
-        return cublaslt.linear(x, weight, bias)
     return torch_linear(x, weight, bias)
 
 
@@ -42,7 +42,7 @@ def accumulates(x: Tensor, weight: Tensor, stream: Tensor) -> bool:
     of 512 rows 51 and 97 instead of 37 and 99.
     """
     same = x.dtype == weight.dtype == stream.dtype and x.element_size() == 2
-    return x.is_cuda and len(x) >= ADD_FROM and same and stream.is_contiguous()
+    return x.is_cuda and x.shape[0] >= ADD_FROM and same and stream.is_contiguous()
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", bias: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ class TileConfig(NamedTuple):
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `skinny_linear` takes x [T, I], weight [O, I] and bias [O], and is the fastest."""
-    if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < len(x) <= MOST_ROWS:
+    if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or not 0 < x.shape[0] <= MOST_ROWS:
         return False
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return False
@@ -142,7 +142,7 @@ def _pipelined_sizes(
 
 def _config(x: Tensor, weight: Tensor) -> TileConfig | Literal["gemv"] | None:
     outputs, inputs = weight.shape
-    return _choose(len(x), outputs, inputs, device_caps(x.device))
+    return _choose(x.shape[0], outputs, inputs, device_caps(x.device))
 
 
 def _choose(rows: int, outputs: int, inputs: int, found: DeviceCaps) -> TileConfig | Literal["gemv"] | None:

@@ -18,7 +18,7 @@ SHARED = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * INPUTS * 2
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `swiglu_gemm` takes x [T, I], weight [2 O, I] and bias [2 O], and is the faster one."""
-    if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or x.dtype != weight.dtype or len(x) < FROM:
+    if not x.is_cuda or x.dim() != 2 or x.element_size() != 2 or x.dtype != weight.dtype or x.shape[0] < FROM:
         return False
     if bias is not None and (bias.dtype != x.dtype or not jit.plain(bias)):
         return False

@@ -91,7 +91,7 @@ def add_layer_norm_cuda(
     assert residual.is_contiguous() and (other is None or other.is_contiguous())
     parts = [x] if other is None else [x, other]
     kernel, threads = _kernel("add_layer_norm", [*parts, residual], weight, bias, parts=len(parts))
-    kernel((len(x), 1, 1), threads, x, parts[-1], residual, _or(weight, x), _or(bias, x), eps)
+    kernel((x.shape[0], 1, 1), threads, x, parts[-1], residual, _or(weight, x), _or(bias, x), eps)
     return x, residual
 
 

@@ -104,7 +104,7 @@ def add_rms_norm_cuda(
     assert residual.is_contiguous() and (other is None or other.is_contiguous())
     parts = [x] if other is None else [x, other]
     kernel, threads = _kernel("add_rms_norm", [*parts, residual, weight], parts=len(parts))
-    kernel((len(x), 1, 1), threads, x, parts[-1], residual, weight, eps)
+    kernel((x.shape[0], 1, 1), threads, x, parts[-1], residual, weight, eps)
     return x, residual
 
 
@@ -116,7 +116,7 @@ def sum_add_rms_norm_cuda(
     added = [residual] if other is None else [residual, other]
     *_, last = added
     kernel, threads = _kernel("sum_add_rms_norm", [terms, weight, y, *added], parts=len(added), terms=terms.shape[1])
-    kernel((len(terms), 1, 1), threads, terms, last, pitch(last), residual, weight, y, eps)
+    kernel((terms.shape[0], 1, 1), threads, terms, last, pitch(last), residual, weight, y, eps)
     return y, residual
 
 
@@ -126,7 +126,7 @@ def norm_add_norm_cuda(
     x = x.contiguous()
     assert residual.is_contiguous()
     kernel, threads = _kernel("norm_add_norm", [x, residual, post_weight, weight])
-    kernel((len(x), 1, 1), threads, x, residual, post_weight, weight, post_eps, eps)
+    kernel((x.shape[0], 1, 1), threads, x, residual, post_weight, weight, post_eps, eps)
     return x, residual
 
 
