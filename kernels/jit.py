@@ -24,7 +24,7 @@ import struct
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -344,8 +344,14 @@ def check(status: int, what: str) -> None:
 
 def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
     """How many elements of x fit in one access of at most `most` bytes when rows and strides have these lengths."""
-    size = x.element_size()
-    all_bits = x.data_ptr() | most
+    return common_vector((x,), *lengths, most=most)
+
+
+def common_vector(tensors: Sequence[Tensor], *lengths: int, most: int = 16) -> int:
+    """The same of each of these tensors of one dtype."""
+    size, all_bits = tensors[0].element_size(), most
+    for x in tensors:
+        all_bits |= x.data_ptr()
     for length in lengths:
         all_bits |= length * size
     return max((all_bits & -all_bits) // size, 1)  # the lowest bit: the largest power of two that divides all

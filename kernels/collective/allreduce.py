@@ -122,7 +122,7 @@ def norm_kernel(
 ) -> tuple[jit.Kernel, int]:
     """A kernel of allreduce_norm.cu with vectors that divide `length` elements, and its threads, at most so many."""
     width = residual.shape[-1]
-    vector = min(jit.vector(t, length) for t in (residual, weight, *others))
+    vector = jit.common_vector((residual, weight, *others), length)
     threads = min(max(-(-width // vector // 32) * 32, 32), threads)
     sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
     return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads

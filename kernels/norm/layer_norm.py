@@ -101,7 +101,7 @@ def _kernel(
     """For rows of the first one's last axis, and its threads per row. parts: that are added to the residual."""
     x, *_ = rows
     size = x.shape[-1]
-    vector = min(jit.vector(y, size, *strides) for y in (*rows, weight, bias) if y is not None)
+    vector = jit.common_vector([y for y in (*rows, weight, bias) if y is not None], size, *strides)
     threads = min(max(-(-size // vector // 32) * 32, 32), 512)
     sizes = dict(N=size, V=vector, THREADS=threads, PARTS=parts, WEIGHT=int(weight is not None))
     return jit.kernel("layer_norm", name, x.dtype, **sizes, BIAS=int(bias is not None)), threads

@@ -135,7 +135,7 @@ def _kernel(name: str, vectors: list[Tensor], *strides: int, parts: int = 1, ter
     the first one is the sum of so many terms."""
     x, *_ = vectors
     size = x.shape[-1]
-    vector = min(jit.vector(y, size, *strides) for y in vectors)
+    vector = jit.common_vector(vectors, size, *strides)
     made = sizes(size, vector, parts, terms)
     return jit.kernel("norm", name, x.dtype, **made), made["THREADS"]
 

@@ -184,7 +184,7 @@ def rope_and_store_kv_cuda(
     assert q.stride(1) == k.stride(1) == v.stride(1) == dim and keys.is_contiguous() and values.is_contiguous()
     rows = q.stride(0), k.stride(0), v.stride(0)
     # Two at a time: with heads of 128 that keeps all lanes of the head's warp at work.
-    vector = min(jit.vector(x, dim, rotated // 2, *rows, most=2 * x.element_size()) for x in (q, k, v))
+    vector = jit.common_vector((q, k, v), dim, rotated // 2, *rows, most=2 * q.element_size())
     per = 1 if tokens < ENOUGH else 8
     kernel = jit.kernel(
         "rope", "rope_and_store_kv", q.dtype, C=keys.dtype if scales is None else q.dtype, DIM=dim, ROTATED=rotated,

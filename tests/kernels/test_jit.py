@@ -192,7 +192,10 @@ def test_elements_of_one_access(dtype, most):
         x = memory[first + skip :]
         fits = (n for n in (16, 8, 4, 2, 1) if n * size <= most)
         able = (n for n in fits if x.data_ptr() % (n * size) == 0 and all(length % n == 0 for length in lengths))
-        assert jit.vector(x, *lengths, most=most) == next(able)
+        assert jit.vector(x, *lengths, most=most) == (found := next(able))
+        for others in ([memory[first:]], [memory[first + 8 :], memory[first + 2 :]]):
+            least = min(jit.vector(y, *lengths, most=most) for y in others)
+            assert jit.common_vector([x, *others], *lengths, most=most) == min(found, least)
 
 
 def test_the_current_stream(monkeypatch):
