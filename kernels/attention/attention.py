@@ -52,10 +52,12 @@ def supports_one_kernel(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, ...], rows: AttentionMetadata
 ) -> bool:
     """Whether the decode kernels of GPUs may norm, rotate and write the step's tokens."""
-    dim = q.shape[2]
+    tokens, _, dim = q.shape
+    if not 0 < tokens == rows.num_decodes:
+        return False
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
     whole = cos_sin.cos.shape[-1] == dim and not cos_sin.interleaved
-    return 0 < len(q) == rows.num_decodes and whole and side_by_side and cache[0].dtype in (q.dtype, E4M3)
+    return whole and side_by_side and cache[0].dtype in (q.dtype, E4M3)
 
 
 def decode_current(
@@ -63,7 +65,7 @@ def decode_current(
 ) -> Tensor:
     """store_and_attend where supports_one_kernel."""
     keys, values, scales = KVCache(*cache)
-    out = q.new_empty(len(q), q.shape[1], values.shape[3])
+    out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
     attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, current_kv))
     return out.flatten(1)
 

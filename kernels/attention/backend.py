@@ -68,7 +68,7 @@ class Part(NamedTuple):
     @property
     def decoding(self) -> tuple[Tensor, Tensor]:
         """The rows of q and `out` of sequences that decode: [stop, heads, head_dim or value_dim]."""
-        if len(self.q) == self.stop:
+        if self.q.shape[0] == self.stop:
             return self.q, self.out
         return self.q[: self.stop], self.out[: self.stop]
 

@@ -44,8 +44,9 @@ class Linear(nn.Module):
 
         Every launch asks. nn.ModuleList's own ways to its entries take microseconds.
         """
-        parts = cast(nn.Module, self._modules["parts"])._modules
-        return cast(Part, parts["0"]) if len(parts) == 1 else None
+        held: Any = self._modules["parts"]
+        parts: dict[str, Part] = held._modules
+        return parts["0"] if len(parts) == 1 else None
 
     @property
     def matrix(self) -> Tensor | None:
@@ -138,7 +139,7 @@ class QKVParallel(ColumnParallel):
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What forward returns, as heads: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
         queries, keys, dim = self.heads
-        q, k, v = qkv.view(qkv.shape[0], queries + 2 * keys, dim).split([queries, keys, keys], dim=1)
+        q, k, v = qkv.view(qkv.shape[0], queries + 2 * keys, dim).split_with_sizes([queries, keys, keys], 1)
         return q, k, v
 
     def split_gated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
