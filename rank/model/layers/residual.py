@@ -179,7 +179,7 @@ class ResidualStream:
         self._work: Work | None = None
 
     def __len__(self) -> int:
-        return len(self.value)
+        return self.value.shape[0]
 
     def add(self, x: Partial | PostNormed | Tensor) -> None:
         """Add a sublayer's output [T, H]. A tensor is equal on all ranks and may be overwritten."""
