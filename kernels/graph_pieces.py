@@ -7,6 +7,8 @@ way to the GPU, which may wait for it there.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,24 @@ from typing import Any
 import torch
 
 Host = Callable[[int], None]  # told how many of the step's tokens are real: captured steps are padded
+
+
+class Borrowed:
+    """A tensor of captured memory, for a function between two pieces. It is not kept: once the function has run, later
+    pieces may have its memory, as if it had been captured, too."""
+
+    def __init__(self, x: torch.Tensor):
+        self._whole = x if capturing() is None else None  # it is not captured
+        self._dtype = x.dtype
+        self.__cuda_array_interface__ = dict(
+            shape=tuple(x.shape), typestr=f"<i{x.element_size()}", data=(x.data_ptr(), False), version=2,
+            strides=tuple(stride * x.element_size() for stride in x.stride()),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """Not in a capture."""
+        return torch.as_tensor(self, device="cuda").view(self._dtype) if self._whole is None else self._whole
 
 
 class _Capturing(threading.local):
@@ -56,6 +76,10 @@ class Pieces:
             self._begin()
             result = function()
             self._end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
         finally:
             _capturing.pieces = None
         return result

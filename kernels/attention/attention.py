@@ -72,7 +72,7 @@ def decode_current(
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(scale q k^T) v for every token of the step, causal within its sequence: [T, heads * value_dim], q's
     dtype.
@@ -80,9 +80,10 @@ def paged_attention(
     q: [T, heads, head_dim]. keys, values: [blocks, block_size, kv_heads, head_dim or value_dim], with this step's
     tokens written; scales: of those in e4m3. Query head h reads key head h // (heads / kv_heads) (grouped queries:
     Ainslie et al. 2023, arXiv 2305.13245). Computed in f32. On GPUs a decoding sequence may have length 0, which gives
-    zeros: it fills a captured batch up. Raises FatalError where no backend takes these heads.
+    zeros: it fills a captured batch up. out: [T, heads, value_dim], contiguous, where the result is to be. Raises
+    FatalError where no backend takes these heads.
     """
-    out = q.new_empty(len(q), q.shape[1], values.shape[3])
+    out = q.new_empty(len(q), q.shape[1], values.shape[3]) if out is None else out
     n, count = rows.num_decodes, len(rows.query_lens)
     if n:
         attend(Part(q, keys, values, rows, params, 0, n, out, scales))

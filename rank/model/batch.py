@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from ...kernels.graph_pieces import Borrowed, on_host
 from .cache_spec import Caches
 
 
@@ -33,4 +35,37 @@ class Batch:
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.
     sampled: Batch | None = None
+    # Of a step that is captured all but attention: what that reads at a replay. None: all is captured, or nothing.
+    replayed: Replayed | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step
+
+
+class Replayed:
+    """The step that is replayed, where all is captured but attention: that depends on how many sequences there are and
+    how long they are, and is launched between the pieces of a graph."""
+
+    def __init__(self, most: int):
+        """most: tokens of a step."""
+        self.most = most
+        self.batch: Batch | None = None  # None: no step yet
+        self._outs: dict[Any, Tensor] = {}
+
+    def attend(
+        self, q: Tensor, heads: int, value_dim: int, attention: Callable[[Tensor, Batch, Tensor], object]
+    ) -> Tensor:
+        """[T, heads * value_dim], which attention(q, batch, out) fills for a step's tokens, between two pieces.
+
+        Rows that fill the captured step up keep what earlier steps have left there: it is finite, and nobody reads what
+        becomes of them. All layers use the same memory.
+        """
+        key = heads, value_dim, q.dtype
+        if key not in self._outs:  # not in a capture, whose memory others would get
+            self._outs[key] = q.new_zeros(self.most, heads, value_dim)
+        out, given = self._outs[key][: len(q)], Borrowed(q)
+
+        def run(tokens: int) -> None:
+            if self.batch is not None:
+                attention(given.tensor[:tokens], self.batch, out[:tokens])
+
+        on_host(run, len(q))
+        return out.flatten(1)

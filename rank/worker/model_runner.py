@@ -29,9 +29,11 @@ from ...kernels.gemm import autotune
 from .. import protocol
 from ..model.base import Model
 from ..model.cache_spec import Caches
+from . import piecewise_graphs
 from .batch_builder import build_batches
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .graphs import DecodeGraphs, gemms
+from .piecewise_graphs import PiecewiseGraphs
 from .pooler import Pooler
 from .prompt_scorer import PromptLogprobs, PromptScorer
 from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
@@ -128,9 +130,10 @@ class ModelRunner:
         watch: LocalWatchdog,
         swap: Swap | None = None,
         microbatch_tokens: int = 0,
+        token_budget: int = 0,
     ):
         """swap: the cache's host blocks, where there are any. microbatch_tokens: the fewest of a microbatch; 0: steps
-        stay whole."""
+        stay whole. token_budget: of a step."""
         self.model = model
         self.swap = swap
         self.mesh = mesh
@@ -150,7 +153,9 @@ class ModelRunner:
         self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
         self._token_masks = TokenMasks(len(state.length), self._upload)
         self._microbatch_tokens = microbatch_tokens
+        self._token_budget = token_budget
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
+        self._piecewise: PiecewiseGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
         self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
@@ -185,8 +190,9 @@ class ModelRunner:
                     self._snapshots.save(plan)
                     self._finished(plan.step)
             self._receive_ids(len(self._awaited))
-            if self._graphs is not None:
-                self._graphs.close()
+            for graphs in (self._graphs, self._piecewise):
+                if graphs is not None:
+                    graphs.close()
         except BaseException as error:
             self.watch.fail(error)
 
@@ -223,13 +229,26 @@ class ModelRunner:
         if chosen and self.mesh.world.rank == 0:
             log.info(chosen)
         if self.mesh.stages == 1:
-            graphs = self._graphs = DecodeGraphs(self.model, self.state, self._last, self.caches, self._upload)
             started = time.monotonic()
             self.watch.begin("capturing CUDA graphs")
-            graphs.capture(self.watch.reached)
+            said = self._capture()
             if self.mesh.world.rank == 0:
-                seconds, count = time.monotonic() - started, len(graphs.sizes)
-                log.info("captured CUDA graphs of %d batch sizes in %.1f s", count, seconds)
+                log.info("captured CUDA graphs of %s in %.1f s", said, time.monotonic() - started)
+
+    def _capture(self) -> str:
+        """What is captured."""
+        of = self.model, self.state, self._last, self.caches, self._upload
+        graphs = self._graphs = DecodeGraphs(*of)
+        graphs.capture(self.watch.reached)
+        said = f"{len(graphs.sizes)} batch sizes"
+        if not piecewise_graphs.supports(self.model):
+            return said
+        most = self._token_budget
+        if self._microbatch_tokens:
+            most = min(most, 2 * self._microbatch_tokens - 1)
+        piecewise = self._piecewise = PiecewiseGraphs(*of, most)
+        piecewise.capture(self.mesh.tensor, self.watch.reached)
+        return f"{said} and of steps with prompts of up to {piecewise.most} tokens" if piecewise.most else said
 
     def _enter(self, plan: protocol.Plan) -> None:
         """Apply freed rows and new sequences to pooler, scorer and sampler. All ranks must know the pooled, the scored
@@ -258,6 +277,11 @@ class ModelRunner:
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         if self._graphs is not None and self._graphs.supports(scheduled) and not every:
             return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
+        if self._piecewise is not None and self._piecewise.supports(scheduled) and not every:
+            sampled, sampled_rows = self._piecewise.replay(scheduled)
+            if not len(sampled_rows):
+                return DeviceOutput()
+            return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step))
         last_token_only, min_tokens = self.mesh.last, self._microbatch_tokens
         if every:
             last_token_only, min_tokens = False, 0

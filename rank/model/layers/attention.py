@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,9 @@ class PagedAttention:
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
             q.mul_(cos_sin.q_scale)
+        if batch.replayed is not None:
+            q, values = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots), cache[1]
+            return batch.replayed.attend(q, q.shape[1], values.shape[3], functools.partial(_attend, cache, params))
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
             return store_and_attend(q, k, v, cos_sin, norms, cache, batch, params)
         q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
@@ -74,6 +78,11 @@ class PagedAttention:
             return q[:0].flatten(1)
         keys, values, scales = KVCache(*cache)
         return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params, scales)
+
+
+def _attend(cache: tuple[Tensor, ...], params: AttentionParams, q: Tensor, batch: Batch, out: Tensor) -> None:
+    keys, values, scales = KVCache(*cache)
+    paged_attention(q, keys, values, batch, params, scales, out)
 
 
 class ShardedRMSNorm(ShardedModule):

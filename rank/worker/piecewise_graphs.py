@@ -1,0 +1,146 @@
+"""CUDA graphs of steps with prompts, in pieces: attention, which depends on the step's sequences, is launched between.
+
+A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some thousand tokens,
+and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
+(kernels/graph_pieces.py), and steps are padded with tokens that write nothing and that nobody reads. As with graphs.py,
+all ranks must capture the same sizes in the same order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...comm.base import Comm
+from ...kernels.graph_pieces import Pieces
+from ..model.base import Model
+from ..model.batch import Batch, Replayed
+from ..model.cache_spec import Caches, PagedKV, PagedLatent
+from .batch_builder import build_batches
+from .state import BatchState, ScheduledBatch
+from .upload import Upload
+
+SIZES = [16, 32, 64, 96, *range(128, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
+HOST_BOUND = 0.9  # of a step's time, for which launching it takes at least so long: graphs pay
+ROOM = 4  # times what a step takes of the GPU's memory has to be free: graphs keep it
+
+log = logging.getLogger("phalanx")
+
+
+def supports(model: Model) -> bool:
+    """Whether its layers say what of them is not captured."""
+    kinds = all(isinstance(spec, PagedKV | PagedLatent) for spec in model.cache_specs())
+    return kinds and model.offload is None and model.layer_offload is None
+
+
+class PiecewiseGraphs:
+    """Of a GPU rank without pipeline stages. Made and used in the step thread, on its CUDA stream."""
+
+    def __init__(
+        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int
+    ):  # fmt: skip
+        """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured."""
+        self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
+        self._wanted = [size for size in SIZES if size <= tokens]
+        most = max(self._wanted, default=0)
+        self._ids = torch.zeros(most, dtype=torch.int64, device=last.device)
+        self._positions, self._slots = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
+        self._replayed = Replayed(most)
+        self._captured: dict[int, tuple[Pieces, Tensor]] = {}
+        self._sizes: list[int] = []  # that are captured
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def most(self) -> int:
+        """Tokens of the largest captured step; 0: none is."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def capture(self, group: Comm, reached: Callable[[int], None]) -> None:
+        """Capture all sizes from the largest on that takes the host longer than the GPU. group: all ranks of the model,
+        which agree on it. Calls reached(sizes done)."""
+        for done, size in enumerate(reversed(self._wanted)):
+            reached(done)
+            if not self._captured and not self._all(group, self._pays(size)):
+                continue
+            self._run(size)  # a warm-up, as in graphs.py
+            torch.cuda.current_stream().synchronize()
+            why = self._capture(size)
+            if not self._all(group, not why):
+                self._captured.clear()
+                log.warning("steps with prompts are launched kernel by kernel, as one of %d tokens: %s", size, why)
+                break
+        self._sizes = sorted(self._captured)
+
+    def _capture(self, size: int) -> str:
+        """Why the step cannot be captured; "": it is."""
+        pieces = Pieces(self._pool)
+        try:
+            self._captured[size] = pieces, pieces.capture(lambda: self._run(size))
+        except RuntimeError as error:  # torch's of CUDA, too
+            return str(error).strip().partition("\n")[0] or "it fails"
+        return ""
+
+    def _pays(self, size: int) -> bool:
+        """Whether the host launches the step for nearly all of its time, and the GPU has room for its graphs."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._run(size)
+        torch.cuda.synchronize()
+        takes = torch.cuda.max_memory_allocated() - before
+        started = time.perf_counter()
+        self._run(size)
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        bound = launched - started >= HOST_BOUND * (time.perf_counter() - started)
+        return bound and ROOM * takes <= torch.cuda.mem_get_info()[0]
+
+    @staticmethod
+    def _all(group: Comm, mine: bool) -> bool:
+        said = torch.tensor([int(mine)], device=torch.cuda.current_device())
+        return bool(group.all_gather(said).min())
+
+    def close(self) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._captured.clear()
+
+    def supports(self, scheduled: ScheduledBatch) -> bool:
+        return 0 < int(scheduled.counts.sum()) <= self.most
+
+    def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream [S, hidden] of the sampled tokens of a supported step, and their rows [S] int64."""
+        (batch,), rows = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
+        n = len(batch.ids)
+        size = self._sizes[bisect.bisect_left(self._sizes, n)]
+        mine = self._ids, self._positions, self._slots
+        for to, given in zip(mine, (batch.ids, batch.positions, batch.slots), strict=True):
+            to[:n] = given
+        self._slots[n:size] = -1
+        self._replayed.batch = batch
+        pieces, hidden = self._captured[size]
+        pieces.replay(n)
+        return hidden[batch.sample_at], rows
+
+    def _run(self, size: int) -> Tensor:
+        """The step's residual stream, without attention where there is no step yet."""
+        none = self._slots[:0]
+        batch = Batch(
+            ids=self._ids[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            block_tables=none,
+            lengths=none,
+            rows=none,
+            query_starts=none,
+            sample_at=none,
+            num_decodes=0,
+            query_lens=[],
+            kv_lens=[],
+            caches=self.caches,
+            replayed=self._replayed,
+        )
+        return self.model.forward([batch])

@@ -1,0 +1,228 @@
+"""Steps with prompts that are replayed in pieces, beside the same steps launched kernel by kernel.
+
+On a CPU a replay computes the captured function again, with all its padding: what is copied, padded and left to
+attention is tested, but not CUDA's graphs.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.graph_pieces import Borrowed, Pieces, on_host
+from phalanx.rank.model import batch as batch_module
+from phalanx.rank.model.cache_spec import cache_dtype
+from phalanx.rank.model.load import load
+from phalanx.rank.worker import kv_cache
+from phalanx.rank.worker import piecewise_graphs as module
+from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.state import BatchState, ScheduledBatch
+from phalanx.rank.worker.upload import Upload
+
+from ...checkpoints import make_checkpoint
+from ..model import test_architectures
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = pytest.mark.skipif(not GPU and not ops.available(), reason="no C++ compiler that works")
+BLOCK, LENGTH, MAX_NUM_SEQS = 16, 96, 6
+# rows, tokens computed before, tokens of the step, whether the step ends with the row's last known token
+STEPS = [
+    ([0], [0], [20], [True]),
+    ([0, 1], [20, 0], [1, 30], [True, True]),
+    ([0, 1, 2], [21, 30, 0], [1, 1, 40], [True, True, False]),  # a chunk of a prompt
+    ([0, 2], [22, 40], [1, 23], [True, True]),
+    ([3], [0], [3], [False]),  # nothing is sampled
+    ([0, 1, 2, 3, 4], [23, 31, 63, 3, 0], [1, 1, 1, 61, 64], [True] * 5),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Again:
+    """Pieces of a CPU."""
+
+    tokens = 0
+
+    def __init__(self, pool):
+        pass
+
+    def capture(self, function):
+        self.function, self.result = function, function().clone()
+        return self.result
+
+    def replay(self, tokens):
+        Again.tokens = tokens
+        self.result.copy_(self.function())
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    if GPU:
+        return
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(module, "Pieces", Again)
+    monkeypatch.setattr(batch_module, "on_host", lambda function, tokens: function(Again.tokens))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+class Rank:
+    def __init__(self, comm, path, kept="auto", tokens=160, **options):
+        self.mesh = mesh.build(comm, comm.size, 1)
+        self.model = model = load(path, self.mesh, device=DEVICE, **options)
+        self.rows = BatchState(MAX_NUM_SEQS, LENGTH, BLOCK)
+        order = np.random.default_rng(0).permutation(self.rows.table.size)
+        self.rows.table[:] = order.reshape(self.rows.table.shape)
+        draw = np.random.default_rng(1)
+        for row in range(MAX_NUM_SEQS):
+            self.rows.tokens[row] = draw.integers(0, model.vocab_size, LENGTH)
+        self.rows.known[:] = 64, 64, 64, 64, 64, 0
+        self.last = (torch.arange(MAX_NUM_SEQS) * 7 + 1).to(DEVICE)
+        specs, dtype = model.cache_specs(), cache_dtype(kept, model.dtype)
+        blocks = self.rows.table.size
+        of = specs, blocks, BLOCK, dtype, DEVICE, MAX_NUM_SEQS
+        self.replayed, self.plain = kv_cache.allocate(*of), kv_cache.allocate(*of)
+        upload = self.upload = Upload(DEVICE)
+        self.graphs = module.PiecewiseGraphs(model, self.rows, self.last, self.replayed, upload, tokens)
+        self.graphs.capture(self.mesh.tensor, lambda done: None)
+
+    def step(self, rows, starts, counts, samples):
+        """One step in both ways: how far the sampled rows and the caches differ."""
+        columns = map(np.array, (rows, starts, counts, samples))
+        work = ScheduledBatch(*columns, np.zeros(len(rows), np.int64))
+        assert self.graphs.supports(work)
+        (batch,), chosen = build_batches(self.rows, work, self.last, self.plain, self.upload)
+        want = self.model.forward([batch])[batch.sample_at]
+        got, same = self.graphs.replay(work)
+        assert torch.equal(same, chosen) and got.shape == want.shape
+        pairs = (pair for layers in zip(self.replayed, self.plain, strict=True) for pair in zip(*layers, strict=True))
+        caches = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+        return max(float((got - want).abs().max()) if len(got) else 0.0, caches)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size: True)
+
+
+MODELS = {
+    "llama": dict(),
+    "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_are_what_the_others_are(tmp_path, on_cpu, always, name):
+    path = make_checkpoint(tmp_path, tokenizer=False, **MODELS[name])
+
+    def run(comm):
+        rank = Rank(comm, path)
+        assert rank.graphs.most == 128
+        assert max(rank.step(*one) for one in STEPS) < 1e-4
+        rank.graphs.close()
+
+    threads.run(run, 1)
+
+
+def test_a_cache_in_fp8(tmp_path, on_cpu, always):
+    path = make_checkpoint(tmp_path, tokenizer=False, head_dim=64, **MODELS["windows"])
+
+    def run(comm):
+        assert max(Rank(comm, path, kept="fp8", dtype="bf16").step(*one) for one in STEPS[:4]) < 0.1
+
+    threads.run(run, 1)
+
+
+# Whose layers have states of whole sequences: not captured in pieces. And those whose reference on a CPU takes no token
+# without a slot.
+RECURRENT, LATENT = ("qwen3_next", "qwen3_5"), ("deepseek_v2", "deepseek_v3")
+HERE = {name: one for name, one in test_architectures.MODELS.items() if GPU or one["model_type"] not in LATENT}
+
+
+@pytest.mark.parametrize("name", test_architectures.of_short(HERE, test_architectures.first_of_each_class(HERE)))
+def test_every_architecture(tmp_path, on_cpu, always, name):
+    path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])
+    recurrent = test_architectures.MODELS[name]["model_type"].startswith(RECURRENT)
+
+    def run(comm):
+        model = load(path, mesh.build(comm, 1, 1), device=DEVICE)
+        assert module.supports(model) != recurrent
+        assert recurrent or max(Rank(comm, path).step(*one) for one in STEPS) < 1e-3
+
+    threads.run(run, 1)
+
+
+def test_sizes_that_take_the_gpu_longer_are_not_captured(tmp_path, on_cpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size: asked.append(size) or size <= 96)
+    path = make_checkpoint(tmp_path, tokenizer=False)
+
+    def run(comm):
+        graphs = Rank(comm, path).graphs
+        assert asked == [128, 96] and graphs.most == 96 and graphs._sizes == [16, 32, 64, 96]
+        works = [ScheduledBatch(*[np.array([count])] * 5) for count in (96, 97)]
+        assert [graphs.supports(work) for work in works] == [True, False]
+
+    threads.run(run, 1)
+
+
+def test_what_cannot_be_captured_is_launched_kernel_by_kernel(tmp_path, on_cpu, always, monkeypatch, caplog):
+    def refuse(self, function):
+        raise RuntimeError("operation not permitted\nwhile capturing")
+
+    monkeypatch.setattr(module.Pieces, "capture", refuse)
+    path = make_checkpoint(tmp_path, tokenizer=False)
+    with caplog.at_level("WARNING", "phalanx"):
+        (graphs,) = threads.run(lambda comm: Rank(comm, path).graphs, 1)
+    assert graphs.most == 0 and not graphs.supports(ScheduledBatch(*[np.array([1])] * 5))
+    assert "kernel by kernel" in caplog.text and "128 tokens: operation not permitted" in caplog.text
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("launched, room, pays", [(1.0, 1 << 40, True), (0.01, 1 << 40, False), (1.0, 0, False)])
+def test_when_graphs_pay(tmp_path, monkeypatch, launched, room, pays):
+    """Where launching takes nearly all of a step's time, and there is room."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, room))
+    clock = iter([0.0, launched, 1.0])
+    path = make_checkpoint(tmp_path, tokenizer=False)
+
+    def run(comm):
+        graphs = Rank(comm, path, tokens=0).graphs
+        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(graphs, "_run", lambda size: torch.empty(size, device=DEVICE))
+        assert graphs._pays(16) == pays
+
+    threads.run(run, 1)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_a_function_between_pieces_reads_what_is_not_kept():
+    """Rows that are apart, of a tensor whose memory later pieces get."""
+    x = torch.arange(48, device="cuda").view(4, 12).bfloat16()
+    seen = []
+
+    def work():
+        y = (x + 1)[:, 2:6]
+        given = Borrowed(y)
+        on_host(lambda tokens: seen.append(given.tensor[:tokens].clone()), 4)
+        del y
+        return x * 2
+
+    pieces = Pieces(torch.cuda.graph_pool_handle())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work()
+        torch.cuda.synchronize()
+        pieces.capture(work)
+        seen.clear()
+        for tokens in (4, 3):
+            pieces.replay(tokens)
+        torch.cuda.synchronize()
+    assert [one.tolist() for one in seen] == [(x + 1)[:tokens, 2:6].tolist() for tokens in (4, 3)]
