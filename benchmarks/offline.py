@@ -5,6 +5,8 @@
 (a) decode: B prompts of 128 tokens; ms per token step = (t(256 new) - t(32 new)) / 224
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
+(m) arrivals: B sequences of 128 tokens decode 150, and at every sixth step a prompt comes whose first token is wanted:
+    ms of steps with such a prompt and without one, medians, by its length
 (g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
 (p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
@@ -37,6 +39,13 @@ from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.scheduler.replica import Replica
+
+ARRIVING = 64, 256, 512, 1024, 2048  # tokens of prompts that come while others decode
+DECODED, EVERY, SETTLED = (
+    150,
+    6,
+    20,
+)  # tokens of those; steps between prompts; steps until they decode alone, and at the end
 
 
 class Ask(msgspec.Struct):
@@ -88,6 +97,10 @@ class Offline:
                     self.prefill(batch, length)
         if "c" in ask.parts:
             self.mixed()
+        if "m" in ask.parts:
+            for batch in ask.batches:
+                for length in ARRIVING:
+                    self.arrivals(batch, length)
         if "g" in ask.parts:
             self._compiled = constrained.compiled(self._vocab)
             for batch in ask.batches:
@@ -112,14 +125,32 @@ class Offline:
         before = self.scheduler.counters.output_tokens
         start = time.perf_counter()
         for ids, new in zip(prompts, outs, strict=True):
-            self._names += 1
-            sampling = protocol.SamplingParams(max_tokens=new, temperature=0.0)
-            grammar = self._compiled.grammar(text) if self._compiled and text else None
-            self.scheduler.add(protocol.Request(str(self._names), ids, sampling, grammar=text), grammar=grammar)
+            self._add(ids, new, text)
         self._bench.steps()
         seconds = time.perf_counter() - start
         assert self.scheduler.counters.output_tokens - before == sum(outs)
         return seconds
+
+    def _add(self, ids: bytes, new: int, text: str = "") -> str:
+        """The request's name."""
+        self._names += 1
+        name, sampling = str(self._names), protocol.SamplingParams(max_tokens=new, temperature=0.0)
+        grammar = self._compiled.grammar(text) if self._compiled and text else None
+        self.scheduler.add(protocol.Request(name, ids, sampling, grammar=text), grammar=grammar)
+        return name
+
+    def arrivals(self, batch: int, length: int) -> None:
+        for _ in range(batch):
+            self._add(self.prompt(128), DECODED)
+        came, times, last = set[str](), dict[bool, list[float]]({True: [], False: []}), time.perf_counter()
+        for count, (end, deltas) in enumerate(self._bench.each_step(), 1):
+            times[any(one.id in came for one in deltas)].append(end - last)
+            last = end
+            if count % EVERY == 0 and SETTLED < count < DECODED - SETTLED:
+                came.add(self._add(self.prompt(length), 1))
+        with_one, without = (round(statistics.median(times[kind][SETTLED * (not kind) :]) * 1e3, 3) for kind in times)
+        self.say(what="arrivals", batch=batch, prompt=length, ms_with_prompt=with_one, ms_without=without,
+                 prompts=len(came))  # fmt: skip
 
     def constrained(self, batch: int) -> None:
         free = self.decode(batch)
@@ -208,7 +239,7 @@ def main() -> None:
     parser.add_argument("--config", default="llama3-8b", help=f"{', '.join(sorted(CONFIGS))}, or a config.json")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="ranks of tp that share experts out")
-    parser.add_argument("--parts", default="abc", help="which of a, b, c, g, p, q, t to run")
+    parser.add_argument("--parts", default="abc", help="which of a, b, c, m, g, p, q, t to run")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=8192)

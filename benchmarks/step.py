@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
@@ -135,13 +135,16 @@ class Bench:
 
     def steps(self) -> list[float]:
         """Run all that was added, one step ahead as the server does; the times at which steps ended."""
-        ends = [time.perf_counter()]
+        began = time.perf_counter()
+        return [began, *(end for end, _ in self.each_step())]
+
+    def each_step(self) -> Iterator[tuple[float, list[protocol.Delta]]]:
+        """`steps` one by one: when each ended, and what it added to the sequences."""
         while not self.replica.idle:
             if not self.replica.plan():
                 self.replica.wait_with_progress()
-                self.replica.finish()
-                ends.append(time.perf_counter())
-        return ends
+                deltas = self.replica.finish()
+                yield time.perf_counter(), deltas
 
     def run(self, sequences: int, tokens: int, new: int) -> float:
         self.add(sequences, tokens, new)

@@ -25,8 +25,8 @@ from .batch_builder import build_batches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
-SIZES = [16, 32, 64, 96, *range(128, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
-HOST_BOUND = 0.9  # of a step's time, for which launching it takes at least so long: graphs pay
+SIZES = [16, 32, 64, 96, *range(128, 1025, 64), *range(1152, 2049, 128), *range(2304, 4097, 256)]
+HOST_BOUND = 0.97  # of a step's time that launching takes, at least, where the GPU waits for it
 ROOM = 4  # times what a step takes of the GPU's memory has to be free: graphs keep it
 
 log = logging.getLogger("phalanx")
@@ -61,13 +61,12 @@ class PiecewiseGraphs:
         return self._sizes[-1] if self._sizes else 0
 
     def capture(self, group: Comm, reached: Callable[[int], None]) -> None:
-        """Capture all sizes from the largest on that takes the host longer than the GPU. group: all ranks of the model,
-        which agree on it. Calls reached(sizes done)."""
-        for done, size in enumerate(reversed(self._wanted)):
+        """Capture all sizes that take the host longer than the GPU. group: all ranks of the model, which agree on it.
+        Calls reached(sizes done)."""
+        count = bisect.bisect_left(self._wanted, True, key=lambda size: not self._all(group, self._pays(size)))
+        for done, size in enumerate(reversed(self._wanted[:count])):  # the largest first, as in graphs.py
             reached(done)
-            if not self._captured and not self._all(group, self._pays(size)):
-                continue
-            self._run(size)  # a warm-up, as in graphs.py
+            self._run(size)  # a warm-up
             torch.cuda.current_stream().synchronize()
             why = self._capture(size)
             if not self._all(group, not why):

@@ -18,6 +18,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker import piecewise_graphs as module
 from phalanx.rank.worker.batch_builder import build_batches
+from phalanx.rank.worker.model_runner import step_stream
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
@@ -41,8 +42,11 @@ STEPS = [
 
 @pytest.fixture(autouse=True)
 def no_gradients():
+    stream = torch.cuda.current_stream() if GPU else None
     with torch.no_grad():
         yield
+    if stream is not None:
+        torch.cuda.set_stream(stream)
 
 
 class Again:
@@ -76,6 +80,8 @@ def on_cpu(monkeypatch):
 
 class Rank:
     def __init__(self, comm, path, kept="auto", tokens=160, **options):
+        if GPU:
+            torch.cuda.set_stream(step_stream(DEVICE))  # the default one cannot be captured
         self.mesh = mesh.build(comm, comm.size, 1)
         self.model = model = load(path, self.mesh, device=DEVICE, **options)
         self.rows = BatchState(MAX_NUM_SEQS, LENGTH, BLOCK)
@@ -125,7 +131,7 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, on_cpu, always, name):
 
     def run(comm):
         rank = Rank(comm, path)
-        assert rank.graphs.most == 128
+        assert rank.graphs.most == 128 and not rank.graphs.supports(ScheduledBatch(*[np.array([129])] * 5))
         assert max(rank.step(*one) for one in STEPS) < 1e-4
         rank.graphs.close()
 
@@ -167,7 +173,7 @@ def test_sizes_that_take_the_gpu_longer_are_not_captured(tmp_path, on_cpu, monke
 
     def run(comm):
         graphs = Rank(comm, path).graphs
-        assert asked == [128, 96] and graphs.most == 96 and graphs._sizes == [16, 32, 64, 96]
+        assert {96, 128} <= set(asked) and graphs.most == 96 and graphs._sizes == [16, 32, 64, 96]
         works = [ScheduledBatch(*[np.array([count])] * 5) for count in (96, 97)]
         assert [graphs.supports(work) for work in works] == [True, False]
 
