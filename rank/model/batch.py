@@ -35,14 +35,14 @@ class Batch:
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.
     sampled: Batch | None = None
-    # Of a step that is captured all but attention: what that reads at a replay. None: all is captured, or nothing.
+    # Of a step that is captured all but attention and the like: what that reads at a replay. None: of other steps.
     replayed: Replayed | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step
 
 
 class Replayed:
-    """The step that is replayed, where all is captured but attention: that depends on how many sequences there are and
-    how long they are, and is launched between the pieces of a graph."""
+    """The step that is replayed, where what mixes a sequence's tokens is not captured, as attention: it depends on how
+    many sequences there are and how long they are, and is launched between the pieces of a graph."""
 
     def __init__(self, most: int):
         """most: tokens of a step."""
@@ -50,22 +50,22 @@ class Replayed:
         self.batch: Batch | None = None  # None: no step yet
         self._outs: dict[Any, Tensor] = {}
 
-    def attend(
-        self, q: Tensor, heads: int, value_dim: int, attention: Callable[[Tensor, Batch, Tensor], object]
-    ) -> Tensor:
-        """[T, heads * value_dim], which attention(q, batch, out) fills for a step's tokens, between two pieces.
+    def mix(self, heads: int, dim: int, function: Callable[..., object], *given: Tensor) -> Tensor:
+        """[T, heads * dim], which function(*given, batch, out) fills for a step's tokens, between two pieces.
 
-        Rows that fill the captured step up keep what earlier steps have left there: it is finite, and nobody reads what
-        becomes of them. All layers use the same memory.
+        given: [T, ...]; a step's rows of each are handed on. Rows of `out` that fill the captured step up keep what
+        earlier steps have left there: it is finite, and nobody reads what becomes of them. All layers use the same
+        memory.
         """
-        key = heads, value_dim, q.dtype
+        key = heads, dim, given[0].dtype
         if key not in self._outs:  # not in a capture, whose memory others would get
-            self._outs[key] = q.new_zeros(self.most, heads, value_dim)
-        out, given = self._outs[key][: len(q)], Borrowed(q)
+            self._outs[key] = given[0].new_zeros(self.most, heads, dim)
+        tokens = given[0].shape[0]
+        out, borrowed = self._outs[key][:tokens], [Borrowed(x) for x in given]
 
         def run(tokens: int) -> None:
             if self.batch is not None:
-                attention(given.tensor[:tokens], self.batch, out[:tokens])
+                function(*(x.tensor[:tokens] for x in borrowed), self.batch, out[:tokens])
 
-        on_host(run, len(q))
+        on_host(run, tokens)
         return out.flatten(1)

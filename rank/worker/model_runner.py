@@ -29,7 +29,6 @@ from ...kernels.gemm import autotune
 from .. import protocol
 from ..model.base import Model
 from ..model.cache_spec import Caches
-from . import piecewise_graphs
 from .batch_builder import build_batches
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .graphs import DecodeGraphs, gemms
@@ -241,7 +240,7 @@ class ModelRunner:
         graphs = self._graphs = DecodeGraphs(*of)
         graphs.capture(self.watch.reached)
         said = f"{len(graphs.sizes)} batch sizes"
-        if not piecewise_graphs.supports(self.model):
+        if self.model.offload is not None or self.model.layer_offload is not None:
             return said
         most = self._token_budget
         if self._microbatch_tokens:

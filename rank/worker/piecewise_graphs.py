@@ -1,4 +1,4 @@
-"""CUDA graphs of steps with prompts, in pieces: attention, which depends on the step's sequences, is launched between.
+"""CUDA graphs of steps with prompts, in pieces: what mixes a sequence's tokens, as attention, is launched between them.
 
 A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some thousand tokens,
 and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
@@ -20,7 +20,7 @@ from ...comm.base import Comm
 from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
 from ..model.batch import Batch, Replayed
-from ..model.cache_spec import Caches, PagedKV, PagedLatent
+from ..model.cache_spec import Caches
 from .batch_builder import build_batches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -30,12 +30,6 @@ HOST_BOUND = 0.97  # of a step's time that launching takes, at least, where the 
 ROOM = 4  # times what a step takes of the GPU's memory has to be free: graphs keep it
 
 log = logging.getLogger("phalanx")
-
-
-def supports(model: Model) -> bool:
-    """Whether its layers say what of them is not captured."""
-    kinds = all(isinstance(spec, PagedKV | PagedLatent) for spec in model.cache_specs())
-    return kinds and model.offload is None and model.layer_offload is None
 
 
 class PiecewiseGraphs:
@@ -125,7 +119,7 @@ class PiecewiseGraphs:
         return hidden[batch.sample_at], rows
 
     def _run(self, size: int) -> Tensor:
-        """The step's residual stream, without attention where there is no step yet."""
+        """The step's residual stream, without what is not captured where there is no step yet."""
         none = self._slots[:0]
         batch = Batch(
             ids=self._ids[:size],

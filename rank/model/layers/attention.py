@@ -68,8 +68,8 @@ class PagedAttention:
             assert norms is None
             q.mul_(cos_sin.q_scale)
         if batch.replayed is not None:
-            q, values = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots), cache[1]
-            return batch.replayed.attend(q, q.shape[1], values.shape[3], functools.partial(_attend, cache, params))
+            q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
+            return batch.replayed.mix(q.shape[1], cache[1].shape[3], functools.partial(_attend, cache, params), q)
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
             return store_and_attend(q, k, v, cos_sin, norms, cache, batch, params)
         q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)

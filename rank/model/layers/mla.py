@@ -153,12 +153,11 @@ class LatentAttention(nn.Module):
         norm, up = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS), self.kv_b_proj.plain
         if batch.replayed is not None:
             rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
-            heads, value = q.shape[1], self.sizes.value
 
             def attend(q: Tensor, batch: Batch, out: Tensor) -> None:
                 out.flatten(1).copy_(latent_attention(q, cache, up, batch, self.params, *scales))
 
-            return self.o_proj(batch.replayed.attend(q, heads, value, attend))
+            return self.o_proj(batch.replayed.mix(q.shape[1], self.sizes.value, attend, q))
         if batch.sampled is None or self.local < len(batch.caches) - 1:
             made = store_and_attend(q, latents, norm, cos_sin, cache, up, batch, self.params, *scales)
             return self.o_proj(made)
