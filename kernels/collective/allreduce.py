@@ -117,17 +117,6 @@ def _launch(name: str, x: Tensor, peers: SymmetricMemory, vector: int, items: in
     return x
 
 
-def norm_kernel(
-    name: str, residual: Tensor, weight: Tensor, peers: SymmetricMemory, length: int, threads: int, *others: Tensor
-) -> tuple[jit.Kernel, int]:
-    """A kernel of allreduce_norm.cu with vectors that divide `length` elements, and its threads, at most so many."""
-    width = residual.shape[-1]
-    vector = jit.common_vector((residual, weight, *others), length)
-    threads = min(max(-(-width // vector // 32) * 32, 32), threads)
-    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
-    return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads
-
-
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
     """What every rank gets where rank i has parts[i]."""
     total = parts[0].float()

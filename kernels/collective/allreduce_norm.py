@@ -10,9 +10,10 @@ import functools
 
 from torch import Tensor
 
+from .. import jit
 from ..norm.norm import add_rms_norm_reference
 from . import allreduce
-from .allreduce import BLOCKS, INBOX, MOST_THREADS, SENT, THREADS, SymmetricMemory, all_reduce_reference, norm_kernel
+from .allreduce import BLOCKS, INBOX, MOST_THREADS, ROOM, SENT, THREADS, SymmetricMemory, all_reduce_reference
 
 FEW = 2  # rows of more than two ranks that are summed and normed faster one after the other
 
@@ -71,6 +72,17 @@ TAKES = {
 one_way_push_add_norm = functools.partial(_add_norm, "one_way_push_add_norm")
 two_shot_add_norm = functools.partial(_add_norm, "two_shot_add_norm")  # each rank adds up a share of a row's columns
 push_add_norm = functools.partial(_add_norm, "push_add_norm")
+
+
+def norm_kernel(
+    name: str, residual: Tensor, weight: Tensor, peers: SymmetricMemory, length: int, threads: int, *others: Tensor
+) -> tuple[jit.Kernel, int]:
+    """A kernel of allreduce_norm.cu with vectors that divide `length` elements, and its threads, at most so many."""
+    width = residual.shape[-1]
+    vector = jit.common_vector((residual, weight, *others), length)
+    threads = min(max(-(-width // vector // 32) * 32, 32), threads)
+    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
+    return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads
 
 
 def all_reduce_add_norm_reference(

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collective.allreduce import BLOCKS, MOST_THREADS, RECV_BUFFER, SENT, SymmetricMemory, norm_kernel, recv_buffer_at
+from ..collective.allreduce import BLOCKS, MOST_THREADS, RECV_BUFFER, SENT, SymmetricMemory, recv_buffer_at
+from ..collective.allreduce_norm import norm_kernel
 from .cublaslt import ALIGNED, GemmShape, in_use, library_for
 
 

@@ -10,7 +10,6 @@ UNPAIRED = {
     "attention/decode.cu": "to be paired",
     "attention/mla_decode_e4m3.cu": "to be paired",
     "attention/prefill.cu": "to be paired",
-    "collective/allreduce_norm.cu": "to be paired: allreduce.py loads it, for gemm_reduce_scatter.py, too",
     "cpp/pool.cpp": "runs the operations of all others, and is none",
     "gemm/gemv.cu": "to be paired",
     "gemm/pipelined_gemm.cu": "to be paired",
