@@ -12,9 +12,8 @@ from torch import Tensor
 from .. import jit
 from ..device import HALF_SHARED, current_stream, device_caps, upload
 from ..rope.fp8_cache import E4M3
-from .backend import CurrentKV, Part
+from .backend import LOG2_E, CurrentKV, Part
 
-LOG2_E = 1.4426950408889634
 DIMS = range(64, 257, 16)  # head sizes
 
 # Of decode.cu.

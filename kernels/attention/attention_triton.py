@@ -16,8 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import jit
 from ..device import current_stream, device_caps, dot_precision
 from ..rope.fp8_triton import scales_at, widen
-from .attention_tma import LOG2_E
-from .backend import CurrentKV, Part
+from .backend import LOG2_E, CurrentKV, Part
 from .decode_parts_triton import (
     apply_softcap,
     cos_and_sin,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..rope.rope import CosSin, QKNorm
 
+LOG2_E = 1.4426950408889634  # kernels compute powers of two: they take scores times this
+
 
 class AttentionMetadata(Protocol):
     """What attention reads of a batch; rank/model/batch.py explains the fields."""

@@ -1,5 +1,5 @@
 """Decoding sequences of multi-head latent attention by mla_decode.cu, in DeepSeek's sizes: 512 + 64 elements a token,
-in 16 bits or e4m3. With TMA caches in e4m3 go to mla_decode_e4m3.cu.
+in 16 bits or e4m3. With TMA caches in e4m3 go to mla_decode_e4m3.py.
 
 As a backend it attends to latents as they are cached, as mla_triton.py does, which takes everything else.
 """
@@ -14,30 +14,20 @@ from torch import Tensor
 from .. import jit
 from ..device import current_stream, device_caps
 from ..rope.fp8_cache import E4M3
-from .attention_tma import LOG2_E
-from .backend import AttentionParams, Part
+from . import mla_decode_e4m3
+from .backend import LOG2_E, AttentionParams, Part
+from .mla_parts import AT_ONCE, LATENT, PANEL, PART, ROWS, SPLIT, THREADS, WIDTH
 
-LATENT, ROPE = 512, 64
-WIDTH = LATENT + ROPE
 # Sequences of a step from which on this kernel is chosen, instead of Triton's. Of one that is faster for contexts of
 # 1000 to 10,000 tokens, of 16 slower for all (benchmarks/ops_mla.py, H200, 16 heads); between these nothing was timed.
 # A graph's kernel is the same for contexts of all lengths, so these do not count. Of a cache in e4m3 it always is.
 LEAST_SEQUENCES = 4
 
-THREADS = 256
-ROWS = 16  # heads of a block
 TILE = 32  # tokens that are multiplied at once
-PANEL = 16  # tokens that are copied at once
-AT_ONCE = 4  # KV splits of a sequence that one block adds up
 MAX_KV_SPLITS = 64
-SPLIT = 256  # tokens: about what is worth a block of its own, where all multiprocessors have one
 MOST_PANELS = 8
 # Bytes that a block has beside panels: its scores, softmax weights, and what it keeps of each head.
 FIXED = 4 * ROWS * (TILE + 8) * 4 + ROWS * (TILE * 2 + 16) + 3 * ROWS * 4
-PART = ROWS * LATENT + ROWS  # floats that are kept of a part
-# Of mla_decode_e4m3.cu, whose tiles have 64 tokens: bytes of two tiles, rows of five boxes of 128 and two scales; of
-# scores, softmax weights, and what it keeps of each head; and for a start at a multiple of 1024.
-TMA_SHARED = 2 * 64 * (5 * 128 + 2) + 5 * ROWS * (64 + 8) * 4 + ROWS * (64 * 2 + 16) + 3 * ROWS * 4 + 1024
 
 
 def supports(part: Part) -> bool:
@@ -90,16 +80,6 @@ def occupancy(device: torch.device, fp8: bool = False) -> tuple[int, int]:
     return min(MOST_PANELS, (room - FIXED) // panel_bytes(fp8)), 1
 
 
-def by_tma(device: torch.device) -> bool:
-    """Whether mla_decode_e4m3.cu reads a cache in e4m3."""
-    return device.type != "cuda" or device_caps(device).has_tma
-
-
-def sizes_by_tma(heads: int, block_size: int) -> dict[str, int]:
-    """What mla_decode_e4m3.cu is compiled for."""
-    return dict(HEADS=heads, SIZE=block_size, SPLIT=SPLIT, ROOM=TMA_SHARED, FP8=1)
-
-
 def sizes(heads: int, block_size: int, panels: int, blocks: int, fp8: bool = False) -> dict[str, int]:
     """What mla_decode.cu is compiled for."""
     room = shared_bytes(panels, fp8)
@@ -127,7 +107,7 @@ def decode(
     what the kernels before that one wrote.
     """
     n, heads, _ = q.shape
-    fp8, size, width = scales is not None, *cache.shape[1:]
+    fp8, size = scales is not None, cache.shape[1]
     blocks = n * -(-heads // ROWS)
     fill = fill or min(AT_ONCE, device_caps(q.device).num_sms // blocks)
     splits = arrived = out  # one split keeps nothing
@@ -136,10 +116,8 @@ def decode(
         splits = q.new_empty(blocks, most, PART, dtype=torch.float32)
         arrived = jit.counters(q.device, current_stream())
     rest = tables, lengths, out, splits, arrived, q.stride(0), tables.stride(0), fill, scale * LOG2_E
-    if scales is not None and by_tma(q.device):
-        kernel = jit.kernel("mla_decode_e4m3", "mla_decode_e4m3", q.dtype, TMA_SHARED, **sizes_by_tma(heads, size))
-        codes = jit.tensor_map(cache.data_ptr(), cache.shape[0] * size, width // 2, PANEL, width // 2)
-        kernel((blocks, most, 1), THREADS, q, codes, scales, *rest, shared=TMA_SHARED)
+    if scales is not None and mla_decode_e4m3.supports(q.device):
+        mla_decode_e4m3.mla_decode_e4m3((blocks, most, 1), q, cache, scales, *rest)
         return
     panels, per_sm = occupancy(q.device, fp8)
     shared = shared_bytes(panels, fp8)

@@ -29,7 +29,7 @@ constexpr int PART = ROWS * LATENT + ROWS;  // floats of a part: means, as threa
 constexpr int AT_ONCE = 4;                  // splits that one block adds up
 
 static_assert(1024 + STAGES * (TILE_BYTES + SCALE_BYTES) + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
-              "mla_decode.py reckons with another layout of shared memory");
+              "mla_decode_e4m3.py reckons with another layout of shared memory");
 
 #if __CUDA_ARCH__ >= 900
 // Where a panel has the piece of 16 bytes of a row, as TMA stores it: box by box, with pieces that change places among eight.

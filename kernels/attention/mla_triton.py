@@ -18,8 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..device import device_caps, dot_precision, overlaps
 from ..rope.fp8_cache import E4M3
 from ..rope.fp8_triton import scales_at, widen
-from .attention_tma import LOG2_E
-from .backend import AttentionParams, Part
+from .backend import LOG2_E, AttentionParams, Part
 from .decode_parts_triton import slots_of
 
 if TYPE_CHECKING:

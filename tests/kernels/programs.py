@@ -2,7 +2,7 @@
 
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.attention import attention_tma, mla_decode
+from phalanx.kernels.attention import attention_tma, mla_decode, mla_decode_e4m3
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.gemm.skinny import TileConfig
@@ -311,8 +311,8 @@ PROGRAMS = [
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 8, 1, True))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, 8, 1, True))),
-    ("mla_decode_e4m3", dict(T=torch.bfloat16, **mla_decode.sizes_by_tma(16, 16))),
-    ("mla_decode_e4m3", dict(T=torch.float16, **mla_decode.sizes_by_tma(20, 48))),
+    ("mla_decode_e4m3", dict(T=torch.bfloat16, **mla_decode_e4m3.sizes(16, 16))),
+    ("mla_decode_e4m3", dict(T=torch.float16, **mla_decode_e4m3.sizes(20, 48))),
     ("decode_inputs", dict(T=torch.int64)),
     ("router", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("router", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),

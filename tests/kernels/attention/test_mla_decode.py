@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import mla_decode
+from phalanx.kernels.attention import mla_decode, mla_decode_e4m3, mla_parts
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
 from phalanx.kernels.device import HALF_SHARED
@@ -18,7 +18,7 @@ from .latents import DEEPSEEK, NAN, fp8_latents, latent_cache
 from .test_attention import make_rows
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-WIDTH, LATENT = mla_decode.WIDTH, mla_decode.LATENT
+WIDTH, LATENT = mla_parts.WIDTH, mla_parts.LATENT
 
 
 class Launcher:
@@ -150,7 +150,7 @@ TMA_CASES = [
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
     monkeypatch.setattr(mla_decode, "occupancy", lambda *_: (panels, 1))
-    monkeypatch.setattr(mla_decode, "by_tma", lambda _: not panels)
+    monkeypatch.setattr(mla_decode_e4m3, "supports", lambda _: not panels)
     step = Step(lengths, **options)
     want = step.want()
     got = step.decode(launcher, most, fill)
@@ -178,7 +178,7 @@ def test_what_is_read_early(launcher):
 
 @pytest.fixture(params=[False, True])
 def tma(request, monkeypatch):
-    monkeypatch.setattr(mla_decode, "by_tma", lambda _: request.param)
+    monkeypatch.setattr(mla_decode_e4m3, "supports", lambda _: request.param)
 
 
 def test_numbers_of_all_sizes_in_e4m3(launcher, tma):
@@ -254,4 +254,4 @@ def test_parts():
     sizes = [(1, 64), (16, 16), (64, 4), (100, 2), (128, 2), (256, 1)]
     assert [(blocks, mla_decode.choose_kv_splits(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
     assert mla_decode.choose_kv_splits(1, 32, 264) == 1 and mla_decode.choose_kv_splits(1, 33, 264) == 2
-    assert max(mla_decode.shared_bytes(5), mla_decode.TMA_SHARED) <= HALF_SHARED, "two blocks of a multiprocessor"
+    assert max(mla_decode.shared_bytes(5), mla_decode_e4m3.SHARED) <= HALF_SHARED, "two blocks of a multiprocessor"
