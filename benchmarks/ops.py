@@ -20,7 +20,7 @@ import torch
 from phalanx.benchmarks.ops_table import BF16, SHAPES, Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels.activation import activation
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
@@ -267,7 +267,7 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
         "ours, rotated before": [partial(unfused, c) for c in caches],
         "ours by triton": [partial(by_triton, c) for c in caches],
     }
-    if batch * 8 <= attention_tma.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
+    if batch * 8 <= decode.SEQUENCES:  # the same bytes as if a block held one head's tokens after another's
         apart = (rows.block_tables[:, None] * 8 + torch.arange(8, device="cuda")[:, None]).flatten(0, 1).int()
         each = q.reshape(batch * 8, 4, 128), apart, rows.lengths.repeat_interleave(8), torch.empty_like(out)
         versions["heads apart"] = [partial(decode_apart, *each, c.view(2, -1, 16, 1, 128)) for c in caches]
@@ -323,7 +323,7 @@ def _behind(tick: Tensor, call: Call) -> None:
 
 
 def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
-    attention_tma.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
+    decode.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
 
 
 def prompt_attention(table: Table, batch: int, length: int) -> None:

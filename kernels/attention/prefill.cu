@@ -17,7 +17,7 @@ constexpr int Q_BYTES = ROWS * RUNS * 128, TILE_BYTES = TILE * RUNS * 128;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-struct Work {  // of an item: a sequence's rows, as prefill_work() of kernels/attention/attention_tma.py lists them
+struct Work {  // of an item: a sequence's rows, as prefill_work() of kernels/attention/prefill.py lists them
     int sequence, row, rows, position, length;
 
     __device__ Work(const int* items, int i) {

@@ -2,7 +2,7 @@
 
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.attention import attention_tma, mla_decode, mla_decode_e4m3
+from phalanx.kernels.attention import decode, mla_decode, mla_decode_e4m3, prefill
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.gemm import skinny
 from phalanx.kernels.gemm.skinny import TileConfig
@@ -57,17 +57,17 @@ LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8, PHI_FP8 = (one | dict(FP8=1) for one in (LLAM
 
 
 def room(sizes):
-    """How attention_tma.decode has decode.cu share out its memory."""
+    """How decode.py has decode.cu share out its memory."""
     wide = 1 if sizes["FP8"] else 2
-    stages, whole = attention_tma._decode_room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
-    few = min(sizes["BOX"], attention_tma.decode_runs(sizes["DIM"] * wide)[1])
-    fixed = dict(SEQUENCES=attention_tma.SEQUENCES, LEAST=attention_tma.LEAST)
-    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=attention_tma.decode_tile(sizes["DIM"]), **fixed)
+    stages, whole = decode.room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
+    few = min(sizes["BOX"], decode.decode_runs(sizes["DIM"] * wide)[1])
+    fixed = dict(SEQUENCES=decode.SEQUENCES, LEAST=decode.LEAST)
+    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=decode.decode_tile(sizes["DIM"]), **fixed)
 
 
 def prompt_room(sizes):
-    """The same of attention_tma.prefill and prefill.cu."""
-    room = attention_tma.prefill_room(sizes["DIM"])
+    """The same of prefill.py and prefill.cu."""
+    room = prefill.prefill_room(sizes["DIM"])
     return dict(TILE=room.tile, STAGES=room.stages, HELD=room.held)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.embedding import embedding
@@ -76,9 +76,7 @@ class Step:
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
             newest = CurrentKV(k, v, turn, None, self.slots)
-            attention_tma.decode(
-                q, cache[0], cache[1], self.tables, self.lengths, seen, *AttentionParams(DIM**-0.5), newest
-            )
+            decode.decode(q, cache[0], cache[1], self.tables, self.lengths, seen, *AttentionParams(DIM**-0.5), newest)
             pause()
             x = skinny.skinny_linear(seen.flatten(1), out)
             pause()

@@ -7,8 +7,6 @@ from phalanx import kernels
 ROOT = Path(kernels.__file__).parent
 # Sources that no Python file of their name loads, and why.
 UNPAIRED = {
-    "attention/decode.cu": "to be paired",
-    "attention/prefill.cu": "to be paired",
     "cpp/pool.cpp": "runs the operations of all others, and is none",
     "gemm/gemv.cu": "to be paired",
     "gemm/pipelined_gemm.cu": "to be paired",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import attention_tma, decode, kv_boxes
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV, Part
 from phalanx.kernels.attention.reference import paged_attention_reference
@@ -85,7 +85,7 @@ def random_cases(count: int) -> list[Case]:
     return cases
 
 
-# What attention_tma.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty sequences
+# What decode.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty sequences
 # and long ones.
 BOXES = [
     Case([1]),
@@ -99,7 +99,7 @@ BOXES = [
     Case([777, 5], 10, 2, 64, block_size=24),
     Case([300, 20, 1500], 10, 5, 128),  # key heads that do not divide the blocks
     Case([300, 20, 1500], 7, 7, 64),
-    Case([i % 90 for i in range(attention_tma.SEQUENCES)], 4, 1, 64),
+    Case([i % 90 for i in range(decode.SEQUENCES)], 4, 1, 64),
     Case([1, 2, 90, 200, 700], dim=128, window=33),
     Case([1, 64, 65, 90, 200, 700], dim=64, window=65, block_size=32, normed=True),
     Case([66, 1], 4, 1, 128, window=40, cap=0.02),
@@ -123,8 +123,8 @@ BOXES = [
 
 
 def takes(case: Case) -> bool:
-    """Whether attention_tma.decode has heads and blocks of these sizes."""
-    return not case.fp8 or (case.dim % 32 == 0 and attention_tma.decode_tile(case.dim) % case.block_size == 0)
+    """Whether decode.decode has heads and blocks of these sizes."""
+    return not case.fp8 or (case.dim % 32 == 0 and decode.decode_tile(case.dim) % case.block_size == 0)
 
 
 def random_boxes(count: int) -> list[Case]:
@@ -132,7 +132,7 @@ def random_boxes(count: int) -> list[Case]:
     cases = []
     for _ in range(count):
         lengths = [draw.choice([0, 1, draw.randint(1, 80), draw.randint(1, 3000)]) for _ in range(draw.randint(1, 30))]
-        kv_heads, dim = draw.randint(1, 4), draw.choice(attention_tma.DIMS)
+        kv_heads, dim = draw.randint(1, 4), draw.choice(kv_boxes.DIMS)
         group = draw.choice([4, 8, draw.randint(1, 16 if dim <= 128 else 8)])
         cases.append(
             Case(
@@ -242,9 +242,9 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
-            assert attention_tma.supports_decode(q, cache.keys, new, cache.scales)
+            assert decode.supports_decode(q, cache.keys, new, cache.scales)
             torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
-            attention_tma.decode(q, *cache[:2], tables, lengths, out, *scores, new, cache.scales)
+            decode.decode(q, *cache[:2], tables, lengths, out, *scores, new, cache.scales)
         else:
             options = dict(tile=case.tile, part=case.part)
             arguments = tables, lengths, out, *scores, case.splits, new, cache.scales

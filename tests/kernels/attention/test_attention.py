@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from phalanx.errors import MODEL, FatalError
-from phalanx.kernels.attention import attention, attention_tma, cudnn, reference
+from phalanx.kernels.attention import attention, attention_tma, cudnn, decode, reference
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from phalanx.kernels.attention.backend import Part
 from phalanx.kernels.attention.reference import paged_attention_reference
@@ -273,20 +273,10 @@ def test_decode_kernel_in_the_interpreter():
     interpret("attention.decoding")
 
 
-def test_prompts_as_hopper_takes_them():
-    """128 rows at most of one sequence each, the ones with the most keys first."""
-    work = attention_tma.prefill_work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
-    assert work.dtype == "int32" and not work[:, 5:].any()
-    assert work[:, :5].tolist() == [  # sequence, first row, rows, position of the first, length
-        [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],
-        [3, 302, 128, 70, 200], [2, 2, 128, 0, 300],
-    ]  # fmt: skip
-
-
 def test_tokens_of_prompts_do_not_count_as_decoding_sequences(monkeypatch):
     """decode.cu has a limit of sequences: a step has as many tokens of prompts beside them as it likes."""
-    monkeypatch.setattr(attention_tma, "_boxed", lambda *_: True)
-    q, keys = torch.zeros(attention_tma.SEQUENCES + 9, 4, 64), torch.zeros(3, 16, 2, 64)
+    monkeypatch.setattr(decode, "boxed", lambda *_: True)
+    q, keys = torch.zeros(decode.SEQUENCES + 9, 4, 64), torch.zeros(3, 16, 2, 64)
     rows = make_rows([1, 1, len(q) - 2], [3, 5, len(q)], 16, 100)
     for stop, taken in ((2, True), (len(q), False)):
         rows.num_decodes = stop

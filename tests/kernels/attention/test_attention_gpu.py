@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention, attention_triton, reference
+from phalanx.kernels.attention import attention, attention_triton, prefill, reference
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.rope import rope
@@ -81,7 +81,7 @@ def test_attention_soft_caps(window, cap, dim, dtype, bound):
 def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
     """Rows and keys that end in the middle of a tile, at its end and just past it, with and without keys before."""
     if by_triton:
-        monkeypatch.setattr(attention.attention_tma, "supports_prefill", lambda *_: False)
+        monkeypatch.setattr(prefill, "supports_prefill", lambda *_: False)
     for block_size, window, before in ((16, 0, 0), (8, 0, 33), (128, 0, 200), (64, 90, 64), (32, 0, 1000)):
         lens = [2, 63, 64, 65, 127, 128, 129, 500, 1024]
         random.Random(before).shuffle(lens)

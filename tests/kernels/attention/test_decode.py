@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import decode, kv_boxes
 from phalanx.kernels.rope.fp8_cache import E4M3
 
 from .. import cuda_model
@@ -25,9 +25,9 @@ class Launcher:
         monkeypatch.setattr(
             jit, "tensor_map", lambda at, rows, columns, high, _, *of: cuda_model.Box(at, rows, columns, high, *of)
         )
-        monkeypatch.setattr(attention_tma, "device_caps", lambda _: SimpleNamespace(num_sms=self.sms))
-        monkeypatch.setattr(attention_tma, "_boxed", lambda *_: True)
-        monkeypatch.setattr(attention_tma, "current_stream", lambda: 0)
+        monkeypatch.setattr(decode, "device_caps", lambda _: SimpleNamespace(num_sms=self.sms))
+        monkeypatch.setattr(decode, "boxed", lambda *_: True)
+        monkeypatch.setattr(decode, "current_stream", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         cuda_model.poison_new_tensors(monkeypatch)
 
@@ -84,18 +84,22 @@ def test_cache_in_e4m3(case, launcher):
     check(launcher, case, torch.float16)
 
 
+def test_each_sequence_and_key_head_has_a_counter():
+    assert decode.SEQUENCES * kv_boxes.KV_HEADS <= jit.COUNTERS
+
+
 def test_codes_come_32_at_a_time(launcher):
     scales = torch.zeros(3, 2, 2, 16, dtype=torch.uint8)
-    for dim in attention_tma.DIMS:
+    for dim in kv_boxes.DIMS:
         q, keys = torch.zeros(5, 4, dim), torch.zeros(3, 16, 2, dim)
-        assert attention_tma.supports_decode(q, keys)
-        assert attention_tma.supports_decode(q, keys.to(E4M3), None, scales) is (dim % 32 == 0)
+        assert decode.supports_decode(q, keys)
+        assert decode.supports_decode(q, keys.to(E4M3), None, scales) is (dim % 32 == 0)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_sequence_in_many_parts(fp8, launcher, monkeypatch):
     """More than a warp has lanes."""
-    monkeypatch.setattr(attention_tma, "LEAST", 1)
+    monkeypatch.setattr(decode, "LEAST", 1)
     launcher.sms = 20
     check(launcher, Case([2500], 2, 1, 128, fp8=fp8), torch.float16)
     check(launcher, Case([1300, 1, 900, 300], 2, 1, fp8=fp8, sinks=True), torch.float16)

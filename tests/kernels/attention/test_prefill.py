@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import prefill
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.reference import paged_attention_reference
 
@@ -21,14 +21,14 @@ def box(start, rows, columns, height, pitch, *runs):
 
 
 @pytest.fixture
-def prefill(monkeypatch, cuda_models):
-    """attention_tma.prefill in the model, on few multiprocessors. New tensors hold NaN."""
+def in_the_model(monkeypatch, cuda_models):
+    """prefill.prefill in the model, on few multiprocessors. New tensors hold NaN."""
 
     def kernel(source, name, dtype, shared=0, **sizes):
         library = cuda_models.build(source, {"T": dtype, **sizes})
 
         def launch(grid, threads, *args, shared=0):
-            assert shared <= attention_tma.ROOM
+            assert shared <= prefill.ROOM
             cuda_model.launch(library, grid, threads, args, torch.empty(0), any_order=True)
 
         return launch
@@ -36,9 +36,9 @@ def prefill(monkeypatch, cuda_models):
     torch.manual_seed(0)
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", box)
-    monkeypatch.setattr(attention_tma, "device_caps", lambda _: SimpleNamespace(num_sms=3))
+    monkeypatch.setattr(prefill, "device_caps", lambda _: SimpleNamespace(num_sms=3))
     cuda_model.poison_new_tensors(monkeypatch)
-    return attention_tma.prefill
+    return prefill.prefill
 
 
 # Heads of whole runs of 64 elements and others, q in registers and in part in shared memory; prompts, chunks behind
@@ -58,7 +58,7 @@ def prefill(monkeypatch, cuda_models):
         (256, 2, 2, 8, 100, 0.0, False, torch.bfloat16),
     ],
 )
-def test_prefill(dim, heads, kv_heads, block_size, window, cap, sinks, dtype, prefill):
+def test_prefill(dim, heads, kv_heads, block_size, window, cap, sinks, dtype, in_the_model):
     query_lens, kv_lens = [3, 150, 40], [3, 170, 300]
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
     rows = make_rows(query_lens, kv_lens, block_size, blocks)
@@ -67,6 +67,16 @@ def test_prefill(dim, heads, kv_heads, block_size, window, cap, sinks, dtype, pr
     scores = AttentionParams(dim**-0.5, window, cap, torch.randn(heads) * 3 if sinks else None)
     want = paged_attention_reference(q, keys, values, rows, scores)
     out = torch.empty_like(q)
-    items = torch.from_numpy(attention_tma.prefill_work(query_lens, kv_lens, 0, 3))
-    prefill(q, keys, values, rows.block_tables, items, out, *scores)
+    items = torch.from_numpy(prefill.prefill_work(query_lens, kv_lens, 0, 3))
+    in_the_model(q, keys, values, rows.block_tables, items, out, *scores)
     torch.testing.assert_close(out.flatten(1), want, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+
+
+def test_prompts_as_hopper_takes_them():
+    """128 rows at most of one sequence each, the ones with the most keys first."""
+    work = prefill.prefill_work([1, 1, 300, 130, 5], [9, 3, 300, 200, 1000], 2, 5)
+    assert work.dtype == "int32" and not work[:, 5:].any()
+    assert work[:, :5].tolist() == [  # sequence, first row, rows, position of the first, length
+        [4, 432, 5, 995, 1000], [2, 258, 44, 256, 300], [2, 130, 128, 128, 300], [3, 430, 2, 198, 200],
+        [3, 302, 128, 70, 200], [2, 2, 128, 0, 300],
+    ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma
+from phalanx.kernels.attention import decode
 
 
 class Sizes(NamedTuple):
@@ -56,7 +56,7 @@ def model(sizes: Sizes, lengths: list[int], wanted: int) -> list[list[Part]]:
     counts = [sizes.span(length)[2] for length in lengths]
     ends = list(itertools.accumulate(counts))
     tiles = sum(-(-count // sizes.per_tile) for count in counts)
-    runs = max(min(wanted, tiles // attention_tma.LEAST), 1)
+    runs = max(min(wanted, tiles // decode.LEAST), 1)
     each, longer = divmod(ends[-1], runs)
     near = min(sizes.per_tile // 2, (each - 1) // 2)
 
@@ -133,7 +133,7 @@ def runs(request, tmp_path_factory):
     if compiler is None:
         return sizes, lambda lengths, wanted: model(sizes, lengths, wanted)
     folder = tmp_path_factory.mktemp("runs")
-    text = HARNESS % (attention_tma.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
+    text = HARNESS % (decode.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
     source, library = folder / "runs.cpp", folder / "runs.so"
     source.write_text(text)
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
@@ -209,7 +209,7 @@ def test_as_many_sequences_as_a_block_counts(runs):
     sizes, found = runs
     draw = random.Random(4)
     for wanted in (8, 32, 33, 264):
-        lengths = [draw.randint(64, 1400) for _ in range(attention_tma.SEQUENCES)]
+        lengths = [draw.randint(64, 1400) for _ in range(decode.SEQUENCES)]
         check(sizes, lengths, found(lengths, wanted))
 
 

@@ -1,0 +1,94 @@
+"""The kernel decode.cu: one token of each sequence over a cache whose blocks TMA brings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import jit
+from ..device import HALF_SHARED, current_stream, device_caps
+from ..rope.fp8_cache import E4M3
+from .backend import LOG2_E, CurrentKV
+from .kv_boxes import boxed, tensor_maps
+
+SEQUENCES = 512  # at most: a block counts what is read of each
+LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
+RUN_BYTES = 128  # of a token, that lie together in shared memory, or a half or quarter of them
+FEW_BYTES = 1024  # about what of a sequence's last box, which is half empty on average, is fetched at a time
+
+
+def supports_decode(q: Tensor, keys: Tensor, current_kv: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
+    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim], with scales if they
+    are e4m3."""
+    if len(q) > SEQUENCES or not boxed(q, keys, q.dtype if scales is None else E4M3):
+        return False
+    if scales is not None and (q.shape[2] % 32 or decode_tile(q.shape[2]) % keys.shape[1]):
+        return False
+    norms = current_kv.norms if current_kv else None
+    narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
+    return narrow and (current_kv is None or current_kv.cos_sin.cos.dtype == torch.float32)
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
+    softcap: float, sinks: Tensor | None, current_kv: CurrentKV | None = None, scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
+
+    With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made
+    q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
+    """
+    (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    group, tile, wide = heads // kv_heads, decode_tile(dim), keys.element_size()
+    box, (run, few) = math.gcd(size, tile), decode_runs(dim * wide)
+    few = min(box, few)
+    stages, shared = room(group, dim, wide)
+    kernel = jit.kernel(
+        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
+        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
+        ROTATE=int(current_kv is not None), NORM=int(current_kv is not None and current_kv.norms is not None),
+        WINDOW=window,
+        SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
+    )  # fmt: skip
+    grid = max(2 * device_caps(q.device).num_sms, kv_heads)
+    parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
+    sums = parts.view(-1)[grid * 2 * group * dim :]
+    arrived = jit.counters(q.device, current_stream())
+    # What a kernel of rotated tokens does not touch.
+    k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
+    shape = dim * wide // run, run // 2
+    maps = *tensor_maps(keys, values, box, *shape), *tensor_maps(keys, values, few, *shape)
+    kernel(
+        (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values,
+        sums if scales is None else scales, tables, lengths, out, parts, sums, arrived,
+        sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
+        float(eps), float(softcap), shared=shared,
+    )  # fmt: skip
+
+
+def decode_tile(dim: int) -> int:
+    """Tokens of a tile: a warp to 16 of them."""
+    return 64 if dim <= 128 else 32
+
+
+def decode_runs(token: int) -> tuple[int, int]:
+    """How a token of so many bytes lies in shared memory: bytes of a run, of which each is as wide as one of TMA's
+    swizzles, and the tokens that are fetched at once of a box with few. They are a multiple of 8 runs, which a swizzle
+    repeats after."""
+    run = math.gcd(token, RUN_BYTES)
+    least = 8 // math.gcd(8, token // run)
+    return run, max(FEW_BYTES // token // least, 1) * least
+
+
+def room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
+    """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out. wide: bytes of an
+    element; of one, there are scales."""
+    rows, warps = 16 if group > 8 else 8, decode_tile(dim) // 16
+    heads = rows * (dim + 8) * 2 + dim * 2 + 80
+    rest = 1024 + warps * group * (dim + 2) * 4 + 2 * heads + SEQUENCES * 4
+    tile = 2 * decode_tile(dim) * (dim * wide + (wide == 1))
+    stages = min(6, (HALF_SHARED - rest) // tile)
+    return stages, rest + stages * tile

@@ -1,0 +1,77 @@
+"""The kernel prefill.cu: prompts on Hopper, over a cache whose blocks TMA brings."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from .. import jit
+from ..device import device_caps
+from .backend import LOG2_E
+from .kv_boxes import boxed, tensor_maps
+
+ROWS = 128  # of queries that a block takes at once
+KEYS = 128, 128, 96, 80  # of a tile, of heads of up to 64, 128, 192 and 256 elements
+ROOM = 227 << 10  # bytes of shared memory
+REGISTERS = 196  # of a thread, for scores, weights, sums and q; more would spill
+
+
+def supports_prefill(q: Tensor, keys: Tensor) -> bool:
+    """Whether `prefill` takes q [T, heads, dim] and caches like keys."""
+    return boxed(q, keys, q.dtype) and device_caps(q.device).hopper
+
+
+def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: int) -> np.ndarray:
+    """What blocks take one by one, the longest first: [n, 8] int32 of sequence, first row, rows, position, length.
+
+    Of sequences first:stop, whose query_lens[i] newest tokens of kv_lens[i] are in the step, row after row.
+    """
+    items = []
+    row = sum(query_lens[:first])
+    for i in range(first, stop):
+        count, length = query_lens[i], kv_lens[i]
+        for at in range(0, count, ROWS):
+            items.append((i, row + at, min(ROWS, count - at), length - count + at, length, 0, 0, 0))
+        row += count
+    items.sort(key=lambda item: -(item[2] + item[3]))
+    return np.array(items, np.int32)
+
+
+class PrefillRoom(NamedTuple):
+    tile: int  # keys
+    stages: int  # tiles of keys, and as many of values, that lie in shared memory
+    held: int  # steps of 16 elements of q that lie in registers
+    shared: int  # bytes of shared memory
+
+
+def prefill_room(dim: int) -> PrefillRoom:
+    """How prefill.cu shares out its memory and registers: in shared memory a head has runs of 64 elements."""
+    runs = -(-dim // 64)
+    tile, row = KEYS[runs - 1], runs * 128  # bytes
+    stages = ((ROOM - 1024) // row - ROWS) // (2 * tile)
+    held = (REGISTERS - tile // 2 - tile // 4 - dim // 2) // 4
+    return PrefillRoom(tile, stages, min(held, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
+
+
+def prefill(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, items: Tensor, out: Tensor,
+    scale: float, window: int, softcap: float, sinks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The rows of `items`, which is prefill_work() on the device; q and out [T, heads, dim], out contiguous."""
+    (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    tile, stages, held, shared = prefill_room(dim)
+    box = math.gcd(size, tile)
+    kernel = jit.kernel(
+        "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
+        TILE=tile, STAGES=stages, HELD=held, WINDOW=window, SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None),
+    )  # fmt: skip
+    of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
+    of_k, of_v = tensor_maps(keys, values, box)
+    grid = min(device_caps(q.device).num_sms, len(items) * heads)
+    kernel(
+        (grid, 1, 1), 384, of_q, of_k, of_v, items, len(items), tables, tables.stride(0), out,
+        q if sinks is None else sinks, scale * LOG2_E, float(softcap), shared=shared,
+    )  # fmt: skip
