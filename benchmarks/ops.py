@@ -25,7 +25,7 @@ from phalanx.kernels.attention.attention import AttentionParams, paged_attention
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
-from phalanx.kernels.gemm import skinny, swiglu_gemm
+from phalanx.kernels.gemm import gemv, pipelined_gemm, skinny, swiglu_gemm
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import fp8_cache, rope
@@ -116,14 +116,14 @@ def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     if skinny.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
     for config in tile_configs(rows, outputs, inputs):
-        versions["m{}k{}s{}".format(*config)] = [partial(skinny.pipelined, x, w, config) for w in weights]
+        versions["m{}k{}s{}".format(*config)] = [partial(pipelined_gemm.pipelined_gemm, x, w, config) for w in weights]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
 
 
-def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[skinny.TileConfig]:
+def tile_configs(rows: int, outputs: int, inputs: int) -> Iterator[pipelined_gemm.TileConfig]:
     found = device_caps(torch.device("cuda", 0))
-    return skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found))
+    return pipelined_gemm.tile_configs(rows, outputs, inputs, found.num_sms, pipelined_gemm.whole_tiles(rows, found))
 
 
 def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
@@ -133,8 +133,8 @@ def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     if not skinny.supports_norm(x, residual, by, weights[0]):
         return
 
-    def in_turn(add_norm: Callable[..., Any], gemv: Callable[..., Tensor], weight: Tensor) -> Tensor:
-        return gemv(add_norm(x, residual, by, 1e-5)[0], weight)
+    def in_turn(add_norm: Callable[..., Any], plain: Callable[..., Tensor], weight: Tensor) -> Tensor:
+        return plain(add_norm(x, residual, by, 1e-5)[0], weight)
 
     versions: dict[str, list[Call]] = {
         "reference": [partial(in_turn, norm.add_rms_norm_reference, torch_linear, w) for w in weights],
@@ -216,10 +216,10 @@ def layers(table: Table, shapes: str) -> None:
             versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
             if rows <= skinny.GEMV_ROWS:
                 for warp in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
-                    ours = partial(skinny.gemv, gate="silu" if is_gated else "", config=warp)
+                    ours = partial(gemv.gemv, gate="silu" if is_gated else "", config=warp)
                     versions[f"{name} gemv {warp[0]}"] = [partial(made.run, chosen | {name: ours})]
             for config in tile_configs(rows, *shape):
-                ours = partial(skinny.pipelined, config=config, gate="silu" if is_gated else "")
+                ours = partial(pipelined_gemm.pipelined_gemm, config=config, gate="silu" if is_gated else "")
                 versions["{} m{}k{}s{}".format(name, *config)] = [partial(made.run, chosen | {name: ours})]
         bytes_ = 8 * sum(2 * a * b for a, b in made.shapes) + 8 * rows * 256 * made.kv_heads * 512
         table.add(f"8 layers {rows}", bytes_, versions, least=2)

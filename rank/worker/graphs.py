@@ -20,7 +20,7 @@ from ...kernels import jit
 from ...kernels.device import device_caps
 from ...kernels.gemm import skinny
 from ...kernels.gemm.autotune import TuneRequest
-from ...kernels.gemm.skinny import MOST_ROWS
+from ...kernels.gemm.pipelined_gemm import MOST_ROWS
 from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
 from ..model.cache_spec import Caches

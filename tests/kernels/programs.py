@@ -4,8 +4,8 @@ import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.attention import decode, mla_decode, mla_decode_e4m3, prefill
 from phalanx.kernels.collective import allreduce
-from phalanx.kernels.gemm import skinny
-from phalanx.kernels.gemm.skinny import TileConfig
+from phalanx.kernels.gemm import pipelined_gemm
+from phalanx.kernels.gemm.pipelined_gemm import TileConfig
 from phalanx.kernels.moe import (
     e4m3_experts,
     e4m3_pairs,
@@ -72,7 +72,7 @@ def prompt_room(sizes):
 
 
 def pipelined(dtype, *sizes):
-    return "pipelined_gemm", dict(T=dtype, **skinny._pipelined_sizes(*sizes))
+    return "pipelined_gemm", dict(T=dtype, **pipelined_gemm.sizes(*sizes))
 
 
 def quantized_gemv_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):

@@ -17,7 +17,7 @@ from phalanx import errors
 from phalanx.kernels import jit
 from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.gemm import skinny
+from phalanx.kernels.gemm import gemv, pipelined_gemm, skinny
 from phalanx.kernels.rope.fp8_cache import E4M3
 from phalanx.kernels.rope.rope import CosSin, QKNorm
 
@@ -270,7 +270,8 @@ def test_programs_are_compiled_ahead(tmp_path, monkeypatch):
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1000, 100)])
 def test_what_products_of_a_few_rows_are_compiled_as(found, outputs, inputs, monkeypatch):
     asked, rows = [], [1, 2, 4, *range(8, 65, 8)]
-    monkeypatch.setattr(skinny, "device_caps", lambda device: found)
+    for module in (skinny, gemv, pipelined_gemm):
+        monkeypatch.setattr(module, "device_caps", lambda device: found)
     monkeypatch.setattr(skinny, "supports", lambda x, weight, bias=None: skinny._config(x, weight) is not None)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(

@@ -9,9 +9,11 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
+from phalanx.kernels.device import WHOLE_SHARED
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
-from phalanx.kernels.gemm.skinny import MOST_STAGES, WHOLE_SHARED, TileConfig, choose, stages, tile_configs
+from phalanx.kernels.gemm.pipelined_gemm import MOST_STAGES, TileConfig, stages, tile_configs
+from phalanx.kernels.gemm.skinny import choose
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax

@@ -6,11 +6,7 @@ from phalanx import kernels
 
 ROOT = Path(kernels.__file__).parent
 # Sources that no Python file of their name loads, and why.
-UNPAIRED = {
-    "cpp/pool.cpp": "runs the operations of all others, and is none",
-    "gemm/gemv.cu": "to be paired",
-    "gemm/pipelined_gemm.cu": "to be paired",
-}
+UNPAIRED = {"cpp/pool.cpp": "runs the operations of all others, and is none"}
 
 
 def paired(source: Path) -> bool:

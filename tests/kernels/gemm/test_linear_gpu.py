@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.gemm import linear, skinny, swiglu_gemm
+from phalanx.kernels.gemm import gemv, linear, pipelined_gemm, skinny, swiglu_gemm
 from phalanx.kernels.norm import norm
 from torch.nn.functional import gelu, silu
 
@@ -38,7 +38,7 @@ def test_gemvs_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
     x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
     weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
     before = x.clone(), residual.clone()
-    assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= skinny.NORMED)
+    assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= gemv.NORMED)
     normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
     want = normed.double() @ weight.double().T
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
@@ -71,8 +71,9 @@ def test_pipelined_gemms(rows, outputs, inputs, gated, dtype):
     want = x.double() @ weight.double().T + bias.double()
     want = gate(want, dtype, gated) if gated else want
     found = device_caps(x.device)
-    for config in skinny.tile_configs(rows, outputs, inputs, found.num_sms, skinny.whole_tiles(rows, found)):
-        made = [skinny.pipelined(x, weight, config, gated, bias) for _ in range(4)]
+    whole = pipelined_gemm.whole_tiles(rows, found)
+    for config in pipelined_gemm.tile_configs(rows, outputs, inputs, found.num_sms, whole):
+        made = [pipelined_gemm.pipelined_gemm(x, weight, config, gated, bias) for _ in range(4)]
         assert all(apart(y, want) < 4e-3 for y in made), config
         differ = [(y != made[0]).nonzero() for y in made]
         assert not any(map(len, differ)), (config, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])

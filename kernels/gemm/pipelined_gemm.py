@@ -1,0 +1,111 @@
+"""The kernel pipelined_gemm.cu: GEMMs of up to 64 rows on tensor cores, which TMA brings the weights to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import jit
+from ..activation.activation import gate_sizes
+from ..device import WHOLE_SHARED, DeviceCaps, device_caps
+
+HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
+LENGTHS = (64, 128, 256)  # inputs of a chunk
+SPLITS = (4, 2, 1)  # blocks that share a tile
+MOST_ROWS = 64
+WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
+MOST_STAGES = 16
+
+
+class TileConfig(NamedTuple):
+    """How a GEMM is cut into tiles."""
+
+    outputs: int  # of a tile
+    inputs: int  # of a chunk
+    split: int = 1  # blocks that share a tile, each a part of its inputs: Hopper, from WHOLE_FROM rows on
+
+
+def pipelined_gemm(x: Tensor, weight: Tensor, config: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of weight [O, I], as skinny.skinny_linear; a block on each multiprocessor."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    found = device_caps(x.device)
+    whole = whole_tiles(rows, found)
+    _, shared = stages(config, rows, whole)
+    y = x.new_empty(rows, outputs // 2 if gate else outputs)
+    kernel = jit.kernel(
+        "pipelined_gemm", "pipelined_gemm", x.dtype, shared,
+        **sizes(rows, outputs, inputs, config, gate, bias is not None, whole),
+    )  # fmt: skip
+    blocks = min(-(-outputs // config.outputs) * config.split, found.num_sms)
+    threads = 32 + 32 * (4 if whole else config.outputs // 16 * _groups(config))
+    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
+    of_w = jit.tensor_map(weight.data_ptr(), outputs, inputs, config.outputs // 2 if gate else config.outputs, inputs)
+    kernel((blocks, 1, 1), threads, of_x, of_w, x if bias is None else bias, y, rows, outputs,
+           shared=shared, cluster=config.split)  # fmt: skip
+    return y
+
+
+def sizes(
+    rows: int, outputs: int, inputs: int, config: TileConfig, gate: str, bias: bool, whole: bool
+) -> dict[str, int]:
+    """What it is compiled for. whole: tiles take all 64 rows."""
+    count, _ = stages(config, rows, whole)
+    tiles = row_tiles(rows, whole)
+    return dict(
+        I=inputs,
+        M=config.outputs,
+        KC=config.inputs,
+        STAGES=count,
+        TILES=tiles,
+        **gate_sizes(gate),
+        BIAS=int(bias),
+        WHOLE=int(whole),
+        SPLIT=config.split,
+        UNEVEN=int(outputs % config.outputs > 0),
+    )
+
+
+def whole_tiles(rows: int, found: DeviceCaps) -> bool:
+    """Whether tiles take all 64 rows by Hopper's instructions."""
+    return found.hopper and rows >= WHOLE_FROM
+
+
+def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:
+    """All that `pipelined_gemm` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
+    for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
+        divides = inputs % (config.inputs * config.split) == 0
+        fits = rows <= MOST_ROWS and stages(config, rows, whole)[0] > 1
+        if fits and divides and splits(config.outputs, outputs, inputs, num_sms, config.split):
+            yield config
+
+
+def splits(height: int, outputs: int, inputs: int, num_sms: int, split: int) -> bool:
+    """Whether so many blocks may share each tile of this height. All clusters must be there at once; of four blocks an
+    H200 takes 28 and more, but not 32 (2026-11-23), as one lies within a part of the GPU."""
+    at_once = outputs // height * split <= (num_sms * 7 // 8 if split > 2 else num_sms)
+    even = outputs % height == height % (8 * split) == inputs % split == 0
+    return split == 1 or (at_once and even and height in HEIGHTS)
+
+
+def row_tiles(rows: int, whole: bool) -> int:
+    """Of 8 rows, that a tile has."""
+    return 8 if whole else next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def _groups(config: TileConfig) -> int:
+    """Warps that share a subtile of 16 outputs, as pipelined_gemm.cu has them."""
+    return 1 if config.outputs > 64 else 2 if config.outputs > 32 else 4
+
+
+def stages(config: TileConfig, rows: int, whole: bool = False) -> tuple[int, int]:
+    """Chunks that a block holds at once, and all bytes of its shared memory, as pipelined_gemm.cu lays it out."""
+    padded = 8 * row_tiles(rows, whole)
+    sums = 0 if whole else _groups(config) * config.outputs * (padded + 1) * 4
+    if config.split > 1:
+        sums = padded * (config.outputs + 8) * 4
+    stage = (config.outputs + padded) * config.inputs * 2
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
+    return count, 1024 + count * stage + sums
