@@ -323,7 +323,7 @@ def _behind(tick: Tensor, call: Call) -> None:
 
 
 def decode_apart(q: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, c: Tensor) -> None:
-    decode.decode(q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
+    decode.decode(len(q), q, c[0], c[1], tables, lengths, out.view(q.shape), *SCORES)
 
 
 def prompt_attention(table: Table, batch: int, length: int) -> None:

@@ -20,7 +20,7 @@ def supports(part: Part) -> bool:
     if part.values.shape != part.keys.shape:
         return False
     if part.decodes:
-        return decode.supports_decode(part.decoding[0], part.keys, part.current_kv, part.scales)
+        return decode.supports_decode(part.stop, part.q, part.keys, part.current_kv, part.scales)
     if part.scales is None:
         return prefill.supports_prefill(part.q, part.keys)
     return supports_widened(part)
@@ -78,8 +78,10 @@ def plan(part: Part) -> Tensor | None:
 def run(part: Part, plan: Tensor | None) -> None:
     keys, values, rows, params = part.keys, part.values, part.rows, part.params
     if plan is None:
-        q, out = part.decoding
-        decode.decode(q, keys, values, rows.block_tables, rows.lengths, out, *params, part.current_kv, part.scales)
+        decode.decode(
+            part.stop, part.q, keys, values, rows.block_tables, rows.lengths, part.out, *params, part.current_kv,
+            part.scales,
+        )  # fmt: skip
     elif part.scales is None:
         prefill.prefill(part.q, keys, values, rows.block_tables, plan, part.out, *params)
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,54 +21,78 @@ RUN_BYTES = 128  # of a token, that lie together in shared memory, or a half or 
 FEW_BYTES = 1024  # about what of a sequence's last box, which is half empty on average, is fetched at a time
 
 
-def supports_decode(q: Tensor, keys: Tensor, current_kv: CurrentKV | None = None, scales: Tensor | None = None) -> bool:
-    """Whether `decode` takes q [n, heads, dim] and caches like keys [blocks, size, kv_heads, dim], with scales if they
-    are e4m3."""
-    if len(q) > SEQUENCES or not boxed(q, keys, q.dtype if scales is None else E4M3):
+def supports_decode(
+    n: int, q: Tensor, keys: Tensor, current_kv: CurrentKV | None = None, scales: Tensor | None = None
+) -> bool:
+    """Whether `decode` takes n sequences, whose rows of q [T, heads, dim] are the first ones, and caches like keys
+    [blocks, size, kv_heads, dim], with scales if they are e4m3."""
+    if n > SEQUENCES or not boxed(q, keys, q.dtype if scales is None else E4M3):
         return False
     if scales is not None and (q.shape[2] % 32 or decode_tile(q.shape[2]) % keys.shape[1]):
         return False
-    norms = current_kv.norms if current_kv else None
+    if current_kv is None:
+        return True
+    norms = current_kv.norms
     narrow = norms is None or norms[0].dtype == norms[1].dtype == q.dtype
-    return narrow and (current_kv is None or current_kv.cos_sin.cos.dtype == torch.float32)
+    return narrow and current_kv.cos_sin.cos.dtype == torch.float32
 
 
 def decode(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
-    softcap: float, sinks: Tensor | None, current_kv: CurrentKV | None = None, scales: Tensor | None = None,
+    n: int, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float,
+    window: int, softcap: float, sinks: Tensor | None, current_kv: CurrentKV | None = None,
+    scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences, as attention_triton.decode: q, out [n, heads, head_dim], out contiguous.
+    """The newest token of each of n sequences, as attention_triton.decode: the first rows of q and out [T, heads,
+    head_dim], out contiguous.
 
     With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made
     q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
     """
-    (n, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
-    group, tile, wide = heads // kv_heads, decode_tile(dim), keys.element_size()
-    box, (run, few) = math.gcd(size, tile), decode_runs(dim * wide)
-    few = min(box, few)
-    stages, shared = room(group, dim, wide)
-    kernel = jit.kernel(
-        "decode", "decode", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
-        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared,
-        ROTATE=int(current_kv is not None), NORM=int(current_kv is not None and current_kv.norms is not None),
-        WINDOW=window,
-        SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None), FP8=int(scales is not None),
-    )  # fmt: skip
-    grid = max(2 * device_caps(q.device).num_sms, kv_heads)
-    parts = torch.empty(grid, 2, group, dim + 1, dtype=torch.float32, device=q.device)
-    sums = parts.view(-1)[grid * 2 * group * dim :]
-    arrived = jit.counters(q.device, current_stream())
+    (_, heads, dim), (_, size, kv_heads, _), device = q.shape, keys.shape, q.device
     # What a kernel of rotated tokens does not touch.
-    k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
-    q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
-    shape = dim * wide // run, run // 2
-    maps = *tensor_maps(keys, values, box, *shape), *tensor_maps(keys, values, few, *shape)
+    k, v, (cos, sin, *_), norms, slots = current_kv or (q, q, (q, q), None, lengths)
+    q_weight, k_weight, eps = norms or (q, q, 0.0)
+    kernel, threads, shared, boxes = _made(
+        device, q.dtype, heads, kv_heads, dim, size, window, current_kv is not None, norms is not None, softcap > 0,
+        sinks is not None, scales is not None,
+    )  # fmt: skip
+    grid, stream = max(2 * device_caps(device).num_sms, kv_heads), current_stream()
+    group = heads // kv_heads
+    parts = torch.empty(grid * 2 * group * (dim + 1), dtype=torch.float32, device=device)
+    sums = parts[grid * 2 * group * dim :]
     kernel(
-        (grid, 1, 1), (tile // 16 + 2) * 32, *maps, q, k, v, cos, sin, q_weight, k_weight, slots, keys, values,
-        sums if scales is None else scales, tables, lengths, out, parts, sums, arrived,
+        (grid, 1, 1), threads, *tensor_maps(keys, values, *boxes), q, k, v, cos, sin, q_weight, k_weight, slots, keys,
+        values, sums if scales is None else scales, tables, lengths, out, parts, sums, jit.counters(device, stream),
         sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
         float(eps), float(softcap), shared=shared,
     )  # fmt: skip
+
+
+class _Made(NamedTuple):
+    """A program, and how it is launched."""
+
+    kernel: jit.Kernel
+    threads: int
+    shared: int  # bytes of shared memory
+    boxes: tuple[tuple[int, int], int, int]  # as tensor_maps takes them
+
+
+@functools.cache
+def _made(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int, window: int,
+    rotate: bool, norm: bool, capped: bool, sinks: bool, fp8: bool,
+) -> _Made:  # fmt: skip
+    """Kept, as each layer of each step asks for it. device: the current one."""
+    tile, wide = decode_tile(dim), 1 if fp8 else 2
+    box, (run, few) = math.gcd(size, tile), decode_runs(dim * wide)
+    few = min(box, few)
+    stages, shared = room(heads // kv_heads, dim, wide)
+    kernel = jit.kernel(
+        "decode", "decode", dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
+        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, ROTATE=int(rotate), NORM=int(norm),
+        WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks), FP8=int(fp8),
+    )  # fmt: skip
+    return _Made(kernel, (tile // 16 + 2) * 32, shared, ((box, few), dim * wide // run, run // 2))
 
 
 def decode_tile(dim: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,22 +16,34 @@ KV_HEADS = 128  # at most: decode counts for each of them and each sequence
 
 def boxed(q: Tensor, keys: Tensor, kept: torch.dtype) -> bool:
     """Whether TMA can bring q [T, heads, dim], and caches of `kept` like keys [blocks, size, kv_heads, dim]."""
-    size, dim = keys.shape[1], q.shape[2]
-    if not q.is_cuda or not device_caps(q.device).has_tma or q.element_size() != 2 or keys.dtype != kept:
+    (_, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    if not q.is_cuda or keys.dtype != kept or q.element_size() != 2 or not _takes(heads, kv_heads, dim, size):
         return False
+    aligned = (q.data_ptr() | keys.data_ptr()) % 16 == 0
+    row, *inner = q.stride()
+    side_by_side = row % 8 == 0 and inner == [dim, 1] and keys.is_contiguous()
+    return aligned and side_by_side and device_caps(q.device).has_tma
+
+
+@functools.cache
+def _takes(heads: int, kv_heads: int, dim: int, size: int) -> bool:
     whole = size % 8 == 0  # a box is of one block, and 8 rows are a swizzle
-    aligned = all(x.data_ptr() % 16 == 0 for x in (q, keys)) and q.stride(0) % 8 == 0
-    side_by_side = q.stride()[1:] == (dim, 1) and keys.is_contiguous()
     group = 16 if dim <= 128 else 8  # query heads of a key head; decode has no registers for more
-    fits = keys.shape[2] <= KV_HEADS and q.shape[1] <= group * keys.shape[2]
-    return dim in DIMS and whole and aligned and side_by_side and fits
+    return dim in DIMS and whole and kv_heads <= KV_HEADS and heads <= group * kv_heads
 
 
 def tensor_maps(
-    keys: Tensor, values: Tensor, box: int, runs: int = 0, run: int = 64
-) -> tuple[jit.TensorMap, jit.TensorMap]:
-    """Of keys and of values: boxes of `box` tokens of a head; runs and run as jit.TensorMap has them."""
+    keys: Tensor, values: Tensor, boxes: tuple[int, ...], runs: int = 0, run: int = 64
+) -> tuple[jit.TensorMap, ...]:
+    """Of keys and of values, for each of `boxes`, tokens of a head; runs and run as jit.TensorMap has them."""
     blocks, size, kv_heads, dim = keys.shape
     width = kv_heads * dim * keys.element_size() // 2  # maps count elements of two bytes
-    of_k, of_v = (jit.tensor_map(x.data_ptr(), blocks * size, width, box, width, runs, run) for x in (keys, values))
-    return of_k, of_v
+    return _maps(keys.data_ptr(), values.data_ptr(), blocks * size, width, boxes, runs, run)
+
+
+@functools.lru_cache(1024)
+def _maps(
+    keys: int, values: int, rows: int, width: int, boxes: tuple[int, ...], runs: int, run: int
+) -> tuple[jit.TensorMap, ...]:
+    """Once for each layer: the caches stay where they are."""
+    return tuple(jit.tensor_map(x, rows, width, box, width, runs, run) for box in boxes for x in (keys, values))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .. import jit
@@ -61,17 +63,36 @@ def prefill(
     scale: float, window: int, softcap: float, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The rows of `items`, which is prefill_work() on the device; q and out [T, heads, dim], out contiguous."""
-    (rows, heads, dim), (_, size, kv_heads, _) = q.shape, keys.shape
+    (rows, heads, dim), (_, size, kv_heads, _), device = q.shape, keys.shape, q.device
+    kernel, box, shared = _made(device, q.dtype, heads, kv_heads, dim, size, window, softcap > 0, sinks is not None)
+    of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
+    of_k, of_v = tensor_maps(keys, values, (box,))
+    count = items.shape[0]
+    grid = min(device_caps(device).num_sms, count * heads)
+    kernel(
+        (grid, 1, 1), 384, of_q, of_k, of_v, items, count, tables, tables.stride(0), out,
+        q if sinks is None else sinks, scale * LOG2_E, float(softcap), shared=shared,
+    )  # fmt: skip
+
+
+class _Made(NamedTuple):
+    """A program, and how it is launched."""
+
+    kernel: jit.Kernel
+    box: int  # tokens of a cache's box
+    shared: int  # bytes of shared memory
+
+
+@functools.cache
+def _made(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int, window: int,
+    capped: bool, sinks: bool,
+) -> _Made:  # fmt: skip
+    """Kept, as each layer of each step asks for it. device: the current one."""
     tile, stages, held, shared = prefill_room(dim)
     box = math.gcd(size, tile)
     kernel = jit.kernel(
-        "prefill", "prefill", q.dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        TILE=tile, STAGES=stages, HELD=held, WINDOW=window, SOFTCAP=int(softcap > 0), SINKS=int(sinks is not None),
+        "prefill", "prefill", dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
+        TILE=tile, STAGES=stages, HELD=held, WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks),
     )  # fmt: skip
-    of_q = jit.tensor_map(q.data_ptr(), rows, heads * dim, ROWS, q.stride(0))
-    of_k, of_v = tensor_maps(keys, values, box)
-    grid = min(device_caps(q.device).num_sms, len(items) * heads)
-    kernel(
-        (grid, 1, 1), 384, of_q, of_k, of_v, items, len(items), tables, tables.stride(0), out,
-        q if sinks is None else sinks, scale * LOG2_E, float(softcap), shared=shared,
-    )  # fmt: skip
+    return _Made(kernel, box, shared)

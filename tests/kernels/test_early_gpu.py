@@ -76,7 +76,8 @@ class Step:
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
             newest = CurrentKV(k, v, turn, None, self.slots)
-            decode.decode(q, cache[0], cache[1], self.tables, self.lengths, seen, *AttentionParams(DIM**-0.5), newest)
+            of_step = cache[0], cache[1], self.tables, self.lengths, seen
+            decode.decode(self.rows, q, *of_step, *AttentionParams(DIM**-0.5), newest)
             pause()
             x = skinny.skinny_linear(seen.flatten(1), out)
             pause()

@@ -242,9 +242,9 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
         out = torch.full((n, heads, dim), NAN, dtype=dtype, device=device)
         tables, lengths = rows.block_tables.to(device), rows.lengths.to(device)
         if by_boxes:
-            assert decode.supports_decode(q, cache.keys, new, cache.scales)
+            assert decode.supports_decode(n, q, cache.keys, new, cache.scales)
             torch.cuda.synchronize()  # decode's contract: all but q, k and v is there
-            decode.decode(q, *cache[:2], tables, lengths, out, *scores, new, cache.scales)
+            decode.decode(n, q, *cache[:2], tables, lengths, out, *scores, new, cache.scales)
         else:
             options = dict(tile=case.tile, part=case.part)
             arguments = tables, lengths, out, *scores, case.splits, new, cache.scales

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import prefill
+from phalanx.kernels.attention import kv_boxes, prefill
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.attention.reference import paged_attention_reference
 
@@ -34,6 +34,8 @@ def in_the_model(monkeypatch, cuda_models):
         return launch
 
     torch.manual_seed(0)
+    prefill._made.cache_clear()
+    kv_boxes._maps.cache_clear()
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", box)
     monkeypatch.setattr(prefill, "device_caps", lambda _: SimpleNamespace(num_sms=3))
