@@ -57,9 +57,7 @@ def decode(
         sinks is not None, scales is not None,
     )  # fmt: skip
     grid, stream = max(2 * device_caps(device).num_sms, kv_heads), current_stream()
-    group = heads // kv_heads
-    parts = torch.empty(grid * 2 * group * (dim + 1), dtype=torch.float32, device=device)
-    sums = parts[grid * 2 * group * dim :]
+    parts, sums = _parts(device, stream, grid, heads // kv_heads, dim)
     kernel(
         (grid, 1, 1), threads, *tensor_maps(keys, values, *boxes), q, k, v, cos, sin, q_weight, k_weight, slots, keys,
         values, sums if scales is None else scales, tables, lengths, out, parts, sums, jit.counters(device, stream),
@@ -93,6 +91,18 @@ def _made(
         WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks), FP8=int(fp8),
     )  # fmt: skip
     return _Made(kernel, (tile // 16 + 2) * 32, shared, ((box, few), dim * wide // run, run // 2))
+
+
+@functools.cache
+def _parts(device: torch.device, stream: int, grid: int, group: int, dim: int) -> tuple[Tensor, Tensor]:
+    """What blocks leave for each other of sequences in several parts: means [grid, 2, group, dim] f32, and sums behind
+    them.
+
+    Of one stream, as jit.counters: its kernels use them one after the other. Graphs keep their address, so they stay;
+    where a capture is the first to ask, they are of its graphs' memory, and that is nobody else's while they are.
+    """
+    parts = torch.empty(grid * 2 * group * (dim + 1), dtype=torch.float32, device=device)
+    return parts, parts[grid * 2 * group * dim :]
 
 
 def decode_tile(dim: int) -> int:

@@ -20,7 +20,7 @@ class Launcher:
 
     def __init__(self, monkeypatch, models):
         self.models, self.counts, self.seed, self.sms = models, torch.zeros(1 << 10, dtype=torch.int32), 0, 4
-        for made in (decode._made, kv_boxes._maps):  # by other launchers
+        for made in (decode._made, decode._parts, kv_boxes._maps):  # by other launchers
             made.cache_clear()
         monkeypatch.setattr(jit, "kernel", self.kernel)
         monkeypatch.setattr(jit, "counters", lambda *_: self.counts)
