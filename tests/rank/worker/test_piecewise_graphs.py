@@ -189,9 +189,9 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(tmp_path, on_cpu, 
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("launched, room, pays", [(1.0, 1 << 40, True), (0.01, 1 << 40, False), (1.0, 0, False)])
+@pytest.mark.parametrize("launched, room, pays", [(0.7, 1 << 40, True), (0.5, 1 << 40, False), (1.0, 0, False)])
 def test_when_graphs_pay(tmp_path, monkeypatch, launched, room, pays):
-    """Where launching takes nearly all of a step's time, and there is room."""
+    """Where launching takes much of a step's time, and there is room."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, room))
     clock = iter([0.0, launched, 1.0])
     path = make_checkpoint(tmp_path, tokenizer=False)
