@@ -283,8 +283,8 @@ __device__ __forceinline__ void attend(const int* items, int count, const Shared
                 for (int j = 0; j < 4 && k + j * 8 < DIM; j++)
                     x[j] = pack<T>(o[k / 2 + j * 4 + h * 2] * by, o[k / 2 + j * 4 + h * 2 + 1] * by);
                 exchange_quads(x);
-                const int at = k + lane % 4 * 8;
-                if (row < work.rows && at < DIM) *(uint4*)(to + at) = make_uint4(x[0], x[1], x[2], x[3]);
+                const bool whole = DIM % 32 == 0 || k + lane % 4 * 8 < DIM;
+                if (row < work.rows && whole) *(uint4*)(to + k + lane % 4 * 8) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
     }
