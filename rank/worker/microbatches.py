@@ -51,7 +51,7 @@ def microbatch_tokens(
         told.append(f"{tokens} tokens take {whole * 1e3:.0f} ms, {split * 1e3:.0f} in two microbatches")
         if split >= whole:
             break
-        chosen = half
+        chosen = max(least, half - TILE)  # a step of a few tokens less is split as well
         tokens //= 2
     if told:
         done = f"those of {2 * chosen} prompt tokens and more are split" if chosen else "none is split"
