@@ -29,6 +29,7 @@ SIZES = [16, 32, 64, 96, *range(128, 1025, 64), *range(1152, 2049, 128), *range(
 # Of a step's time without attention that launching it takes, at least, for graphs to pay: a whole step's launches take
 # half as long again, as attention's and the sampler's come with them, and other threads run.
 HOST_BOUND = 0.6
+TIMED = 3  # runs, of which the shortest counts: some ask CUDA for memory
 ROOM = 4  # times what a step takes of the GPU's memory has to be free: graphs keep it
 
 log = logging.getLogger("phalanx")
@@ -59,7 +60,7 @@ class PiecewiseGraphs:
     def capture(self, group: Comm, reached: Callable[[int], None]) -> None:
         """Capture all sizes that take the host longer than the GPU. group: all ranks of the model, which agree on it.
         Calls reached(sizes done)."""
-        count = bisect.bisect_left(self._wanted, True, key=lambda size: not self._all(group, self._pays(size)))
+        count = bisect.bisect_left(self._wanted, True, key=lambda size: not self._pays(size, group))
         for done, size in enumerate(reversed(self._wanted[:count])):  # the largest first, as in graphs.py
             reached(done)
             self._run(size)  # a warm-up
@@ -80,19 +81,27 @@ class PiecewiseGraphs:
             return str(error).strip().partition("\n")[0] or "it fails"
         return ""
 
-    def _pays(self, size: int) -> bool:
-        """Whether the host launches for much of the step's time, and the GPU has room for its graphs."""
+    def _pays(self, size: int, group: Comm) -> bool:
+        """Whether the host launches for much of the step's time, and all GPUs have room for its graphs. Of several
+        ranks the slowest count, as the others wait for them."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self._run(size)
         torch.cuda.synchronize()
         takes = torch.cuda.max_memory_allocated() - before
-        started = time.perf_counter()
-        self._run(size)
-        launched = time.perf_counter()
-        torch.cuda.synchronize()
-        bound = launched - started >= HOST_BOUND * (time.perf_counter() - started)
-        return bound and ROOM * takes <= torch.cuda.mem_get_info()[0]
+        room = ROOM * takes <= torch.cuda.mem_get_info()[0]
+        times = []
+        for _ in range(TIMED):
+            self._all(group, True)  # they begin together
+            started = time.perf_counter()
+            self._run(size)
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            times.append((launched - started, time.perf_counter() - started))
+        mine = [min(column) for column in zip(*times, strict=True)]
+        said = group.all_gather(torch.tensor([*mine, -float(room)], device=torch.cuda.current_device()))
+        launched, whole, lacks = said.amax(0).tolist()
+        return launched >= HOST_BOUND * whole and lacks < 0
 
     @staticmethod
     def _all(group: Comm, mine: bool) -> bool:

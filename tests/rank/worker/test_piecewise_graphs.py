@@ -116,7 +116,7 @@ class Rank:
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size: True)
+    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size, group: True)
 
 
 MODELS = {
@@ -164,7 +164,7 @@ def test_every_architecture(tmp_path, on_cpu, always, name):
 
 def test_sizes_that_take_the_gpu_longer_are_not_captured(tmp_path, on_cpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size: asked.append(size) or size <= 96)
+    monkeypatch.setattr(module.PiecewiseGraphs, "_pays", lambda self, size, group: asked.append(size) or size <= 96)
     path = make_checkpoint(tmp_path, tokenizer=False)
 
     def run(comm):
@@ -188,21 +188,39 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(tmp_path, on_cpu, 
     assert "kernel by kernel" in caplog.text and "128 tokens: operation not permitted" in caplog.text
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("launched, room, pays", [(0.7, 1 << 40, True), (0.5, 1 << 40, False), (1.0, 0, False)])
-def test_when_graphs_pay(tmp_path, monkeypatch, launched, room, pays):
-    """Where launching takes much of a step's time, and there is room."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, room))
-    clock = iter([0.0, launched, 1.0])
-    path = make_checkpoint(tmp_path, tokenizer=False)
+class Ranks:
+    """A group whose other rank says this, of seconds and of the lack of room."""
 
-    def run(comm):
-        graphs = Rank(comm, path, tokens=0).graphs
-        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        monkeypatch.setattr(graphs, "_run", lambda size: torch.empty(size, device=DEVICE))
-        assert graphs._pays(16) == pays
+    def __init__(self, other):
+        self.other = other
 
-    threads.run(run, 1)
+    def all_gather(self, x):
+        return torch.stack((x, x if x.numel() == 1 else torch.tensor(self.other, device=x.device)))
+
+
+@pytest.mark.parametrize(
+    "launched, room, other, pays",
+    [
+        (0.7, 1 << 40, (0.1, 1.0, -1.0), True),
+        (0.5, 1 << 40, (0.5, 1.0, -1.0), False),
+        (0.5, 1 << 40, (0.7, 1.0, -1.0), True),  # it waits for the other rank's host
+        (0.7, 1 << 40, (0.1, 2.0, -1.0), False),
+        (1.0, 0, (0.1, 1.0, -1.0), False),
+        (1.0, 1 << 40, (0.1, 1.0, 0.0), False),
+    ],
+)
+def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
+    """Where launching takes much of a step's time on the slowest rank, and there is room on all."""
+    for name, made in dict(
+        reset_peak_memory_stats=None, synchronize=None, memory_allocated=0, max_memory_allocated=1 << 20,
+        mem_get_info=(room, room), current_device="cpu",
+    ).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
+    clock = iter([0.0, 1.0, 2.0, 2.0, 2.0 + launched, 3.0, 5.0, 6.0, 7.0])  # the second run is the shortest
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    graphs = module.PiecewiseGraphs.__new__(module.PiecewiseGraphs)
+    graphs._run = lambda size: None
+    assert graphs._pays(16, Ranks(other)) == pays
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
