@@ -17,6 +17,9 @@ HEAD = 4000  # bytes of the first message; the eager limit of shared memory is 4
 _LENGTH = 4
 _RING = 8  # broadcasts in flight: one a pipeline stage, one being planned, and slack for a slow follower
 SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a plan while the job is busy
+# Of long steps a sixteenth, up to a millisecond: a plan comes a step ahead, and whoever polls takes the interpreter's
+# lock from the thread that launches a step's kernels.
+OF_STEP, SLEEP_MOST = 1 / 16, 1e-3
 QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
 WAKE_AFTER = 0.02  # rank 0 wakes the followers when its last plan is older; must be well below QUIET_AFTER
 
@@ -73,7 +76,8 @@ class MpiPlanBroadcast:
         self._requests: list[list[Any]] = [[] for _ in range(_RING)]
         self._kept: list[Any] = [None] * _RING  # the rests of long messages, which must live until they are sent
         self._next = 0
-        self._last = 0.0
+        self._last = 0.0  # when the last plan was published, or received
+        self._step = 0.0  # seconds between the last two plans that were received
 
     def publish(self, data: bytes) -> None:
         slot, self._next = self._next, (self._next + 1) % _RING
@@ -100,8 +104,10 @@ class MpiPlanBroadcast:
         return not all([self._done(slot) for slot in range(_RING)])  # a list, not a generator: test every slot
 
     def receive(self) -> bytes:
-        head = self._buffers[0]
+        head, began = self._buffers[0], self._last
         self._wait(self._handle.Ibcast(head, 0))
+        self._last = time.monotonic()
+        self._step = self._last - began
         length = int(head[:_LENGTH].view("<u4")[0])
         inline = min(length, HEAD - _LENGTH)
         data = head[_LENGTH : _LENGTH + inline].tobytes()
@@ -112,12 +118,12 @@ class MpiPlanBroadcast:
         return data
 
     def _wait(self, request: Any) -> None:
-        sleep = SLEEP_SHORTEST
+        sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_MOST)
         quiet = time.monotonic() + QUIET_AFTER
         while not request.Test():
             if time.monotonic() < quiet:
                 time.sleep(sleep)
-                sleep = min(sleep * 1.3, SLEEP_LONGEST)
+                sleep = min(sleep * 1.3, longest)
             else:
                 woken = self._waker.wait(0.25)  # woken: poll, the plan is coming; timed out: test once
                 quiet = time.monotonic() + (QUIET_AFTER if woken else 0)

@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
+import pytest
 from phalanx.comm import broadcast
-from phalanx.comm.broadcast import WAKE_AFTER, MpiPlanBroadcast
+from phalanx.comm.broadcast import QUIET_AFTER, WAKE_AFTER, MpiPlanBroadcast
 
 
 class Handle:
@@ -43,3 +44,29 @@ def test_who_is_woken_finds_the_plan_under_way():
     line = MpiPlanBroadcast(SimpleNamespace(handle=handle), waker, range(2))
     line.publish(b"plan" * 2000)
     assert done == ["sent", "sent", "woken"]
+
+
+@pytest.mark.parametrize("step, longest", [(0.001, 300e-6), (0.008, 500e-6), (0.1, 1e-3)])
+def test_who_waits_for_a_plan_looks_less_often_the_longer_steps_are(monkeypatch, step, longest):
+    """Plans that come every `step` seconds; each look takes the interpreter from who launches kernels."""
+    now, slept, came = [0.0], [], [0.0]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    def arrive(data, root):
+        came[0] += step
+        due = came[0]
+        return SimpleNamespace(Test=lambda: now[0] >= due)
+
+    monkeypatch.setattr(broadcast, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    handle = Handle()
+    handle.Ibcast = arrive
+    waker = SimpleNamespace(wait=lambda seconds: sleep(QUIET_AFTER / 8) or True)
+    line = MpiPlanBroadcast(SimpleNamespace(handle=handle), waker, range(2))
+    for _ in range(12):
+        line.receive()
+    polls = [one for one in slept if one != QUIET_AFTER / 8]
+    assert max(polls) <= max(longest, 300e-6) * 1.05 and now[0] <= came[0] + max(slept)
+    assert max(polls) > longest * 0.7 or step < 0.002
