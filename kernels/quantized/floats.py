@@ -106,11 +106,16 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 
     return dequantize_reference(packed, dtype, first, last)
 
 
+@functools.cache
+def _e2m1(device: torch.device) -> Tensor:
+    """Kept: a captured step must not copy it from the host."""
+    return torch.tensor(E2M1, device=device)
+
+
 def dequantize_reference(packed: Floats, dtype: torch.dtype, first: int, last: int) -> Tensor:
     codes, scales = packed.codes[..., first:last, :], packed.scales[..., first:last, :]
     if packed.pairs:
-        table = torch.tensor(E2M1, device=codes.device)
-        values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+        values = _e2m1(codes.device)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
         by = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
     else:
         values, by = codes.view(torch.float8_e4m3fn).to(torch.float32), scales
