@@ -125,7 +125,7 @@ class Engine:
             self._say(deferral_loss.told(self.model, place.mesh, room, device, watch.reached))
         rows = BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
-        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch, budget)
+        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch, budget, peak)
         self.runner.ready.wait()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()

@@ -130,9 +130,10 @@ class ModelRunner:
         swap: Swap | None = None,
         microbatch_tokens: int = 0,
         token_budget: int = 0,
+        largest: int = 0,
     ):
         """swap: the cache's host blocks, where there are any. microbatch_tokens: the fewest of a microbatch; 0: steps
-        stay whole. token_budget: of a step."""
+        stay whole. token_budget: of a step. largest: bytes that the largest step takes beside weights and cache."""
         self.model = model
         self.swap = swap
         self.mesh = mesh
@@ -152,7 +153,7 @@ class ModelRunner:
         self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
         self._token_masks = TokenMasks(len(state.length), self._upload)
         self._microbatch_tokens = microbatch_tokens
-        self._token_budget = token_budget
+        self._token_budget, self._largest = token_budget, largest
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
@@ -245,7 +246,7 @@ class ModelRunner:
         most = self._token_budget
         if self._microbatch_tokens:
             most = min(most, 2 * self._microbatch_tokens - 1)
-        piecewise = self._piecewise = PiecewiseGraphs(*of, most)
+        piecewise = self._piecewise = PiecewiseGraphs(*of, most, self._largest)
         piecewise.capture(self.mesh.tensor, self.watch.reached)
         return f"{said} and of steps with prompts of up to {piecewise.most} tokens" if piecewise.most else said
 

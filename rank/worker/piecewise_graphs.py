@@ -30,7 +30,7 @@ SIZES = [16, 32, 64, 96, *range(128, 1025, 64), *range(1152, 2049, 128), *range(
 # half as long again, as attention's and the sampler's come with them, and other threads run.
 HOST_BOUND = 0.6
 TIMED = 3  # runs, of which the shortest counts: some ask CUDA for memory
-ROOM = 4  # times what a step takes of the GPU's memory has to be free: graphs keep it
+ROOM = 4  # times what a step takes of the GPU's memory has to be free beside the largest step: graphs keep it
 
 log = logging.getLogger("phalanx")
 
@@ -39,10 +39,12 @@ class PiecewiseGraphs:
     """Of a GPU rank without pipeline stages. Made and used in the step thread, on its CUDA stream."""
 
     def __init__(
-        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int
+        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int, largest: int
     ):  # fmt: skip
-        """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured."""
+        """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured.
+        largest: bytes that the largest step takes beside weights and cache, which graphs have to leave."""
         self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
+        self._largest = largest
         self._wanted = [size for size in SIZES if size <= tokens]
         most = max(self._wanted, default=0)
         self._ids = torch.zeros(most, dtype=torch.int64, device=last.device)
@@ -89,7 +91,8 @@ class PiecewiseGraphs:
         self._run(size)
         torch.cuda.synchronize()
         takes = torch.cuda.max_memory_allocated() - before
-        room = ROOM * takes <= torch.cuda.mem_get_info()[0]
+        torch.cuda.empty_cache()  # what torch keeps for later steps is free for the largest one, too
+        room = ROOM * takes + self._largest <= torch.cuda.mem_get_info()[0]
         times = []
         for _ in range(TIMED):
             self._all(group, True)  # they begin together

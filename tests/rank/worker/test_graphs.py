@@ -192,19 +192,19 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
     graphs = SimpleNamespace(capture=lambda reached: done.append("captured"), sizes=[1, 2])
     piecewise, pieces = SimpleNamespace(capture=lambda group, reached: done.append("in pieces"), most=1024), []
     monkeypatch.setattr(model_runner, "DecodeGraphs", lambda *_: graphs)
-    monkeypatch.setattr(model_runner, "PiecewiseGraphs", lambda *of: pieces.append(of[-1]) or piecewise)
+    monkeypatch.setattr(model_runner, "PiecewiseGraphs", lambda *of: pieces.append(of[-2:]) or piecewise)
     one = model_runner.ModelRunner.__new__(model_runner.ModelRunner)
     one.model = model()[0]
     one.mesh = SimpleNamespace(stages=stages, world=SimpleNamespace(rank=rank), tensor=Group(done=done))
     one.state, one.device, one.watch = SimpleNamespace(length=[0] * 80), None, LocalWatchdog()
     one._last = one.caches = one._upload = None
-    one._token_budget, one._microbatch_tokens = 8192, 2048
+    one._token_budget, one._microbatch_tokens, one._largest = 8192, 2048, 1 << 30
     one._snapshots = SimpleNamespace(compile=lambda: done.append("compiled"))
     with caplog.at_level(logging.INFO, "phalanx"):
         one._enter_device()
     assert done[0] == "compiled" and [one.counts for one in done[1:10]] == [[80]] * 9
     assert done[10:] == ["agreed"] + ["captured", "in pieces"] * (stages == 1)
-    assert pieces == [4095] * (stages == 1), "longer ones are cut into microbatches"
+    assert pieces == [(4095, 1 << 30)] * (stages == 1), "longer ones are cut into microbatches"
     said = "captured CUDA graphs of 2 batch sizes and of steps with prompts of up to 1024 tokens in"
     assert any(one.startswith(said) for one in caplog.messages) == (rank == 0 and stages == 1)
     assert ("2 of 16 are others" in caplog.messages) is (rank == 0)

@@ -97,7 +97,7 @@ class Rank:
         of = specs, blocks, BLOCK, dtype, DEVICE, MAX_NUM_SEQS
         self.replayed, self.plain = kv_cache.allocate(*of), kv_cache.allocate(*of)
         upload = self.upload = Upload(DEVICE)
-        self.graphs = module.PiecewiseGraphs(model, self.rows, self.last, self.replayed, upload, tokens)
+        self.graphs = module.PiecewiseGraphs(model, self.rows, self.last, self.replayed, upload, tokens, 0)
         self.graphs.capture(self.mesh.tensor, lambda done: None)
 
     def step(self, rows, starts, counts, samples):
@@ -198,6 +198,9 @@ class Ranks:
         return torch.stack((x, x if x.numel() == 1 else torch.tensor(self.other, device=x.device)))
 
 
+LARGEST = 1 << 30  # bytes of the largest step
+
+
 @pytest.mark.parametrize(
     "launched, room, other, pays",
     [
@@ -205,21 +208,22 @@ class Ranks:
         (0.5, 1 << 40, (0.5, 1.0, -1.0), False),
         (0.5, 1 << 40, (0.7, 1.0, -1.0), True),  # it waits for the other rank's host
         (0.7, 1 << 40, (0.1, 2.0, -1.0), False),
-        (1.0, 0, (0.1, 1.0, -1.0), False),
+        (1.0, LARGEST + (4 << 20), (0.1, 1.0, -1.0), True),
+        (1.0, LARGEST + (3 << 20), (0.1, 1.0, -1.0), False),  # the largest step would not fit
         (1.0, 1 << 40, (0.1, 1.0, 0.0), False),
     ],
 )
 def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
     """Where launching takes much of a step's time on the slowest rank, and there is room on all."""
     for name, made in dict(
-        reset_peak_memory_stats=None, synchronize=None, memory_allocated=0, max_memory_allocated=1 << 20,
+        reset_peak_memory_stats=None, synchronize=None, empty_cache=None, memory_allocated=0, max_memory_allocated=1 << 20,
         mem_get_info=(room, room), current_device="cpu",
     ).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
     clock = iter([0.0, 1.0, 2.0, 2.0, 2.0 + launched, 3.0, 5.0, 6.0, 7.0])  # the second run is the shortest
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     graphs = module.PiecewiseGraphs.__new__(module.PiecewiseGraphs)
-    graphs._run = lambda size: None
+    graphs._run, graphs._largest = lambda size: None, LARGEST
     assert graphs._pays(16, Ranks(other)) == pays
 
 
