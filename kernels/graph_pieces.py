@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Borrowed:
     def __init__(self, x: torch.Tensor):
         self._whole = x if capturing() is None else None  # it is not captured
         self._dtype = x.dtype
-        self.__cuda_array_interface__ = dict(
+        self._described = dict(
             shape=tuple(x.shape), typestr=f"<i{x.element_size()}", data=(x.data_ptr(), False), version=2,
             strides=tuple(stride * x.element_size() for stride in x.stride()),
         )  # fmt: skip
@@ -33,7 +34,11 @@ class Borrowed:
     @functools.cached_property
     def tensor(self) -> torch.Tensor:
         """Not in a capture."""
-        return torch.as_tensor(self, device="cuda").view(self._dtype) if self._whole is None else self._whole
+        if self._whole is not None:
+            return self._whole
+        # The tensor keeps what it is made of, where Python finds no cycles: it must not be made of this object.
+        described = SimpleNamespace(__cuda_array_interface__=self._described)
+        return torch.as_tensor(described, device="cuda").view(self._dtype)
 
 
 class _Capturing(threading.local):

@@ -4,12 +4,14 @@ On a CPU a replay computes the captured function again, with all its padding: wh
 attention is tested, but not CUDA's graphs.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
+from phalanx.kernels import graph_pieces
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.graph_pieces import Borrowed, Pieces, on_host
 from phalanx.rank.model import batch as batch_module
@@ -216,8 +218,8 @@ LARGEST = 1 << 30  # bytes of the largest step
 def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
     """Where launching takes much of a step's time on the slowest rank, and there is room on all."""
     for name, made in dict(
-        reset_peak_memory_stats=None, synchronize=None, empty_cache=None, memory_allocated=0, max_memory_allocated=1 << 20,
-        mem_get_info=(room, room), current_device="cpu",
+        reset_peak_memory_stats=None, synchronize=None, empty_cache=None, memory_allocated=0,
+        max_memory_allocated=1 << 20, mem_get_info=(room, room), current_device="cpu",
     ).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
     clock = iter([0.0, 1.0, 2.0, 2.0, 2.0 + launched, 3.0, 5.0, 6.0, 7.0])  # the second run is the shortest
@@ -225,6 +227,23 @@ def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
     graphs = module.PiecewiseGraphs.__new__(module.PiecewiseGraphs)
     graphs._run, graphs._largest = lambda size: None, LARGEST
     assert graphs._pays(16, Ranks(other)) == pays
+
+
+def test_what_is_borrowed_goes_with_who_borrowed_it(monkeypatch):
+    """A model that is unloaded leaves nothing behind, though a tensor keeps what it was made of."""
+    kept = []
+    x = torch.arange(8.0).bfloat16().view(2, 4)[:, 1:]
+    monkeypatch.setattr(graph_pieces, "capturing", lambda: "some")
+    monkeypatch.setattr(torch, "as_tensor", lambda of, device: kept.append(of) or x.view(torch.int16))
+    borrowed = Borrowed(x)
+    gone = weakref.ref(borrowed)
+    assert torch.equal(borrowed.tensor, x) and borrowed.tensor is borrowed.tensor
+    (of,) = kept
+    assert of.__cuda_array_interface__ == dict(
+        shape=(2, 3), typestr="<i2", data=(x.data_ptr(), False), version=2, strides=(8, 2)
+    )
+    del borrowed
+    assert gone() is None
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
