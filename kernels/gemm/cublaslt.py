@@ -101,7 +101,7 @@ class Library:
         self.choices: dict[GemmShape, dict[int, Algo]] = {}  # by measured rows; `choose` sets what is in use
         self.plan = functools.lru_cache(KEPT)(self._plan)
         self.near_plan = functools.lru_cache(KEPT)(self._near_plan)
-        self.first_plan = functools.cache(self._first_plan)
+        self.first_plan = functools.lru_cache(KEPT)(self._first_plan)
         self._layout = functools.cache(self._make_layout)
         self._biased = functools.cache(self._make_biased)
         self._one, self._zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
@@ -134,7 +134,8 @@ class Library:
     ) -> bool:
         """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses.
 
-        bias: [O], where the plan's GEMM adds one. accumulate: add to what is there.
+        bias: [O], where the plan's GEMM adds one. accumulate: add to what is there. Plans share what tells the library
+        where the bias lies, so that one thread calls this at a time.
         """
         if bias is not None:
             self._describe(plan.matmul, _BIAS, _P(bias.data_ptr()))
