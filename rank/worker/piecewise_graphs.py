@@ -1,7 +1,7 @@
 """CUDA graphs of steps with prompts, in pieces: what mixes a sequence's tokens, as attention, is launched between them.
 
-A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some thousand tokens,
-and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
+A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some hundred or thousand
+tokens, and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
 (kernels/graph_pieces.py), and steps are padded with tokens that write nothing and that nobody reads. As with graphs.py,
 all ranks must capture the same sizes in the same order.
 """
@@ -60,7 +60,7 @@ class PiecewiseGraphs:
         return self._sizes[-1] if self._sizes else 0
 
     def capture(self, group: Comm, reached: Callable[[int], None]) -> None:
-        """Capture all sizes that take the host longer than the GPU. group: all ranks of the model, which agree on it.
+        """Capture all sizes up to the largest that `_pays`, or none. group: all ranks of the model, which agree on it.
         Calls reached(sizes done)."""
         count = bisect.bisect_left(self._wanted, True, key=lambda size: not self._pays(size, group))
         for done, size in enumerate(reversed(self._wanted[:count])):  # the largest first, as in graphs.py
@@ -70,7 +70,8 @@ class PiecewiseGraphs:
             why = self._capture(size)
             if not self._all(group, not why):
                 self._captured.clear()
-                log.warning("steps with prompts are launched kernel by kernel, as one of %d tokens: %s", size, why)
+                if why:  # each rank that has a reason
+                    log.warning("steps with prompts are launched kernel by kernel, as one of %d tokens: %s", size, why)
                 break
         self._sizes = sorted(self._captured)
 
