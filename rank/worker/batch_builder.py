@@ -86,7 +86,7 @@ class BatchArrays(NamedTuple):
 
 
 def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> BatchArrays:
-    """What every step's batch is made of: of eager steps, the profile run, and CPU graphs."""
+    """What every step's batch is made of: of eager steps, those captured in pieces, the profile run, and CPU graphs."""
     block_size = state.block_size
     ends = np.cumsum(scheduled.counts)
     query_starts = np.concatenate(([0], ends))

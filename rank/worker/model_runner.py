@@ -2,8 +2,9 @@
 
 The step thread does all of it, in plan order; `start` only queues a plan. All tensor communication happens in the step
 thread. On a CPU it stands for the device's stream. On a GPU it launches kernels on a CUDA stream of its own and never
-waits for the device. Steps in which every sequence decodes are replayed, as CUDA graphs or as recorded C++ operations.
-With pipeline stages they are not: the messages between stages would have to be captured too.
+waits for the device. Steps in which every sequence decodes are replayed, as CUDA graphs or as recorded C++ operations,
+and on a GPU those with some prompt tokens, in pieces. With pipeline stages they are not: the messages between stages
+would have to be captured too.
 """
 
 from __future__ import annotations
