@@ -47,7 +47,8 @@ class PiecewiseGraphs:
         self._largest = largest
         self._wanted = [size for size in SIZES if size <= tokens]
         most = max(self._wanted, default=0)
-        self._ids = torch.zeros(most, dtype=torch.int64, device=last.device)
+        # Until there is a step, tokens that differ: equal ones would all visit the same experts while `_pays` times.
+        self._ids = torch.arange(most, device=last.device) % model.vocab_size
         self._positions, self._slots = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
         self._replayed = Replayed(most)
         self._captured: dict[int, tuple[Pieces, Tensor]] = {}
