@@ -31,7 +31,7 @@ from ..model.weights.local_copy import make_local_copy
 from ..options import Options
 from . import deferral_loss, graphs, kv_cache
 from .microbatches import microbatch_tokens
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, StepLimits
 from .profile_run import profile_run, step_seconds
 from .sampler import Sampler
 from .state import BatchState
@@ -123,9 +123,9 @@ class Engine:
             watch.begin("measuring expert deferral")
             room = deferral_loss.Room(caches, blocks, block_size, max_num_seqs)
             self._say(deferral_loss.told(self.model, place.mesh, room, device, watch.reached))
-        rows = BatchState(max_num_seqs, max_model_len, block_size)
+        limits, rows = StepLimits(microbatch, budget, peak), BatchState(max_num_seqs, max_model_len, block_size)
         watch.begin("preparing steps")
-        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, microbatch, budget, peak)
+        self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, limits)
         self.runner.ready.wait()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()

@@ -117,6 +117,14 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class StepLimits(NamedTuple):
+    """Of this rank's steps."""
+
+    microbatch_tokens: int = 0  # the fewest of a microbatch; 0: steps stay whole
+    token_budget: int = 0
+    peak_bytes: int = 0  # that the largest takes beside weights and cache
+
+
 class ModelRunner:
     """One rank's worker. Every rank has one and gets the same plans in the same order."""
 
@@ -129,12 +137,9 @@ class ModelRunner:
         caches: Caches,
         watch: LocalWatchdog,
         swap: Swap | None = None,
-        microbatch_tokens: int = 0,
-        token_budget: int = 0,
-        largest: int = 0,
+        limits: StepLimits = StepLimits(),
     ):
-        """swap: the cache's host blocks, where there are any. microbatch_tokens: the fewest of a microbatch; 0: steps
-        stay whole. token_budget: of a step. largest: bytes that the largest step takes beside weights and cache."""
+        """swap: the cache's host blocks, where there are any."""
         self.model = model
         self.swap = swap
         self.mesh = mesh
@@ -153,8 +158,7 @@ class ModelRunner:
         self._upload = Upload(self.device)
         self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
         self._token_masks = TokenMasks(len(state.length), self._upload)
-        self._microbatch_tokens = microbatch_tokens
-        self._token_budget, self._largest = token_budget, largest
+        self._limits = limits
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
@@ -244,10 +248,10 @@ class ModelRunner:
         said = f"{len(graphs.sizes)} batch sizes"
         if self.model.offload is not None or self.model.layer_offload is not None:
             return said
-        most = self._token_budget
-        if self._microbatch_tokens:
-            most = min(most, 2 * self._microbatch_tokens - 1)
-        piecewise = self._piecewise = PiecewiseGraphs(*of, most, self._largest)
+        most, microbatch = self._limits.token_budget, self._limits.microbatch_tokens
+        if microbatch:
+            most = min(most, 2 * microbatch - 1)
+        piecewise = self._piecewise = PiecewiseGraphs(*of, most, self._limits.peak_bytes)
         piecewise.capture(self.mesh.tensor, self.watch.reached)
         return f"{said} and of steps with prompts of up to {piecewise.most} tokens" if piecewise.most else said
 
@@ -283,7 +287,7 @@ class ModelRunner:
             if not len(sampled_rows):
                 return DeviceOutput()
             return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step))
-        last_token_only, min_tokens = self.mesh.last, self._microbatch_tokens
+        last_token_only, min_tokens = self.mesh.last, self._limits.microbatch_tokens
         if every:
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(

@@ -39,12 +39,12 @@ class PiecewiseGraphs:
     """Of a GPU rank without pipeline stages. Made and used in the step thread, on its CUDA stream."""
 
     def __init__(
-        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int, largest: int
+        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int, peak: int
     ):  # fmt: skip
         """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured.
-        largest: bytes that the largest step takes beside weights and cache, which graphs have to leave."""
+        peak: bytes that the largest step takes beside weights and cache, which graphs have to leave."""
         self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
-        self._largest = largest
+        self._peak = peak
         self._wanted = [size for size in SIZES if size <= tokens]
         most = max(self._wanted, default=0)
         # Until there is a step, tokens that differ: equal ones would all visit the same experts while `_pays` times.
@@ -94,7 +94,7 @@ class PiecewiseGraphs:
         torch.cuda.synchronize()
         takes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()  # what torch keeps for later steps is free for the largest one, too
-        room = ROOM * takes + self._largest <= torch.cuda.mem_get_info()[0]
+        room = ROOM * takes + self._peak <= torch.cuda.mem_get_info()[0]
         times = []
         for _ in range(TIMED):
             self._all(group, True)  # they begin together

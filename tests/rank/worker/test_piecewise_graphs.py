@@ -206,7 +206,7 @@ class Ranks:
         return torch.stack((x, x if x.numel() == 1 else torch.tensor(self.other, device=x.device)))
 
 
-LARGEST = 1 << 30  # bytes of the largest step
+PEAK = 1 << 30  # bytes of the largest step
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ LARGEST = 1 << 30  # bytes of the largest step
         (0.5, 1 << 40, (0.5, 1.0, -1.0), False),
         (0.5, 1 << 40, (0.7, 1.0, -1.0), True),  # it waits for the other rank's host
         (0.7, 1 << 40, (0.1, 2.0, -1.0), False),
-        (1.0, LARGEST + (4 << 20), (0.1, 1.0, -1.0), True),
-        (1.0, LARGEST + (3 << 20), (0.1, 1.0, -1.0), False),  # the largest step would not fit
+        (1.0, PEAK + (4 << 20), (0.1, 1.0, -1.0), True),
+        (1.0, PEAK + (3 << 20), (0.1, 1.0, -1.0), False),  # the largest step would not fit
         (1.0, 1 << 40, (0.1, 1.0, 0.0), False),
     ],
 )
@@ -231,7 +231,7 @@ def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
     clock = iter([0.0, 1.0, 2.0, 2.0, 2.0 + launched, 3.0, 5.0, 6.0, 7.0])  # the second run is the shortest
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     graphs = module.PiecewiseGraphs.__new__(module.PiecewiseGraphs)
-    graphs._run, graphs._largest = lambda size: None, LARGEST
+    graphs._run, graphs._peak = lambda size: None, PEAK
     assert graphs._pays(16, Ranks(other)) == pays
 
 
