@@ -120,9 +120,9 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
 class StepLimits(NamedTuple):
     """Of this rank's steps."""
 
-    microbatch_tokens: int = 0  # the fewest of a microbatch; 0: steps stay whole
-    token_budget: int = 0
-    peak_bytes: int = 0  # that the largest takes beside weights and cache
+    microbatch_tokens: int  # the fewest of a microbatch; 0: steps stay whole
+    token_budget: int
+    peak_bytes: int  # that the largest takes beside weights and cache
 
 
 class ModelRunner:
@@ -136,8 +136,8 @@ class ModelRunner:
         sampler: Sampler,
         caches: Caches,
         watch: LocalWatchdog,
-        swap: Swap | None = None,
-        limits: StepLimits = StepLimits(),
+        swap: Swap | None,
+        limits: StepLimits,
     ):
         """swap: the cache's host blocks, where there are any."""
         self.model = model
