@@ -32,7 +32,7 @@ COMPAT_FLAGS: dict[str, CompatFlag] = {
     "--multi-process": _note("every rank is a process"),
     "--verbose": _note("--log-level debug logs more"),
     "--holding-time": _note("requests join the running batch at once", takes_value=True),
-    "--disable-cuda-graph": _note("graphs are used where they are faster and change no result"),
+    "--disable-cuda-graph": _note("graphs are used where they are faster, and results differ by rounding at most"),
     "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
     "--cpu": _refuse("use --device cpu"),
     "--num-nodes": _NODES,
@@ -53,7 +53,7 @@ COMPAT_FLAGS: dict[str, CompatFlag] = {
     # vLLM
     "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
     "--trust-remote-code": _note("no code of the checkpoint is run"),
-    "--enforce-eager": _note("graphs are used where they are faster and change no result"),
+    "--enforce-eager": _note("graphs are used where they are faster, and results differ by rounding at most"),
     "--enable-chunked-prefill": _note("it is always on"),
     "--disable-log-requests": _note("requests are logged with --access-log only"),
     "--no-enable-log-requests": _note("requests are logged with --access-log only"),
