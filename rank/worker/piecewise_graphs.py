@@ -52,13 +52,12 @@ class PiecewiseGraphs:
         self._positions, self._slots = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
         self._replayed = Replayed(most)
         self._captured: dict[int, tuple[Pieces, Tensor]] = {}
-        self._sizes: list[int] = []  # that are captured
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def most(self) -> int:
         """Tokens of the largest captured step; 0: none is."""
-        return self._sizes[-1] if self._sizes else 0
+        return max(self._captured, default=0)
 
     def capture(self, group: Comm, reached: Callable[[int], None]) -> None:
         """Capture all sizes up to the largest that `_pays`, or none. group: all ranks of the model, which agree on it.
@@ -74,7 +73,6 @@ class PiecewiseGraphs:
                 if why:  # each rank that has a reason
                     log.warning("steps with prompts are launched kernel by kernel, as one of %d tokens: %s", size, why)
                 break
-        self._sizes = sorted(self._captured)
 
     def _capture(self, size: int) -> str:
         """Why the step cannot be captured; "": it is."""
@@ -124,7 +122,7 @@ class PiecewiseGraphs:
         """The residual stream [S, hidden] of the sampled tokens of a supported step, and their rows [S] int64."""
         (batch,), rows = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
         n = len(batch.ids)
-        size = self._sizes[bisect.bisect_left(self._sizes, n)]
+        size = min(size for size in self._captured if size >= n)
         mine = self._ids, self._positions, self._slots
         for to, given in zip(mine, (batch.ids, batch.positions, batch.slots), strict=True):
             to[:n] = given
