@@ -41,11 +41,8 @@ from phalanx.rank.scheduler.grammar import Compiled
 from phalanx.rank.scheduler.replica import Replica
 
 ARRIVING = 64, 256, 512, 1024, 2048  # tokens of prompts that come while others decode
-DECODED, EVERY, SETTLED = (
-    150,
-    6,
-    20,
-)  # tokens of those; steps between prompts; steps until they decode alone, and at the end
+DECODED, EVERY = 150, 6  # tokens of those; steps between two prompts
+SETTLED = 20  # steps without prompts, at the beginning and at the end
 
 
 class Ask(msgspec.Struct):

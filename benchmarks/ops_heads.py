@@ -28,9 +28,8 @@ def add(table: Table, dim: int, query_lens: list[int], kv_lens: list[int]) -> No
     rows, blocks = make_rows(query_lens, kv_lens)
     tokens, bytes_ = sum(query_lens), 4 * blocks * 16 * kv_heads * dim
     q, params = randn(tokens, heads, dim), AttentionParams(dim**-0.5)
-    first, stop = (0, rows.num_decodes) if rows.num_decodes else (0, len(kv_lens))
     caches = [(randn(blocks, 16, kv_heads, dim), randn(blocks, 16, kv_heads, dim)) for _ in range(copies(bytes_))]
-    parts = [Part(q, *cache, rows, params, first, stop, torch.empty_like(q)) for cache in caches]
+    parts = [Part(q, *cache, rows, params, 0, len(kv_lens), torch.empty_like(q)) for cache in caches]
     ways = {"cuda": attention_tma, "triton": attention_triton, "cudnn": cudnn}
     calls: dict[str, list[Call]] = {
         name: [partial(way.run, part, way.plan(part)) for part in parts]
