@@ -48,7 +48,7 @@ def test_who_is_woken_finds_the_plan_under_way():
 
 @pytest.mark.parametrize("step, longest", [(0.001, 300e-6), (0.008, 500e-6), (0.1, 1e-3)])
 def test_who_waits_for_a_plan_looks_less_often_the_longer_steps_are(monkeypatch, step, longest):
-    """Plans that come every `step` seconds; each look takes the interpreter from who launches kernels."""
+    """Plans that come every `step` seconds; each poll takes the GIL from the thread that launches kernels."""
     now, slept, came = [0.0], [], [0.0]
 
     def sleep(seconds):
