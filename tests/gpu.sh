@@ -54,7 +54,7 @@ part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels
     tests/kernels/moe/test_{moved_nibbles,split_experts}.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
-part worker 120 "${tests[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs}.py
+part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs}.py
 part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
     $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py

@@ -51,7 +51,7 @@ class Step:
         self.last = torch.zeros(rows, dtype=torch.int64, device="cuda")
         self.inputs = decode_inputs.empty(rows, WIDTH, torch.device("cuda"))
         self.state_tables = torch.zeros(rows, WIDTH, dtype=torch.int32, device="cuda")
-        self.ids, self.positions, self.slots, self.lengths, self.tables = self.inputs
+        self.ids, self.positions, self.slots, _, self.lengths, self.tables = self.inputs
         self.found = torch.zeros(rows, HIDDEN, device="cuda", dtype=torch.float16)
 
     def __call__(self, caches, pause):
