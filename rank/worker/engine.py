@@ -5,7 +5,6 @@ The ranks of a job, their mesh and their watchdog outlive it: one engine may loa
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -127,6 +126,7 @@ class Engine:
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, limits)
         self.runner.ready.wait()
+        heap.freeze()
         world.barrier()  # rank 0 says that it is ready, and speaks for all
         watch.started()
         self._served = True
@@ -160,7 +160,7 @@ class Engine:
         if model is not None and model.offload is not None:
             ops.stay_awake()  # as threads do without experts in host memory
         del model
-        gc.collect()
+        heap.collect()
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()
         else:

@@ -1,9 +1,11 @@
 """Ranks that serve one model after the other in one job: MODELS names their directories, a colon between.
 
-After each one rank 0 prints the tokens of a greedy prompt, and every rank the memory that it holds once it is unloaded.
+After each one rank 0 prints the tokens of a greedy prompt, and every rank the memory that it holds once it is unloaded,
+and how many objects the garbage collector passes over, before and after.
 On GPUs each rank takes the one of its number on this host.
 """
 
+import gc
 import json
 import os
 import sys
@@ -36,9 +38,10 @@ class ReloadingRank(main.Rank):
         for directory in os.environ["MODELS"].split(":"):
             engine.options = msgspec.structs.replace(self.options, model=directory)
             code = super().serve(engine, lines)
-            loaded = held(engine.place.device)
+            loaded, frozen = held(engine.place.device), gc.get_freeze_count()
             engine.unload()
             line = dict(rank=self.world.rank, loaded=loaded, held=held(engine.place.device))
+            line["frozen"] = [frozen, gc.get_freeze_count()]
             print(json.dumps(line), file=sys.stderr, flush=True)
         return code
 
