@@ -114,10 +114,10 @@ def test_decode_kernel(case, dtype, bound):
     assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
 
-def test_decode_kernel_random_shapes():
-    for i, case in enumerate(decoding.random_cases(15)):
-        dtype, bound = KINDS[i % 3]
-        decoding.check(case, dtype, max(bound, 1e-5), "cuda")
+@pytest.mark.parametrize("i, case", [*enumerate(decoding.random_cases(15))])
+def test_decode_kernel_random_shapes(i, case):
+    dtype, bound = KINDS[i % 3]
+    decoding.check(case, dtype, max(bound, 1e-5), "cuda")
 
 
 @needs_tma
@@ -129,10 +129,10 @@ def test_decode_by_tma(case, dtype, bound):
 
 
 @needs_tma
-def test_decode_by_tma_random_shapes():
-    for i, case in enumerate(decoding.random_boxes(40)):
-        dtype, bound = KINDS[1 + i % 2]
-        decoding.check(case, dtype, bound, "cuda", by_boxes=True)
+@pytest.mark.parametrize("i, case", [*enumerate(decoding.random_boxes(40))])
+def test_decode_by_tma_random_shapes(i, case):
+    dtype, bound = KINDS[1 + i % 2]
+    decoding.check(case, dtype, bound, "cuda", by_boxes=True)
 
 
 @pytest.mark.parametrize("turned", [64, 32])

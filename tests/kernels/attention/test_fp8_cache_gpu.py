@@ -14,6 +14,8 @@ from .test_attention import make_rows
 
 require_gpu()
 MLA_KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2.5e-2), (torch.float16, 4e-3)]
+CODES = [case._replace(fp8=True) for case in decoding.CASES + decoding.random_cases(30)]
+BOXES = [*filter(decoding.takes, (case._replace(fp8=True) for case in decoding.BOXES + decoding.random_boxes(40)))]
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -40,9 +42,9 @@ def test_rotary_kernel_writes_what_the_reference_does(dim, turned, tokens, heads
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
-def test_triton_decodes(dtype, bound):
-    for case in decoding.CASES + decoding.random_cases(30):
-        decoding.check(case._replace(fp8=True), dtype, max(bound, 1e-5), "cuda")
+@pytest.mark.parametrize("case", CODES)
+def test_triton_decodes(case, dtype, bound):
+    decoding.check(case, dtype, max(bound, 1e-5), "cuda")
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
@@ -80,7 +82,6 @@ def test_latents(sizes, dtype, bound):
 
 @needs_tma
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
-def test_tma_decodes(dtype, bound):
-    for case in decoding.BOXES + decoding.random_boxes(40):
-        if decoding.takes(narrow := case._replace(fp8=True)):
-            decoding.check(narrow, dtype, bound, "cuda", by_boxes=True)
+@pytest.mark.parametrize("case", BOXES)
+def test_tma_decodes(case, dtype, bound):
+    decoding.check(case, dtype, bound, "cuda", by_boxes=True)
