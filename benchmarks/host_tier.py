@@ -37,6 +37,7 @@ from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.replica import Replica
 
+JOBS = "recomputed", "host"  # without the tier and with it
 WIDTH = {"f32": 4, "bf16": 2, "f16": 2}  # bytes
 MIB = 1 << 20
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--question", type=int, default=256, help="(b): tokens of each turn")
     parser.add_argument("--answer", type=int, default=32, help="(b): tokens of each answer")
     parser.add_argument("--at-once", type=int, default=4, help="(b): conversations that wait for an answer together")
+    parser.add_argument("--only", choices=JOBS, help="that job alone, and its raw lines: long ones on a GPU each")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     config = shapes.CONFIGS[asked.config]
@@ -209,7 +211,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         Path(made, "config.json").write_text(json.dumps(config))
         found = []
-        for memory in (0, host):
+        for job in [asked.only] if asked.only else JOBS:
+            memory = host if job == "host" else 0
             options = Options(
                 model=made,
                 ranks=1,
@@ -229,7 +232,7 @@ def main() -> None:
                 about |= dict(pool=pool, host=memory) | msgspec.to_builtins(ask)
                 with open(asked.json, "a") as file:
                     file.writelines(json.dumps(about | line) + "\n" for line in found[-1])
-    print(table(*found))
+    print("\n".join(map(json.dumps, found[0])) if asked.only else table(*found))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ import pytest
 from phalanx.benchmarks import host_tier, shapes
 from phalanx.rank import protocol
 
-FLAGS = "--config tiny --device cpu --sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96"
+COMMAND = (
+    *(sys.executable, host_tier.__file__, "--config", "tiny", "--device", "cpu"),
+    *"--sequences 6 --prompt 64 --new 64 --conversations 4 --turns 2 --first 96 --question 16 --answer 4".split(),
+)
 
 
 @pytest.mark.long
 def test_a_run():
-    command = [sys.executable, host_tier.__file__, *FLAGS.split(), "--question", "16", "--answer", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("a pool of 2 MiB")
@@ -25,6 +27,16 @@ def test_a_run():
     assert without["preemptions"] > 0 and tier["preemptions"] > 0 and not without["host_stores"]
     used = "--kvcache-mem-cpu is not used" not in done.stderr  # a machine that is busy may measure slow copies
     assert (talked["host_stores"] > 0) == (talked["host_loads"] > 0) == used
+
+
+@pytest.mark.long
+def test_one_of_both_jobs():
+    command = [*COMMAND, "--only", "recomputed", "--turns", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    oversubscribed, turn, talked = map(json.loads, done.stdout.splitlines()[1:])
+    assert oversubscribed["preemptions"] > 0 and oversubscribed["tokens_per_s"] > 0 and not talked["host_stores"]
+    assert turn["turn"] == 1
 
 
 class AllCached(host_tier.Load):
