@@ -1,7 +1,7 @@
 """Ranks that serve one model after the other in one job: MODELS names their directories, a colon between.
 
 After each one rank 0 prints the tokens of a greedy prompt, and every rank the memory that it holds once it is unloaded,
-and how many objects the garbage collector passes over, before and after.
+and how many objects the garbage collector passes over, before and after, and how many it looks at before.
 On GPUs each rank takes the one of its number on this host.
 """
 
@@ -38,10 +38,10 @@ class ReloadingRank(main.Rank):
         for directory in os.environ["MODELS"].split(":"):
             engine.options = msgspec.structs.replace(self.options, model=directory)
             code = super().serve(engine, lines)
-            loaded, frozen = held(engine.place.device), gc.get_freeze_count()
+            loaded, frozen, looked_at = held(engine.place.device), gc.get_freeze_count(), len(gc.get_objects())
             engine.unload()
             line = dict(rank=self.world.rank, loaded=loaded, held=held(engine.place.device))
-            line["frozen"] = [frozen, gc.get_freeze_count()]
+            line |= dict(frozen=[frozen, gc.get_freeze_count()], looked_at=looked_at)
             print(json.dumps(line), file=sys.stderr, flush=True)
         return code
 

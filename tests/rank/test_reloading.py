@@ -45,7 +45,8 @@ def test_one_model_after_the_other(tmp_path, ranks, isq):
     for rank in range(ranks):
         memory = [line for line in lines if line.get("rank") == rank]
         assert len(memory) == 3
-        assert all(line["frozen"][0] > 10_000 and line["frozen"][1] == 0 for line in memory)
+        assert all(line["frozen"][0] > 10 * line["looked_at"] for line in memory)
+        assert all(line["frozen"][1] < line["frozen"][0] for line in memory), "what the model left is not kept"
         if options.device == "cpu" and not hasattr(ctypes.CDLL(None), "malloc_trim"):
             continue  # the C library keeps what is freed
         held = [line["held"] for line in memory]
