@@ -6,7 +6,8 @@
     python benchmarks/host_tier.py --config tiny --device cpu --sequences 6 --prompt 64 --new 64 \
         --conversations 4 --turns 3 --first 96 --question 16 --answer 8
 
-Two jobs, one without the tier and one with it, have a pool of a third of what all --sequences need. In each:
+Two jobs, one without the tier and one with it, have a pool of a third of what all --sequences need. They run one after
+the other; with --only each can run on a GPU of its own at the same time. In each:
 
 (a) all sequences at once: each has a prompt of its own and an answer of full length, so that they preempt each other.
     Tokens per second are of all answers; the prompts' first computation is part of the time.
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--question", type=int, default=256, help="(b): tokens of each turn")
     parser.add_argument("--answer", type=int, default=32, help="(b): tokens of each answer")
     parser.add_argument("--at-once", type=int, default=4, help="(b): conversations that wait for an answer together")
-    parser.add_argument("--only", choices=JOBS, help="that job alone, and its raw lines: long ones on a GPU each")
+    parser.add_argument("--only", choices=JOBS, help="run this job alone and print its raw lines")
     parser.add_argument("--json", help="append raw lines to this file")
     asked = parser.parse_args()
     config = shapes.CONFIGS[asked.config]
