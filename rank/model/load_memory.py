@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ...comm.base import HostComm
+from ...comm.hosts import name_hosts
 from ...comm.mesh import Mesh
 from ...errors import MEMORY, FatalError, lacks_memory
 from .base import Model
@@ -49,7 +50,7 @@ def place(
         need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
     if offload is not None:
-        offload.host_left = None if host_room is None else max(0, host_room - offload.room.later)
+        offload.host_left = None if host_room is None else host_room - offload.room.later
     return need, host_room
 
 
@@ -124,10 +125,22 @@ def place_together(
     if model.offload is None:  # on all ranks
         return need
     refused = group is not None and not model.offload.share(group)
-    if not int(mesh.world.all_reduce(torch.tensor([int(refused)]))):
-        return need
-    # Each has its own then: more of them are fixed, or all of it may be too much.
-    return planned(None if refused else group)
+    if int(mesh.world.all_reduce(torch.tensor([int(refused)]))):
+        # Each has its own then: more of them are fixed, or all of it may be too much.
+        need = planned(None if refused else group)
+    _even_out(model.offload, mesh.world)
+    return need
+
+
+def _even_out(offload: Offload, world: HostComm) -> None:
+    """Leave each rank an equal part of what all ranks of its node leave there, as the cache will find it. Else a
+    pipeline stage of few experts would take what one of many lacks for its cache. Collective over world."""
+    if offload.host_left is None:  # on all ranks
+        return
+    hosts = name_hosts(world)
+    lefts = world.all_gather(torch.tensor([offload.host_left], dtype=torch.int64)).flatten().tolist()
+    here = [left for left, host in zip(lefts, hosts, strict=True) if host == hosts[world.rank]]
+    offload.host_left = max(0, sum(here) // len(here))
 
 
 class OthersRefuse(FatalError):

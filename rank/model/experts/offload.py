@@ -110,7 +110,7 @@ class Offload:
         self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
         self.parting_bytes = 0  # that the host needs more while experts are loaded
-        self.host_left: int | None = None  # bytes of its memory that nothing is asked for; None: unlimited
+        self.host_left: int | None = None  # bytes of the host that nothing asks for, its part; None: unlimited
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return

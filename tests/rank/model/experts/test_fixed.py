@@ -230,6 +230,22 @@ def test_what_the_host_has_left(tmp_path):
     assert [placed(path, room, taken + more)[0][1].host_left for more in (later + 1, later, 0)] == [1, 0, 0]
 
 
+def test_a_stage_of_few_experts_leaves_what_another_lacks(tmp_path):
+    """The cache finds an equal part of what all ranks of a node leave: so much is kept for it there, if there is so
+    much, though the stage of more experts leaves less than that by itself."""
+    sizes = {"num_hidden_layers": 24, "mlp_only_layers": [*range(8)]}
+    path, far = write(tmp_path, **MODELS["qwen3_moe"] | sizes), 1 << 40
+
+    def left(later, room):
+        return [one.host_left for _, one in placed(path, ExpertRoom(offload=4, later=later), room, 2, pp=2)]
+
+    taken = sum(far - one for one in left(0, far))  # by both
+    later = taken  # so the larger stage has room for its experts
+    for spare in (0, 2, taken, 4 * taken):
+        assert left(later, taken // 2 + later + spare // 2) == [spare // 2] * 2
+    assert left(later, taken) == [0, 0]
+
+
 def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
     """Also beside layers, which take host memory as well."""
     path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
