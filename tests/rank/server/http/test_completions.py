@@ -52,7 +52,16 @@ def test_logprobs_and_offsets(fresh_server, client):
     assert logprobs.text_offset[0] == 0 and sorted(logprobs.text_offset) == logprobs.text_offset
     assert logprobs.tokens[1] == "hello 世界"[logprobs.text_offset[1] :][: len(logprobs.tokens[1])]
     assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
-    assert fresh_server.post("completions", prompt="hi", logprobs=0).body["choices"][0]["logprobs"]["tokens"]
+
+
+def test_logprobs_of_the_sampled_tokens_alone(fresh_server):
+    fresh_server.scheduler.answer = "hello world, how are you?"
+    asked = {"prompt": "hi", "logprobs": 0}
+    whole = fresh_server.post("completions", **asked).body["choices"][0]["logprobs"]
+    chunks = [event["choices"][0]["logprobs"] for event in fresh_server.events("completions", **asked)[:-1]]
+    assert len(chunks) > 2 and len(whole["tokens"]) > 2
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for chunk in chunks if chunk for value in chunk[field]] == whole[field]
 
 
 def test_echo(fresh_server):
