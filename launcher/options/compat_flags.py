@@ -55,6 +55,7 @@ COMPAT_FLAGS: dict[str, CompatFlag] = {
     "--trust-remote-code": _note("no code of the checkpoint is run"),
     "--enforce-eager": _note("graphs are used where they are faster, and results differ by rounding at most"),
     "--enable-chunked-prefill": _note("it is always on"),
+    "--enable-auto-tool-choice": _note("the model may always call the tools that a request has"),
     "--disable-log-requests": _note("requests are logged with --access-log only"),
     "--no-enable-log-requests": _note("requests are logged with --access-log only"),
     "--swap-space": _refuse("--kvcache-mem-cpu MB gives the KV cache host memory, in MB of each rank"),

@@ -254,6 +254,12 @@ def test_what_vllms_flags_for_web_pages_are_told():
         assert note.startswith(f"{flag} has no effect: pages of --allowed-origins {words}")
 
 
+def test_vllms_flags_for_tool_calls():
+    chosen = given("DIR", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    assert chosen.options == Options(model="DIR", tool_call_parser="hermes")
+    assert len(chosen.notes) == 1 and "has no effect: the model may always call the tools" in chosen.notes[0]
+
+
 @pytest.mark.parametrize("flag", COMPAT_FLAGS)
 def test_flags_of_others_are_answered(flag):
     entry = COMPAT_FLAGS[flag]
