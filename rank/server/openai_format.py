@@ -66,10 +66,8 @@ class OpenAiRenderer(Renderer):
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.token_ids = bool(request.return_token_ids)
-        # The general way is needed where a chunk carries more than text. A completion's 0 asks for log probabilities,
-        # a chat's False does not, though they are equal.
-        has_logprobs = request.logprobs is not None and request.logprobs is not False
-        self._simple = not (self.token_ids or self.continuous_usage or has_logprobs)
+        # The general way is needed where a chunk carries more than text.
+        self._simple = not (self.token_ids or self.continuous_usage or request.likeliest() >= 0)
         self._head = b"data: " + encode(self.about(self.part))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
