@@ -21,6 +21,9 @@ SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a pla
 # that launches a step's kernels.
 OF_STEP, SLEEP_MOST = 1 / 16, 1e-3
 QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
+# How long it waits before it looks by itself, first and at most, in seconds. A plan comes without a wake-up where it
+# was under way for longer than QUIET_AFTER, as on a host that stood still; each look costs an idle rank 0.3 ms.
+IDLE_SHORTEST, IDLE_LONGEST = 0.25, 1.0
 WAKE_AFTER = 0.02  # rank 0 wakes the followers when its last plan is older; must be well below QUIET_AFTER
 
 
@@ -119,13 +122,14 @@ class MpiPlanBroadcast:
 
     def _wait(self, request: Any) -> None:
         sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_MOST)
-        quiet = time.monotonic() + QUIET_AFTER
+        quiet, idle = time.monotonic() + QUIET_AFTER, IDLE_SHORTEST
         while not request.Test():
             if time.monotonic() < quiet:
                 time.sleep(sleep)
                 sleep = min(sleep * 1.3, longest)
             else:
-                woken = self._waker.wait(0.25)  # woken: poll, the plan is coming; timed out: test once
+                woken = self._waker.wait(idle)  # woken: poll, the plan is coming; timed out: test once
+                idle = IDLE_SHORTEST if woken else min(idle * 2, IDLE_LONGEST)
                 quiet = time.monotonic() + (QUIET_AFTER if woken else 0)
                 sleep = SLEEP_SHORTEST
 

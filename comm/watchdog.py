@@ -129,7 +129,8 @@ class Watchdog(LocalWatchdog):
         self._start: startup.StartupProgress | None = startup.StartupProgress()
         self._standstill = startup.StallTimer(max(startup.PATIENCE, timeout))
         self._timeout = timeout  # of a rank's silence
-        self._period = min(0.5, timeout / 8)
+        self._period = min(0.5, timeout / 8)  # of rank 0; the others answer, and without a call wait half as long again
+        self._called = False  # rank 0 has sent its heartbeat, which is to be answered
         self._event = threading.Event()
         self._lock = threading.RLock()  # reentrant: a signal handler may send while the thread that it interrupts does
         self._peers = {
@@ -224,10 +225,12 @@ class Watchdog(LocalWatchdog):
                 if not self._read(key.data):
                     selector.unregister(key.data.connection)
             now = time.monotonic()
+            if self._called:
+                due, self._called = min(due, now), False
             if now < due:
                 continue
             late = now - due  # if this process was stopped, silence of others means nothing
-            due = now + self._period
+            due = now + self._period * (1.5 if self.rank else 1)
             if self.poll_device is not None:
                 with contextlib.suppress(
                     RuntimeError
@@ -257,6 +260,7 @@ class Watchdog(LocalWatchdog):
             return False
         peer.heard = time.monotonic()
         for kind, entered, finished, text in peer.feed(data):
+            self._called |= self.rank > 0 and kind in (_ALIVE, _STARTING)
             if kind == _WAKE:
                 self._event.set()
             elif kind == _BYE:

@@ -7,32 +7,38 @@ from pathlib import Path
 import pytest
 
 from .checkpoints import make_checkpoint
-from .processes import tree
 from .server import Server, Stream
 
 pytestmark = pytest.mark.alone
 SECONDS = 10.0
+WAKES_A_SECOND = 10  # of rank 0, which hears three others twice a second
+CORE = 0.03  # of one core
 TICK = 100.0  # of /proc/PID/stat, per second
 
 
-def cpu(pids) -> dict[int, float]:
-    """Seconds of processor time that each process has used."""
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids}
-    return {pid: (int(stat[11]) + int(stat[12])) / TICK for pid, stat in stats.items()}
+def used(pid: int) -> tuple[float, int]:
+    """Seconds of processor time that a process has used, and how often its threads were woken from sleep."""
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    woken = sum(int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for text in threads)
+    return (int(stat[11]) + int(stat[12])) / TICK, woken
 
 
 @pytest.mark.long
-def test_every_rank_of_an_idle_server_stays_under_one_percent_of_a_core(tmp_path):
+def test_every_rank_of_an_idle_server_sleeps(tmp_path):
+    """What a wake-up takes is the machine's: 0.3 ms, several times as much where others use it. How many there are is
+    the server's."""
     checkpoint = str(make_checkpoint(tmp_path / "tiny"))
     with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:
         assert server.request("/v1/completions", {"prompt": "hello", "max_tokens": 5})[0] == 200
         assert len(server.ranks) == 4
         time.sleep(2)  # 2 s are enough for what the request set going to end
-        before = cpu(server.ranks + [server.server_pid])
-        time.sleep(SECONDS)  # the processor time of so long a rest is what is measured
-        used = {pid: (seconds - before[pid]) / SECONDS for pid, seconds in cpu(before).items()}
-        lines = tree(server.process.pid)
-        assert all(share < 0.01 for share in used.values()), {lines[pid]: share for pid, share in used.items()}
+        processes = {f"rank {rank}": pid for rank, pid in enumerate(server.ranks)} | {"server": server.server_pid}
+        before = {name: used(pid) for name, pid in processes.items()}
+        time.sleep(SECONDS)  # what so long a rest takes is what is measured
+        for name, pid in processes.items():
+            busy, woken = (after - first for after, first in zip(used(pid), before[name], strict=True))
+            assert woken < WAKES_A_SECOND * SECONDS and busy < CORE * SECONDS, (name, busy, woken)
 
 
 @pytest.mark.long

@@ -6,23 +6,31 @@ import pytest
 from ..ranks import run_ranks
 
 pytestmark = pytest.mark.alone
+WAKES_A_SECOND = 5  # of an idle rank: its watchdog answers rank 0's, and its main thread looks around
+CORE = 0.03  # of it the rest that is no sleep: 0.3 % where a wake-up takes 1 ms
 
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
 @pytest.mark.retry(reason="measures milliseconds, and what else the machine does adds to them")
-def test_four_idle_ranks_are_quiet_and_wake_fast():
-    """Under 1 % of a core each; woken within 2 ms (median) and 3 ms (95th percentile).
+def test_four_idle_ranks_are_quiet_and_wake_fast(short_directory):
+    """Woken within 2 ms (median) and 3 ms (95th percentile), or five times what a bare wake-up takes; without plans
+    seldom awake.
 
     The best of three: the figures are of the program, and a neighbour's load on the machine adds to them.
     """
-    for _ in range(3):
-        done = run_ranks(4, Path(__file__).parent / "quiet.py", "4", timeout=45)
+    for attempt in range(3):
+        directory = short_directory / str(attempt)
+        directory.mkdir()
+        done = run_ranks(4, Path(__file__).parent / "quiet.py", "4", str(directory), timeout=60)
         assert done.returncode == 0, done.stderr
         followers = [json.loads(line) for line in done.stdout.splitlines()]
         assert len(followers) == 3
         print(followers)
-        worst = {key: max(f[key] for f in followers) for key in ("median", "p95", "cpu")}
-        if worst["median"] < 2e-3 and worst["p95"] < 3e-3 and worst["cpu"] < 0.01:
+        worst = {key: max(f[key] for f in followers) for key in followers[0]}
+        assert worst["woken"] < WAKES_A_SECOND
+        fast = worst["median"] < max(2e-3, 5 * worst["control_median"])
+        fast = fast and worst["p95"] < max(3e-3, 5 * worst["control_p95"])
+        if fast and worst["cpu"] < CORE:
             return
     raise AssertionError(f"after three attempts: {worst}")
