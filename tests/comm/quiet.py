@@ -5,6 +5,7 @@ watchdog's does, without MPI. It tells what a wake-up takes on this machine besi
 """
 
 import json
+import queue
 import resource
 import socket
 import sys
@@ -32,8 +33,7 @@ class Control:
         self._ears = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._ears.bind(f"{directory}/{rank}")
         self._directory = directory
-        self._heard = threading.Event()
-        self._said = b""
+        self._heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def tell(self, ranks: range) -> None:
         for rank in ranks:
@@ -44,14 +44,12 @@ class Control:
 
     def _listen(self) -> None:
         while True:
-            self._said = self._ears.recv(100)
-            self._heard.set()
+            self._heard.put(self._ears.recv(100))
 
     def hear(self) -> float:
         """Seconds from the sending of the next message until the main thread has it."""
-        self._heard.wait()
-        self._heard.clear()
-        return time.time() - float(self._said)
+        sent = self._heard.get()
+        return time.time() - float(sent)
 
 
 def lead(line: broadcast.MpiPlanBroadcast, control: Control) -> None:

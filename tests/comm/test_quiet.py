@@ -11,7 +11,7 @@ CORE = 0.03  # of it the rest that is no sleep: 0.3 % where a wake-up takes 1 ms
 
 
 @pytest.mark.long
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.retry(reason="measures milliseconds, and what else the machine does adds to them")
 def test_four_idle_ranks_are_quiet_and_wake_fast(short_directory):
     """Woken within 2 ms (median) and 3 ms (95th percentile), or five times what a bare wake-up takes; without plans
@@ -22,7 +22,7 @@ def test_four_idle_ranks_are_quiet_and_wake_fast(short_directory):
     for attempt in range(3):
         directory = short_directory / str(attempt)
         directory.mkdir()
-        done = run_ranks(4, Path(__file__).parent / "quiet.py", "4", str(directory), timeout=60)
+        done = run_ranks(4, Path(__file__).parent / "quiet.py", "4", str(directory), timeout=90)
         assert done.returncode == 0, done.stderr
         followers = [json.loads(line) for line in done.stdout.splitlines()]
         assert len(followers) == 3
