@@ -13,7 +13,7 @@ def page(items: Sequence[dict[str, Any]], query: Mapping[str, str], usual: int =
     order, limit, after = query.get("order", "desc"), query.get("limit", str(usual)), query.get("after")
     if order not in ("asc", "desc"):
         raise bad("order", f"order is {order[:20]!r}: expected asc or desc")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= most:
         raise bad("limit", f"limit is {limit[:20]!r}: it must be between 1 and {most}")
     items = items if order == "asc" else items[::-1]
     if after is not None:
