@@ -23,12 +23,18 @@ from ...errors import USAGE, FatalError
 from .api_error import ApiError
 from .batch.journal import atomically
 
+FULL = 507  # the status where there is no room
 MAX_FILE = 512 << 20  # bytes, as OpenAI has it
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 30
 LOCK_PATIENCE = 5.0  # seconds for an earlier server that was killed to be gone
 OWN_NAME = re.compile(r"file-[0-9a-f]{24}(\.json)?|\.file-[0-9a-f]{24}\.json\.part")  # what else lies there is not ours
 OFF = "this server keeps no files: start it with --file-store DIR"
+
+
+def cannot_write(what: str, error: OSError) -> ApiError:
+    """What the client is told where the disk takes no more, or fails."""
+    return ApiError(FULL, f"the {what} cannot be written: {error.strerror}", code="files_full")
 
 
 class StoredFile(msgspec.Struct):
@@ -113,7 +119,7 @@ class FileStore:
         size = sum(one.bytes for one in list(self._files.values()))  # also called in a thread
         if len(self._files) >= MOST_FILES or size >= MOST_BYTES:
             raise ApiError(
-                507,
+                FULL,
                 f"the server's files are {len(self._files)} and have {size >> 20} MiB, and at most {MOST_FILES} of "
                 f"{MOST_BYTES >> 20} MiB are kept: delete some",
                 code="files_full",

@@ -81,6 +81,13 @@ class Found(msgspec.Struct):
     damaged: int = 0  # lines passed over
 
 
+class NoRoom(FatalError):
+    """The disk takes no more, or fails. What was written before stays, and can be gone on with."""
+
+    def __init__(self, message: str):
+        super().__init__(message, ERROR)
+
+
 class Journal:
     """Open for one process at a time. Raises FatalError in every case that a user has to know of."""
 
@@ -246,10 +253,9 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            raise FatalError(
+            raise NoRoom(
                 f"journal {self.path}: {error.strerror}; what was finished before is in it, and the same command goes "
-                "on there once it can be written",
-                ERROR,
+                "on there once it can be written"
             ) from None
         self._size += len(data)
 

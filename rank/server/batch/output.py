@@ -13,7 +13,7 @@ import msgspec
 from ....errors import ERROR, FatalError
 from ..api_error import ApiError
 from .batch_input import Item, Reader, id_key, read
-from .journal import ANSWERED, FAILED, Entry, Journal, atomically
+from .journal import ANSWERED, FAILED, Entry, Journal, NoRoom, atomically
 
 encode = msgspec.json.encode
 HEAD = 33  # characters of an entry's kind and key
@@ -80,10 +80,9 @@ def write(journal: Journal, seen: set[int], output: str, errors: str, ordered: b
                 )
         return orphans
     except OSError as error:
-        raise FatalError(
+        raise NoRoom(
             f"-o {output}: {error.strerror}; every answer is in {journal.path}, and the same command goes on there "
-            "once the output can be written",
-            ERROR,
+            "once the output can be written"
         ) from None
 
 

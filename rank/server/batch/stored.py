@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ import msgspec
 
 from ....errors import FatalError
 from ..api_error import ApiError
-from ..file_store import FileStore, StoredFile
+from ..file_store import FULL, FileStore, StoredFile, cannot_write
 from ..text_engine import TextEngine
-from .journal import Entry, atomically
+from .journal import Entry, NoRoom, atomically
 from .setup import setup
 from .stored_run import Mistake, StoredRun, validate
 
 log = logging.getLogger("phalanx.batch")
 MOST_BATCHES = 1000
+TRY_AGAIN = 60.0  # seconds until a batch is gone on with that found no room on the disk
 ENDS = ("completed", "failed", "expired", "cancelled")
 
 
@@ -92,8 +94,9 @@ class StoredBatches:
         self._used = used
         self._batches: dict[str, StoredBatch] = {}
         self._more = asyncio.Event()
-        self._now: tuple[StoredBatch, StoredRun] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._in_hand: set[str] = set()  # ids of those that are worked on
+        self._runs: dict[str, StoredRun] = {}  # of those in hand, by their ids
+        self._tasks: set[asyncio.Task[Any]] = set()
         for path in files.batches.glob("batch_*.json"):
             try:
                 batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
@@ -105,13 +108,19 @@ class StoredBatches:
 
     def start(self) -> None:
         """Begin to work, on the loop that runs."""
-        self._task = asyncio.ensure_future(self._work())
+        self._begin(self._work())
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """What is unfinished is gone on with by the next server."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         self.files.close()
 
     def all(self, owner: str) -> list[dict[str, Any]]:
@@ -163,10 +172,13 @@ class StoredBatches:
             raise ApiError(400, f"the batch is {batch.status}: there is nothing to cancel", code="batch_over")
         if batch.status != "cancelling":
             batch.enter("cancelling")
-            self._save(batch)
+            if batch.id in self._runs:
+                self._runs[batch.id].stop()
+            elif batch.id not in self._in_hand:  # it does not wait for its turn
+                self._begin(self._handle(batch))
             self._more.set()
-            if self._now is not None and self._now[0] is batch:
-                self._now[1].stop()
+            with contextlib.suppress(ApiError):  # it is stopped all the same, and saved at its end
+                self._save(batch)
         return batch.body()
 
     def _forget_old(self) -> None:
@@ -185,13 +197,17 @@ class StoredBatches:
         return self.files.batches / f"{batch.id}.{kind}"
 
     def _save(self, batch: StoredBatch) -> None:
-        with atomically(str(self._path(batch))) as out:
-            out.write(msgspec.json.encode(batch))
+        """Raises ApiError 507."""
+        try:
+            with atomically(str(self._path(batch))) as out:
+                out.write(msgspec.json.encode(batch))
+        except OSError as error:
+            raise cannot_write("batch", error) from None
 
     def _current(self, batch: StoredBatch) -> StoredBatch:
         """With what is counted meanwhile."""
-        if self._now is not None and self._now[0] is batch:
-            counts = self._now[1].counts()
+        if batch.id in self._runs:
+            counts = self._runs[batch.id].counts()
             batch.completed, batch.failed = counts.answered, counts.failed
             batch.prompt_tokens, batch.output_tokens = counts.prompt_tokens, counts.output_tokens
         return batch
@@ -201,26 +217,46 @@ class StoredBatches:
     async def _work(self) -> None:
         while True:
             self._more.clear()
-            waiting = [one for one in self._batches.values() if not one.over]
-            # One that is to be cancelled does not wait for its turn.
+            waiting = [one for one in self._batches.values() if not one.over and one.id not in self._in_hand]
+            # One that an earlier server was to cancel does not wait for its turn.
             waiting.sort(key=lambda one: one.status != "cancelling")
             if not waiting:
                 await self._more.wait()
-                continue
-            batch = waiting[0]
-            try:
-                await self._do(batch)
-            except ApiError as error:
-                link = self._sessions.link
-                if error.status == 503 and (link.state == "failed" or link.draining):
-                    return  # the ranks are gone for good: the next server goes on
-                if error.status == 503:  # others will come, which _do waits for
-                    continue
-                self._give_up(batch, Mistake(error.code or "failed", error.message))
-            except Exception as error:  # one batch must not end the others
-                if not isinstance(error, FatalError | OSError):
-                    log.exception("batch %s failed", batch.id)
-                self._give_up(batch, Mistake("failed", str(error)))
+            elif not await self._handle(waiting[0]):
+                return
+
+    async def _handle(self, batch: StoredBatch) -> bool:
+        """Bring one batch to its end. False: the ranks are gone for good, and the next server goes on."""
+        self._in_hand.add(batch.id)
+        try:
+            while not batch.over:
+                try:
+                    await self._do(batch)
+                except ApiError as error:
+                    link = self._sessions.link
+                    if error.status == 503 and (link.state == "failed" or link.draining):
+                        return False
+                    if error.status == FULL:
+                        await self._wait_for_room(batch, error)
+                    elif error.status != 503:  # after that others will come, which _do waits for
+                        self._give_up(batch, Mistake(error.code or "failed", error.message))
+                except (NoRoom, OSError) as error:
+                    await self._wait_for_room(batch, error)
+                except Exception as error:  # one batch must not end the others
+                    if not isinstance(error, FatalError):
+                        log.exception("batch %s failed", batch.id)
+                    self._give_up(batch, Mistake("failed", str(error)))
+        finally:
+            self._in_hand.discard(batch.id)
+        return True
+
+    async def _wait_for_room(self, batch: StoredBatch, error: Exception) -> None:
+        """Its answers are in the journal: nothing is lost, and nothing is begun until there may be room."""
+        log.warning("batch %s waits for room and is tried again every %.0f s: %s", batch.id, TRY_AGAIN, error)
+        batch.errors = [Mistake("files_full", "the server cannot write to its files: the batch waits for room").body()]
+        self._more.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._more.wait(), TRY_AGAIN)
 
     async def _do(self, batch: StoredBatch) -> None:
         """Bring one batch to its end."""
@@ -228,6 +264,7 @@ class StoredBatches:
         file = self.files.get(batch.input_file_id, batch.owner)
         input = self.files.path(file)
         fresh = batch.status == "validating"
+        batch.errors = []  # it waits for room no longer
         if fresh:
             batch.total, mistakes = await in_thread(None, validate, str(input), batch.endpoint)
             if mistakes:
@@ -239,7 +276,7 @@ class StoredBatches:
                 batch.enter("in_progress")
             self._save(batch)
         run = StoredRun(input, self._path(batch, "journal"), self._sessions, lambda one: self._count(batch, one))
-        self._now = batch, run
+        self._runs[batch.id] = run
         timer = asyncio.get_running_loop().call_later(max(0.0, batch.expires_at - time.time()), run.stop)
         try:
             if batch.status in ("in_progress", "finalizing"):  # the latter: a server ended while it wrote the files
@@ -251,7 +288,8 @@ class StoredBatches:
             await self._finish(batch, file.filename.removesuffix(".jsonl"), run)
         finally:
             timer.cancel()
-            self._now = None
+            self._current(batch)
+            del self._runs[batch.id]
             run.close(remove=batch.over)
 
     async def _changed(self, batch: StoredBatch) -> str:
@@ -271,12 +309,27 @@ class StoredBatches:
         elif batch.status == "cancelling":
             end = "cancelled"
         else:
-            end = "completed" if run.counts().done >= batch.total else "expired"
+            if run.counts().done < batch.total:
+                batch.expired_at = int(time.time())  # known still when the files are written by a later attempt
+            end = "expired" if batch.expired_at else "completed"
             batch.enter("finalizing")
             self._save(batch)
+        before = batch.status
         made = [self.files.new(f"{name}_{kind}.jsonl", "batch_output", batch.owner) for kind in ("output", "errors")]
+        try:
+            await self._write(batch, end, made, run)
+        except BaseException:  # all of it is done again
+            batch.status = before if batch.over else batch.status
+            batch.output_file_id = batch.error_file_id = None
+            for file in made:
+                self.files.drop(file)
+            raise
+
+    async def _write(self, batch: StoredBatch, end: str, made: list[StoredFile], run: StoredRun) -> None:
+        """The output file and the error file, of which an empty one is left out, and the batch as it ended."""
         paths = [self.files.path(file) for file in made]
-        await asyncio.get_running_loop().run_in_executor(None, run.finish, end, paths[0], paths[1])
+        count = await asyncio.get_running_loop().run_in_executor(None, run.finish, end, paths[0], paths[1])
+        batch.total = batch.total or count  # one that was cancelled in the queue was not counted before
         self._current(batch)
         kept: list[str | None] = []
         for file, path in zip(made, paths, strict=True):
@@ -296,7 +349,7 @@ class StoredBatches:
         try:
             self._path(batch, "journal").unlink(missing_ok=True)
             self._save(batch)
-        except OSError as error:
+        except (ApiError, OSError) as error:
             log.error("batch %s: %s", batch.id, error)
 
     def _count(self, batch: StoredBatch, entry: Entry) -> None:

@@ -15,7 +15,7 @@ from .answers import Answers
 from .batch_input import Feed, Reader
 from .deadline import Deadline
 from .idle import IdleRoom
-from .journal import FAILED, MOST_PENDING, Entry, Found, Journal
+from .journal import FAILED, MOST_PENDING, Entry, Found, Journal, NoRoom
 from .progress import Counts
 
 LAST = (1 << 31) - 1  # the priority of all its requests: a live one goes first
@@ -66,6 +66,7 @@ class StoredRun:
         self.input = str(input)
         self.before = Found()  # by earlier servers
         self.failure = ""  # why it cannot go on
+        self._full: NoRoom | None = None
         self._path = str(journal)
         self._sessions = sessions
         self._used = used  # told of each answer
@@ -88,11 +89,11 @@ class StoredRun:
         return self._stopped.is_set()
 
     def _fail(self, code: int, reason: str) -> None:
-        self.failure = self.failure or reason
+        self._full = self._full or NoRoom(reason)
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until all is answered, or `stop`. Raises FatalError where the journal cannot be used."""
+        """Until all is answered, or `stop`. Raises FatalError where the journal cannot be used; NoRoom: it is full."""
         opening = asyncio.get_running_loop().run_in_executor(None, self._open)
         try:
             self.before = await asyncio.shield(opening)
@@ -114,6 +115,8 @@ class StoredRun:
                 task.cancel()
             await asyncio.wait(tasks)
         await self._answers.settle()
+        if self._full is not None:
+            raise self._full
         if not work.cancelled():
             work.result()
 
@@ -138,8 +141,11 @@ class StoredRun:
     def _give(self, count: int, _: object) -> None:
         self._room.give(count)
 
-    def finish(self, ended: str, answers: Path, errors: Path) -> None:
-        """Write both files; what has no answer gets an error of ENDED. In a thread. Raises FatalError."""
+    def finish(self, ended: str, answers: Path, errors: Path) -> int:
+        """Write both files; what has no answer gets an error of ENDED. Returns how many requests there are.
+
+        In a thread. Raises FatalError, of that NoRoom where the files cannot be written.
+        """
         if self._journal is None:
             self._journal = Journal(self._path, self.input, {})
         found = self._journal.recover()
@@ -154,8 +160,10 @@ class StoredRun:
             told = ApiError(503, message, code=code)
             self._journal.append([(output.entry(one, FAILED), output.failure(one, told)) for one in missing])
             found.failed += len(missing)
+        count = len(seen)
         output.write(self._journal, seen, str(answers), str(errors), ordered=True)
         self.before, self._answers = found, None
+        return count
 
     def close(self, remove: bool) -> None:
         """Leave the journal; remove it where its answers are in files."""

@@ -12,7 +12,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ..api_error import ApiError, bad
 from ..decoding import show
-from ..file_store import MAX_FILE, FileStore, StoredFile
+from ..file_store import MAX_FILE, FileStore, StoredFile, cannot_write
 from ..text_engine import TextEngine
 
 GATHER = 1 << 20  # bytes that are written together
@@ -93,16 +93,22 @@ class Upload:
             await self._flush()
         if self._error is None:
             self._check()
+        if self._error is None:
+            self._keep()
         if self._error is not None:
             self.close()
-            if isinstance(self._error, OSError):
-                raise ApiError(507, f"the file cannot be written: {self._error.strerror}", code="files_full")
-            raise self._error
-        assert self._file is not None and self._out is not None
-        self._out.close()
+            raise cannot_write("file", self._error) if isinstance(self._error, OSError) else self._error
         file, self._file = self._file, None
-        self._store.add(file)
+        assert file is not None
         return file
+
+    def _keep(self) -> None:
+        assert self._file is not None and self._out is not None
+        try:
+            self._out.close()  # writes what is buffered
+            self._store.add(self._file)
+        except OSError as error:
+            self._error = error
 
     def _check(self) -> None:
         purpose = self._fields.get("purpose", b"").decode(errors="replace")

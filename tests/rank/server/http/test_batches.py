@@ -1,17 +1,16 @@
 """Files and batches over HTTP, mostly through OpenAI's own client."""
 
 import asyncio
-import json
 import socket
 import time
 
 import pytest
-from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.batch import idle, stored_run
 from phalanx.rank.server.http import upload
 
 from ....late import Late
 from ..conftest import LiveServer
+from .batching import begin, client_of, leave, line, put, read, servers_of_one_store, until
 
 openai = Late("openai")
 
@@ -20,22 +19,8 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def make_server(tmp_path, model_dir, tokenizer):
-    """Servers with the same directory, one after the other; they are stopped at the end."""
-    servers = []
-
-    def make(connect=True, **options):
-        scheduler = options.pop("scheduler", {})
-        place = tmp_path / f"server{len(servers)}"
-        place.mkdir()
-        options = {"served_model_name": "tiny", "file_store": str(tmp_path / "store"), **options}
-        servers.append(LiveServer(place, model_dir, tokenizer, connect, scheduler, **options))
-        fresh_server = servers[-1]
-        fresh_server.call(fresh_server.state.batches.start)
-        return fresh_server
-
-    yield make
-    for one in servers:
-        leave(one)
+    with servers_of_one_store(tmp_path, model_dir, tokenizer) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
@@ -49,49 +34,10 @@ def server(tmp_path_factory, model_dir, tokenizer):
     leave(fresh_server)
 
 
-def leave(server):
-    """As a server that is stopped: what it has begun stays on the disk."""
-    if server.state.batches is not None:
-        server.call(server.state.batches.close)
-        server.state.batches = None
-        server.stop()
-
-
-def client_of(fresh_server, key="x"):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{fresh_server.port}/v1", api_key=key, max_retries=0)
-
-
 @pytest.fixture
 def client(server):
     with client_of(server) as client:
         yield client
-
-
-def line(name, body=None, url="/v1/chat/completions", **more):
-    body = body or {"messages": [{"role": "user", "content": f"hello {name}"}], "max_tokens": 8}
-    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **more})
-
-
-def put(client, *lines, name="in.jsonl"):
-    return client.files.create(file=(name, "\n".join(lines).encode()), purpose="batch")
-
-
-def begin(client, *lines, endpoint="/v1/chat/completions", **more):
-    more = {"completion_window": "24h", **more}
-    return client.batches.create(input_file_id=put(client, *lines).id, endpoint=endpoint, **more)
-
-
-def until(client, batch, *statuses):
-    deadline = time.monotonic() + 30
-    while batch.status not in statuses:
-        assert time.monotonic() < deadline, batch
-        time.sleep(0.02)
-        batch = client.batches.retrieve(batch.id)
-    return batch
-
-
-def read(client, id):
-    return [json.loads(one) for one in client.files.content(id).text.splitlines()]
 
 
 def test_a_file_comes_back_as_it_was(server, client, tmp_path):
@@ -115,6 +61,9 @@ def test_lists_come_in_pages(client):
     assert [one.id for one in client.files.list(order="asc", limit=2)][-3:] == [one.id for one in files]
     page = client.files.list(limit=1, after=files[2].id)
     assert [one.id for one in page.data] == [files[1].id] and page.has_more
+    for limit in ("0", "x", "0" * 8 + "1" * 5000):  # more digits than int() reads
+        with pytest.raises(openai.BadRequestError, match="limit is"):
+            client.files.list(extra_query={"limit": limit})
 
 
 def test_a_batch(server, client):
@@ -278,7 +227,12 @@ def test_cancelled_while_it_runs(make_server):
         fresh_server.wait(lambda: len(fresh_server.scheduler.requests) > 1)
         with pytest.raises(openai.BadRequestError, match="is the input of"):
             client.files.delete(batch.input_file_id)
-        waiting = begin(client, line("z"))
+        waiting, given_up = begin(client, line("z")), begin(client, line("y"), line("x"))
+        client.batches.cancel(given_up.id)  # in the queue: it does not wait for its turn
+        done = until(client, given_up, "cancelled")
+        assert (done.request_counts.total, done.request_counts.failed) == (2, 2)
+        assert [one["custom_id"] for one in read(client, done.error_file_id)] == ["y", "x"]
+        assert client.batches.retrieve(batch.id).status == "in_progress"
         assert client.batches.cancel(batch.id).status == "cancelling"
         done = until(client, batch, "cancelled")
         assert done.cancelling_at and done.cancelled_at and done.request_counts.total == 8
@@ -297,7 +251,7 @@ def test_expired(make_server):
         batch = begin(client, line("a"), line("b"))
         until(client, batch, "in_progress")
         fresh_server.wait(lambda: fresh_server.scheduler.requests)
-        stored, run = fresh_server.state.batches._now
+        (run,) = fresh_server.state.batches._runs.values()
         fresh_server.call(run.stop)  # as its timer does
         done = until(client, batch, "expired")
         assert done.expired_at and done.request_counts.failed == 2
@@ -337,20 +291,6 @@ def test_a_server_that_ends_while_it_writes_the_files(make_server, monkeypatch):
         done = until(client, batch, "completed", "expired", "failed")
         assert done.status == "completed" and done.request_counts.completed == 2
     assert not again.scheduler.requests
-
-
-def test_a_batch_whose_files_find_no_room_leaves_no_journal(make_server, monkeypatch):
-    def full(*_):
-        raise ApiError(507, "no room")
-
-    fresh_server = make_server()
-    with client_of(fresh_server) as client:
-        file = put(client, line("a"))
-        monkeypatch.setattr(fresh_server.state.batches.files, "new", full)
-        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-        done = until(client, batch, "completed", "failed")
-        assert done.status == "failed" and done.errors.data[0].message == "no room"
-        fresh_server.wait(lambda: not list(fresh_server.state.batches.files.batches.glob("*.journal")))
 
 
 def test_another_model_does_not_go_on(make_server):
