@@ -39,7 +39,7 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
     try:
         raw = msgspec.json.decode(body)
     except RecursionError:
-        raise ApiError(400, "the request's body is nested too deeply") from None
+        raise nested_too_deeply() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -51,7 +51,14 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
         raise bad(
             name, f"{name[:100]} is no field of this endpoint, and this server refuses such (--strict): leave it out"
         )
-    return convert(raw, kind)
+    try:
+        return convert(raw, kind)
+    except RecursionError:
+        raise nested_too_deeply() from None
+
+
+def nested_too_deeply() -> ApiError:
+    return ApiError(400, "the request's body is nested too deeply")
 
 
 def convert(raw: dict[str, Any], kind: type[Kind]) -> Kind:

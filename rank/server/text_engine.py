@@ -19,6 +19,7 @@ import msgspec
 from .. import heap, protocol
 from .api_error import ApiError
 from .config import ServerConfig
+from .decoding import nested_too_deeply
 from .engine_client import EngineClient
 from .generation import Generation, LoadedModel, Make
 from .prompts import Prompt, check_values, context_of
@@ -157,6 +158,8 @@ class TextEngine:
             return await asyncio.get_running_loop().run_in_executor(
                 self._large if large else self._pool, make, model, request
             )
+        except RecursionError:  # schemas and arguments are walked level by level, deeper than JSON is read
+            raise nested_too_deeply() from None
         finally:
             self._tokenising -= 1
             if large:

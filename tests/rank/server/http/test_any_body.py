@@ -90,6 +90,31 @@ def test_no_body_breaks_it(server, route):
     assert {200, 400} <= statuses or route.path in NEVER_WELL and 400 in statuses
 
 
+NESTED = "an object of 800 levels"
+USER = {"role": "user", "content": "hi"}
+DEEP = {"tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}]}
+CALL = [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": NESTED}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/v1/chat/completions", {"messages": "hi", **DEEP}),
+        ("/v1/chat/completions", {"messages": "hi", "chat_template_kwargs": {"a": NESTED}}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": NESTED}]}),
+        ("/v1/messages", {"messages": CALL, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": CALL}),
+        ("/tokenize", {"messages": "hi", **DEEP}),
+        ("/apply-template", {"messages": "hi", **DEEP}),
+    ],
+)
+def test_what_is_nested_too_deeply_for_a_prompt(server, path, sent):
+    """It is well within what JSON's reader takes."""
+    levels = '{"items":' * 800 + "{}" + "}" * 800
+    answer = server.request("POST", path, json.dumps(sent).replace(f'"{NESTED}"', levels))
+    assert answer.status == 400 and "nested too deeply" in answer.body["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "param"),
     [
