@@ -32,6 +32,7 @@ class Endpoint(BodyHandler):
     session: Session | None = None
     gone = False  # the client closed the connection
     _counted = False  # among the open requests of its key
+    _behind: asyncio.Future[Any] | None = None  # until this is done, too
     _upload: Upload | None = None
     _entered = False  # its model has to stay loaded
 
@@ -96,6 +97,7 @@ class Endpoint(BodyHandler):
             if answer is None:
                 return
         self.release()
+        self._behind = call.behind
         if isinstance(answer, Session):
             assert route.render is not None and call.engine.text is not None
             answer = route.render(answer, call.request, call.engine.text.tokenizer)
@@ -126,9 +128,14 @@ class Endpoint(BodyHandler):
         used.open += 1
 
     def _uncount(self) -> None:
-        if self._counted:
-            self._counted = False
-            self.state.used[self.key].open -= 1
+        if not self._counted:
+            return
+        self._counted = False
+        used = self.state.used[self.key]
+        if self._behind is None:
+            used.close()
+        else:
+            self._behind.add_done_callback(lambda _: used.close())
 
     def _leave(self) -> None:
         """The model that answered may be unloaded."""

@@ -50,7 +50,7 @@ async def create(call: Call) -> ResponseRenderer | Reply | Events:
     if not request.background:
         return renderer
     kept.body = renderer.body()
-    kept.task = asyncio.ensure_future(_run(call, kept, renderer))
+    call.behind = kept.task = asyncio.ensure_future(_run(call, kept, renderer))
     assert call.server is not None
     if call.server.models is not None:  # between rounds of tools there is no sequence that holds the model
         kept.task.add_done_callback(call.server.models.hold())

@@ -6,6 +6,7 @@ name. Nothing here or in a family knows of Tornado.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import inspect
@@ -39,6 +40,7 @@ class Call:
     server: ServerState | None = None  # None in a batch job
     key: int = 0  # which API key it came with
     release: Callable[[], None] = lambda: None  # tells that the body's bytes are not needed any more
+    behind: asyncio.Future[Any] | None = None  # what goes on behind the answer; until then the request is open
 
     @property
     def owner(self) -> str:

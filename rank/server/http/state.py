@@ -26,6 +26,10 @@ class Used:
         self.requests = self.prompt_tokens = self.completion_tokens = 0
         self.open = 0  # requests that are being answered
 
+    def close(self) -> None:
+        """A request is not open any more."""
+        self.open -= 1
+
     def add(self, prompt_tokens: int, completion_tokens: int) -> None:
         """A request that had tokens is over."""
         self.requests += 1

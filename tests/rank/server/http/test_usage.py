@@ -65,3 +65,20 @@ def test_open_requests_of_a_key_are_limited(start_server):
             answer.close()
         one.close()
     server.wait(lambda: [used.open for used in server.state.used] == [0, 0])
+
+
+def test_a_response_in_the_background_is_an_open_request(start_server):
+    server = start_server(api_keys=["a"], requests_per_key=2, scheduler={"hold": True})
+
+    def begin():
+        body = {"input": "hi", "background": True}
+        answer = server.request("POST", "/v1/responses", body, {"X-Api-Key": "a"})
+        return answer.status, answer.body.get("id")
+
+    (first, id), (second, _), (third, _) = begin(), begin(), begin()
+    assert (first, second, third) == (200, 200, 429)
+    assert server.request("POST", f"/v1/responses/{id}/cancel", headers={"X-Api-Key": "a"}).status == 200
+    server.wait(lambda: server.state.used[0].open == 1)
+    assert [begin()[0], begin()[0]] == [200, 429]
+    server.scheduler.hold = False
+    server.wait(lambda: server.state.used[0].open == 0)
