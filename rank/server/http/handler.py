@@ -63,7 +63,7 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Vary", "Origin")
         if origin is not None and (allowed := access.allowed(origin)):
             self.set_header("Access-Control-Allow-Origin", allowed)
-            self.set_header("Access-Control-Expose-Headers", "x-request-id, request-id")
+            self.set_header("Access-Control-Expose-Headers", "x-request-id, request-id, retry-after")
 
     def prepare(self) -> None:
         self.state.active[self] = None

@@ -71,6 +71,7 @@ def test_allowed_origins(start_server):
     answer = server.request("POST", CHAT, BODY, {"Origin": PAGE})
     broken = server.request("POST", CHAT, "{", {"Origin": PAGE})
     assert (answer.status, broken.status) == (200, 400)
+    assert "retry-after" in broken.headers["Access-Control-Expose-Headers"]
     for one in (asked, answer, broken):
         assert one.headers["Access-Control-Allow-Origin"] == PAGE and one.headers["Vary"] == "Origin"
     assert server.request("POST", CHAT, BODY, {"Origin": "http://other.example"}).status == 200
