@@ -73,7 +73,8 @@ class Handler(tornado.web.RequestHandler):
         keys = self.state.keys
         if not keys or not self.needs_key or self.request.method == "OPTIONS":
             return
-        same = [hmac.compare_digest(self._sent_key(), key) for key in keys]  # all of them: the time tells nothing
+        sent = self._sent_keys()  # all are compared with all: the time tells nothing
+        same = [any([hmac.compare_digest(one, key) for one in sent]) for key in keys]
         if not any(same):
             raise ApiError(
                 401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
@@ -81,12 +82,11 @@ class Handler(tornado.web.RequestHandler):
 
         self.key = same.index(True)
 
-    def _sent_key(self) -> bytes:
-        """The bytes that were sent, as OpenAI's clients do or as Anthropic's."""
-        scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = self.request.headers.get("X-Api-Key", "")
-        return given.strip().encode("latin-1")
+    def _sent_keys(self) -> list[bytes]:
+        """The bytes that were sent as OpenAI's clients do and as Anthropic's, of which some send both headers."""
+        scheme, _, token = self.request.headers.get("Authorization", "").partition(" ")
+        given = [token if scheme.lower() == "bearer" else "", self.request.headers.get("X-Api-Key", "")]
+        return [one.strip().encode("latin-1") for one in given]
 
     def on_finish(self) -> None:
         self.state.active.pop(self, None)

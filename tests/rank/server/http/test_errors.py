@@ -296,6 +296,9 @@ def test_api_key(start_server):
     for key in ("secret", "clé".encode()):
         headers = {"Authorization": b"Bearer " + key if isinstance(key, bytes) else f"Bearer {key}"}
         assert server.request("POST", "/v1/completions", '{"prompt": "x"}', headers).status == 200
+    for token in ("stale", "", "secret"):  # some clients send both headers: one of them is enough
+        both = {"Authorization": f"Bearer {token}", "X-Api-Key": "secret" if token != "secret" else "stale"}
+        assert server.request("POST", "/v1/completions", '{"prompt": "x"}', both).status == 200
     assert server.request("GET", "/health").status == 200
     assert server.request("GET", "/v1/models").status == 401
 
