@@ -168,6 +168,11 @@ class NotFound(Handler):
     def prepare(self) -> None:
         raise tornado.web.HTTPError(404)
 
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """As the endpoint above it has them: Anthropic's clients look for theirs below /v1/messages."""
+        above = next((one for path, one in paths().items() if self.request.path.startswith(f"{path}/")), {})
+        return next(iter(above.values())).error(error) if above else error.body()
+
 
 @tornado.web.stream_request_body
 class BodyHandler(Handler):

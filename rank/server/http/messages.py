@@ -112,6 +112,8 @@ class CountRequest(Body, kw_only=True):
             raise bad("tool_choice", f"tool_choice.type is {show(kind)}: expected one of {', '.join(CHOICES)}")
         if kind == "tool" and not isinstance(choice.get("name"), str):
             raise bad("tool_choice.name", f"tool_choice.name is {show(choice.get('name'))}: expected a tool's name")
+        if kind in ("any", "tool") and not self.tools:
+            raise bad("tool_choice", f"tool_choice.type is {show(kind)}: it needs tools that may be called")
         thinking = self.thinking.type if self.thinking else "enabled"
         if thinking not in ("enabled", "adaptive", "disabled"):
             raise bad("thinking.type", f"thinking.type is {show(thinking)}: expected enabled, adaptive or disabled")

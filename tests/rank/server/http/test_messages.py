@@ -235,6 +235,18 @@ def test_the_client_knows_the_request_by_its_id(client, says):
     assert raw.request_id and raw.request_id == raw.headers["x-request-id"]
 
 
+def test_what_is_not_there_has_anthropic_s_shape_too(server):
+    answer = server.request("POST", "/v1/messages/batches", {"requests": []}, {"X-Api-Key": "secret"})
+    assert (answer.status, answer.body["type"], answer.body["error"]["type"]) == (404, "error", "not_found_error")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+def test_a_choice_without_tools_is_told_in_its_own_words(server, choice):
+    body = {"max_tokens": 5, "messages": USER, "tool_choice": choice}
+    answer = server.request("POST", "/v1/messages", body, {"X-Api-Key": "secret"})
+    assert answer.status == 400 and f'tool_choice.type is "{choice["type"]}"' in answer.body["error"]["message"]
+
+
 def test_errors_of_streams(server, says, monkeypatch):
     says("hello world")
     broken = lambda change: 1 / 0  # noqa: E731
