@@ -55,6 +55,11 @@ class Endpoint(BodyHandler):
 
     def prepare(self) -> None:
         super().prepare()
+        if self._late is None:
+            self._tell_late(self._receive)
+
+    def _receive(self) -> None:
+        """Have an upload written while it comes."""
         route = self.route
         if route is not None and route.receive is not None:
             self._count()
@@ -74,6 +79,8 @@ class Endpoint(BodyHandler):
     async def _answer(self, **args: str) -> None:
         began = time.monotonic()
         route = self.route
+        if self._late is not None:
+            raise self._late
         if route is None:
             raise tornado.web.HTTPError(405)
         call = self._call(args)

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -183,16 +183,33 @@ class BodyHandler(Handler):
         self._size = 0
         self._held = 0
         self._refused = self._gone = False  # refused: not kept
+        self._late: ApiError | None = None  # told once the body is read
         self._work: asyncio.Task[Any] | None = None
         super().__init__(*args, **more)
 
     def prepare(self) -> None:
         self.request.connection.set_max_body_size(DISCARD_BODY)  # type: ignore[union-attr]
-        super().prepare()
+        self._tell_late(super().prepare)
         length = self.request.headers.get("Content-Length", "")
         if length.isdecimal() and (len(length) > 12 or int(length) > DISCARD_BODY):
             raise self._too_large()
-        self._refused = length.isdecimal() and int(length) > MAX_BODY
+        self._refused |= length.isdecimal() and int(length) > MAX_BODY
+
+    def _tell_late(self, check: Callable[[], None]) -> None:
+        """Raise the check's error only once the body is read and dropped.
+
+        An answer before that ends the connection, and its reset takes the answer from a client that still sends. One
+        that sends its body when it is asked to (Expect) is told at once, as is a browser's OPTIONS.
+        """
+        try:
+            check()
+        except ApiError as error:
+            headers = self.request.headers
+            if headers.get("Content-Length", "0") == "0" and "Transfer-Encoding" not in headers:
+                raise
+            if self.request.method == "OPTIONS" or "Expect" in headers:
+                raise
+            self._late, self._refused = error, True
 
     async def data_received(self, chunk: bytes) -> None:
         self._size += len(chunk)

@@ -1,6 +1,7 @@
 """Requests that never come whole, and what is no HTTP."""
 
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -103,3 +104,34 @@ def test_a_length_of_thousands_of_digits(fresh_server):
     with socket.create_connection(("127.0.0.1", fresh_server.port)) as sock:
         sock.sendall(POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413")
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/completions", {"Authorization": "Bearer wrong"}, 401),
+        ("/v1/files", {"Authorization": "Bearer wrong", **FORM}, 401),
+        ("/v1/files", {"Authorization": "Bearer right", **FORM}, 404),  # there is no --file-store
+        ("/v1/completions", {"Authorization": "Bearer right", "Origin": "https://other.example"}, 403),
+    ],
+)
+def test_a_refusal_reaches_a_client_that_still_sends(start_server, path, headers, status):
+    server = start_server(api_keys=["right"])
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("POST", path, b" " * (40 << 20), headers)
+        answer = connection.getresponse()
+        assert answer.status == status and json.loads(answer.read())["error"]["message"]
+        assert server.state.held == 0
+        connection.request("GET", "/v1/models", headers={"Authorization": "Bearer right"})  # it goes on
+        assert connection.getresponse().status == 200
+
+
+def test_a_refusal_comes_before_a_body_that_waits_for_leave(start_server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\nExpect: 100-continue\r\n\r\n"
+    with connect(start_server(api_keys=["right"])) as sock:
+        sock.sendall(head)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
