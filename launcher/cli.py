@@ -6,7 +6,9 @@ Imports nothing heavy: no torch, mpi4py, cupy or tornado is loaded before a verb
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"phalanx {__version__}")
             return 0
         file = _file(words[0]) if words else None
+        if words and file is None:
+            _refuse_misspelled(words[0])
         module = importlib.import_module(_module(file or COMMANDS / "serve.py"), __package__)
         return module.main(words[1:] if file else words)
     except FatalError as stop:
@@ -57,6 +61,18 @@ def _file(word: str) -> Path | None:
     if not word.isidentifier() or word.startswith("_"):
         return None
     return next((path for path in (COMMANDS / f"{word}.py", COMMANDS / word / "command.py") if path.is_file()), None)
+
+
+def _refuse_misspelled(word: str) -> None:
+    """A word that is no verb is the model, but one that is almost a verb and no model was meant to be one."""
+    close = difflib.get_close_matches(word, verbs(), 1, 0.75)
+    if close and not Path(word).exists():
+        from ..errors import USAGE, FatalError
+        from .job.mpi_env import rank_place
+
+        place = rank_place(os.environ)
+        text = f"{word!r} is no verb, and no model is there; did you mean phalanx {close[0]}?"
+        raise FatalError(text if place is None or place.rank == 0 else "", USAGE)
 
 
 def _module(file: Path) -> str:

@@ -130,9 +130,27 @@ def test_no_verb_is_serve():
 
 
 def test_a_word_that_is_no_verb_is_a_model():
-    done = phalanx("srve")
+    done = phalanx("llama")
     assert done.returncode == 2
-    assert "model 'srve': there is no such directory" in done.stderr
+    assert "model 'llama': there is no such directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "verb"), [("chatt", "chat"), ("srve", "serve"), ("docter", "doctor"), ("fits", "fit")]
+)
+def test_a_misspelled_verb(word, verb, capsys, monkeypatch, tmp_path):
+    said = f"phalanx: {word!r} is no verb, and no model is there; did you mean phalanx {verb}?\n"
+    monkeypatch.chdir(tmp_path)
+    assert (cli.main([word, "--plain"]), capsys.readouterr().err) == (2, said)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("phalanx.launcher.job.linux.let_another_speak", lambda: None)
+    assert (cli.main([word]), capsys.readouterr().err) == (2, "")  # rank 0 says it
+    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    (tmp_path / word).mkdir()
+    assert cli.main([word, "--show-config"]) == 0
+    assert capsys.readouterr().out.split()[:2] == ["model", word]
 
 
 def test_version(capsys):
