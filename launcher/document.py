@@ -28,7 +28,8 @@ from .commands.doctor.command import DoctorOptions
 from .commands.fit.command import FitOptions
 from .commands.hostfile import HostfileOptions
 from .commands.pull import PullOptions
-from .options.compat_flags import COMPAT_FLAGS
+from .options.compat.flag import CompatFlag
+from .options.compat_flags import COMPAT_FLAGS, OTHER_NAMES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMAND = "python -m phalanx.launcher.document"
@@ -51,6 +52,12 @@ file over the default. An empty variable is an unset one. In YAML every spelling
 and one file may serve several verbs. `--show-config` prints every value and where it came from. A boolean takes `on` or
 `off`; as a flag it needs no value. Several flags in one row mean the same. `serve` and `batch` also take `--sbatch`,
 which prints a Slurm script that runs the command, and every verb `--help`.
+"""
+OTHERS = """\
+Flags of vLLM, SGLang, llama.cpp and candle-vLLM that mean what an option means are other names of it, above. These are
+understood besides. One that changes nothing is passed over with a note. One that would change the answer, or asks for
+what there is not, is refused with these words. `*` stands for all names that begin so; of `--flag` there is `--no-flag`
+too.
 """
 # Read by the program or by what it is made of, and not options.
 VARIABLES = {
@@ -119,24 +126,29 @@ def options_page() -> str:
         "",
     ]
     lines += [
-        "## Flags of vLLM and candle-vLLM",
+        "## Flags of other servers",
         "",
-        "Beside the flags above these are understood. One that would change the answer is refused with these words.",
-        "",
-        _table(
-            ("flag", "", "why"),
-            (
-                (f"`{name}`", "refused" if one.refused else "has no effect", one.text)
-                for name, one in COMPAT_FLAGS.items()
-            ),
-        ),
+        OTHERS,
+        _table(("flag", "", "why"), _compat_rows()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _compat_rows() -> Iterable[tuple[str, str, str]]:
+    """A row for the flags that are answered in the same words."""
+    rows: dict[CompatFlag, list[str]] = {}
+    for name, entry in COMPAT_FLAGS.items():
+        rows.setdefault(msgspec.structs.replace(entry, takes=""), []).append(f"`{name}`")
+    for entry, names in rows.items():
+        but = " or ".join(f"`{value}`" for value in entry.harmless)
+        what = "refused" + (f", but for {but}" if but else "") if entry.refused else "has no effect"
+        yield ", ".join(names), what, entry.text
 
 
 def _option(spec: Spec) -> tuple[str, ...]:
     flag = spec.flag
     flags = [*flag.off, *flag.flags] if spec.type is bool and spec.default is True else [*flag.flags, *flag.off]
+    flags += [other for other, own in OTHER_NAMES.items() if own in flags]
     shown = ", ".join(f"`{one}`" for one in flags) + (f" {flag.metavar}" if flag.metavar else "")
     shown += "".join(f"; `{one}` for `{choice}`" for one, choice in flag.short.items())
     if flag.positional:

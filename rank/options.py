@@ -21,6 +21,8 @@ from .gguf import mixes
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
 
 KV_DTYPES = {"fp8_e4m3": "fp8", "e4m3": "fp8", "float8_e4m3fn": "fp8"}  # vLLM's and candle-vLLM's
+_LOADS = dict.fromkeys(("safetensors", "hf", "gguf"), "auto")  # vLLM's; the files tell
+_GENERATION = {"auto": "on", "vllm": "off"}  # vLLM's values
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
 # The formats that weights can be quantised to while they are loaded: a file each; and mixes of them.
@@ -42,15 +44,17 @@ STORED_SPELLINGS = {  # other engines', of which some name the kernel as well
 _TEXT = Path(__file__).parent / "server" / "text"
 TOOL_FORMATS = tuple(sorted(path.stem for path in (_TEXT / "tool_formats").glob("[a-z]*.py")))
 REASONING = tuple(sorted(path.stem for path in (_TEXT / "reasoning").glob("[a-z]*.py")))
-TOOL_SPELLINGS = {  # vLLM's
+TOOL_SPELLINGS = {  # vLLM's and SGLang's
     "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3", "llama4_pythonic": "pythonic",
     "olmo3": "pythonic", "qwen": "hermes", "granite4": "hermes", "ernie45": "hermes", "qwen3_xml": "qwen3_coder",
     "glm47": "glm45", "minimax": "minimax_m2", "phi4_mini_json": "phi4", "openai": "harmony", "seed_oss": "seed",
     "functiongemma": "gemma", "gemma4": "gemma", "hunyuan_a13b": "jamba",
+    "qwen25": "hermes", "gpt-oss": "harmony", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
 }  # fmt: skip
 REASONING_SPELLINGS = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"),
-    "openai_gptoss": "harmony", "seed_oss": "seed",
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "qwen3-thinking"), "think"),
+    "openai_gptoss": "harmony", "gpt-oss": "harmony", "seed_oss": "seed",
 }  # fmt: skip
 
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
@@ -90,8 +94,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
     ] = 0
     load_format: Annotated[
-        str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), help="dummy: random weights, for measuring")
-    ] = "auto"
+        str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), spellings=_LOADS,
+                  help="dummy: random weights, for measuring"),
+    ] = "auto"  # fmt: skip
     load: Annotated[
         str, flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
                   help="striped: each byte is read once a job; auto: if over a network"),
@@ -100,7 +105,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy")
     ] = ""
     generation_config: Annotated[
-        bool, flag("--generation-config", group=_MODEL, off=("--no-generation-config",),
+        bool, flag("--generation-config", group=_MODEL, off=("--no-generation-config",), spellings=_GENERATION,
                    help="ignore the sampling defaults in the model's generation_config.json"),
     ] = True  # fmt: skip
 
@@ -186,14 +191,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
              help="how the model marks its thoughts; auto: as its template shows"),
     ] = "auto"  # fmt: skip
     thinking: Annotated[
-        bool | None,
-        flag(
-            "--thinking",
-            group=_SERVER,
-            off=("--no-thinking",),
-            help="whether requests that do not say let the model reason",
-        ),
-    ] = None
+        bool | None, flag("--thinking", group=_SERVER, off=("--no-thinking",),
+                          help="whether requests that do not say let the model reason"),
+    ] = None  # fmt: skip
     mcp_config: Annotated[
         str,
         flag("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG",

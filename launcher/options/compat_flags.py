@@ -1,72 +1,76 @@
-"""Flags of candle-vLLM and vLLM that are no options here: what their users are told instead.
+"""Flags of candle-vLLM, vLLM, SGLang and llama.cpp that are no options here: what their users are told instead.
 
-A flag that would change nothing is passed over with a note; one that would change the answer is refused with what to
-do about it. Nothing is ignored in silence.
+A flag that means what an option means is another name of it. One that would change nothing is passed over with a note.
+One that would change the answer, or asks for what there is not, is refused with what to do about it. Nothing is ignored
+in silence.
 """
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
+from .compat import answers, memory, model, ranks, server
+from .compat.flag import CompatFlag
 
-class CompatFlag(msgspec.Struct, frozen=True):
-    text: str
-    takes_value: bool = False
-    refused: bool = False
+OTHER_NAMES = {
+    # SGLang's, and vLLM's short ones
+    "-tp": "--tp", "--tp-size": "--tp",
+    "-pp": "--pp", "--pp-size": "--pp",
+    "-dp": "--dp", "--dp-size": "--dp",
+    "--ep-size": "--ep",
+    "-q": "--quantization",
+    "--model-path": "--model",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-queued-requests": "--queue-size",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--page-size": "--block-size",
+    "--disable-radix-cache": "--disable-prefix-cache",
+    "--mem-fraction-static": "--kv-fraction",
+    # llama.cpp's
+    "-m": "--model",
+    "-a": "--served-model-name", "--alias": "--served-model-name",
+    "-s": "--seed",
+    "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    "--predict": "--max-tokens", "--n-predict": "--max-tokens",
+    "--chat-template-file": "--chat-template",
+    "--cache-prompt": "--prefix-cache", "--no-cache-prompt": "--no-prefix-cache",
+    "--cors-origins": "--allowed-origins",
+    "--ssl-cert-file": "--tls-cert", "--ssl-key-file": "--tls-key",
+    "--ui": "--ui-server", "--webui": "--ui-server", "--no-ui": "--no-ui-server", "--no-webui": "--no-ui-server",
+}  # fmt: skip
 
-
-def _note(text: str, takes_value: bool = False) -> CompatFlag:
-    return CompatFlag(text, takes_value)
-
-
-def _refuse(text: str) -> CompatFlag:
-    return CompatFlag(text, refused=True)
-
-
-_NODES = _refuse("start the job with mpirun: mpirun -np N -hostfile FILE phalanx serve …")
-_HUB = _refuse("set HF_TOKEN, or log in with `hf auth login`")
-_TOOLS = _refuse("write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)")
-
-COMPAT_FLAGS: dict[str, CompatFlag] = {
-    # candle-vLLM, both generations
-    "--multi-process": _note("every rank is a process"),
-    "--verbose": _note("--log-level debug logs more"),
-    "--holding-time": _note("requests join the running batch at once", takes_value=True),
-    "--disable-cuda-graph": _note("graphs are used where they are faster, and results differ by rounding at most"),
-    "--nk": _note("weights are repacked for the device when they are loaded", takes_value=True),
-    "--cpu": _refuse("use --device cpu"),
-    "--num-nodes": _NODES,
-    "--node-rank": _NODES,
-    "--master-addr": _NODES,
-    "--master-port": _NODES,
-    "--hostfile": _NODES,
-    "--hf-token": _HUB,
-    "--hf-token-path": _HUB,
-    "--yarn-scaling-factor": _refuse("write rope_parameters into the model's config.json"),
-    "--repeat-last-n": _refuse("penalties see the whole text; --repetition-penalty sets how strong they are"),
-    "--prefix-cache-max-tokens": _refuse("every free block may hold a prefix; --disable-prefix-cache switches it off"),
-    "--mamba-fraction": _refuse("recurrent states get what --max-num-seqs sequences need"),
-    "--mcp-command": _TOOLS,
-    "--mcp-args": _TOOLS,
-    "--enforce-parser": _refuse("the format of tool calls is chosen by the model's chat template"),
-    "--request-timeout": _refuse("requests have no time limit; --timeout limits a rank's step"),
-    # vLLM
-    "--revision": _refuse("`phalanx pull ID --revision REV --to DIR` fetches it; then serve DIR"),
-    "--trust-remote-code": _note("no code of the checkpoint is run"),
-    "--enforce-eager": _note("graphs are used where they are faster, and results differ by rounding at most"),
-    "--enable-chunked-prefill": _note("it is always on"),
-    "--enable-auto-tool-choice": _note("the model may always call the tools that a request has"),
-    "--disable-log-requests": _note("requests are logged with --access-log only"),
-    "--no-enable-log-requests": _note("requests are logged with --access-log only"),
-    "--swap-space": _refuse("--kvcache-mem-cpu MB gives the KV cache host memory, in MB of each rank"),
-    "--distributed-executor-backend": _note("ranks are MPI processes", takes_value=True),
-    "--tokenizer": _refuse("the tokenizer is read from the model's directory"),
-    "--enable-expert-parallel": _refuse("say over how many ranks: --ep N, as many as --tp or a divisor of it, or 0"),
-    "--nnodes": _NODES,
-    "--allowed-methods": _note("pages of --allowed-origins may use every method that an endpoint has", True),
-    "--allowed-headers": _note("pages of --allowed-origins may send every header", True),
-    "--allow-credentials": _refuse("there are no cookies here; a page sends the key in a header"),
+_OF_FREE = "is read as --kv-fraction: a share of the memory free after loading"
+# Names of options that mean a bit else where they come from.
+DIFFERENCES = {
+    "--gpu-memory-utilization": _OF_FREE,
+    "--mem-fraction-static": _OF_FREE,
+    "--repeat-penalty": "is read as --repetition-penalty: it counts the whole text",
 }
+
+
+# A name that ends with * stands for all that begin so.
+COMPAT_FLAGS = {**ranks.FLAGS, **memory.FLAGS, **model.FLAGS, **answers.FLAGS, **server.FLAGS}
+_FAMILIES = {name.removesuffix("*"): entry for name, entry in COMPAT_FLAGS.items() if name.endswith("*")}
+
+
+def find(name: str) -> CompatFlag | None:
+    """The entry of a flag, with - or _. vLLM also writes -O3, and --flag.key for a part of a JSON value."""
+    if re.fullmatch(r"-O\d", name):
+        return msgspec.structs.replace(COMPAT_FLAGS["-O"], takes="")
+    name = name.partition(".")[0]
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+    if (entry := COMPAT_FLAGS.get(name)) is not None:
+        return entry
+    positive = COMPAT_FLAGS.get("--" + name.removeprefix("--no-"))
+    if name.startswith("--no-") and positive is not None and positive.takes in ("", "[X]"):
+        return CompatFlag("it is off anyway" if positive.refused else positive.text)
+    return next((entry for begin, entry in _FAMILIES.items() if name.startswith(begin)), None)
+
 
 # candle-vLLM's model subcommands, once needed after the weights' path.
 ARCHITECTURES = (

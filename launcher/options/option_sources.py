@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +15,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 from ...rank.options import Options, Spec, specs
-from .compat_flags import ARCHITECTURES, COMPAT_FLAGS
+from .compat_flags import ARCHITECTURES, COMPAT_FLAGS, DIFFERENCES, OTHER_NAMES, CompatFlag, find
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -95,6 +96,8 @@ class _Line:
         self._on = {one: spec for spec in table.values() for one in spec.flag.flags}
         self._off = {one: spec for spec in table.values() for one in spec.flag.off}
         self._short = {one: spec for spec in table.values() for one in spec.flag.short}
+        for flags in (self._on, self._off):
+            flags |= {other: flags[own] for other, own in OTHER_NAMES.items() if own in flags}
         self._places = [spec for spec in table.values() if spec.flag.positional]
         self.found: dict[str, tuple[_Origin, object]] = {}
         self.notes: list[str] = []
@@ -135,16 +138,18 @@ class _Line:
         elif name in self._on:
             spec = self._on[name]
             if spec.type is bool:
+                if value is None and words and words[0] in spec.flag.spellings:
+                    value = words.pop(0)
                 self.found[spec.name] = (_command_line(name), True if value is None else value)
             else:
                 text: object = self._value(name, value, words, spec.flag.metavar or "VALUE")
                 if spec.item is str and spec.name in self.found:  # given again: one more
                     text = [self.found[spec.name][1], text]
                 self.found[spec.name] = (_command_line(name), text)
-                if name == "--gpu-memory-utilization":
-                    self.notes.append(f"{name} is read as --kv-fraction: a share of the memory free after loading")
-        elif name in COMPAT_FLAGS and self._places:
-            self._compat_flag(name, value, words)
+                if name in DIFFERENCES:
+                    self.notes.append(f"{name} {DIFFERENCES[name]}")
+        elif self._places and (entry := find(name)) is not None:
+            self._compat_flag(entry, name, entry.value(words) if value is None else value)
         else:
             raise UsageError(f"unknown option {name}{self._suggestion(name)}", everywhere=True)
 
@@ -155,13 +160,11 @@ class _Line:
             raise UsageError(f"{name} needs a value: {name} {metavar}", everywhere=True)
         return words.pop(0)
 
-    def _compat_flag(self, name: str, value: str | None, words: list[str]) -> None:
-        entry = COMPAT_FLAGS[name]
-        if entry.takes_value and value is None and words and not words[0].startswith("--"):
-            words.pop(0)
-        if entry.refused:
+    def _compat_flag(self, entry: CompatFlag, name: str, value: str | None) -> None:
+        if entry.refuses(value):
             raise UsageError(f"{name}: {entry.text}", everywhere=True)
-        self.notes.append(f"{name} has no effect: {entry.text}")
+        given = f"{name} {value}" if entry.refused else name
+        self.notes.append(f"{given} has no effect: {entry.text}")
 
     def _positionals(self, words: list[str]) -> None:
         for word in words:
@@ -185,10 +188,18 @@ class _Line:
         if any(bare in spec.flag.flags for spec in specs(Options).values()):
             return ": phalanx serve has it, but not this command; --help lists what this one has"
         longer = [one for one in own if one.startswith(bare) and len(bare) > 3]
-        close = difflib.get_close_matches(bare, own, 1, 0.7) if len(bare) > 4 else []
-        for one in longer[:1] or close:
+        for one in longer[:1] or self._close(bare, own):
             return f"; did you mean {one}?"
         return "; --help lists the options"
+
+    def _close(self, bare: str, own: list[str]) -> list[str]:
+        """The flag that is spelled most like this one, of other servers' too: those are answered in words."""
+
+        def likeness(one: str) -> tuple[float, bool]:
+            return difflib.SequenceMatcher(None, one, bare).ratio(), one in own
+
+        best = max([*own, *COMPAT_FLAGS] if self._places else own, key=likeness)
+        return [best] if len(bare) > 4 and likeness(best)[0] >= 0.8 else []
 
 
 def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:
@@ -244,6 +255,8 @@ def _named_layer(
             continue
         if name not in names and name in _names(specs(Options)):
             continue  # one file may serve several verbs
+        if (entry := find(f"--{name}")) is not None and name not in names:
+            raise UsageError(f"{unknown} {key!r}: {entry.text}{'' if entry.refused else '; leave it out'}")
         if name not in names:
             close = difflib.get_close_matches(name, names, 1, 0.7)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -254,7 +267,11 @@ def _named_layer(
 
 def _names(table: dict[str, Spec]) -> dict[str, Spec]:
     """Every spelling of every option, without dashes in front."""
-    return {one.lstrip("-"): spec for spec in table.values() for one in (*spec.flag.flags, spec.name.replace("_", "-"))}
+    names = {
+        one.lstrip("-"): spec for spec in table.values() for one in (*spec.flag.flags, spec.name.replace("_", "-"))
+    }
+    others = {other[2:]: own[2:] for other, own in OTHER_NAMES.items() if other.startswith("--")}
+    return names | {other: names[own] for other, own in others.items() if own in names}
 
 
 def from_keywords(options: type[T], keywords: Mapping[str, object], environ: Mapping[str, str], caller: str) -> T:
@@ -290,7 +307,7 @@ def check(spec: Spec, value: Any, origin: _Origin) -> object:
         value = ",".join(str(one) for one in value)
     text = str(value).strip()
     if spec.type is bool:
-        return _boolean(text, origin)
+        return _boolean(spec.flag.spellings.get(text, text), origin)
     if spec.type is tuple:
         numbers = tuple(_number(spec, int, one, origin, text) for one in text.split(",")) if text else ()
         if len(set(numbers)) < len(numbers):
@@ -317,7 +334,7 @@ def _texts(value: object) -> list[str]:
 
 
 def _hint(spec: Spec, text: str) -> str:
-    index = text.removeprefix("cuda:")
+    index = re.sub(r"cuda:?(?=\d)", "", text, flags=re.IGNORECASE)
     if spec.name == "device" and all(part.isdigit() for part in index.split(",")):
         return f"; GPUs are chosen by --d {index}"
     if spec.name == "kv_cache_dtype" and "e5m2" in text:

@@ -23,7 +23,9 @@ def test_every_verb_and_flag_is_there():
     page = document.options_page()
     assert set(document.STRUCTS) == set(verbs())
     assert "| `--port`, `--p` N | `PHALANX_PORT` | whole number, 0 to 65535 | `2000` |" in page
-    assert "| `--hf-token` | refused |" in page and "| `--verbose` | has no effect |" in page
+    assert "| `--port`, `--p` N |" in page and "`--tensor-parallel-size`, `-tp`, `--tp-size` N |" in page
+    assert "| `--hf-token`, `--hf-token-path`, `-hft` | refused | set HF_TOKEN" in page
+    assert "| `--jinja` | has no effect |" in page and "| `--nnodes`, `--num-nodes` | refused, but for `1` |" in page
 
 
 def test_other_variables_are_those_that_the_code_knows():

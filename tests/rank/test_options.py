@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 from phalanx.launcher.cli import verbs
-from phalanx.launcher.options.compat_flags import COMPAT_FLAGS
+from phalanx.launcher.options.compat_flags import COMPAT_FLAGS, OTHER_NAMES
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
 from phalanx.rank.options import GROUPS, IN_SITU, STORED, Job, Options, decode_job, degrees, encode_job, specs
 
@@ -119,9 +119,10 @@ def test_table(spec):
 
 
 def test_no_flag_means_two_things():
-    flags = [flag for spec in TABLE.values() for flag in (*spec.flag.flags, *spec.flag.off)] + list(COMPAT_FLAGS)
+    known = [flag for spec in TABLE.values() for flag in (*spec.flag.flags, *spec.flag.off)]
+    flags = [*known, *OTHER_NAMES, *COMPAT_FLAGS]
     assert len(set(flags)) == len(flags)
-    known = [flag for flag in flags if flag not in COMPAT_FLAGS]  # --hostfile is refused in words that name the remedy
+    # --hostfile is refused in words that name the remedy
     assert not set(verbs()) & {flag.lstrip("-") for flag in known}
 
 
@@ -246,34 +247,6 @@ def test_wrong_keywords():
         from_keywords(Options, {"np": "x"}, {}, "LLM")
 
 
-def test_what_vllms_flags_for_web_pages_are_told():
-    with pytest.raises(UsageError, match="--allow-credentials: there are no cookies here; a page sends the key in a"):
-        given("--allow-credentials")
-    for flag, words in (("--allowed-methods", "may use every method"), ("--allowed-headers", "may send every header")):
-        (note,) = given(flag, '["*"]', "DIR").notes
-        assert note.startswith(f"{flag} has no effect: pages of --allowed-origins {words}")
-
-
-def test_vllms_flags_for_tool_calls():
-    chosen = given("DIR", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    assert chosen.options == Options(model="DIR", tool_call_parser="hermes")
-    assert len(chosen.notes) == 1 and "has no effect: the model may always call the tools" in chosen.notes[0]
-
-
-@pytest.mark.parametrize("flag", COMPAT_FLAGS)
-def test_flags_of_others_are_answered(flag):
-    entry = COMPAT_FLAGS[flag]
-    argv = [flag, "1"] if entry.takes_value else [flag]
-    if entry.refused:
-        with pytest.raises(UsageError) as error:
-            given(*argv)
-        assert str(error.value) == f"{flag}: {entry.text}"
-    else:
-        chosen = given(*argv, "DIR")
-        assert chosen.notes == [f"{flag} has no effect: {entry.text}"]
-        assert chosen.options == Options(model="DIR")
-
-
 def test_candle_vllms_model_subcommand_is_passed_over():
     chosen = given("--w", "DIR", "llama3", "--temperature", "0.")
     assert chosen.options == Options(model="DIR", temperature=0.0)
@@ -338,14 +311,3 @@ def test_degrees_that_do_not_fit(size, tp, pp, dp, message):
     with pytest.raises(ValueError) as error:
         degrees(size, tp, pp, dp)
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--enable-expert-parallel"], "--enable-expert-parallel: say over how many ranks: --ep N, as many as --tp"),
-    ],
-)
-def test_placements_of_experts_that_there_are_not(flags, message):
-    with pytest.raises(UsageError, match=message):
-        given(*flags)
