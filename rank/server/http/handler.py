@@ -98,7 +98,7 @@ class Handler(tornado.web.RequestHandler):
 
     def options(self, **args: str) -> None:
         """The browser asks before it sends a request of a page of another server, which `prepare` has let in."""
-        methods = f"{', '.join(self.allowed())}, OPTIONS"
+        methods = self._allow()
         self.set_header("Allow", methods)
         if "Origin" in self.request.headers:
             self.set_header("Access-Control-Allow-Methods", methods)
@@ -109,6 +109,10 @@ class Handler(tornado.web.RequestHandler):
     def allowed(self) -> list[str]:
         """The methods that this path has."""
         return []
+
+    def _allow(self) -> str:
+        """As a header: where there is GET, there is HEAD."""
+        return ", ".join((*self.allowed(), "OPTIONS")).replace("GET", "GET, HEAD")
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         """The shape of this endpoint's errors."""
@@ -138,7 +142,7 @@ class Handler(tornado.web.RequestHandler):
             return ApiError(404, f"there is nothing at {path}; the endpoints are {known}", code="not_found")
         if status == 405:
             allowed = " or ".join(self.allowed())
-            self.set_header("Allow", f"{allowed}, OPTIONS")
+            self.set_header("Allow", self._allow())
             return ApiError(405, f"{method} is not allowed on {path}: use {allowed}", code="method_not_allowed")
         if isinstance(error, tornado.web.HTTPError) and status < 500:
             return ApiError(status, error.log_message or error.reason or f"bad request ({status})")

@@ -217,7 +217,11 @@ def test_wrong_method(server):
     answer = server.request("GET", "/v1/completions")
     check(answer, 405, None, "GET is not allowed on /v1/completions: use POST", "method_not_allowed")
     assert answer.headers["Allow"] == "POST, OPTIONS"
-    check(server.request("DELETE", "/health"), 405, None, "DELETE is not allowed on /health: use GET")
+    answer = server.request("DELETE", "/health")
+    check(answer, 405, None, "DELETE is not allowed on /health: use GET")
+    assert answer.headers["Allow"] == "GET, HEAD, OPTIONS"
+    assert server.request("OPTIONS", "/health").headers["Allow"] == "GET, HEAD, OPTIONS"
+    assert server.request("HEAD", "/v1/completions").headers["Allow"] == "POST, OPTIONS"
 
 
 def test_a_method_that_is_none_of_http_s_usual_ones(server, caplog):
