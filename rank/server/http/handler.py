@@ -131,6 +131,9 @@ class Handler(tornado.web.RequestHandler):
         if not isinstance(error, ApiError):
             error = self._other_error(status_code, error)
         self.set_status(error.status)
+        assert isinstance(self.request.connection, tornado.http1connection.HTTP1Connection)
+        if not self.request.connection._read_finished:  # then Tornado closes it behind the answer
+            self.set_header("Connection", "close")
         if error.retry_after is not None:
             self.set_header("Retry-After", str(error.retry_after))
         self.reply(self.error_body(error), error.status)

@@ -246,9 +246,12 @@ def test_too_large(server, monkeypatch):
 
 
 def test_internal_error(server, monkeypatch):
+    answer = server.post("completions", prompt="x" * (2 << 20))
+    assert (answer.status, answer.headers["Connection"]) == (413, None)  # it was read: the connection goes on
     monkeypatch.setattr(server.sessions, "generate", lambda *_: 1 / 0)
     answer = server.request("POST", "/v1/chat/completions", json.dumps({"messages": "x"}), {"X-Request-Id": "my-id"})
     check(
+    assert answer.headers["Connection"] == "close"
         answer,
         500,
         None,
