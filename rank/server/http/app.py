@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import ssl
+from typing import Any
 
 import tornado.web
+from tornado import httputil
 
 from .connection import MAX_HEAD, Server
 from .endpoint import Endpoint
@@ -17,6 +20,7 @@ from .state import ServerState
 log = logging.getLogger(__name__)
 HEADER_TIMEOUT = 120  # seconds for a request's head, and for the pause between two requests of a connection
 BODY_TIMEOUT = 120
+ABSOLUTE = re.compile(r"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 
 
 def make_app(state: ServerState) -> tornado.web.Application:
@@ -38,7 +42,20 @@ def make_app(state: ServerState) -> tornado.web.Application:
     rules = [
         (next(iter(routes.values())).pattern(path), Endpoint, {"routes": routes}) for path, routes in paths().items()
     ]
-    return tornado.web.Application(rules, default_handler_class=NotFound, log_function=log_request, state=state)
+    return Application(rules, default_handler_class=NotFound, log_function=log_request, state=state)
+
+
+class Application(tornado.web.Application):
+    """Tornado's, which also knows targets that name the server, as proxies send them: GET http://HOST:PORT/health."""
+
+    def find_handler(self, request: httputil.HTTPServerRequest, **more: Any) -> tornado.web._HandlerDelegate:
+        if absolute := ABSOLUTE.fullmatch(request.uri or ""):
+            host, rest = absolute.groups()
+            request.headers["Host"] = request.host = host  # what the target names counts: RFC 9112, 3.2.2
+            request.host_name = httputil.split_host_and_port(host.lower())[0]
+            request.uri = rest if rest.startswith("/") else f"/{rest}"
+            request.path = request.uri.partition("?")[0]
+        return super().find_handler(request, **more)
 
 
 def serve(app: tornado.web.Application, sock: socket.socket, context: ssl.SSLContext | None = None) -> Server:

@@ -134,4 +134,25 @@ def test_a_refusal_comes_before_a_body_that_waits_for_leave(start_server):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\nExpect: 100-continue\r\n\r\n"
     with connect(start_server(api_keys=["right"])) as sock:
         sock.sendall(head)
-        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"\r\nConnection: close\r\n" in answer
+        assert sock.recv(1 << 16) == b""
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost:2000/health", "localhost", 200),
+        ("HTTP://127.0.0.1/v1/models?x=1", "other", 200),
+        ("https://localhost/v1/models/tiny", "localhost", 200),
+        ("http://localhost", "localhost", 404),  # there is no page at /
+        ("http://other.example/v1/models", "localhost", 403),  # what the target names counts
+        ("http:///v1/models", "localhost", 404),
+        ("ftp://localhost/v1/models", "localhost", 404),
+    ],
+)
+def test_a_target_may_name_the_server(fresh_server, target, host, status):
+    with connect(fresh_server) as sock:
+        sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = sock.makefile("rb").read()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
