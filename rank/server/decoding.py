@@ -40,8 +40,10 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
         raw = msgspec.json.decode(body)
     except RecursionError:
         raise nested_too_deeply() from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, f"the request's body is not UTF-8, as JSON has to be: {not_utf8(body)}") from None
     if not isinstance(raw, dict):
         raise ApiError(400, f"the request's body is {show(raw)}: expected a JSON object")
     if strict and (
@@ -59,6 +61,14 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
 
 def nested_too_deeply() -> ApiError:
     return ApiError(400, "the request's body is nested too deeply")
+
+
+def not_utf8(body: bytes) -> str:
+    """What is wrong in a body or a line, and where; msgspec's error counts from the beginning of a string."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        return f"{error.reason} 0x{body[error.start]:02x} (byte {error.start})"
 
 
 def convert(raw: dict[str, Any], kind: type[Kind]) -> Kind:

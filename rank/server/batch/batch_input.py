@@ -14,7 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from ....errors import ERROR, USAGE, FatalError
-from ..decoding import show
+from ..decoding import not_utf8, show
 from ..http.routes import Route, batchable
 
 MAX_LINE = 16 << 20
@@ -151,8 +151,10 @@ def _parse(raw: bytes, item: Item) -> tuple[str, str]:
         return "the line is nested too deeply", "invalid_json"
     except msgspec.ValidationError:
         return f"the line is {show_raw(raw)}: a JSON object with custom_id, method, url and body is needed", "invalid"
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         return f"the line is not JSON: {error}", "invalid_json"
+    except UnicodeDecodeError:
+        return f"the line is not UTF-8, as JSON has to be: {not_utf8(raw)}", "invalid_json"
     name = fields.custom_id
     if not isinstance(name, str) or not name:
         return ("custom_id is missing" if name is None else f"custom_id is {show(name)}: a text is needed"), "custom_id"

@@ -58,6 +58,9 @@ def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "in").write_bytes(b"\xff\xfe{\n" + line("a").encode() + b"\n")
     one, two = batch_input.Reader(str(tmp_path / "in"), {})
     assert one.code == "invalid_json" and two.custom_id == "a"
+    (tmp_path / "in").write_bytes(b'{"custom_id": "\xff"}\n')
+    (one,) = batch_input.Reader(str(tmp_path / "in"), {})
+    assert one.wrong == "the line is not UTF-8, as JSON has to be: invalid start byte 0xff (byte 15)"
 
 
 def test_a_byte_order_mark_and_windows_line_ends(tmp_path):

@@ -186,7 +186,14 @@ def test_completions(server, body, param, message):
         (b"{'a': 1}", "the request's body is not valid JSON: JSON is malformed: object keys must be strings (byte 1)"),
         (b'{"a": ' + b"[" * 100_000, "the request's body is nested too deeply"),
         (b"[1]", "the request's body is [1]: expected a JSON object"),
-        (b'{"a": "\xff"}', None),
+        (
+            b'{"a": "\xff"}',
+            "the request's body is not UTF-8, as JSON has to be: invalid start byte 0xff (byte 7)",
+        ),
+        (
+            b'{"text": "caf\xe9 au lait"}',  # Latin-1
+            "the request's body is not UTF-8, as JSON has to be: invalid continuation byte 0xe9 (byte 13)",
+        ),
     ],
 )
 def test_bodies(server, body, message):
@@ -239,19 +246,19 @@ def test_too_large(server, monkeypatch):
         "the request's body is larger than the limit of 1 MiB",
         "too_large",
     )
+    answer = server.post("completions", prompt="x" * (2 << 20))
+    assert (answer.status, answer.headers["Connection"]) == (413, None)  # it was read: the connection goes on
     monkeypatch.setattr(handler, "DISCARD_BODY", 1 << 20)
     answer = server.request("POST", "/v1/completions", b"", {"Content-Length": str(2 << 20)})
     check(answer, 413, None, "the request's body is larger than the limit of 1 MiB", "too_large")
+    assert answer.headers["Connection"] == "close"
     assert server.post("completions", prompt="x").status == 200
 
 
 def test_internal_error(server, monkeypatch):
-    answer = server.post("completions", prompt="x" * (2 << 20))
-    assert (answer.status, answer.headers["Connection"]) == (413, None)  # it was read: the connection goes on
     monkeypatch.setattr(server.sessions, "generate", lambda *_: 1 / 0)
     answer = server.request("POST", "/v1/chat/completions", json.dumps({"messages": "x"}), {"X-Request-Id": "my-id"})
     check(
-    assert answer.headers["Connection"] == "close"
         answer,
         500,
         None,
