@@ -203,7 +203,9 @@ class ResponsesRequest(Sampled, kw_only=True):
     def chat(self, items: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> ChatRequest:
         """The chat that is meant by these items: those of earlier responses and the input. `more`: tools of servers."""
         messages = [Message("system", self.instructions)] if self.instructions else []
-        messages += _messages([_item(item, "input") for item in items])
+        found = [_item(item, "input") for item in items]
+        _check_outputs(found)
+        messages += _messages(found)
         form = self.text.format if self.text else None
         tools = [_tool(tool, "tools") for tool in self.tools or () if tool.get("type") != "mcp"]
         request = ChatRequest(
@@ -293,6 +295,16 @@ def _tool(tool: dict[str, Any], at: str) -> dict[str, Any]:
     if one.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def _check_outputs(items: list[InputItem]) -> None:
+    """Refuse the output of a call that is not there, in OpenAI's words, which clients know."""
+    calls = {(item.type, item.call_id) for item in items}
+    for item in items:
+        kind = item.type.removesuffix("_output")
+        if kind != item.type and (kind, item.call_id) not in calls:
+            call_id = (item.call_id or "")[:100]
+            raise bad("input", f"No tool call found for {kind.replace('_', ' ')} output with call_id {call_id}.")
 
 
 def _words(content: str | list[str | Part] | None) -> str:

@@ -258,6 +258,21 @@ def test_a_server_that_keeps_none(start_server):
             "input[0].output[0]",
             "this model takes text only",
         ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "input",
+            "No tool call found for function call output with call_id c.",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "custom_tool_call_output", "call_id": "c", "output": "x"},
+                ]
+            },
+            "input",
+            "No tool call found for custom tool call output with call_id c.",
+        ),
         ({"input": [{"type": 5}]}, "input[0].type", "input[0].type is 5"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", 'only "function", "custom" and "mcp" are supported'),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
@@ -294,6 +309,17 @@ def test_refusals(server, body, param, words):
         return
     assert answer.status in (400, 404) and answer.body["error"]["param"] == param
     assert words in answer.body["error"]["message"]
+
+
+def test_the_output_of_an_earlier_response_s_call(server, responses, says):
+    says('<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>')
+    response = responses.create(model="m", input="weather?", tools=[TOOL])
+    (call,) = [item for item in response.output if item.type == "function_call"]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    says("it rains")
+    assert responses.create(model="m", input=[output], previous_response_id=response.id).output_text == "it rains"
+    with pytest.raises(openai.BadRequestError, match="No tool call found for function call output with call_id call_x"):
+        responses.create(model="m", input=[{**output, "call_id": "call_x"}], previous_response_id=response.id)
 
 
 def test_each_key_has_its_own(start_server):
