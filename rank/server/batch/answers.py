@@ -60,7 +60,7 @@ class Answers:
             return None
         assert item.route is not None and item.route.schema is not None
         try:
-            return decode(bytes(item.body), item.route.schema)  # type: ignore[return-value]
+            return decode(bytes(item.body), item.route.schema, self._sessions.config.strict)  # type: ignore[return-value]
         except ApiError as error:
             self._record(output.entry(item, FAILED), output.failure(item, error))
             return None
