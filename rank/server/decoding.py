@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from typing import Any, ClassVar, TypeVar
 
@@ -9,6 +11,10 @@ import msgspec
 
 from . import unsupported
 from .api_error import ApiError, bad
+
+HALF = re.compile("[\ud800-\udfff]")  # of two escapes that are one character
+LOOKED_AT = 1 << 20  # bytes of a broken body, as the event loop waits for it
+MOST_DIGITS = 300  # of an integer that msgspec reads
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -41,7 +47,7 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
     except RecursionError:
         raise nested_too_deeply() from None
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"the request's body is not valid JSON: {error}") from None
+        raise _unreadable(body, error) from None
     except UnicodeDecodeError:
         raise ApiError(400, f"the request's body is not UTF-8, as JSON has to be: {not_utf8(body)}") from None
     if not isinstance(raw, dict):
@@ -57,6 +63,35 @@ def decode(body: bytes, kind: type[Kind], strict: bool = False) -> Kind:
         return convert(raw, kind)
     except RecursionError:
         raise nested_too_deeply() from None
+
+
+def _unreadable(body: bytes, error: Exception) -> ApiError:
+    """Why a body cannot be read. msgspec does not tell in which field a text or number is that cannot be one."""
+    whole = ApiError(400, f"the request's body is not valid JSON: {error}")
+    if len(body) > LOOKED_AT:
+        return whole
+    try:
+        raw = json.loads(body, parse_int=lambda digits: math.inf if len(digits) > MOST_DIGITS else 0)
+    except (ValueError, RecursionError):
+        return whole
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        if (why := _why_none(value)) and not HALF.search(name):  # else the answer could not be written either
+            return bad(name[:100], f"{name[:100]} {why}")
+    return whole
+
+
+def _why_none(value: Any) -> str:
+    """What a value has that cannot be read; "" for nothing."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, list | dict):
+            left += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, str) and (half := HALF.search(one)):
+            return f"has \\u{ord(half[0]):x}, half of a surrogate pair: the text was cut within a character"
+        elif isinstance(one, float) and not math.isfinite(one):
+            return "has NaN, which JSON does not have" if math.isnan(one) else "has a number that is out of range"
+    return ""
 
 
 def nested_too_deeply() -> ApiError:

@@ -200,6 +200,24 @@ def test_bodies(server, body, message):
     check(server.request("POST", "/v1/chat/completions", body), 400, None, message)
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b'{"a": 5, "prompt": ["x", "cut \\ud83d"]}', "prompt", "prompt has \\ud83d, half of a surrogate pair"),
+        (b'{"prompt": "\\ude00 x"}', "prompt", "prompt has \\ude00, half of a surrogate pair"),
+        (b'{"prompt": "x", "logit_bias": {"5": 1e999}}', "logit_bias", "logit_bias has a number that is out of range"),
+        (b'{"prompt": "x", "seed": %s}' % (b"9" * 5000), "seed", "seed has a number that is out of range"),
+        (b'{"prompt": "x", "top_p": NaN}', "top_p", "top_p has NaN"),
+        (b'{"\\ud83d": NaN}', None, "the request's body is not valid JSON"),
+        (b'{"prompt": "x", "top_p": 5,}', None, "the request's body is not valid JSON: JSON is malformed"),
+    ],
+)
+def test_values_that_cannot_be_read(server, body, param, words):
+    error = server.request("POST", "/v1/completions", body)
+    check(error, 400, param, None)
+    assert error.body["error"]["message"].startswith(words)
+
+
 def test_the_template_s_refusal(server):
     messages = [
         {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
