@@ -23,6 +23,7 @@ from .upload import Upload
 KEEP_ALIVE = b": keep-alive\n\n"
 PIECE = 1 << 18  # bytes of a download that are read and sent together
 UPLOAD_TIMEOUT = 3600  # seconds
+GONE = 499  # nginx's status for a request whose client left before there was an answer
 
 
 @tornado.web.stream_request_body
@@ -204,6 +205,8 @@ class Endpoint(BodyHandler):
     def on_connection_close(self) -> None:
         super().on_connection_close()
         self.gone = True
+        if not self._headers_written:
+            self.set_status(GONE, "Client Closed Request")  # for the log and the metrics: nobody reads it
         self._end_body()
         if self.session is not None:
             self.session.close()

@@ -1,3 +1,7 @@
+import json
+import socket
+
+import pytest
 from phalanx.rank.protocol import Stats
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.http.metrics import Metrics
@@ -17,3 +21,16 @@ def test_the_hit_ratio_of_resident_experts(tmp_path):
     assert name + b"0.0\n" in Metrics(link, "m").text()
     link.stats = Stats(experts_resident=6, experts_cpu=1, experts_streamed=1, experts_loaded=5)
     assert name + b"0.75\n" in Metrics(link, "m").text()
+
+
+@pytest.mark.parametrize("path", ["completions", "embeddings"])
+def test_a_client_that_leaves_before_its_answer_is_not_a_success(start_server, path):
+    server = start_server(scheduler={"hold": True})
+    body = json.dumps({"prompt": "x"} if path == "completions" else {"input": "x"})
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.sendall((head + body).encode())
+        server.wait(lambda: server.scheduler.requests)
+    server.wait(lambda: not server.state.active)
+    series = f'phalanx_http_requests_total{{method="POST",path="/v1/{path}",status="499"}} 1.0'
+    server.wait(lambda: series in server.state.metrics.text().decode())
