@@ -23,6 +23,7 @@ from .stored_run import Mistake, StoredRun, validate
 
 log = logging.getLogger("phalanx.batch")
 MOST_BATCHES = 1000
+LOOK_EVERY = 60.0  # seconds between looks for batches whose time is over while they wait
 TRY_AGAIN = 60.0  # seconds until a batch is gone on with that found no room on the disk
 ENDS = ("completed", "failed", "expired", "cancelled")
 
@@ -109,6 +110,7 @@ class StoredBatches:
     def start(self) -> None:
         """Begin to work, on the loop that runs."""
         self._begin(self._work())
+        self._begin(self._expire())
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -174,8 +176,8 @@ class StoredBatches:
             batch.enter("cancelling")
             if batch.id in self._runs:
                 self._runs[batch.id].stop()
-            elif batch.id not in self._in_hand:  # it does not wait for its turn
-                self._begin(self._handle(batch))
+            elif batch.id not in self._in_hand:
+                self._take(batch)
             self._more.set()
             with contextlib.suppress(ApiError):  # it is stopped all the same, and saved at its end
                 self._save(batch)
@@ -224,6 +226,19 @@ class StoredBatches:
                 await self._more.wait()
             elif not await self._handle(waiting[0]):
                 return
+
+    def _take(self, batch: StoredBatch) -> None:
+        """End one from the queue beside the one that runs: it does not wait for its turn."""
+        self._in_hand.add(batch.id)
+        self._begin(self._handle(batch))
+
+    async def _expire(self) -> None:
+        """End those in the queue whose time is over; one that is in hand has a timer of its own."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            for batch in self._batches.values():
+                if not batch.over and batch.id not in self._in_hand and batch.expires_at <= time.time():
+                    self._take(batch)
 
     async def _handle(self, batch: StoredBatch) -> bool:
         """Bring one batch to its end. False: the ranks are gone for good, and the next server goes on."""

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from phalanx.rank.server.batch import idle, stored_run
+from phalanx.rank.server.batch import idle, stored, stored_run
 from phalanx.rank.server.http import upload
 
 from ....late import Late
@@ -266,6 +266,20 @@ def test_expired(make_server):
         done = until(client, batch, "expired")
         assert done.expired_at and done.request_counts.failed == 2
         assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
+
+
+def test_expired_in_the_queue(make_server, monkeypatch):
+    monkeypatch.setattr(stored, "LOOK_EVERY", 0.05)
+    fresh_server = make_server(scheduler={"hold": True})
+    with client_of(fresh_server) as client:
+        first, waiting = begin(client, line("a")), begin(client, line("b"), line("c"))
+        until(client, first, "in_progress")
+        fresh_server.state.batches._batches[waiting.id].expires_at = int(time.time())
+        done = until(client, waiting, "expired")
+        assert (done.request_counts.total, done.request_counts.failed) == (2, 2)
+        assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
+        assert client.batches.retrieve(first.id).status == "in_progress"
+        assert len(fresh_server.scheduler.requests) == 1
 
 
 def test_another_server_goes_on_where_one_was_stopped(make_server):
