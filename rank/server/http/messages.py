@@ -108,7 +108,8 @@ class CountRequest(Body, kw_only=True):
 
     def _check_choices(self) -> None:
         choice = self.tool_choice or {}
-        if (kind := choice.get("type", "auto")) not in CHOICES:
+        kind = choice.get("type", "auto")
+        if not isinstance(kind, str) or kind not in CHOICES:
             raise bad("tool_choice", f"tool_choice.type is {show(kind)}: expected one of {', '.join(CHOICES)}")
         if kind == "tool" and not isinstance(choice.get("name"), str):
             raise bad("tool_choice.name", f"tool_choice.name is {show(choice.get('name'))}: expected a tool's name")

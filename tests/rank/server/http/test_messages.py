@@ -247,6 +247,13 @@ def test_a_choice_without_tools_is_told_in_its_own_words(server, choice):
     assert answer.status == 400 and f'tool_choice.type is "{choice["type"]}"' in answer.body["error"]["message"]
 
 
+@pytest.mark.parametrize("kind", [{}, [], 5, None, "required"])
+def test_a_choice_of_no_known_type(server, kind):
+    body = {"max_tokens": 5, "messages": USER, "tool_choice": {"type": kind}}
+    answer = server.request("POST", "/v1/messages", body, {"X-Api-Key": "secret"})
+    assert answer.status == 400 and "tool_choice.type is " in answer.body["error"]["message"]
+
+
 def test_errors_of_streams(server, says, monkeypatch):
     says("hello world")
     broken = lambda change: 1 / 0  # noqa: E731
