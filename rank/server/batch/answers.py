@@ -28,7 +28,7 @@ BUSY = 0.5  # seconds until a request is tried again that a full queue, or a ser
 
 class Answers:
     """Asks the ranks and writes down what they say. `fail` is told, code and reason, when the journal cannot;
-    `written` is told of each entry."""
+    `written` is told of each entry, and `ended` of each session."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Answers:
         deadline: Deadline,
         fail: Callable[[int, str], None],
         written: Callable[[Entry], None] = lambda entry: None,
+        ended: Callable[[Session], None] = lambda session: None,
     ):
         self.counts = Counts()  # by this start, on the disk
         self.under_way: set[asyncio.Task[None]] = set()
@@ -46,6 +47,7 @@ class Answers:
         self._deadline = deadline
         self._fail = fail
         self._written = written
+        self._ended = ended
         self._open: set[Session] = set()
 
     @property
@@ -123,6 +125,7 @@ class Answers:
         finally:
             answer.close()
             self._open.discard(answer)
+            self._ended(answer)
         self._deadline.add(answer)
         entry = output.entry(item, ANSWERED, answer.prompt_tokens, answer.completion_tokens)
         return entry, output.answer(item, body["id"], body)

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 from ....errors import FatalError
 from ..api_error import ApiError
 from ..file_store import FULL, FileStore, StoredFile, cannot_write
+from ..session import Session
 from ..text_engine import TextEngine
 from .journal import Entry, NoRoom, atomically
 from .setup import setup
@@ -87,12 +89,21 @@ class StoredBatch(msgspec.Struct, kw_only=True):
 
 
 class StoredBatches:
-    """Answers one batch after the other, the oldest first. `used` is told whose tokens each answer took."""
+    """Answers one batch after the other, the oldest first. `used` is told whose tokens each answer took, and `ended` of
+    each session.
+    """
 
-    def __init__(self, files: FileStore, sessions: TextEngine, used: Callable[[str, int, int], None]):
+    def __init__(
+        self,
+        files: FileStore,
+        sessions: TextEngine,
+        used: Callable[[str, int, int], None],
+        ended: Callable[[Session], None],
+    ):
         self.files = files
         self._sessions = sessions
         self._used = used
+        self._ended = ended
         self._batches: dict[str, StoredBatch] = {}
         self._more = asyncio.Event()
         self._in_hand: set[str] = set()  # ids of those that are worked on
@@ -290,7 +301,8 @@ class StoredBatches:
             if batch.status == "validating":  # and not cancelled meanwhile
                 batch.enter("in_progress")
             self._save(batch)
-        run = StoredRun(input, self._path(batch, "journal"), self._sessions, lambda one: self._count(batch, one))
+        count = partial(self._count, batch)
+        run = StoredRun(input, self._path(batch, "journal"), self._sessions, count, self._ended)
         self._runs[batch.id] = run
         timer = asyncio.get_running_loop().call_later(max(0.0, batch.expires_at - time.time()), run.stop)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..api_error import ApiError
+from ..session import Session
 from ..text_engine import TextEngine
 from . import output
 from .answers import Answers
@@ -62,7 +63,14 @@ def validate(path: str, endpoint: str) -> tuple[int, list[Mistake]]:
 class StoredRun:
     """Answers the requests of `input`. Everything but what says otherwise runs on the server's loop."""
 
-    def __init__(self, input: Path, journal: Path, sessions: TextEngine, used: Callable[[Entry], None]):
+    def __init__(
+        self,
+        input: Path,
+        journal: Path,
+        sessions: TextEngine,
+        used: Callable[[Entry], None],
+        ended: Callable[[Session], None] = lambda session: None,
+    ):
         self.input = str(input)
         self.before = Found()  # by earlier servers
         self.failure = ""  # why it cannot go on
@@ -70,6 +78,7 @@ class StoredRun:
         self._path = str(journal)
         self._sessions = sessions
         self._used = used  # told of each answer
+        self._ended = ended  # told of each session
         self._room = IdleRoom(sessions.link)
         self._journal: Journal | None = None
         self._answers: Answers | None = None
@@ -101,7 +110,7 @@ class StoredRun:
             await asyncio.wait([opening])  # nothing ends the thread; what it opens is for `close`
             raise
         assert self._journal is not None
-        self._answers = Answers(self._sessions, self._journal, Deadline(), self._fail, self._used)
+        self._answers = Answers(self._sessions, self._journal, Deadline(), self._fail, self._used, self._ended)
         feed = Feed(iter(Reader(self.input, self.before.finished)))
         work = asyncio.ensure_future(self._answer_all(feed))
         stopped = asyncio.ensure_future(self._stopped.wait())

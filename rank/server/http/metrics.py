@@ -60,11 +60,7 @@ class Metrics:
 
     def session(self, session: Session, gone: bool) -> None:
         """A session is over; `gone`: its client went away first."""
-        for choice in session.choices:
-            self._finished.labels(choice.finish or ("cancelled" if gone else "error")).inc()
-        self._prompt.observe(session.prompt_tokens)
-        tokens = session.completion_tokens
-        self._output.observe(tokens)
+        self.ended(session, "cancelled" if gone else "error")
         if not session.first_token:
             return
         self._ttft.observe(session.first_token - session.start)
@@ -73,6 +69,13 @@ class Metrics:
             longest = max(choice.completion_tokens for choice in session.choices)
             if longest > 1:
                 self._tpot.observe((session.last_token - session.first_token) / (longest - 1))
+
+    def ended(self, session: Session, broken_off: str = "cancelled") -> None:
+        """How a session ended, and its tokens; not in which time, as a request of a batch waits for others."""
+        for choice in session.choices:
+            self._finished.labels(choice.finish or broken_off).inc()
+        self._prompt.observe(session.prompt_tokens)
+        self._output.observe(session.completion_tokens)
 
     def embedding(self, began: float, finish: str, prompts: list[list[int]]) -> None:
         """The sequences of a request for embeddings have ended. They generate nothing, so they have no first token."""

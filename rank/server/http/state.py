@@ -53,7 +53,7 @@ class ServerState:
         self.conversations = ConversationStore(config.conversation_store)
         self.batches: StoredBatches | None = None  # None: without --file-store
         if config.file_store:
-            self.batches = StoredBatches(FileStore(config.file_store), sessions, self._used_by)
+            self.batches = StoredBatches(FileStore(config.file_store), sessions, self._used_by, self.metrics.ended)
         self.tools = ToolServers(mcp_config.read(config.mcp_config) if config.mcp_config else [])
         self.started = int(time.time())
         self.held = 0  # bytes of large bodies whose requests have not begun yet

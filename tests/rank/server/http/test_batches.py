@@ -1,6 +1,7 @@
 """Files and batches over HTTP, mostly through OpenAI's own client."""
 
 import asyncio
+import re
 import socket
 import time
 
@@ -66,7 +67,20 @@ def test_lists_come_in_pages(client):
             client.files.list(extra_query={"limit": limit})
 
 
+def figures(server):
+    """Sequences that ended, their tokens, and how many times to a first token were counted."""
+    told = server.request("GET", "/metrics").body.decode()
+    names = (
+        'phalanx_requests_total{finish_reason="stop"}',
+        "phalanx_request_output_tokens_sum",
+        "phalanx_time_to_first_token_seconds_count",
+    )
+    found = [re.search(rf"^{re.escape(name)} (\S+)$", told, re.MULTILINE) for name in names]
+    return [float(one[1]) if one else 0.0 for one in found]
+
+
 def test_a_batch(server, client):
+    before = figures(server)
     batch = begin(client, line("a"), line("b"), line("c", {"messages": "hi", "n": 0}), metadata={"k": "v"})
     assert (batch.status, batch.metadata, batch.expires_at - batch.created_at) == ("validating", {"k": "v"}, 86400)
     done = until(client, batch, "completed", "failed")
@@ -88,6 +102,7 @@ def test_a_batch(server, client):
     assert server.scheduler.requests[-1].priority == stored_run.LAST
     with pytest.raises(openai.BadRequestError, match="completed: there is nothing to cancel"):
         client.batches.cancel(batch.id)
+    assert [now - then for now, then in zip(figures(server), before, strict=True)] == [2, done.usage.output_tokens, 0]
     used = server.request("GET", "/v1/usage").body
     assert used["completion_tokens"] >= done.usage.output_tokens
 
