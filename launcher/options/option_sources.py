@@ -193,13 +193,17 @@ class _Line:
         return "; --help lists the options"
 
     def _close(self, bare: str, own: list[str]) -> list[str]:
-        """The flag that is spelled most like this one, of other servers' too: those are answered in words."""
+        """The flag of which this is a misspelling: word by word, or else --ctx-size would be taken for --block-size.
+        It may be another server's, too: those are answered in words."""
 
         def likeness(one: str) -> tuple[float, bool]:
-            return difflib.SequenceMatcher(None, one, bare).ratio(), one in own
+            pairs = zip(one[2:].split("-"), words, strict=True) if one.count("-") == bare.count("-") else [(one, "")]
+            return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs), one in own
 
-        best = max([*own, *COMPAT_FLAGS] if self._places else own, key=likeness)
-        return [best] if len(bare) > 4 and likeness(best)[0] >= 0.8 else []
+        words = bare[2:].split("-")
+        known = [one for one in ([*own, *COMPAT_FLAGS] if self._places else own) if one.startswith("--")]
+        best = max(known, key=likeness)
+        return [best] if len(bare) > 5 and likeness(best)[0] >= 0.75 else []
 
 
 def _environment_layer(table: dict[str, Spec], environ: Mapping[str, str]) -> dict[str, tuple[_Origin, object]]:

@@ -34,7 +34,10 @@ FLAGS = {
         "--chat-template-kwargs X, --default-chat-template-kwargs X",
     ),
     **refuse("a template gets each message's content as one text", "--chat-template-content-format X", "auto string"),
-    **refuse("--chat-template FILE gives another template", "--hf-chat-template-name X, --completion-template X"),
+    **refuse(
+        "--chat-template FILE gives another template",
+        "--hf-chat-template-name X, --completion-template X, --trust-request-chat-template",
+    ),
     **note("chat templates are Jinja", "--jinja"),
     **refuse("chat templates are Jinja; --chat-template FILE gives another", "--no-jinja"),
     **refuse("answers have the role assistant", "--response-role X", "assistant"),
@@ -49,7 +52,7 @@ FLAGS = {
     **refuse("use --thinking or --no-thinking", "--reasoning X, -rea X", "auto"),
     **refuse(
         "a request limits it: `thinking_token_budget`; --no-thinking switches reasoning off",
-        "--reasoning-budget X, --reasoning-config X",
+        "--reasoning-budget X, --reasoning-config X, --reasoning-budget-message X",
         "-1",
     ),
     **refuse("a request says it: `reasoning_effort`", "--reasoning-effort X", "default"),
@@ -57,6 +60,9 @@ FLAGS = {
     **refuse("the format of tool calls is chosen by the model's chat template", "--enforce-parser X"),
     **refuse(
         "write the tool server into a file: --mcp-config FILE (docs/tool-servers.md has its shape)",
-        """--mcp-command X, --mcp-args X, --mcp-servers-config X, --mcp-servers-json X, --tool-server X, --tools X""",
+        """--mcp-command X, --mcp-args X, --mcp-servers-config X, --mcp-servers-json X, --tool-server X, --tools X
+        --tools-runtime X, --agent, -ag""",
     ),
+    **refuse("use --reasoning-parser none and --tool-call-parser none", "--skip-chat-parsing"),
+    **refuse("a request goes on with its last message by `continue_final_message`", "--prefill-assistant"),
 }

@@ -127,7 +127,10 @@ def test_what_is_refused(line, message):
         ("--ctx-sizes", "did you mean --ctx-size?"),  # which is answered in words then
         ("--thread", "did you mean --threads?"),
         ("--block-sze", "did you mean --block-size?"),
+        ("--gpu-memory-utilisation", "did you mean --gpu-memory-utilization?"),
         ("--foo-size", "--help lists the options"),
+        ("--log-format", "--help lists the options"),
+        ("--kv-block-size", "--help lists the options"),
         ("--switch-read", "--help lists the options"),
         ("-x", "--help lists the options"),
     ],
