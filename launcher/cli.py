@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -26,34 +27,60 @@ Phalanx serves a large language model from an MPI job, with an OpenAI-compatible
 
 Verbs (phalanx VERB --help tells more):
 """
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what writing to a full disk fails with
 
 
 def main(argv: list[str] | None = None) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         return _fail("Python 3.11 or newer is needed, this is " + sys.version.split()[0], 2)
-    words = sys.argv[1:] if argv is None else argv
-    from ..errors import FatalError
-
     try:
-        if words[:1] in (["-h"], ["--help"], ["help"]):
-            print(_overview())
-            return 0
-        if words[:1] == ["--version"]:
-            from .. import __version__
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # also while a verb is imported, which may take a second
+        from ..errors import STOPPED
 
-            print(f"phalanx {__version__}")
-            return 0
-        file = _file(words[0]) if words else None
-        if words and file is None:
-            _refuse_misspelled(words[0])
-        module = importlib.import_module(_module(file or COMMANDS / "serve.py"), __package__)
-        return module.main(words[1:] if file else words)
+        return STOPPED
+
+
+def _run(words: list[str]) -> int:
+    from ..errors import ERROR, FatalError
+
+    if hasattr(sys.stdout, "reconfigure"):
+        # Not all terminals have all characters, and names of files are bytes.
+        sys.stdout.reconfigure(errors="surrogateescape" if sys.stdout.encoding.lower() == "utf-8" else "replace")
+    try:
+        code = _verb(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here its failure can be told
+        return code
     except FatalError as stop:
         return _fail(str(stop), stop.code)
     except BrokenPipeError:
         # `phalanx --help | head`: whoever read us has seen enough. The interpreter must not flush into it again.
         sys.stdout = None
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        sys.stdout = None
+        place = error.filename or "standard output or a file in TMPDIR"
+        return _fail(f"{place} cannot be written: {error.strerror}", ERROR)
+
+
+def _verb(words: list[str]) -> int:
+    if words[:1] in (["-h"], ["--help"], ["help"]):
+        print(_overview())
+        return 0
+    if words[:1] == ["--version"]:
+        from .. import __version__
+
+        print(f"phalanx {__version__}")
+        return 0
+    file = _file(words[0]) if words else None
+    if words and file is None:
+        _refuse_misspelled(words[0])
+    module = importlib.import_module(_module(file or COMMANDS / "serve.py"), __package__)
+    code: int = module.main(words[1:] if file else words)
+    return code
 
 
 def _file(word: str) -> Path | None:

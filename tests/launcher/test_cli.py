@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from phalanx import errors
 from phalanx.launcher import cli
 from phalanx.launcher.job import rank_bootstrap, supervisor
 from phalanx.launcher.options import help, option_sources
@@ -188,3 +189,27 @@ def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert sys.modules["phalanx"].__version__ == "0+checkout"
+
+
+@pytest.mark.parametrize("verb", ["", "fit", "chat"])
+def test_a_full_disk_is_told_in_one_line(verb):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "phalanx.launcher.cli", *verb.split(), "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    place = "standard output or a file in TMPDIR"
+    assert (done.returncode, done.stderr) == (1, f"phalanx: {place} cannot be written: No space left on device\n")
+
+
+def test_ctrl_c_has_a_code_and_no_traceback(monkeypatch, capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_verb", interrupted)
+    assert cli.main(["fit"]) == errors.STOPPED
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_without_all_characters(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = phalanx("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "mpirun -np 16 -hostfile H ?" in done.stdout
