@@ -94,8 +94,9 @@ def text_of(path: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line to the user, on stderr."""
-    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+    """Print one line to the user, on stderr, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
 def let_another_speak() -> None:
@@ -115,8 +116,8 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Write all of `data`, and ignore that the reader has gone."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    """Write all of `data`. Drops what cannot be written: a reader that has gone or a full disk must not end a job."""
+    with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
 

@@ -52,3 +52,15 @@ def test_nothing_else_in_the_launcher_wants_it():
     for name in ("supervisor.py", "rank_bootstrap.py", "../llm.py"):
         with open(os.path.join(here, name)) as file:
             assert "pidfd_open" not in file.read()
+
+
+def test_a_full_disk_ends_nothing():
+    with open("/dev/full", "wb", buffering=0) as full:
+        linux.write(full.fileno(), b"a line of a log")
+
+
+def test_what_cannot_be_said_ends_nothing():
+    code = "from phalanx.launcher.job import linux; linux.say('something'); print('went on')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, timeout=60)
+    assert done.stdout == b"went on\n"
