@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from .options import option_sources
 
 _GROUP = "Server"
 UNIX = "unix://"
+SCHEMES = "http://", "https://", UNIX
 START = "start one with `phalanx serve`"
 
 
@@ -61,6 +63,8 @@ def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
     """
     options: ServerOptions = where.options
     url, default = options.url.rstrip("/").removesuffix("/v1"), http_client.url_of(options.host, options.port)
+    if url and not url.startswith(SCHEMES):
+        raise FatalError(f"--url {options.url}: it has to begin with {', '.join(SCHEMES)}", USAGE)
     if any(where.origins[name] != "default" for name in ("host", "port")):
         url = url or default
     found = find(options.job, verb, url) if options.job or not url else None
@@ -80,6 +84,10 @@ def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) 
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
         raise FatalError(f"{url}: {message}", ERROR) from None
+    except http.client.BadStatusLine as error:
+        if isinstance(error, OSError):  # RemoteDisconnected: it ends
+            raise FatalError(f"no server answers at {url} ({error}); {server.remedy}", USAGE) from None
+        raise FatalError(f"what answers at {url} is no HTTP server", USAGE) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise FatalError(f"no server answers at {url} ({why}); {server.remedy}", USAGE) from None
@@ -107,7 +115,7 @@ def health(server: FoundServer) -> dict[str, Any]:
             found = json.load(error)
         except (ValueError, OSError):
             return {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
 

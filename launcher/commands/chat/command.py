@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _converse(conversation, prompt)
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            return errors.STOPPED
         print()
         return 0
     finally:
@@ -76,8 +78,13 @@ def _tools(path: str) -> ToolThread:
 
 def _converse(conversation: Conversation, prompt: Prompt) -> int:
     """Until the user ends it. Raises FatalError where no person is there to try again."""
-    while line := prompt.ask():
+    while True:
         try:
+            line = prompt.ask()
+            if line is None or (not line and sys.stdin.isatty()):
+                return 0
+            if not line:
+                continue  # of a file or pipe, where a blank line is no wish to end
             if not line.startswith("/"):
                 conversation.say(line)
             elif not run(conversation, line):
@@ -86,4 +93,3 @@ def _converse(conversation: Conversation, prompt: Prompt) -> int:
             if not sys.stdin.isatty():
                 raise
             print(f"phalanx: {stop}", file=sys.stderr)
-    return 0

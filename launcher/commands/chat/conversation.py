@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .... import errors
@@ -13,6 +15,7 @@ from ...tool_thread import DENIED, ToolThread
 from .display import Display
 
 MOST_ROUNDS = 16  # answers with calls of tools, one after the other
+BROKEN_OFF = "ended the answer before it was whole: its log says why, if it is yours"
 Message = dict[str, Any]
 
 
@@ -92,11 +95,17 @@ class Conversation:
                     display.text(text)
                 for part in delta.get("tool_calls") or ():
                     _add(calls, part)
+        except errors.FatalError:
+            if first:
+                display.end()
+            raise
         except KeyboardInterrupt:
             display.text(" …")  # the server stops when the connection closes
+            if not sys.stdin.isatty():  # nobody is there to ask something else
+                display.end()
+                raise
             calls = {}
-        finally:
-            display.end()
+        display.end()
         if self.usage is not None:
             display.note(self._figures(began, first))
         return message | ({"tool_calls": list(calls.values())} if calls else {})
@@ -115,10 +124,7 @@ class Conversation:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         self._display.thought(f"[{name} {arguments}]")
         self._display.end()
-        if self._approve and input("allow this call? [y/N] ").strip().lower() not in ("y", "yes"):
-            text = DENIED
-        else:
-            text = tools.call(name, arguments).text
+        text = DENIED if self._approve and not _allowed() else tools.call(name, arguments).text
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
     def _stream(self, tools: list[Message]) -> Iterator[Message]:
@@ -130,15 +136,41 @@ class Conversation:
         body |= {"stream_options": {"include_usage": True}}
         body |= {name: value for name, value in self.fields.items() if value is not None}
         with find_server.request(self.server, "/v1/chat/completions", body) as answer:
-            for line in answer:
-                if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                    continue
-                event = json.loads(line[5:])
-                if "error" in event:
-                    raise errors.FatalError(event["error"]["message"], errors.ERROR)
-                self.usage = event.get("usage") or self.usage
-                for choice in event["choices"]:
-                    yield choice["delta"]
+            try:
+                yield from self._deltas(answer)
+            except (OSError, http.client.HTTPException):
+                raise errors.FatalError(f"{self.server.url} {BROKEN_OFF}", errors.ERROR) from None
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise errors.FatalError(
+                    f"{self.server.url} answers in another format than OpenAI's", errors.ERROR
+                ) from None
+
+    def _deltas(self, answer: Iterable[bytes]) -> Iterator[Message]:
+        """Of an answer's lines. Raises FatalError where the answer ends before it is whole."""
+        whole = False
+        for line in answer:
+            if not line.startswith(b"data:"):
+                continue
+            if line[5:].strip() == b"[DONE]":
+                whole = True
+                continue
+            event = json.loads(line[5:])
+            if error := event.get("error"):
+                raise errors.FatalError(error["message"] if isinstance(error, dict) else str(error), errors.ERROR)
+            self.usage = event.get("usage") or self.usage
+            for choice in event["choices"]:
+                whole = whole or bool(choice.get("finish_reason"))
+                yield choice["delta"]
+        if not whole:
+            raise errors.FatalError(f"{self.server.url} {BROKEN_OFF}", errors.ERROR)
+
+
+def _allowed() -> bool:
+    """Whether the user allows a call; at the end of the input nobody does."""
+    try:
+        return input("allow this call? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _add(calls: dict[int, Message], part: Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Protocol
@@ -52,7 +53,7 @@ class Plain:
             self._write(f"{text}\n", faint=True)
 
     def _write(self, text: str, faint: bool = False) -> None:
-        sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if faint and sys.stdout.isatty() else text)
+        sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if faint and _styled() else text)
         sys.stdout.flush()
 
 
@@ -134,6 +135,11 @@ class Live:
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", highlight=False)
+
+
+def _styled() -> bool:
+    """Whether standard output is a terminal that takes styles, and its user does as well (no-color.org)."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def finished(text: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from .... import errors
 from ....rank.server import server_registry
 
 MOST = 1000  # lines of history
@@ -30,24 +31,18 @@ class Prompt:
             readline.set_history_length(MOST)
             self._file = path
 
-    def ask(self) -> str:
-        """The next text; "" at the end."""
-        line = self._line("> ").strip()
+    def ask(self) -> str | None:
+        """The next text; None at the end. Raises FatalError where it is no text."""
+        line = _line("> ")
+        if line is None:
+            return None
+        line = line.strip()
         if not line.startswith(MANY):
             return line
         lines = [line.removeprefix(MANY)]
-        while not lines[-1].endswith(MANY):
-            try:
-                lines.append(input("… " if sys.stdin.isatty() else ""))
-            except EOFError:
-                break
+        while not lines[-1].endswith(MANY) and (more := _line("… ")) is not None:
+            lines.append(more)
         return "\n".join(lines).removesuffix(MANY).strip()
-
-    def _line(self, sign: str) -> str:
-        try:
-            return input(sign if sys.stdin.isatty() else "")
-        except EOFError:
-            return ""
 
     def close(self) -> None:
         """Keep what was typed."""
@@ -56,3 +51,15 @@ class Prompt:
 
             with contextlib.suppress(OSError):
                 readline.write_history_file(self._file)
+
+
+def _line(sign: str) -> str | None:
+    """A line of the input; None at its end."""
+    try:
+        line = input(sign if sys.stdin.isatty() else "")
+        line.encode()  # in the C locale Python lets bytes through that are no characters
+    except EOFError:
+        return None
+    except UnicodeError:
+        raise errors.FatalError(f"the input is no text in {sys.stdin.encoding}", errors.USAGE) from None
+    return line
