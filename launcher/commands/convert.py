@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from ...rank.gguf import mixes
 from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import ISQ_SPELLINGS, flag
 from .. import hf_hub
+from ..job import linux, mpi_env
 from ..job.linux import say
 from ..options import option_sources
 from ..options.help import shown
@@ -101,6 +102,10 @@ def main(argv: Sequence[str]) -> int:
     options = chosen.options
     _check(options)
     _refuse_unused(chosen)
+    if options.device == "cuda" and not mpi_env.gpus():
+        raise FatalError(
+            f"--device cuda: no GPU was found on {mpi_env.hostname()}; --device cpu computes without", USAGE
+        )
     target = Path(options.target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir()) and options.to not in IN_FILES):
         raise FatalError(f"{target} is there already: name another place", USAGE)
@@ -120,6 +125,8 @@ def main(argv: Sequence[str]) -> int:
         made = making / target.name if options.to in IN_FILES else making
         _run(options, source, made, windows, tokenizer)
         made.replace(target)
+    except KeyboardInterrupt:
+        raise FatalError("stopped; nothing is left behind", STOPPED) from None
     finally:
         shutil.rmtree(making, ignore_errors=True)
     say(f"complete; serve it with: phalanx serve {shlex.quote(str(target))}")
@@ -165,6 +172,8 @@ def _find(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and not is_gguf(path):
+        raise FatalError(f"{model} is a file: name the directory that has config.json and safetensors", USAGE)
     if is_gguf(path):
         raise FatalError(f"{model} is a GGUF file: convert the directory with safetensors that it was made of", USAGE)
     if not hf_hub.is_id(model):
@@ -176,8 +185,8 @@ def _tokenizer(source: Path) -> dict[str, Any]:
     """What a GGUF file has of it in its metadata, with the chat template."""
     from ...rank.server.text import gguf_keys  # not for --help: it takes a third of a second
 
+    config = _config(source)
     try:
-        config = msgspec.json.decode((source / "config.json").read_bytes())
         return gguf_keys.keys(source, config.get("text_config", config)["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise FatalError(f"the tokenizer of {source} cannot be written: {error}", MODEL) from None
@@ -190,8 +199,9 @@ def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]]
     try:
         text = Path(options.calibration).expanduser().read_text(encoding="utf-8") if options.calibration else _manual()
     except (OSError, UnicodeDecodeError) as error:
-        raise FatalError(f"--calibration {options.calibration}: {error}", USAGE) from None
-    config = msgspec.json.decode((source / "config.json").read_bytes())
+        why = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise FatalError(f"--calibration {options.calibration}: {why}", USAGE) from None
+    config = _config(source)
     context = config.get("text_config", config).get("max_position_embeddings") or options.seqlen
     length = min(options.seqlen, context)
     try:
@@ -209,6 +219,15 @@ def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]]
     windows = windows[:: max(1, len(windows) // (options.samples + HELD_OUT))][: options.samples + HELD_OUT]
     held_out = min(HELD_OUT, len(windows) // 2)
     return windows[held_out:], windows[:held_out]
+
+
+def _config(source: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode((source / "config.json").read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise FatalError(f"{source / 'config.json'}: {error.strerror}", MODEL) from None
+    except msgspec.DecodeError as error:
+        raise FatalError(f"{source / 'config.json'} is not valid JSON: {error}", MODEL) from None
 
 
 def _manual() -> str:
@@ -245,15 +264,26 @@ def _run(
     with tempfile.NamedTemporaryFile("wb", suffix=".json") as file:
         file.write(msgspec.json.encode(question))
         file.flush()
-        process = subprocess.Popen([sys.executable, *PROGRAM, file.name])
+        process = subprocess.Popen([sys.executable, *PROGRAM, file.name], preexec_fn=_child())
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so ends a job's time
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait()
-            raise FatalError("stopped; nothing is left behind", STOPPED) from None
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
     if code:
         raise FatalError(f"{options.source} was not converted", code if code > 0 else 128 - code)
+
+
+def _child() -> Callable[[], None]:
+    """It ends with this process. Ctrl-C at a terminal is for this process, which then ends it without a traceback."""
+    tie = linux.tie_to_parent()
+
+    def prepare() -> None:
+        tie()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    return prepare

@@ -61,6 +61,10 @@ def convert(question: Question) -> None:
     if config.quantization and not (question.to in to_gguf.TARGETS and gguf_experts.takes(config)):
         raise FatalError(_quantised_already(source, config), MODEL)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if question.device == "auto" else question.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise FatalError(
+            f"--device cuda: PyTorch {torch.__version__} sees no GPU; --device cpu computes without", USAGE
+        )
     if question.to in to_gguf.TARGETS:
         file = Path(question.target)
         to_gguf.write(source, file, question.to, question.tokenizer, device, _counter(unit_scale=True))

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -16,6 +17,7 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import FatalError
 from phalanx.launcher import hf_hub
 from phalanx.launcher.commands import convert
+from phalanx.launcher.job import linux, mpi_env
 from phalanx.rank.model.convert import __main__ as program
 from phalanx.rank.model.convert import calibrate, writer
 from phalanx.rank.model.convert.gptq import Scheme
@@ -26,6 +28,7 @@ from safetensors.torch import load_file
 
 from ...checkpoints import CORPUS, make_checkpoint
 from ...rank.model.harness import run_steps
+from ..test_scripts import until
 
 SIZES = dict(hidden_size=64, head_dim=16, num_attention_heads=8, num_key_value_heads=4, intermediate_size=128,
              num_hidden_layers=2)  # fmt: skip
@@ -50,7 +53,7 @@ def here(monkeypatch):
     takes."""
 
     class Here:
-        def __init__(self, command):
+        def __init__(self, command, preexec_fn):
             assert command[1:-1] == list(convert.PROGRAM)
             self._file = command[-1]
 
@@ -216,10 +219,21 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{model}", "{to}", "--to", "awq", "--sym"), 2, "--sym: awq's layout always has zero points; use --to gptq"),
         (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
         (("{to}/none", "{to}"), 2, "there is no such directory"),
+        (("{text}", "{to}"), 2, "is a file: name the directory that has config.json and safetensors"),
+        (("{model}", "{to}", "--device", "cuda"), 2, "--device cuda: no GPU was found on "),
+        (("{model}", "{to}", "--calibration", "{model}"), 2, ": Is a directory"),
+        (("{empty}", "{to}", "--calibration", "{text}"), 3, "config.json: No such file or directory"),
+        (("{cut}", "{to}", "--calibration", "{text}"), 3, "config.json is not valid JSON: "),
+        (("{cut}", "{to}.gguf", "--to", "q8_0"), 3, "config.json is not valid JSON: "),
         (("{made}", "{to}", "--calibration", "{text}", "--seqlen", "48"), 3, "is quantised already"),
     ],
 )
-def test_what_is_refused(here, checkpoint, tmp_path, text, words, code, message, capfd):
+def test_what_is_refused(here, checkpoint, tmp_path, text, words, code, message, capfd, monkeypatch):
+    monkeypatch.setattr(mpi_env, "gpus", lambda: 0)
+    for name, config in (("empty", None), ("cut", "{")):
+        (tmp_path / name).mkdir()
+        if config:
+            (tmp_path / name / "config.json").write_text(config)
     short = tmp_path / "short.txt"
     short.write_text("too little")
     gguf = tmp_path / "model.gguf"
@@ -231,6 +245,7 @@ def test_what_is_refused(here, checkpoint, tmp_path, text, words, code, message,
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     places = dict(model=checkpoint, to=tmp_path / "to", short=short, made=made, text=text, gguf=gguf)
+    places |= dict(empty=tmp_path / "empty", cut=tmp_path / "cut")
     with pytest.raises(FatalError) as stopped:
         convert.main([word.format(**places) for word in words])
     assert stopped.value.code == code
@@ -287,6 +302,16 @@ def test_a_model_at_the_hub_is_fetched_with_its_weights(checkpoint, text, tmp_pa
     monkeypatch.setattr(convert, "_run", lambda options, source, *rest: sources.append(source))
     assert convert.main(["some/model", str(tmp_path / "made"), "--calibration", text, "--seqlen", "48"]) == 0
     assert (fetched, sources) == (["some/model"], [checkpoint])
+
+
+def test_ctrl_c_at_a_terminal_is_one_line(checkpoint, tmp_path):
+    """It reaches the whole process group. The process that computes begins with seconds of imports."""
+    command = [sys.executable, "-m", "phalanx.launcher.cli", "convert", str(checkpoint), str(tmp_path / "made"), "--to"]
+    process = subprocess.Popen([*command, "fp8"], stderr=subprocess.PIPE, start_new_session=True)
+    until(lambda: linux.children(process.pid))
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=30) == (None, b"phalanx: stopped; nothing is left behind\n")
+    assert process.returncode == 130 and not list(tmp_path.iterdir())
 
 
 def test_too_little_memory_is_told_in_a_line(tmp_path, monkeypatch, capfd):
