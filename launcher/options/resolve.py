@@ -37,6 +37,7 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     _check_host_memory(options)
     _check_names(options)
     options = _check_tool_servers(options)
+    _check_template(options)
     api_key, model = _api_key(options), model_path(options, place)
     name = options.served_model_name
     if is_gguf(model) and not name:
@@ -126,6 +127,16 @@ def _check_tool_servers(options: Options) -> Options:
     except ValueError as error:
         raise FatalError(f"--mcp-config {error}", USAGE) from None
     return msgspec.structs.replace(options, mcp_config=path)
+
+
+def _check_template(options: Options) -> None:
+    try:
+        if options.chat_template:
+            Path(options.chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FatalError(f"--chat-template {options.chat_template}: {error.strerror}", USAGE) from None
+    except UnicodeDecodeError:
+        raise FatalError(f"--chat-template {options.chat_template}: it is no text in UTF-8", USAGE) from None
 
 
 def _check_names(options: Options) -> None:

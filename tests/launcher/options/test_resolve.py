@@ -151,6 +151,17 @@ def test_api_key_from_a_file(model, tmp_path):
         assert message == f"--api-key-file {file}: {why}" and code == 2
 
 
+def test_a_template_that_is_not_there(model, tmp_path):
+    (tmp_path / "latin").write_bytes(b"\xff")
+    for place, why in (
+        ("none", "No such file or directory"),
+        (".", "Is a directory"),
+        ("latin", "it is no text in UTF-8"),
+    ):
+        path = str(tmp_path / place)
+        assert refusal(model=model, chat_template=path) == (f"--chat-template {path}: {why}", 2)
+
+
 def test_model_directories(model, tmp_path, monkeypatch):
     assert resolved(model=model).model == model
     monkeypatch.chdir(tmp_path.parent)
