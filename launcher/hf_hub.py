@@ -38,18 +38,18 @@ def model(id: str, waiting: bool = False) -> str:
 
     Nothing is fetched while the other ranks of a running MPI job are `waiting`, for --timeout at most.
     """
-    path = _cached(id)
+    path = cached(id)
     if waiting and not path:
         raise _not_here(id, id)
     return path or fetch(id)
 
 
-def gguf(id: str, file: str, waiting: bool = False) -> str:
+def gguf(id: str, file: str, waiting: bool = False, pulling: bool = False) -> str:
     """The path of a GGUF file of a model, with its other shards beside it, fetched as `model` does."""
     path = cached_gguf(id, file)
     if waiting and not path:
         raise _not_here(id, f"{id} --f {file}")
-    return path or _fetch_files(id, _shards(file))
+    return path or _fetch_files(id, _shards(file), pulling)
 
 
 def cached_gguf(id: str, file: str) -> str:
@@ -71,10 +71,10 @@ def _cached_files(id: str, names: list[str]) -> str:
     return found[0] if isinstance(found[0], str) and all(isinstance(one, str) for one in found) else ""
 
 
-def _fetch_files(id: str, names: list[str]) -> str:
+def _fetch_files(id: str, names: list[str], pulling: bool) -> str:
     import huggingface_hub as hub
 
-    with _fetching(id):
+    with _fetching(id, pulling=pulling):
         there = {one.rfilename: one.size or 0 for one in _files_of(id, "")}
         if missing := [name for name in names if name not in there]:
             ggufs = [name for name in there if name.endswith(".gguf")]
@@ -93,7 +93,7 @@ def _files_of(id: str, revision: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _fetching(id: str, revision: str = "") -> Iterator[None]:
+def _fetching(id: str, revision: str = "", pulling: bool = False) -> Iterator[None]:
     """Shows bars on a terminal alone, and says in words what went wrong."""
     from huggingface_hub.utils import disable_progress_bars
 
@@ -106,7 +106,7 @@ def _fetching(id: str, revision: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         raise FatalError(f"fetching {id} was interrupted; the same command goes on where it was", STOPPED) from None
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
-        raise explained(id, revision, error) from None
+        raise explained(id, revision, error, pulling) from None
 
 
 def _not_here(id: str, pull: str) -> FatalError:
@@ -117,14 +117,14 @@ def _not_here(id: str, pull: str) -> FatalError:
     )
 
 
-def fetch(id: str, revision: str = "", to: str = "") -> str:
+def fetch(id: str, revision: str = "", to: str = "", pulling: bool = False) -> str:
     """Bring a model here: into the cache, or the directory `to`. What is there already is not fetched again.
 
-    Returns its directory; raises FatalError with what to do.
+    pulling: nothing but this was asked for. Returns its directory; raises FatalError with what to do.
     """
     import huggingface_hub as hub  # here: it takes half a second, and most models are directories
 
-    with _fetching(id, revision):
+    with _fetching(id, revision, pulling):
         sizes = {one.rfilename: one.size or 0 for one in _files_of(id, revision)}
         names = _chosen(id, list(sizes))
         place = Path(to) if to else _cache()
@@ -138,7 +138,7 @@ def fetch(id: str, revision: str = "", to: str = "") -> str:
     return str(Path(path).resolve())
 
 
-def _cached(id: str) -> str:
+def cached(id: str) -> str:
     """Its directory in the cache if it is complete there, without a look at the network."""
     import huggingface_hub as hub
 
@@ -201,7 +201,7 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def explained(id: str, revision: str, error: Any) -> FatalError:
+def explained(id: str, revision: str, error: Any, pulling: bool = False) -> FatalError:
     """What the hub's error means, and what to do."""
     from huggingface_hub import constants, errors
 
@@ -224,6 +224,12 @@ def explained(id: str, revision: str, error: Any) -> FatalError:
     status = getattr(getattr(error, "response", None), "status_code", 0)
     if status:
         return FatalError(f"{what}: {where} answered {status} ({why})", ERROR)
+    if pulling:
+        return FatalError(
+            f"{what}: {where} does not answer ({why}); pull where there is a network, such as on the login node; "
+            "HF_ENDPOINT names another hub, https_proxy a proxy",
+            ERROR,
+        )
     return FatalError(
         f"{what}: there is no such directory on {mpi_env.hostname()}, it is not complete in {_cache()}, and {where} "
         f"does not answer ({why}). "

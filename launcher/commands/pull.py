@@ -53,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
             raise errors.FatalError(
                 "--f goes into the cache alone, from main: leave --to and --revision out", errors.USAGE
             )
-        path = hf_hub.gguf(options.model, options.weight_file)
+        path = hf_hub.gguf(options.model, options.weight_file, pulling=True)
         say(f"complete; serve it with: phalanx serve --m {options.model} --f {shlex.quote(options.weight_file)}")
         print(path)
         return 0
-    path = hf_hub.fetch(options.model, options.revision, os.path.expanduser(options.to))
+    path = hf_hub.fetch(options.model, options.revision, os.path.expanduser(options.to), pulling=True)
     by_id = not options.to and not options.revision
     say(f"complete; serve it with: phalanx serve {shlex.quote(options.model if by_id else path)}")
     print(path)

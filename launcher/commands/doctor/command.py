@@ -175,7 +175,7 @@ def _report(options: DoctorOptions, seen: ProbeReport | None, problems: list[Che
         checks += [*links.all_reduce(seen, known), *links.networks(known), *links.clocks(seen)]
     checks += [*host_checks.memory(known), host_checks.port(options.host, options.port)]
     if options.speeds:
-        checks.append(speeds.file_system(Path(options.model or DEMO).expanduser()))
+        checks.append(speeds.file_system(options.model or str(DEMO)))
         checks.append(speeds.processors(seen, os.environ))
     _print(options, checks, seen)
     return errors.OK if worst(checks) != FAIL else errors.ERROR

@@ -32,6 +32,9 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 def weights(directory: Path) -> list[Path]:
+    """The largest first. directory: may be a file itself."""
+    if directory.is_file():
+        return [directory]
     found = [path for pattern in ("*.safetensors", "*.gguf", "*.bin") for path in directory.glob(pattern)]
     return sorted(found, key=lambda path: -path.stat().st_size)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+from ... import hf_hub
 from ...job import binding, mpi_env
 from ..fit import devices
 from ..fit.devices import CpuSpeed
@@ -22,7 +23,16 @@ SMALL = 256 << 20  # bytes: less is read in too short a time to tell
 PATIENCE = 40.0  # seconds for the processors
 
 
-def file_system(directory: Path) -> Check:
+def file_system(model: str) -> Check:
+    """model: a directory or GGUF file, or an id of the hub, which serve finds in the cache."""
+    directory = Path(model).expanduser()
+    if not directory.exists():
+        if not hf_hub.is_id(model):
+            text = f"{model}: there is no such directory on {mpi_env.hostname()}"
+            return Check("disk", FAIL, text, "--w DIR names a model's directory or GGUF file")
+        directory = Path(hf_hub.cached(model))
+        if not directory.name:
+            return Check("disk", WARN, f"{model} is not in the cache", f"fetch it first: phalanx pull {model}")
     try:
         speed = disk.measure(directory)
     except OSError as error:

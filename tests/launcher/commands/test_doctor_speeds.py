@@ -5,9 +5,11 @@ import os
 import subprocess
 
 import msgspec
+from phalanx.launcher import hf_hub
 from phalanx.launcher.commands.doctor import cpu, disk, speeds
 from phalanx.launcher.commands.doctor.check import OK, WARN
 from phalanx.launcher.commands.fit import devices
+from phalanx.launcher.job import mpi_env
 from phalanx.rank import filesystems
 
 from .test_doctor import GB, found
@@ -22,7 +24,7 @@ def test_the_disk_is_read_past_the_cache(tmp_path):
     assert (speed.bytes, speed.total) == (10_000_001, 10_000_002)
     assert speed.gbps > 0 and speed.kind == filesystems.kind(tmp_path)
     assert disk.measure(tmp_path, most=1 << 20).bytes >= 1 << 20
-    check = speeds.file_system(tmp_path)
+    check = speeds.file_system(str(tmp_path))
     assert check.state == OK and check.text.endswith("read; too little to be exact") or "page cache" in check.text
 
 
@@ -38,27 +40,41 @@ def test_file_systems_without_direct_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(disk.os, "open", refuse)
     speed = disk.measure(tmp_path)
     assert (speed.bytes, speed.direct) == (3_000_000, False)
-    assert ", perhaps from the page cache" in speeds.file_system(tmp_path).text
+    assert ", perhaps from the page cache" in speeds.file_system(str(tmp_path)).text
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path, monkeypatch):
+    host = mpi_env.hostname()
+    assert speeds.file_system("/nowhere/model").line() == (
+        f"FAIL  disk         /nowhere/model: there is no such directory on {host}; "
+        "--w DIR names a model's directory or GGUF file"
+    )
+    monkeypatch.setattr(hf_hub, "cached", lambda id: "")
+    said = "WARN  disk         some/model is not in the cache; fetch it first: phalanx pull some/model"
+    assert speeds.file_system("some/model").line() == said
+    (tmp_path / "model.gguf").write_bytes(bytes(3_000_000))
+    monkeypatch.setattr(hf_hub, "cached", lambda id: str(tmp_path))
+    assert speeds.file_system("some/model").state == speeds.file_system(f"{tmp_path}/model.gguf").state == OK
 
 
 def test_what_is_said_of_disks(tmp_path, monkeypatch):
-    assert speeds.file_system(tmp_path).line() == (
+    assert speeds.file_system(str(tmp_path)).line() == (
         f"WARN  disk         {tmp_path} has no weight files; nothing was read; --w DIR names a model's"
     )
     slow = disk.Speed(300 << 20, 3.0, True, "nfs4", 16 * GB)
     monkeypatch.setattr(disk, "measure", lambda _: slow)
-    assert speeds.file_system(tmp_path).line() == (
+    assert speeds.file_system(str(tmp_path)).line() == (
         f"WARN  disk         {tmp_path} (nfs4): 0.1 GB/s of 0.315 GB read: 16 GB of weights load in 153 s; "
         "copy the model to a faster or node-local file system first"
     )
     monkeypatch.setattr(disk, "measure", lambda _: msgspec.structs.replace(slow, seconds=0.1))
-    assert speeds.file_system(tmp_path).state == OK
+    assert speeds.file_system(str(tmp_path)).state == OK
 
     def refuse(_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(disk, "measure", refuse)
-    assert speeds.file_system(tmp_path).line() == (
+    assert speeds.file_system(str(tmp_path)).line() == (
         f"FAIL  disk         {tmp_path}: Permission denied; the weights cannot be read from here"
     )
 

@@ -111,8 +111,13 @@ def test_what_cannot_be_fetched(server, run, argv, setting, code, message):
 
 
 def test_no_network(run, tmp_path):
-    for verb in (["pull"], ["serve", "--device", "cpu", "--m"]):
-        done = run(*verb, "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
+    for more in ((), ("--f", "tiny.gguf"), ("--to", str(tmp_path / "to"))):
+        done = run("pull", "org/tiny", *more, HF_ENDPOINT="http://127.0.0.1:1")
+        assert done.returncode == 1
+        assert done.stderr.startswith("phalanx: model 'org/tiny': http://127.0.0.1:1 does not answer (")
+        assert "pull where there is a network" in done.stderr and len(done.stderr.splitlines()) == 1
+    for verb in ("serve", "fit"):
+        done = run(verb, "--device", "cpu", "--m", "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
         assert done.returncode == 1
         assert f"it is not complete in {tmp_path}/hf/hub, and http://127.0.0.1:1 does not answer (" in done.stderr
         assert (
@@ -196,7 +201,7 @@ def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
 
 
 def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_hub, "_cached", lambda id: "/cache/x" if id == "org/here" else "")
+    monkeypatch.setattr(hf_hub, "cached", lambda id: "/cache/x" if id == "org/here" else "")
     monkeypatch.setattr(hf_hub, "_cache", lambda: tmp_path)
     monkeypatch.setattr(hf_hub, "fetch", lambda id: f"/fetched/{id}")
     assert hf_hub.model("org/here", waiting=True) == hf_hub.model("org/here") == "/cache/x"
