@@ -22,6 +22,7 @@ from .options import option_sources
 
 _GROUP = "Server"
 UNIX = "unix://"
+KEY = "give it with --api-key KEY, or as PHALANX_API_KEY, which other users do not see"
 SCHEMES = "http://", "https://", UNIX
 START = "start one with `phalanx serve`"
 
@@ -83,6 +84,8 @@ def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) 
             message = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
+        if error.code == 401:
+            message = f"it {'takes another API key' if server.key else 'wants an API key'}: {KEY}"
         raise FatalError(f"{url}: {message}", ERROR) from None
     except http.client.BadStatusLine as error:
         if isinstance(error, OSError):  # RemoteDisconnected: it ends

@@ -65,6 +65,13 @@ def test_what_is_no_server_is_told(rude, monkeypatch, capsys):
     assert out == "" and err.endswith("/v1/chat/completions is no HTTP server\n")
 
 
+@pytest.mark.parametrize(("key", "what"), [("", "it wants an API key"), ("k", "it takes another API key")])
+def test_a_key_that_is_wanted_is_asked_for(server, monkeypatch, capsys, key, what):  # noqa: F811
+    server.fails = 401
+    assert chat(server, monkeypatch, "hi\n", "--api-key", key) == 1
+    assert f"/v1/chat/completions: {what}: give it with --api-key KEY, or as PHALANX_API_KEY" in capsys.readouterr().err
+
+
 def test_an_address_without_its_scheme(capsys):
     assert cli.main(["chat", "--url", "127.0.0.1:2000"]) == 2
     assert "--url 127.0.0.1:2000: it has to begin with http://, https://, unix://" in capsys.readouterr().err
