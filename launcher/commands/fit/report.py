@@ -24,7 +24,7 @@ def heading(answer: Answer) -> list[str]:
     shape, cluster, asked = answer.shape, answer.cluster, answer.asked
     device = cluster.device
     active = "" if shape.chosen == 0 else f", {shape.active / 1e9:.2f} billion at work for a token"
-    kind = "ranks on CPUs" if device.cpu else device.name
+    kind = f"rank{'s' * (cluster.per_node > 1)} on CPUs" if device.cpu else device.name
     place = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     return [
         f"{shape.name}: {shape.model_type}, {shape.parameters / 1e9:.2f} billion parameters{active}; "

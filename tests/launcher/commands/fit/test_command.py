@@ -254,6 +254,7 @@ def test_the_built_in_model_on_cpus(fit):
     assert "--device cpu --tp 1 --pp 1 --dp 2 --max-model-len 2048 --max-num-seqs 32 --np 2" in out
     code, out, err = fit("", "--device", "cpu", "--gpus", "2", "--dp", "1")
     assert "--device cpu --tp 2 --pp 1 --max-model-len 2048 --max-num-seqs 64 --np 2" in out
+    assert "on 1 node with 1 rank on CPUs" in fit("", "--device", "cpu")[1]
 
 
 def test_what_doctor_measured_is_used(fit, monkeypatch):
