@@ -319,6 +319,8 @@ def check(spec: Spec, value: Any, origin: _Origin) -> object:
         return numbers
     if spec.type in (int, float):
         return _number(spec, spec.type, text, origin)
+    if any("\ud800" <= one <= "\udfff" for one in text):  # bytes that Python could not read
+        raise origin.wrong(text, "text in UTF-8 is needed, of names too")
     if spec.flag.choices:
         text = spec.flag.spellings.get(text, text)
         if text not in spec.flag.choices:

@@ -213,3 +213,9 @@ def test_a_terminal_without_all_characters(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = phalanx("--help")
     assert (done.returncode, done.stderr) == (0, "") and "mpirun -np 16 -hostfile H ?" in done.stdout
+
+
+@pytest.mark.parametrize("words", [("serve",), ("batch", "-i", "x", "-o", "y", "--w"), ("chat", "--system")])
+def test_words_that_are_no_text(capsys, words):
+    assert cli.main([*words, "model\udcff"]) == 2
+    assert capsys.readouterr().err.endswith(": text in UTF-8 is needed, of names too\n")
