@@ -222,3 +222,11 @@ def _whole(file: Path) -> bool:
         return False
     binary = content[:-_CHECKSUM]
     return len(binary) > 0 and hashlib.sha256(binary).digest() == content[-_CHECKSUM:]
+
+
+if __name__ == "__main__":  # `phalanx doctor` asks
+    for one in isas():
+        with contextlib.suppress(CompileError):
+            compile_text("", one, "trial")
+            print(one)
+            break

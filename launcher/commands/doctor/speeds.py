@@ -21,6 +21,7 @@ from .probe_report import ProbeReport
 SLOW_DISK = 0.2  # GB/s: 16 GB of weights take more than a minute
 SMALL = 256 << 20  # bytes: less is read in too short a time to tell
 PATIENCE = 40.0  # seconds for the processors
+KERNEL_COMPILER = "phalanx.kernels.cpp.compiler"
 
 
 def file_system(model: str) -> Check:
@@ -49,6 +50,19 @@ def file_system(model: str) -> Check:
     if speed.gbps < SLOW_DISK:
         return Check("disk", WARN, text, "copy the model to a faster or node-local file system first")
     return Check("disk", OK, text)
+
+
+def compiler() -> Check:
+    """Whether C++ kernels for this CPU can be made; by a process of its own, as the launcher loads no kernels."""
+    slower = "torch computes on CPUs, up to three times slower"
+    try:
+        done = subprocess.run([sys.executable, "-m", KERNEL_COMPILER], capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return Check("compiler", WARN, f"no C++ kernel was made within {PATIENCE:g} s", slower)
+    if isa := done.stdout.strip():
+        return Check("compiler", OK, f"C++ kernels for {isa}")
+    advice = "install g++ or clang++, or `pip install 'phalanx[cpu]'`"
+    return Check("compiler", WARN, f"no C++ compiler works here: {slower}", advice)
 
 
 def processors(found: ProbeReport | None, environ: Mapping[str, str]) -> Check:

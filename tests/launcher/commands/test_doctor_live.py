@@ -40,7 +40,7 @@ def test_two_ranks_of_its_own(tmp_path):
     found = by_name(report)
     assert list(found) == [
         "python", "packages", "mpi", "ranks", "host", "device", "numa", "binding", "links", "network", "clock",
-        "memory", "port", "disk", "cpu",
+        "memory", "port", "disk", "compiler", "cpu",
     ]  # fmt: skip
     assert all(one["advice"] for one in report["checks"] if one["state"] != OK)
     assert found["ranks"][0]["text"].startswith("2 met on 1 host in ")

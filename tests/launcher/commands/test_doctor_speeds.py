@@ -3,8 +3,11 @@
 import errno
 import os
 import subprocess
+import sys
 
 import msgspec
+import pytest
+from phalanx.kernels.cpp import compiler
 from phalanx.launcher import hf_hub
 from phalanx.launcher.commands.doctor import cpu, disk, speeds
 from phalanx.launcher.commands.doctor.check import OK, WARN
@@ -85,6 +88,28 @@ def test_what_is_said_of_disks(tmp_path, monkeypatch):
 def test_processors_are_measured():
     measured = cpu.measure(side=256, size=8 << 20, seconds=0.1)
     assert measured["gflops"] > 0 and measured["gbps"] > 0 and measured["threads"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ("avx2\n", "OK    compiler     C++ kernels for avx2"),
+        (
+            "",
+            "WARN  compiler     no C++ compiler works here: torch computes on CPUs, up to three times slower; "
+            "install g++ or clang++, or `pip install 'phalanx[cpu]'`",
+        ),
+    ],
+)
+def test_a_compiler_for_the_kernels_is_looked_for(monkeypatch, made, line):
+    monkeypatch.setattr(speeds.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, made, ""))
+    assert speeds.compiler().line() == line
+
+
+def test_what_asks_for_the_compiler_runs():
+    command = [sys.executable, "-m", speeds.KERNEL_COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.strip() in ("", *compiler.ISAS)
 
 
 def processors(monkeypatch, tmp_path, result):
