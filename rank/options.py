@@ -76,7 +76,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                   help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
-        str, flag("--served-model-name", group=_MODEL, metavar="NAME", help="the name that clients see")
+        str, flag("--served-model-name", group=_MODEL, metavar="NAME,…", help="what clients call the model")
     ] = ""
     dtype: Annotated[
         str, flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,

@@ -177,7 +177,9 @@ class _Line:
             else:
                 origin, known = self.found[self._places[-1].name]
                 raise UsageError(
-                    f"unexpected argument {word!r}: the model is given already ({known!r})", everywhere=True
+                    f"unexpected argument {word!r}: the model is given already ({known!r}); several values of an "
+                    "option have commas between them",
+                    everywhere=True,
                 )
 
     def _suggestion(self, name: str) -> str:

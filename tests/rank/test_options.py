@@ -178,8 +178,16 @@ def test_gpu_memory_utilization_is_said_to_be_a_share_of_free_memory():
         ("--port", "--port needs a value: --port N"),
         ("--port --log", "--port needs a value: --port N"),
         ("--config", "--config needs a value: --config FILE"),
-        ("DIR OTHER", "unexpected argument 'OTHER': the model is given already ('DIR')"),
-        ("--w DIR OTHER", "unexpected argument 'OTHER': the model is given already ('DIR')"),
+        (
+            "DIR OTHER",
+            "unexpected argument 'OTHER': the model is given already ('DIR'); several values of an "
+            "option have commas between them",
+        ),
+        (
+            "--w DIR OTHER",
+            "unexpected argument 'OTHER': the model is given already ('DIR'); several values of an "
+            "option have commas between them",
+        ),
         ("--tens 2", "unknown option --tens; did you mean --tensor-parallel-size?"),
         ("--tensor-paralel-size 2", "unknown option --tensor-paralel-size; did you mean --tensor-parallel-size?"),
         ("--max_model_len 2", "unknown option --max_model_len; did you mean --max-model-len?"),

@@ -114,7 +114,11 @@ def test_what_is_understood_or_passed_over(line, changed, notes):
             "--device CUDA0",
             "--device 'CUDA0' (command line): one of auto, cpu, cuda is needed; GPUs are chosen by --d 0",
         ),
-        ("--generation-config D", "unexpected argument 'D': the model is given already ('DIR')"),
+        (
+            "--generation-config D",
+            "unexpected argument 'D': the model is given already ('DIR'); several values of an "
+            "option have commas between them",
+        ),
     ],
 )
 def test_what_is_refused(line, message):
