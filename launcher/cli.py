@@ -91,8 +91,11 @@ def _file(word: str) -> Path | None:
 
 
 def _refuse_misspelled(word: str) -> None:
-    """A word that is no verb is the model, but one that is almost a verb and no model was meant to be one."""
-    close = difflib.get_close_matches(word, verbs(), 1, 0.75)
+    """A word that is no verb is the model, but one that is almost a verb and no model was meant to be one.
+
+    A flag is neither: llama.cpp has --fit.
+    """
+    close = [] if word.startswith("-") else difflib.get_close_matches(word, verbs(), 1, 0.75)
     if close and not Path(word).exists():
         from ..errors import USAGE, FatalError
         from .job.mpi_env import rank_place

@@ -154,6 +154,12 @@ def test_a_misspelled_verb(word, verb, capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out.split()[:2] == ["model", word]
 
 
+@pytest.mark.parametrize("flag", ["--fit", "-fit"])
+def test_a_flag_is_no_misspelled_verb(flag, capsys):
+    assert cli.main([flag, "on", "--show-config"]) == 0
+    assert f"{flag} on has no effect: " in "".join(capsys.readouterr())
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("phalanx 0.")
