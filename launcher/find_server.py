@@ -87,13 +87,11 @@ def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) 
         if error.code == 401:
             message = f"it {'takes another API key' if server.key else 'wants an API key'}: {KEY}"
         raise FatalError(f"{url}: {message}", ERROR) from None
-    except http.client.BadStatusLine as error:
-        if isinstance(error, OSError):  # RemoteDisconnected: it ends
-            raise FatalError(f"no server answers at {url} ({error}); {server.remedy}", USAGE) from None
-        raise FatalError(f"what answers at {url} is no HTTP server", USAGE) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a connection that it closes without an answer among them
         why = getattr(error, "reason", error)
         raise FatalError(f"no server answers at {url} ({why}); {server.remedy}", USAGE) from None
+    except http.client.HTTPException:
+        raise FatalError(f"what answers at {url} is no HTTP server", USAGE) from None
 
 
 def _open(server: FoundServer, path: str, body: dict[str, Any] | None) -> Any:
