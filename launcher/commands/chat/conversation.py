@@ -160,7 +160,7 @@ class Conversation:
             self.usage = event.get("usage") or self.usage
             for choice in event["choices"]:
                 whole = whole or bool(choice.get("finish_reason"))
-                yield choice["delta"]
+                yield dict(choice["delta"])
         if not whole:
             raise errors.FatalError(f"{self.server.url} {BROKEN_OFF}", errors.ERROR)
 

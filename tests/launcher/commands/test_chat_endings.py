@@ -48,6 +48,7 @@ def rude(server):  # noqa: F811
         (b"c\r\ndata: {oops\n\r\n0\r\n\r\n", FORMAT),
         (b"9\r\ndata: []\n\r\n0\r\n\r\n", FORMAT),
         (b'f\r\ndata: {"x": 1}\n\r\n0\r\n\r\n', FORMAT),
+        (b'22\r\ndata: {"choices": [{"delta": 5}]}\n\r\n0\r\n\r\n', FORMAT),
         (b'17\r\ndata: {"error": "bad"}\n\r\n0\r\n\r\n', "phalanx: bad\n"),
     ],
 )
