@@ -176,8 +176,7 @@ def _report(options: DoctorOptions, seen: ProbeReport | None, problems: list[Che
     checks += [*host_checks.memory(known), host_checks.port(options.host, options.port)]
     if options.speeds:
         checks.append(speeds.file_system(options.model or str(DEMO)))
-        checks += [] if mpi_env.gpus() else [speeds.compiler()]
-        checks.append(speeds.processors(seen, os.environ))
+        checks += [speeds.compiler(), speeds.processors(seen, os.environ)]
     _print(options, checks, seen)
     return errors.OK if worst(checks) != FAIL else errors.ERROR
 
