@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import msgspec
 import pytest
@@ -90,7 +91,10 @@ def test_no_body_breaks_it(server, route):
     assert {200, 400} <= statuses or route.path in NEVER_WELL and 400 in statuses
 
 
-NESTED = "an object of 800 levels"
+NESTED = "an object of many levels"
+# Python code that walks it needs two frames a level before Python 3.12, and the JSON reader one of the same thousand;
+# later one, and the reader has a limit of its own.
+LEVELS = 800 if sys.version_info < (3, 12) else 1200
 USER = {"role": "user", "content": "hi"}
 DEEP = {"tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}]}
 CALL = [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": NESTED}]}]
@@ -109,8 +113,8 @@ CALL = [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", 
     ],
 )
 def test_what_is_nested_too_deeply_for_a_prompt(server, path, sent):
-    """It is well within what JSON's reader takes."""
-    levels = '{"items":' * 800 + "{}" + "}" * 800
+    """It is within what JSON's reader takes."""
+    levels = '{"items":' * LEVELS + "{}" + "}" * LEVELS
     answer = server.request("POST", path, json.dumps(sent).replace(f'"{NESTED}"', levels))
     assert answer.status == 400 and "nested too deeply" in answer.body["error"]["message"]
 
