@@ -163,7 +163,7 @@ class _Line:
     def _compat_flag(self, entry: CompatFlag, name: str, value: str | None) -> None:
         if entry.refuses(value):
             raise UsageError(f"{name}: {entry.text}", everywhere=True)
-        given = f"{name} {value}" if entry.refused else name
+        given = name if value is None else f"{name} {value}"  # it may be a word that was not meant to be its value
         self.notes.append(f"{given} has no effect: {entry.text}")
 
     def _positionals(self, words: list[str]) -> None:
@@ -198,9 +198,15 @@ class _Line:
         """The flag of which this is a misspelling: word by word, or else --ctx-size would be taken for --block-size.
         It may be another server's, too: those are answered in words."""
 
+        def alike(one: str, other: str) -> float:
+            short, long = sorted((one, other), key=len)
+            return (
+                1.0 if len(short) > 2 and long.startswith(short) else difflib.SequenceMatcher(None, one, other).ratio()
+            )
+
         def likeness(one: str) -> tuple[float, bool]:
             pairs = zip(one[2:].split("-"), words, strict=True) if one.count("-") == bare.count("-") else [(one, "")]
-            return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs), one in own
+            return min(alike(*pair) for pair in pairs), one in own
 
         words = bare[2:].split("-")
         known = [one for one in ([*own, *COMPAT_FLAGS] if self._places else own) if one.startswith("--")]

@@ -23,12 +23,14 @@ def refusal(*argv):
 @pytest.mark.parametrize("name", COMPAT_FLAGS)
 def test_every_flag_is_answered(name):
     entry, flag = COMPAT_FLAGS[name], name.replace("*", "part")
-    for argv in ([flag, "1,2"], [f"{flag}=1,2"]) if entry.takes == "X" else ([flag], [f"{flag}=odd"]):
+    value = "1,2" if entry.takes == "X" else "odd"
+    for argv in ([flag, value] if entry.takes == "X" else [flag], [f"{flag}={value}"]):
         if entry.refused:
             assert refusal(*argv) == f"{flag}: {entry.text}"
         else:
             chosen = given(*argv, "DIR")
-            assert chosen.notes == [f"{flag} has no effect: {entry.text}"]
+            said = " ".join(argv).replace("=", " ")
+            assert chosen.notes == [f"{said} has no effect: {entry.text}"]
             assert chosen.options == Options(model="DIR")
     for value in entry.harmless:
         chosen = given(flag, value, "DIR")
@@ -66,22 +68,27 @@ def test_other_names_set_the_option(other, own):
         ("--mem-fraction-static 0.5", {"kv_fraction": 0.5}, [f"--mem-fraction-static {FREE}"]),
         ("--gpu-memory-utilization 0.5", {"kv_fraction": 0.5}, [f"--gpu-memory-utilization {FREE}"]),
         ("-O3", {}, ["-O3 has no effect: graphs are used"]),
-        ("-O 3", {}, ["-O has no effect: graphs are used"]),
-        ("-O.mode=3", {}, ["-O.mode has no effect: graphs are used"]),
-        ("--compilation_config.level 3", {}, ["--compilation_config.level has no effect: graphs"]),
+        ("-O 3", {}, ["-O 3 has no effect: graphs are used"]),
+        ("-O.mode=3", {}, ["-O.mode 3 has no effect: graphs are used"]),
+        ("--compilation_config.level 3", {}, ["--compilation_config.level 3 has no effect: graphs"]),
         ("--cuda-graph-sizes 1 2 4", {}, ["--cuda-graph-sizes has no effect: graphs"]),
         ("--trust_remote_code", {}, ["--trust_remote_code has no effect: no code of the checkpoint"]),
         ("--flash-attn", {}, ["--flash-attn has no effect: kernels are chosen"]),
-        ("-fa on -ngl 99 --jinja", {}, ["-fa has no", "-ngl has no effect: layers lie on the GPU", "--jinja has"]),
-        ("-t 8 -b 2048 -ub 512 -cb", {}, ["-t has no", "-b has no", "-ub has no", "-cb has no"]),
-        ("--no-mmap --mlock --numa distribute", {}, ["--no-mmap has no", "--mlock has no", "--numa has no"]),
+        (
+            "-fa on -ngl 99 --jinja",
+            {},
+            ["-fa on has no", "-ngl 99 has no effect: layers lie on the GPU", "--jinja has"],
+        ),
+        ("-t 8 -b 2048 -ub 512 -cb", {}, ["-t 8 has no", "-b 2048 has no", "-ub 512 has no", "-cb has no"]),
+        ("--no-mmap --mlock --numa distribute", {}, ["--no-mmap has no", "--mlock has no", "--numa distribute has no"]),
         ("--no-enable-chunked-prefill", {}, ["--no-enable-chunked-prefill has no effect: it is always on"]),
-        ("--enable-chunked-prefill False", {}, ["--enable-chunked-prefill has no effect: it is always on"]),
+        ("--enable-chunked-prefill False", {}, ["--enable-chunked-prefill False has no effect: it is always on"]),
         ("--no-enable-lora", {}, ["--no-enable-lora has no effect: it is off anyway"]),
-        ("--limit-mm-per-prompt.image 0", {}, ["--limit-mm-per-prompt.image has no effect: text alone"]),
+        ("--limit-mm-per-prompt.image 0", {}, ["--limit-mm-per-prompt.image 0 has no effect: text alone"]),
         ("--reasoning-format auto", {}, ["--reasoning-format auto has no effect: thoughts come in a field"]),
         ("--enable-auto-tool-choice", {}, ["--enable-auto-tool-choice has no effect: the model may always"]),
-        ("--allowed-methods ['*']", {}, ["--allowed-methods has no effect: pages of --allowed-origins may use"]),
+        ("--allowed-methods ['*']", {}, ["--allowed-methods ['*'] has no effect: pages of --allowed-origins may use"]),
+        ("--mm-encoder-only D", {}, ["--mm-encoder-only D has no effect: text alone"]),
         ("--async-scheduling --disable-log-stats", {}, ["--async-scheduling has no", "--disable-log-stats has no"]),
     ],
 )
@@ -130,6 +137,7 @@ def test_what_is_refused(line, message):
     [
         ("--ctx-sizes", "did you mean --ctx-size?"),  # which is answered in words then
         ("--thread", "did you mean --threads?"),
+        ("--max-model-length", "did you mean --max-model-len?"),
         ("--block-sze", "did you mean --block-size?"),
         ("--gpu-memory-utilisation", "did you mean --gpu-memory-utilization?"),
         ("--foo-size", "--help lists the options"),
