@@ -140,7 +140,9 @@ def _compat_rows() -> Iterable[tuple[str, str, str]]:
     for name, entry in COMPAT_FLAGS.items():
         rows.setdefault(msgspec.structs.replace(entry, takes=""), []).append(f"`{name}`")
     for entry, names in rows.items():
-        but = " or ".join(f"`{value}`" for value in entry.harmless)
+        values = [f"`{value}`" for value in entry.harmless]
+        # So many are whole numbers, one after the other.
+        but = " or ".join(values) if len(values) < 10 else f"{values[0]} to {values[-1]}"
         what = "refused" + (f", but for {but}" if but else "") if entry.refused else "has no effect"
         yield ", ".join(names), what, entry.text
 

@@ -25,6 +25,7 @@ def test_every_verb_and_flag_is_there():
     assert "| `--port`, `--p` N | `PHALANX_PORT` | whole number, 0 to 65535 | `2000` |" in page
     assert "| `--port`, `--p` N |" in page and "`--tensor-parallel-size`, `-tp`, `--tp-size` N |" in page
     assert "| `--hf-token`, `--hf-token-path`, `-hft` | refused | set HF_TOKEN" in page
+    assert "| `--max-logprobs` | refused, but for `0` to `20` |" in page
     assert "| `--jinja` | has no effect |" in page and "| `--nnodes`, `--num-nodes` | refused, but for `1` |" in page
 
 
