@@ -44,7 +44,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 
 _OF_FREE = "is read as --kv-fraction: a share of the memory free after loading"
-# Names of options that mean a bit else where they come from.
+# Options that the server they come from gives a slightly different meaning.
 DIFFERENCES = {
     "--gpu-memory-utilization": _OF_FREE,
     "--mem-fraction-static": _OF_FREE,
