@@ -289,6 +289,8 @@ class StoredBatches:
         in_thread = asyncio.get_running_loop().run_in_executor
         file = self.files.get(batch.input_file_id, batch.owner)
         input = self.files.path(file)
+        if not input.exists():  # to wait for room would be to wait for ever
+            raise ApiError(404, f"the bytes of file {file.id} are no longer there", code="file_not_found")
         fresh = batch.status == "validating"
         batch.errors = []  # it waits for room no longer
         if fresh:

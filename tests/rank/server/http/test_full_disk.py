@@ -11,7 +11,7 @@ from phalanx.rank.server.batch import journal, output, stored
 from phalanx.rank.server.http import upload
 
 from ....late import Late
-from .batching import client_of, line, put, read, servers_of_one_store, until
+from .batching import begin, client_of, line, put, read, servers_of_one_store, until
 
 openai = Late("openai")
 
@@ -75,6 +75,21 @@ def test_a_batch_waits_for_room_and_loses_nothing(make_server, monkeypatch, plac
         assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(4)]
         assert len(client.files.list(purpose="batch_output").data) == 1
         fresh_server.wait(lambda: not list(fresh_server.state.batches.files.batches.glob("*.journal")))
+
+
+def test_a_batch_whose_input_is_gone_waits_for_nothing(make_server, monkeypatch):
+    monkeypatch.setattr(stored, "TRY_AGAIN", 0.05)
+    fresh_server = make_server()
+    with client_of(fresh_server) as client:
+        file = put(client, line("a"))
+        with monkeypatch.context() as patch:
+            patch.setattr(output, "atomically", no_room)
+            batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            fresh_server.wait(lambda: fresh_server.state.batches._batches[batch.id].errors)
+            (fresh_server.state.batches.files._place / file.id).unlink()
+            done = until(client, batch, "failed")
+        assert done.errors.data[0].code == "file_not_found"
+        assert until(client, begin(client, line("b")), "completed")
 
 
 def test_a_full_disk_is_told(make_server, monkeypatch):
