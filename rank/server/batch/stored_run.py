@@ -69,7 +69,7 @@ class StoredRun:
         journal: Path,
         sessions: TextEngine,
         used: Callable[[Entry], None],
-        ended: Callable[[Session], None] = lambda session: None,
+        ended: Callable[[Session], None],
     ):
         self.input = str(input)
         self.before = Found()  # by earlier servers
