@@ -289,6 +289,7 @@ def test_expired_in_the_queue(make_server, monkeypatch):
     with client_of(fresh_server) as client:
         first, waiting = begin(client, line("a")), begin(client, line("b"), line("c"))
         until(client, first, "in_progress")
+        fresh_server.wait(lambda: fresh_server.scheduler.requests)
         fresh_server.state.batches._batches[waiting.id].expires_at = int(time.time())
         done = until(client, waiting, "expired")
         assert (done.request_counts.total, done.request_counts.failed) == (2, 2)
