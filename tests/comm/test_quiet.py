@@ -14,8 +14,8 @@ CORE = 0.03  # of it the rest that is no sleep: 0.3 % where a wake-up takes 1 ms
 @pytest.mark.timeout(300)
 @pytest.mark.retry(reason="measures milliseconds, and what else the machine does adds to them")
 def test_four_idle_ranks_are_quiet_and_wake_fast(short_directory):
-    """Woken within 2 ms (median) and 3 ms (95th percentile), or five times what a bare wake-up takes; without plans
-    seldom awake.
+    """Woken within 2 ms (median) and 3 ms (95th percentile), or ten times what a bare wake-up takes; without plans
+    seldom awake. A rank that is not woken looks after 250 ms.
 
     The best of three: the figures are of the program, and a neighbour's load on the machine adds to them.
     """
@@ -29,8 +29,8 @@ def test_four_idle_ranks_are_quiet_and_wake_fast(short_directory):
         print(followers)
         worst = {key: max(f[key] for f in followers) for key in followers[0]}
         assert worst["woken"] < WAKES_A_SECOND
-        fast = worst["median"] < max(2e-3, 5 * worst["control_median"])
-        fast = fast and worst["p95"] < max(3e-3, 5 * worst["control_p95"])
+        fast = worst["median"] < max(2e-3, 10 * worst["control_median"])
+        fast = fast and worst["p95"] < max(3e-3, 10 * worst["control_p95"])
         if fast and worst["cpu"] < CORE:
             return
     raise AssertionError(f"after three attempts: {worst}")
