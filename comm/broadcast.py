@@ -21,8 +21,8 @@ SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a pla
 # that launches a step's kernels.
 OF_STEP, SLEEP_MOST = 1 / 16, 1e-3
 QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
-# How long it waits before it looks by itself, first and at most, in seconds. A plan comes without a wake-up where it
-# was under way for longer than QUIET_AFTER, as on a host that stood still; each look costs an idle rank 0.3 ms.
+# How long it waits before it polls once without a wake-up, first and at most, in seconds. A plan that took longer than
+# QUIET_AFTER, as on a host that stood still, comes after its wake-up. Each wake-up costs an idle rank processor time.
 IDLE_SHORTEST, IDLE_LONGEST = 0.25, 1.0
 WAKE_AFTER = 0.02  # rank 0 wakes the followers when its last plan is older; must be well below QUIET_AFTER
 

@@ -129,8 +129,10 @@ class Watchdog(LocalWatchdog):
         self._start: startup.StartupProgress | None = startup.StartupProgress()
         self._standstill = startup.StallTimer(max(startup.PATIENCE, timeout))
         self._timeout = timeout  # of a rank's silence
-        self._period = min(0.5, timeout / 8)  # of rank 0; the others answer, and without a call wait half as long again
-        self._called = False  # rank 0 has sent its heartbeat, which is to be answered
+        # Between rank 0's heartbeats. The others answer each at once, so that one wake-up reads and sends; where none
+        # comes, they send theirs after one and a half periods.
+        self._period = min(0.5, timeout / 8)
+        self._called = False  # rank 0's heartbeat is still to be answered
         self._event = threading.Event()
         self._lock = threading.RLock()  # reentrant: a signal handler may send while the thread that it interrupts does
         self._peers = {
