@@ -12,7 +12,7 @@ from .server import Server, Stream
 pytestmark = pytest.mark.alone
 SECONDS = 10.0
 WAKES_A_SECOND = 10  # of rank 0, which hears three others twice a second
-CORE = 0.03  # of one core
+CORE = 0.1  # of one: a thread that spins takes all of it
 TICK = 100.0  # of /proc/PID/stat, per second
 
 
@@ -26,7 +26,7 @@ def used(pid: int) -> tuple[float, int]:
 
 @pytest.mark.long
 def test_every_rank_of_an_idle_server_sleeps(tmp_path):
-    """What a wake-up takes is the machine's: 0.3 ms, several times as much where others use it. How many there are is
+    """What a wake-up takes is the machine's: 0.4 ms, or 7 ms where others use it. How many there are is
     the server's."""
     checkpoint = str(make_checkpoint(tmp_path / "tiny"))
     with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:
