@@ -102,10 +102,7 @@ def main(argv: Sequence[str]) -> int:
     options = chosen.options
     _check(options)
     _refuse_unused(chosen)
-    if options.device == "cuda" and not mpi_env.gpus():
-        raise FatalError(
-            f"--device cuda: no GPU was found on {mpi_env.hostname()}; --device cpu computes without", USAGE
-        )
+    mpi_env.check_device(options.device)
     target = Path(options.target).expanduser()
     if target.exists() and not (target.is_dir() and not any(target.iterdir()) and options.to not in IN_FILES):
         raise FatalError(f"{target} is there already: name another place", USAGE)

@@ -148,3 +148,9 @@ def hostname() -> str:
 def gpus() -> int:
     """How many GPUs this process may use, counted without CUDA."""
     return visible_devices.count(os.environ)
+
+
+def check_device(device: str) -> None:
+    """Raises FatalError where --device asks for a GPU and this host has none."""
+    if device == "cuda" and not gpus():
+        raise FatalError(f"--device cuda: no GPU was found on {hostname()}; --device cpu computes without", USAGE)

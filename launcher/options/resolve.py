@@ -104,10 +104,7 @@ def ranks_of(options: Options) -> int:
 
 
 def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> None:
-    if options.device == "cuda" and not mpi_env.gpus():
-        raise FatalError(
-            f"--device cuda: no GPU was found on {mpi_env.hostname()}; --device cpu computes without", USAGE
-        )
+    mpi_env.check_device(options.device)
     if options.device == "cuda" and options.multithread:
         raise FatalError("--multithread is for CPUs: with --device cuda every rank is a process", USAGE)
     here = ranks if place is None else place.local_size

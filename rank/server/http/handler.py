@@ -83,7 +83,7 @@ class Handler(tornado.web.RequestHandler):
         self.key = same.index(True)
 
     def _sent_keys(self) -> list[bytes]:
-        """The bytes that were sent as OpenAI's clients do and as Anthropic's, of which some send both headers."""
+        """What the two headers for a key have: OpenAI's clients send one, Anthropic's the other, some send both."""
         scheme, _, token = self.request.headers.get("Authorization", "").partition(" ")
         given = [token if scheme.lower() == "bearer" else "", self.request.headers.get("X-Api-Key", "")]
         return [one.strip().encode("latin-1") for one in given]
