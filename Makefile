@@ -1,6 +1,7 @@
 # make serve            install what is missing and serve the built-in model; ARGS="--p 2100 …" hands options on
 # make test             the checks and the tests that take minutes; make test-long the others. PYTEST_ARGS="-k mpirun"
 #                       hands options on
+# make test-attack      of the long tests, those that attack a server as SECURITY.md says it may be: for every night
 # make install          only fill .venv
 # make wheelhouse       put all that install and test need into wheelhouse/, for a machine without network; there:
 #                       make install WHEELS=wheelhouse. Wheels are made for a Python version and an architecture:
@@ -48,6 +49,10 @@ spread := --dist loadfile --no-loadscope-reorder
 LONG_WORKERS := $(if $(filter 3,$(WORKERS)),2,$(WORKERS))
 
 comma := ,
+# In the background, as it takes both of two cores for a quarter of a minute or more; a start waits for what is not done.
+ahead := mkdir -p .mypy && ln -sfn .. .mypy/phalanx && \
+	PYTHONPATH=.mypy $(BIN)/python -m phalanx.kernels.cpp.compiler ahead >/dev/null 2>&1 </dev/null &
+
 define check_torch
 case "$(TORCH)" in cpu|cuda|site) ;; *) echo "make: TORCH=$(TORCH): cpu, cuda or site is needed" >&2; exit 2;; esac
 endef
@@ -63,7 +68,7 @@ define long
 echo 'pytest -m "$(1)" $(2)'; $(BIN)/pytest -m "$(1)" $(2) $(PYTEST_ARGS) || { code=$$?; test $$code = 5 || failed=$$code; }
 endef
 
-.PHONY: serve test test-long install install-test wheelhouse lint rewritten clean
+.PHONY: serve test test-long test-attack install install-test wheelhouse lint rewritten clean
 .DEFAULT_GOAL := serve
 
 serve: install
@@ -78,6 +83,9 @@ test: install-test
 
 test-long: install-test
 	@failed=0; $(call long,long and not alone,-n $(LONG_WORKERS) $(spread)); $(call long,long and alone,); exit $$failed
+
+test-attack: install-test
+	$(BIN)/pytest -n 2 $(spread) tests/attack $(PYTEST_ARGS)
 
 rewritten: install-test
 	@$(BIN)/pytest --collect-only -q >/dev/null 2>&1 || true
@@ -112,7 +120,8 @@ ifeq ($(TORCH),site)
 	@$(BIN)/python -c 'import torch; print("      torch", torch.__version__)' || { \
 		echo "make: TORCH=site, but $(PYTHON) has no torch" >&2; exit 2; }
 else
-	@echo "[2/4] PyTorch for $(TORCH)"
+	@echo "[2/4] PyTorch for $(TORCH); C++ kernels are compiled meanwhile, where there is a compiler"
+	@$(ahead)
 ifeq ($(TORCH)$(WHEELS),cpu)
 	@$(BIN)/pip install -q --dry-run --no-deps --ignore-installed --report - $(constraints) $(index) torch 2>/dev/null \
 		| grep -q '"version": "[0-9.]*+cpu"' || echo "      pip finds a build with gigabytes of CUDA libraries only;" \

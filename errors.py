@@ -6,10 +6,10 @@ from collections.abc import Iterator
 OK = 0  # finished, or drained after the first SIGTERM or Ctrl-C
 ERROR = 1  # an error that no other code names
 USAGE = 2  # a wrong option, environment or way of starting
-MODEL = 3  # the model cannot be read: a file missing, truncated, or of an unsupported kind
+MODEL = 3  # the model cannot be read: a file missing, truncated, with a wrong value, or of an unsupported kind
 MEMORY = 4  # not enough memory for the weights, the KV cache or a step
 RANK_FAILED = 70  # an uncaught exception in a rank, or its server process ended
-RANK_STUCK = 71  # a rank did not answer or finish a step within --timeout, or the start came to a standstill
+RANK_STUCK = 71  # a rank or the server process was silent, or a step unfinished, for --timeout; or the start stalled
 UNFINISHED = 75  # a batch job that has to be started again: its time was over, or it was asked to stop
 RANK_KILLED = 137  # a rank, or mpirun, was ended by a signal
 STOPPED = 130  # stopped by the second SIGTERM or Ctrl-C
@@ -23,7 +23,7 @@ class FatalError(Exception):
         self.code = code
 
 
-# What errors without a class of their own say: torch's on a host and on a GPU, the driver's, cuBLAS's, the system's.
+# Messages of errors without a class of their own: torch's on a host and on a GPU, the driver's, cuBLAS's, the system's.
 NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 LESS_MEMORY = "Lower --max-num-batched-tokens, --max-num-seqs, --kv-fraction or --mem, or use more ranks"
 
@@ -50,6 +50,6 @@ def memory_for(what: str, advice: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, as a sentence; its kind where it says nothing."""
+    """The error's message as a sentence; its type where there is none."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if line.endswith(".") else f"{line}."

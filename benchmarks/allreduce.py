@@ -1,13 +1,12 @@
-"""All-reduces of a tensor group: NCCL beside the kernels over mapped memory, alone and with the norm that follows.
+"""All-reduces of a tensor group: NCCL and the kernels over mapped memory, alone and with the norm that follows.
 
     python benchmarks/allreduce.py --np 2 [--width 4096] [--rows 16,64] [--only norm] [--search] [--json FILE]
 
 Microseconds of one call in a CUDA graph of 50, the best of 20 replays, the slowest rank's; bf16, rows of --width
-elements as in a decode step of that many sequences. "one kernel" is the sum with the norm as it is chosen, beside it
-all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
-blocks and threads, --only measures what has this in its name. --inputs: also what a GEMM of so many inputs takes
-with the sum and the norm that follow, one after the other and with the sum scattered
-(kernels/gemm/gemm_reduce_scatter.py).
+elements as in a decode step of that many sequences. "one kernel" is the all-reduce with the norm as it is chosen, next
+to it all ways; of more than two ranks a row or two are normed after the sum ("chosen, norm"). --search tries numbers of
+blocks and threads, --only measures what has this in its name. --inputs: also what a GEMM of so many inputs takes with
+the sum and the norm that follow, one after the other and with the sum scattered (kernels/gemm/gemm_reduce_scatter.py).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def measure(call: timing.Call, host: mpi.MpiComm) -> float:
 def versions(
     rows: int, width: int, group: custom_allreduce.CustomAllReduceComm, nccl: NcclComm, search: bool
 ) -> dict[str, Callable]:
-    """What is compared for x [rows, width]. The values grow without end; their time does not depend on them."""
+    """The calls compared for x [rows, width]. Values grow without end; times do not depend on them."""
     x, residual = torch.randn(2, rows, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
 

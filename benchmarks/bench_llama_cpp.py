@@ -73,7 +73,7 @@ def write_gguf(path: Path, config: dict[str, Any]) -> None:
 
 
 def quantize(path: Path, isq: str) -> Path:
-    """Another file beside it, of types that llama.cpp chooses for each tensor; the embedding and the head, too."""
+    """Another file next to it, of types that llama.cpp chooses for each tensor; the embedding and the head, too."""
     made = path.with_stem(f"{path.stem}-{isq}")
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = FILE_TYPES[isq]

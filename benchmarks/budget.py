@@ -1,4 +1,4 @@
-"""Where the time of a GPU's steps goes, kernel by kernel; offline.py's parts p and t."""
+"""The time of a GPU's steps, kernel by kernel; offline.py's parts p and t."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SKIP = 4  # steps before the first that counts
 
 
 def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What the GPU did meanwhile: kernels and copies with `name`, `ts` and `dur` in us, by their end."""
+    """The GPU's work meanwhile: kernels and copies with `name`, `ts` and `dur` in us, by their end."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +29,7 @@ def traced(call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def budget(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a step: for each kernel its calls, its share `us`, and how long it `lasts`, most first.
+    """A step's kernels: for each its calls, its share `us`, and how long it `lasts`, most first.
 
     Kernels overlap: one starts while its predecessor still runs. A kernel's share is the time from the end of all
     before it to its own end, so that shares add up to the step; a gap before it is in it.

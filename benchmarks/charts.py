@@ -1,4 +1,4 @@
-"""Draws docs/charts/*.svg from benchmarks/results/*.jsonl: Phalanx beside its peers, and beside what an H200 can do.
+"""Draws docs/charts/*.svg from benchmarks/results/*.jsonl: Phalanx, its peers, and what an H200 can do.
 
     python benchmarks/charts.py
 
@@ -100,12 +100,12 @@ def beside_the_limit() -> list[Group]:
 
 
 def _three(value: float) -> str:
-    """With three digits."""
+    """With three significant figures."""
     return f"{value:#.3g}".rstrip(".")
 
 
 def _medians(lines: list[compare.Line]) -> Iterator[tuple[compare.Key, float, float]]:
-    """Of what both were measured at: the key, our time and the peer's."""
+    """Cells that both were measured at: the key, our time and the peer's."""
     for key, sides in compare.times(lines).items():
         if len(sides) == 2:
             yield key, statistics.median(sides["phalanx"]), statistics.median(sides["peer"])

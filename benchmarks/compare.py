@@ -3,7 +3,7 @@
     python benchmarks/compare.py --peer DIR/bench_vllm.py --peer-path SITE --config llama3-8b --tp 1 --out FILE.jsonl
     python benchmarks/compare.py --table FILE.jsonl                 the table of lines that are there already
 
-Runs benchmarks/offline.py and the peer's program by turns, --repeats times, with the same --config, --tp, --parts,
+Runs benchmarks/offline.py and the peer's program alternately, --repeats times, with the same --config, --tp, --parts,
 --batches and --reps, and appends each JSON line that they print to --out with the machine, its driver, the day and the
 run. Every run starts with empty caches of compiled kernels, in a folder of its own. The table has the median over all
 runs of a cell, and the ratio peer / Phalanx: above 1, Phalanx is faster. `must` is the least ratio that will do.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = Path(__file__).resolve().parent / "offline.py"
-# What a line is about, the key of its time, and the least ratio that will do.
+# The subject of a line, the key of its time, and the least ratio that will do.
 TIMES = {
     "decode": ("ms_per_token", 1.1),
     "prefill": ("median_s", 0.97),
@@ -144,7 +144,7 @@ Key = tuple[str, int, str, int, int]  # config, GPUs, what, batch, tokens of a p
 
 
 def times(lines: Iterable[Line]) -> dict[Key, dict[str, list[float]]]:
-    """Of each thing that was measured: the times of all runs of `phalanx` and of the `peer`."""
+    """Times of all runs of `phalanx` and of the `peer`, by what was measured."""
     cells: dict[Key, dict[str, list[float]]] = {}
     for line in lines:
         if line["what"] in TIMES:

@@ -11,22 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.kernels.quantized import e4m3_wgmma, int4_cuda, q4_k, q6_k, q8_0_cuda, quantized_wgmma, super_blocks_cuda
+from phalanx.kernels.quantized import cuda_layouts, e4m3_wgmma, quantized_wgmma
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.pieces_cuda import Layout
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
+from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
 OF_E4M3 = re.compile(r"e(\d+)n(\d+)s(\d+)x(\d+)w(\d+)(?:m(\d+))?")
-# The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number says whether pieces are fetched ahead, as
+# The second form is h200-quantized-ways-2026-11-25.jsonl's, whose last number is 1 where scales are fetched ahead, as
 # they are now.
 OF_REGISTERS = re.compile(r"m(\d+)n(\d+)k(\d+)s(\d+)x(\d+)|\((\d+), (\d+), (\d+), (\d+), (\d+), 1\)")
-# As weights are kept now: codes of Q6_K have 6 bits; in files up to 2026-11-27 they had 8.
+# Weights as they are kept now: codes of Q6_K have 6 bits; in files up to 2026-11-27 they had 8.
 LAYOUTS: dict[str, Layout] = {
-    "q8_0": q8_0_cuda.LAYOUT,
-    "int4": int4_cuda.layout(64, False),
-    "int4-zeros": int4_cuda.layout(64, True),
-    "q4_k": super_blocks_cuda.layout(q4_k.FORM),
-    "q6_k": super_blocks_cuda.layout(q6_k.FORM),
+    "q8_0": cuda_layouts.Q8_0,
+    "int4": cuda_layouts.int4(64, False),
+    "int4-zeros": cuda_layouts.int4(64, True),
+    "q4_k": cuda_layouts.super_blocks(q4_k.type.form),
+    "q6_k": cuda_layouts.super_blocks(q6_k.type.form),
 }
 ROUNDS, NUM_SMS, CYCLES = 1500, 132, 1755  # CYCLES: of an H200's multiprocessor in a us
 # Bytes that an H200's second level gives in a nanosecond, at most: past it, tiles that share operands cost the same as
@@ -52,13 +53,13 @@ class Shape(NamedTuple):
         return {config: self.time(config, costs) for config in self.times}
 
     def lost(self, reckoned: dict[Any, float]) -> float:
-        """By how much the chosen config takes longer than the fastest."""
+        """The ratio of the chosen config's time to the fastest's."""
         return self.times[min(reckoned, key=lambda config: reckoned[config])] / min(self.times.values()) - 1
 
 
 def of_e4m3(line: dict[str, Any], long: bool) -> Shape:
-    """long: of pieces with the same scales, or of others, as older files have them alone. Shapes that large_config()
-    has a tile for have no times: costs do not choose it."""
+    """long: of packed tiles with the same scales, or of others, as older files have them alone. Shapes that
+    large_config() has a tile for have no times: costs do not choose it."""
     times: dict[Any, float] = {}
     sizes, alike = (line["rows"], line["outputs"], line["inputs"]), line.get("alike", 1)
     by_costs = long == (alike > 1) and e4m3_wgmma.large_config(*sizes[:2], alike, NUM_SMS) is None
@@ -136,8 +137,8 @@ def write(module: Any, name: str, costs: Costs) -> None:
 
 
 def fit(path: str) -> None:
-    """Writes costs to e4m3_wgmma.py and to quantized_wgmma.py, each if there are times of its configs, and says
-    what choices by them lose. How long a format's weights take to be widened stays what its layout says."""
+    """Writes costs to e4m3_wgmma.py and to quantized_wgmma.py, each if there are times of its configs, and prints
+    what choices by them lose. How long a format's weights take to be widened stays as in its layout."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     of: tuple[tuple[Any, str, Callable[[dict[str, Any]], Shape]], ...] = (
         (e4m3_wgmma, "COSTS", partial(of_e4m3, long=False)),

@@ -6,7 +6,7 @@ import json
 import random
 
 from phalanx.rank.protocol import Vocabulary
-from phalanx.rank.scheduler.grammar import Compiled
+from phalanx.rank.scheduler.grammar import Grammars
 
 ROW = {
     "type": "object",
@@ -22,9 +22,11 @@ ROW = {
 SCHEMA = {"type": "array", "items": ROW, "minItems": 10000}  # no answer ends before its max_tokens
 
 
-def compiled(size: int) -> Compiled:
-    """For a vocabulary of this size; building it takes a second or more."""
-    return Compiled(Vocabulary(_tokenizer(size), size, (0,)))
+def grammars(size: int) -> Grammars:
+    """For a vocabulary of this size; making it takes a second or more."""
+    made = Grammars()
+    made.know(Vocabulary(_tokenizer(size), size, (0,)))
+    return made
 
 
 def grammar() -> str:
@@ -32,7 +34,7 @@ def grammar() -> str:
 
 
 def _tokenizer(size: int) -> str:
-    """A tokenizer.json: byte-level BPE of random merges of letters, digits and punctuation."""
+    """A tokenizer.json: byte-level BPE of random merges of letters, numerals and punctuation."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     draw = random.Random(0)

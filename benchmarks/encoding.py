@@ -2,7 +2,7 @@
 
     OMP_WAIT_POLICY=passive python -m phalanx.benchmarks.encoding [--formats q4_k e4m3] [--threads 1 2] [--runs 9]
 
-The weight is normally distributed. Times are medians, in seconds for a billion weights; formats and threads take turns,
+The weight is normally distributed. Times are medians, in seconds for a billion weights; formats and threads alternate,
 so that what else the machine does slows all of them. Beside the clock's are the CPU's seconds of all threads and of the
 one that waits for the others: they tell the work from the waiting, where others use the cores as well.
 """
@@ -10,7 +10,6 @@ one that waits for the others: they tell the work from the waiting, where others
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import time
 from collections import defaultdict
@@ -18,12 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from phalanx.kernels.quantized import e4m3
+from phalanx.kernels.quantized.ggml import CODECS
 
 FORMATS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "e4m3")
 
 
 def timed(call: Callable[..., Any], *values: Any) -> tuple[Any, list[float]]:
-    """What the call returns, and its seconds: of the clock, of all threads and of this one."""
+    """The call's result, and its seconds: of the clock, of all threads and of this one."""
     clocks = time.perf_counter, time.process_time, time.thread_time
     before = [clock() for clock in clocks]
     made = call(*values)
@@ -43,7 +44,7 @@ def main() -> None:
     found = defaultdict[tuple[str, int, str], list[list[float]]](list)
     for run in range(1 + args.runs):  # the first one warms up
         for name in args.formats:
-            codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+            codec = e4m3 if name == "e4m3" else CODECS[name.upper()]
             for threads in args.threads:
                 torch.set_num_threads(threads)
                 encoded, encoding = timed(codec.encode, weight)

@@ -1,4 +1,4 @@
-"""The built-in model in every weight format: the perplexity of its held-out answers beside that of its own weights.
+"""The built-in model in every weight format: the perplexity of its held-out answers and that of its own weights.
 
     python benchmarks/formats.py [--formats q8_0 gptq] [--documents 60] [--device cuda] [--json FILE] [--table]
 
@@ -25,11 +25,11 @@ import torch
 from phalanx.benchmarks import formats_written
 from phalanx.benchmarks.builtin_model.heldout import documents
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import q2_k, q3_k, q4_k, q5_k, q6_k
+from phalanx.kernels.quantized.super_blocks import q2_k, q3_k, q4_k, q5_k, q6_k
 from phalanx.launcher import builtin_model
 from phalanx.launcher.commands.convert import CALIBRATED, IN_FILES, ConvertOptions, read_windows
-from phalanx.rank.model.convert import __main__ as program
-from phalanx.rank.model.convert.calibrate import Shared
+from phalanx.rank.convert import __main__ as program
+from phalanx.rank.convert.calibrate import Shared
 from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from safetensors.torch import load_file, save_file
@@ -37,7 +37,7 @@ from torch import Tensor
 
 MODEL = Path(builtin_model.__file__).parent
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
-# Options of `convert` beside --to, by the names of formats.
+# Options of `convert` other than --to, by the names of formats.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gptq": {}, "gptq-8": {"bits": 8}, "gptq-asymmetric": {"symmetric": False}, "awq": {"symmetric": False},
     "marlin": {}, "fp8": {},
@@ -50,7 +50,7 @@ BY_GGUF_PY = "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"
 
 
 def perplexity(path: Path, count: int, device: str, dtype: str, isq: str = "none") -> float:
-    """Of the answers in so many held-out documents."""
+    """Perplexity of the answers in so many held-out documents."""
     alone = threads.run(lambda comm: mesh.build(comm, 1, 1), 1)[0]
     model = load(path, alone, device, dtype, isq=isq)
     caches, lost, tokens = Shared(model), 0.0, 0

@@ -19,7 +19,8 @@ FILES = "tokenizer.json", "tokenizer_config.json"
 
 
 def integers(bits: int, group: int, packed: bool) -> Pack:
-    """group: inputs that share a scale; 0: a whole row. packed: in words, each code more by half of the range."""
+    """group: inputs that share a scale; 0: a whole row. packed: in 32-bit integers, each code more by half of the
+    range."""
 
     def pack(weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.float().unflatten(1, (-1, group or weight.shape[1])), 2 ** (bits - 1)

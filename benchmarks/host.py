@@ -1,9 +1,9 @@
-"""What a step costs the host beside the model: scheduler, plan, batch, results; no rank, device or model is needed.
+"""The host's cost of a step outside the model: scheduler, plan, batch, results; no rank, device or model is needed.
 
     python benchmarks/host.py [--sequences 256] [--arrivals 1] [--steps 200]
 
 Medians in microseconds of the parts of a step, one part after the other: of steps in which all sequences decode, and of
-steps beside whose decoding sequences prompts of --arrivals new ones are computed; with and without a prefix cache. Of
+steps that decode while prompts of --arrivals new ones are computed; with and without a prefix cache. Of
 the thread that schedules are schedule, encode, output, update and frame; of the step thread the others.
 """
 

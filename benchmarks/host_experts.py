@@ -18,8 +18,10 @@ import torch
 from phalanx.kernels.cpp import compiler, ops
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
 from phalanx.kernels.moe.moe import Matrices
-from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
+from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
 CHOSEN = 8
 EXPERTS = 64
@@ -72,7 +74,7 @@ FORMATS: dict[str, Callable[..., Matrices]] = {
 
 
 def seconds(layer: Experts, rows: int, dtype: torch.dtype) -> float:
-    """Of one call, the fastest. Of one thread, those that it computes: what else runs on the machine is not counted."""
+    """The fastest call's seconds; for one thread its CPU time, so that other work on the machine is not counted."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     x, best = torch.randn(rows, HIDDEN).to(dtype), float("inf")
     ids, at = torch.zeros(rows, CHOSEN, dtype=torch.int32), torch.full((EXPERTS,), -1)

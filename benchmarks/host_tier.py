@@ -11,7 +11,7 @@ the other; with --only each can run on a GPU of its own at the same time. In eac
 
 (a) all sequences at once: each has a prompt of its own and an answer of full length, so that they preempt each other.
     Tokens per second are of all answers; the prompts' first computation is part of the time.
-(b) conversations that take turns, --at-once of them at a time: each question comes with all that was said before. Their
+(b) conversations that alternate, --at-once of them at a time: each question comes with its whole conversation. Their
     prefixes exceed the pool, by default about twice at the end. Time to first token of turns from the second on.
 
 The ranks, the model, the scheduler and its step loop are the server's; there is no text and no HTTP.
@@ -150,7 +150,7 @@ class Load:
 
 
 def token_bytes(config: dict[str, Any], dtype: str, fp8: bool) -> int:
-    """Of a token's keys and values in all layers, without FP8's scales."""
+    """Bytes of a token's keys and values in all layers, without FP8's scales."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     size = config["num_key_value_heads"] * config.get("head_dim", hidden // heads)
     return int(2 * config["num_hidden_layers"] * size * (1 if fp8 else WIDTH[dtype]))

@@ -102,7 +102,7 @@ def touched(checkpoint: Checkpoint, parts: list[Slice]) -> int:
 
 
 class Asked:
-    """Counts what striped loading asks for, as its Reader is told."""
+    """Counts what striped loading reads, as its Reader."""
 
     bytes = 0
 

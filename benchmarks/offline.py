@@ -8,11 +8,11 @@
 (m) arrivals: B sequences of 128 tokens decode 150, and at every sixth step a prompt comes whose first token is wanted:
     ms of steps with such a prompt and without one, medians, by its length
 (g) decode as in (a), without and with a grammar (a JSON schema) for all sequences: what masks cost; needs llguidance
-(p) on a GPU, beside these: the time of a decode step of (a), kernel by kernel
+(p) on a GPU, in addition: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
 (t) the same of all of (c), with steps of prompts apart
 
-Weights are random unless --load-format says otherwise. `start` ends with the first token. The ranks, the model, the
+Weights are random unless --load-format is another. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.
 """
 
@@ -37,7 +37,7 @@ from phalanx.rank import __main__ as program
 from phalanx.rank import protocol
 from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
-from phalanx.rank.scheduler.grammar import Compiled
+from phalanx.rank.scheduler.grammar import Grammar, Grammars
 from phalanx.rank.scheduler.replica import Replica
 
 ARRIVING = 64, 256, 512, 1024, 2048  # tokens of prompts that come while others decode
@@ -76,7 +76,7 @@ class Offline:
         self._random = random.Random(0)
         self._vocab = vocab_size
         self._names = 0
-        self._compiled: Compiled | None = None
+        self._grammars: Grammars | None = None
 
     def run(self, max_num_seqs: int) -> None:
         ask = self.ask
@@ -99,7 +99,8 @@ class Offline:
                 for length in ARRIVING:
                     self.arrivals(batch, length)
         if "g" in ask.parts:
-            self._compiled = constrained.compiled(self._vocab)
+            self._grammars = constrained.grammars(self._vocab)
+            self._bench.rest = self._grammars.take
             for batch in ask.batches:
                 self.constrained(batch)
         if "p" in ask.parts:
@@ -132,9 +133,18 @@ class Offline:
         """The request's name."""
         self._names += 1
         name, sampling = str(self._names), protocol.SamplingParams(max_tokens=new, temperature=0.0)
-        grammar = self._compiled.grammar(text) if self._compiled and text else None
-        self.scheduler.add(protocol.Request(name, ids, sampling, grammar=text), grammar=grammar)
+        request = protocol.Request(name, ids, sampling, grammar=text)
+        self.scheduler.add(request, grammar=self._compiled(request) if text else None)
         return name
+
+    def _compiled(self, request: protocol.Request) -> Grammar:
+        assert self._grammars is not None
+        self._grammars.compile(request)
+        while not (made := self._grammars.take()[0]):
+            time.sleep(1e-4)  # 0.1 ms, a small part of what compiling takes
+        ((_, grammar),) = made
+        assert isinstance(grammar, Grammar), grammar
+        return grammar
 
     def arrivals(self, batch: int, length: int) -> None:
         for _ in range(batch):
@@ -200,7 +210,7 @@ class Offline:
                  tokens_per_s=round(batch * length / min(times), 1))  # fmt: skip
 
     def requests(self) -> tuple[list[bytes], list[int]]:
-        """Of part (c), after a few of them."""
+        """The requests of part (c), after a few of them."""
         r, count = random.Random(0), self.ask.n_mixed
         lengths = [r.randint(64, 1024) for _ in range(count)]
         outs = [r.randint(64, 512) for _ in range(count)]

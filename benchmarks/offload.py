@@ -13,10 +13,10 @@ of them with a weight of i ** -S, in an order of its own. 0.8 is taken for the s
 been compared. The cache of resident experts follows what is chosen within some hundred steps: --warm 400 has it do so
 before the steps that are measured. Each number in --offload is a job.
 
-With --timeline a prompt of each kind runs once more, beside torch's profiler: how long the GPU copies, runs kernels,
+With --timeline a prompt of each kind runs once more, under torch's profiler: how long the GPU copies, runs kernels,
 does both or neither (timeline.py), and `launch`, how long the host launches; all in milliseconds. Decode steps of each
 batch run some more so, too: what the GPU does in two layers in the middle of one, from one layer's choice of experts to
-the next one's, in microseconds (timeline.py says what the columns are).
+the next one's, in microseconds (timeline.py describes the columns).
 
 Below the speeds stands what the host does for a layer of experts in a decode step, in microseconds (means). Of up to 16
 sequences a thread of its own does it:
@@ -27,7 +27,7 @@ sequences a thread of its own does it:
 Of more, in the thread that launches as well:
     launch  of copies and of the GPU's work on copied experts
     other   of the host's part, such as the experts that change places
-    graphs  launches of captured pieces
+    graphs  launches of captured segments
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ budget: Budget | None = None  # of this process, where it is a rank
 
 
 class Budget:
-    """What the host does for a layer of experts: seconds by name, a row for each time that a layer's part is done."""
+    """The host's work for a layer of experts: seconds by name, a row for each time that a layer's part is done."""
 
     def __init__(self) -> None:
         self.rows: list[defaultdict[str, float]] = [defaultdict(float)]
@@ -116,7 +116,7 @@ class Budget:
         setattr(owner, attribute, timed)
 
     def of_service(self, steps: int, layers: int, seconds: float) -> dict[str, float]:
-        """Of the last steps, of few tokens: as `means`."""
+        """Means of the last small-batch steps, as `means`."""
         first, last = self.served[-steps - 1], self.served[-1]
         each = [(b - a) / (steps * layers) for a, b in zip(first, last, strict=True)]
         times = len(host_service.TIMES)
@@ -126,7 +126,7 @@ class Budget:
         return {name: round(one, 2) for name, one in found.items()}
 
     def means(self, count: int, seconds: float) -> dict[str, float]:
-        """Of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
+        """Means of the last `count` rows: microseconds of each part of what takes `seconds` a layer, and experts."""
         rows = self.rows[-count:]
         found = {name: sum(row[name] for row in rows) / len(rows) for name in (*PARTS, "begin", "end", *SERVED)}
         found["other"] = found.pop("begin") + found.pop("end") - sum(found[name] for name in IN_HOST)
@@ -214,9 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3-30b-a3b", help="a shape, or a directory with a config.json")
     parser.add_argument("--offload", default="0,64,128", help="experts of a layer in host memory alone: N,..; 0: none")
-    parser.add_argument("--placement", default="auto", choices=("auto", "resident", "cpu", "stream"))
+    parser.add_argument("--placement", default="auto", choices=("auto", "cpu", "stream"))
     parser.add_argument("--zipf", type=float, help="exponent of the experts' popularity")
-    parser.add_argument("--deferral", action="store_true", help="with --expert-deferral, whose loss is printed")
+    parser.add_argument("--deferral", action="store_true", help="with --expert-deferral")
     parser.add_argument("--isq", default="none", help="what linears and experts are quantised to, such as q4km")
     parser.add_argument("--np", type=int, default=1, help="ranks")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))

@@ -1,4 +1,4 @@
-"""Every kernel beside its torch reference, its best library equal and the least time its bytes or its arithmetic take.
+"""Every kernel next to its torch reference, the best library and the least time its bytes or its arithmetic take.
 
     python benchmarks/ops.py [--only attention] [--shapes 70b-tp4] [--energy] [--json FILE]
 
@@ -22,13 +22,13 @@ from phalanx.benchmarks.timing import Call
 from phalanx.kernels.activation import activation
 from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
-from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.embedding import embedding
-from phalanx.kernels.gemm import gemv, pipelined_gemm, skinny, swiglu_gemm
+from phalanx.kernels.gemm import gemv, pipelined_gemm, swiglu_gemm
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import fp8_cache, rope
+from phalanx.kernels.rope.rope import CurrentKV
 from phalanx.kernels.sampling import argmax
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -71,16 +71,17 @@ def ropes(table: Table, rows: int) -> None:
     cache = randn(2, 640, 16, 8, 128)
     slots = torch.randperm(640 * 16, device="cuda")[:rows]
     ys = [randn(rows, 48, 128).split([32, 8, 8], 1) for _ in range(copies(rows * 48 * 256))]
-    rest = cos_sin, None, (cache[0], cache[1]), slots
+    kept = cache[0], cache[1]
+    given = [(y[0], CurrentKV(y[1], y[2], cos_sin, None, slots), kept) for y in ys]
     table.add(
         f"rope_write {rows}x48x128", 2 * rows * 48 * 256,
-        {"ours": [partial(rope.rope_and_store_kv, y[0], y[1], y[2], *rest) for y in ys],
-         "reference": [partial(rope.rope_and_store_kv_reference, y[0], y[1], y[2], *rest) for y in ys]},
+        {"ours": [partial(rope.rope_and_store_kv, *one) for one in given],
+         "reference": [partial(rope.rope_and_store_kv_reference, *one) for one in given]},
     )  # fmt: skip
 
 
 def lookups(table: Table, rows: int) -> None:
-    """What a step begins and ends with."""
+    """Operations at the beginning and the end of a step."""
     weight, cos_sin_table = randn(128256, 4096), torch.rand(8192, 2, 64, device="cuda")
     ids, positions = torch.randint(128256, (rows,), device="cuda"), torch.randint(8192, (rows,), device="cuda")
     xs = [randn(rows, 128256) for _ in range(copies(rows * 128256 * 2))]
@@ -113,10 +114,12 @@ def gemms(table: Table, shapes: str) -> None:
 def gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     rows, (outputs, inputs) = len(x), weights[0].shape
     versions: dict[str, list[Call]] = {"cublas": [partial(torch_linear, x, w) for w in weights]}
-    if skinny.supports(x, weights[0]):
+    if gemv.supports(x, weights[0]) or pipelined_gemm.supports(x, weights[0]):
         versions["ours"] = [partial(linear, x, w) for w in weights]
     for config in tile_configs(rows, outputs, inputs):
-        versions["m{}k{}s{}".format(*config)] = [partial(pipelined_gemm.pipelined_gemm, x, w, config) for w in weights]
+        versions["m{}k{}s{}".format(*config)] = [
+            partial(pipelined_gemm.pipelined_gemm, x, w, config=config) for w in weights
+        ]
     bytes_ = 2 * (outputs * inputs + rows * (inputs + outputs))
     table.add(f"linear {rows} x {outputs}x{inputs}", bytes_, versions, 2 * rows * outputs * inputs)
 
@@ -130,7 +133,7 @@ def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     """The norm of one row or two and the GEMV that follows, as one kernel and as two."""
     rows, (outputs, inputs) = len(x), weights[0].shape
     residual, by = randn(rows, inputs), randn(inputs)
-    if not skinny.supports_norm(x, residual, by, weights[0]):
+    if not gemv.supports_norm(x, residual, by, weights[0]):
         return
 
     def in_turn(add_norm: Callable[..., Any], plain: Callable[..., Tensor], weight: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ def normed_gemm(table: Table, x: Tensor, weights: list[Tensor]) -> None:
     versions: dict[str, list[Call]] = {
         "reference": [partial(in_turn, norm.add_rms_norm_reference, torch_linear, w) for w in weights],
         "two kernels": [partial(in_turn, norm.add_rms_norm, linear, w) for w in weights],
-        "ours": [partial(skinny.normed_linear, x, residual, by, 1e-5, w) for w in weights],
+        "ours": [partial(gemv.normed_linear, x, residual, by, 1e-5, w) for w in weights],
     }
     bytes_ = 2 * (outputs * inputs + rows * (3 * inputs + outputs))
     table.add(f"norm and linear {rows} x {outputs}x{inputs}", bytes_, versions)
@@ -189,14 +192,14 @@ class Layers:
             y = self.behind_norm(linears["qkv"], x, qkv).view(self.rows, -1, 128)
             q, k, v = y.split([self.heads // 128, self.kv_heads, self.kv_heads], 1)
             cache = self.cache[0], self.cache[1]
-            x = store_and_attend(q, k, v, self.cos_sin, None, cache, self.batch, SCORES)
+            x = store_and_attend(q, CurrentKV(k, v, self.cos_sin, None, self.batch.slots), cache, self.batch, SCORES)
             x = linears["o"](x, o)
             x = linears["down"](self.behind_norm(linears["gate_up"], x, gate_up), down)
 
     def behind_norm(self, chosen: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
         ours = chosen in (linear, gated_linear)
-        if ours and skinny.supports_norm(x, self.residual, self.norm, weight):
-            return skinny.normed_linear(
+        if ours and gemv.supports_norm(x, self.residual, self.norm, weight):
+            return gemv.normed_linear(
                 x, self.residual, self.norm, 1e-5, weight, "silu" if chosen is gated_linear else ""
             )[0]
         return chosen(norm.add_rms_norm(x, self.residual, self.norm, 1e-5)[0], weight)
@@ -214,7 +217,7 @@ def layers(table: Table, shapes: str) -> None:
         for name, shape in zip(chosen, made.shapes, strict=True):
             is_gated = name == "gate_up"
             versions[f"{name} cublas"] = [partial(made.run, chosen | {name: library[name]})]
-            if rows <= skinny.GEMV_ROWS:
+            if rows <= gemv.ROWS:
                 for warp in [(2, 4)] if is_gated else [(1, 8), (2, 4)]:
                     ours = partial(gemv.gemv, gate="silu" if is_gated else "", config=warp)
                     versions[f"{name} gemv {warp[0]}"] = [partial(made.run, chosen | {name: ours})]
@@ -238,8 +241,8 @@ def attentions(table: Table) -> None:
 
 
 def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
-    """Of tokens that are not rotated yet. Each call is behind an operation of torch's, whose time is in it: one that is
-    behind another of its kind would fetch its keys while that one still computes, which in a model it cannot."""
+    """Attention of tokens that are not rotated yet. Each call is behind an operation of torch's, whose time is in it:
+    behind another of its kind it would fetch its keys while that one still computes, which in a model it cannot."""
     from phalanx.kernels.attention import attention_triton
 
     batch, bytes_ = len(lengths), sum(lengths) * 4096
@@ -248,22 +251,20 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
     rows.slots = rows.block_tables.gather(1, newest[:, None] // 16)[:, 0].long() * 16 + newest % 16
     caches = [randn(2, blocks, 16, 8, 128) for _ in range(min(4, copies(bytes_)))]
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
-    cos_sin = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
+    new = CurrentKV(k, v, rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda")), None, rows.slots)
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
     splits = attention_triton.choose_kv_splits(batch * 8, 8192, 132)  # as in a graph, which does not know the lengths
 
     def unfused(c: Tensor) -> None:
-        # As a step with prompts does it; q is rotated further each time, which changes nothing here.
-        rotated = rope.rope_and_store_kv(q, k, v, cos_sin, None, (c[0], c[1]), rows.slots)
+        # Attention as a step with prompts does it; q is rotated further each time, which changes nothing here.
+        rotated = rope.rope_and_store_kv(q, new, (c[0], c[1]))
         paged_attention(rotated, c[0], c[1], rows, SCORES)
 
     def by_triton(c: Tensor) -> None:
-        new = CurrentKV(k, v, cos_sin, None, rows.slots)
         attention_triton.decode(q, c[0], c[1], rows.block_tables, rows.lengths, out, *SCORES, splits, new)
 
-    rest = cos_sin, None
     versions: dict[str, list[Call]] = {
-        "ours": [partial(store_and_attend, q, k, v, *rest, (c[0], c[1]), rows, SCORES) for c in caches],
+        "ours": [partial(store_and_attend, q, new, (c[0], c[1]), rows, SCORES) for c in caches],
         "ours, rotated before": [partial(unfused, c) for c in caches],
         "ours by triton": [partial(by_triton, c) for c in caches],
     }
@@ -284,7 +285,7 @@ def decode_attention(table: Table, name: str, lengths: list[int]) -> None:
 
 
 def fp8_attention(table: Table, batch: int, length: int) -> None:
-    """A decode step of a cache in e4m3, beside one of bf16 with as many tokens; in DRAM, whatever their bytes are."""
+    """A decode step of a cache in e4m3, and one of bf16 with as many tokens; in DRAM, whatever their bytes are."""
     from phalanx.kernels.attention import attention_triton
 
     bytes_ = batch * length * 2 * 8 * (128 + 1)
@@ -298,18 +299,17 @@ def fp8_attention(table: Table, batch: int, length: int) -> None:
         scales = torch.stack((k_scales, v_scales), 2).permute(0, 3, 2, 1).contiguous()  # [blocks, heads, 2, size]
         narrow.append((keys, values, scales))
     q, k, v = randn(batch, 48, 128).split([32, 8, 8], 1)
-    cos_sin = rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda"))
+    new = CurrentKV(k, v, rope.CosSin(*torch.rand(2, batch, 1, 128, device="cuda")), None, rows.slots)
     out = torch.empty(q.shape, device="cuda", dtype=BF16)
     splits = attention_triton.choose_kv_splits(batch * 8, length, device_caps(q.device).num_sms)
 
     def by_triton(keys: Tensor, values: Tensor, scales: Tensor) -> None:
-        new = CurrentKV(k, v, cos_sin, None, rows.slots)
         attention_triton.decode(q, keys, values, rows.block_tables, rows.lengths, out, *SCORES, splits, new, scales)
 
     versions: dict[str, list[Call]] = {
-        "fp8": [partial(store_and_attend, q, k, v, cos_sin, None, c, rows, SCORES) for c in narrow],
+        "fp8": [partial(store_and_attend, q, new, c, rows, SCORES) for c in narrow],
         "fp8 by triton": [partial(by_triton, *c) for c in narrow],
-        "bf16": [partial(store_and_attend, q, k, v, cos_sin, None, (c[0], c[1]), rows, SCORES) for c in plain],
+        "bf16": [partial(store_and_attend, q, new, (c[0], c[1]), rows, SCORES) for c in plain],
     }
     tick = torch.zeros(1, device="cuda")
     for key, calls in versions.items():

@@ -1,4 +1,4 @@
-"""The gated delta net's convolution and rule beside the least time that their bytes or their arithmetic take.
+"""The gated delta net's convolution and rule next to the least time that their bytes or their arithmetic take.
 
     python benchmarks/ops_delta.py [--key-heads 16] [--value-heads 32] [--only prompt] [--json FILE]
 

@@ -1,12 +1,12 @@
-"""FP8 experts on Hopper: by tensor cores of 8 bits, beside what else multiplies them, and each part in every config.
+"""FP8 experts on Hopper: by tensor cores of 8 bits, next to what else multiplies them, and each part in every config.
 
     python benchmarks/ops_e4m3_experts.py [--shapes qwen3-30b-a3b] [--rows 64 256 2048] [--unit 128] [--json FILE]
 
 One line by number of rows has whole layers, without the sum over a token's experts: bf16; FP8 as it is chosen, by tiles
-of quantized_experts.cu, dequantised first. The next ones have the parts: the sort of pairs, rows that become e4m3, and
-both GEMMs by config: outputs x rows of a tile / rows of a matmul, and blocks that share x. The limit is that of
-bytes in FP8, or twice the arithmetic of bf16. Rows choose experts at random. --unit: inputs that share a scale; 0: as
-with `--isq fp8`, 128: as in checkpoints.
+of quantized_experts.cu, dequantised first. The next ones have the parts: the sort of routed tokens, rows that become
+e4m3, and both GEMMs by config: outputs x rows of a tile / rows of a matmul, and blocks that share x. The limit is that
+of bytes in FP8, or twice the arithmetic of bf16. Rows choose experts at random. --unit: inputs that share a scale; 0:
+as with `--isq fp8`, 128: as in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from phalanx.benchmarks.ops_moe import SHAPES, Layers
+from phalanx.benchmarks.ops_moe import SHAPES, Layers, by_plain_kernels, variant
 from phalanx.benchmarks.ops_table import Table
 from phalanx.benchmarks.timing import Call
 from phalanx.kernels import jit
-from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_experts
-from phalanx.kernels.moe.group import group
+from phalanx.kernels.device import DeviceCaps, device_caps
+from phalanx.kernels.moe import moe, quantized_experts
+from phalanx.kernels.moe.group import encode_pairs, group
 from phalanx.kernels.moe.moe import Inputs
+from phalanx.kernels.moe.quantized_experts import Gemm
 from phalanx.kernels.quantized import e4m3
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack, stack
@@ -40,7 +41,7 @@ TILES = (
 
 
 def configs(pairs: float) -> Iterator[E4m3Config]:
-    """Those that may be the fastest of so many pairs per expert."""
+    """Tiles that may be the fastest for so many routed tokens per expert."""
     return (config for config in TILES if config.rows <= max(32, 4 * pairs) and config.rows * 8 >= min(pairs, 512))
 
 
@@ -49,7 +50,7 @@ def name(config: E4m3Config) -> str:
 
 
 def stacks(layers: Layers, unit: int) -> list[tuple[Stack, Stack]]:
-    """Of two copies."""
+    """Times of two copies."""
 
     def made(weights: Tensor) -> Stack:
         def encode(expert: int) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,17 @@ def stacks(layers: Layers, unit: int) -> list[tuple[Stack, Stack]]:
     return [(made(a), made(b)) for a, b in list(zip(layers.w13, layers.w2, strict=True))[:2]]
 
 
+def caps() -> DeviceCaps:
+    return device_caps(torch.device("cuda"))
+
+
+def chosen(pairs: int, experts: int, w13: Stack, w2: Stack) -> quantized_experts.Configs:
+    """The config chosen for tensor cores of 8 bits."""
+    found = quantized_experts.choose_e4m3(pairs, experts, w13, w2, caps())
+    assert found is not None, "not a Hopper"
+    return found
+
+
 def whole(bf16: list[Inputs], given: list[Inputs]) -> dict[str, list[Call]]:
     """Layers."""
     one = given[0]
@@ -69,21 +81,18 @@ def whole(bf16: list[Inputs], given: list[Inputs]) -> dict[str, list[Call]]:
     versions: dict[str, list[Call]] = {
         "bf16": [partial(moe.expert_terms, one) for one in bf16],
         "chosen": [partial(moe.expert_terms, one) for one in given],
-        "dequantised": [partial(moe.grouped, one) for one in given],
+        "dequantised": [partial(by_plain_kernels, one) for one in given],
     }
-    if one.pairs <= 96 * one.experts:
-        tiles = quantized_experts.choose_tiles(one.pairs, one.experts)
-        kernels = quantized_cuda.tiled_configs(tiles, one.w13, one.w2)
-        versions[f"tiles of {8 * tiles}"] = [partial(moe.in_pieces, one, kernels) for one in given]
-    up, down = e4m3_experts.choose(one.pairs, one.experts)
-    versions[f"8 bits, tiles of {up.rows}"] = [
-        partial(moe.in_pieces, one, quantized_cuda.KernelConfigs(up, down)) for one in given
-    ]
+    if one.pairs <= moe.PLAIN_PAIRS * one.experts:
+        kernels = quantized_experts.choose_tiled(one.pairs, one.experts, one.w13, one.w2, caps())
+        versions[f"tiles of {kernels.rows}"] = [partial(quantized_experts.experts, one, kernels) for one in given]
+    kernels = chosen(one.pairs, one.experts, one.w13, one.w2)
+    versions[f"8 bits, tiles of {kernels.rows}"] = [partial(quantized_experts.experts, one, kernels) for one in given]
     return versions
 
 
 def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
-    """What a layer by tensor cores of 8 bits consists of."""
+    """Parts of a layer by tensor cores of 8 bits."""
     top, experts = given[0].ids.shape[1], given[0].experts
     found: dict[str, dict[str, list[Call]]] = {
         "rows": {"sort": [partial(group, one.ids, experts, 32) for one in given]},
@@ -97,14 +106,14 @@ def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
             assert isinstance(one.w13, Stack) and isinstance(one.w2, Stack)
             groups = group(one.ids, experts, config.rows)
             h = torch.randn(one.pairs, one.w2.shape[2], device="cuda").to(one.x.dtype)
-            of_x = partial(e4m3_pairs.encode, one.x, groups, one.weights, top, 256)
-            of_h = partial(e4m3_pairs.encode, h, groups, one.weights, 0, 256)
+            of_x = partial(encode_pairs, one.x, groups, one.weights, top, 256)
+            of_h = partial(encode_pairs, h, groups, one.weights, 0, 256)
             of["of x"].append(of_x)
             of["of h"].append(of_h)
-            of["up"].append(
-                partial(e4m3_experts.multiply, of_x(), one.w13, groups, torch.empty_like(h), "silu", config)
-            )
-            of["down"].append(partial(e4m3_experts.multiply, of_h(), one.w2, groups, y, "", config))
+            up = Gemm(one.x, one.w13, groups, one.weights, torch.empty_like(h), "silu", top, None)
+            down = Gemm(h, one.w2, groups, one.weights, y, "", 0, None)
+            of["up"].append(partial(quantized_experts.by_e4m3, up, config, of_x()))
+            of["down"].append(partial(quantized_experts.by_e4m3, down, config, of_h()))
         found["rows"] |= {part: of[part] for part in ("of x", "of h")}
         found["up"][name(config)], found["down"][name(config)] = of["up"], of["down"]
     return found
@@ -113,23 +122,14 @@ def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
 def compile_ahead(given: list[Inputs], rows: list[int]) -> None:
     w13, w2 = given[0][3:5]
     assert isinstance(w13, Stack) and isinstance(w2, Stack)
-    top, experts, found = given[0].ids.shape[1], given[0].experts, device_caps(torch.device("cuda"))
-    programs = []
+    top, experts, programs = given[0].ids.shape[1], given[0].experts, []
     for n in rows:
-        used = {*configs(n * top / experts), *e4m3_experts.choose(n * top, experts)}
-        sizes = [
-            e4m3_experts.sizes(one, config, act, False) for config in used for one, act in ((w13, "silu"), (w2, ""))
-        ]
-        programs += [jit.variant("e4m3_experts", torch.bfloat16, **one) for one in sizes]
-        tiles = quantized_experts.choose_tiles(n * top, experts)
-        for kernels in (
-            quantized_cuda.tiled_configs(tiles, w13, w2),
-            quantized_cuda.choose_kernels(n * top, experts, w13, w2, found),
-        ):
-            for weight, kernel, act, k in ((w13, kernels.up, "silu", top), (w2, kernels.down, "", 1)):
-                if isinstance(kernel, quantized_experts.ExpertTileConfig):
-                    of = quantized_experts.sizes(weight, kernel, act, k, False)
-                    programs.append(jit.variant("quantized_experts", torch.bfloat16, **of))
+        used: set[quantized_experts.Config] = {*configs(n * top / experts), *chosen(n * top, experts, w13, w2)}
+        tiled = quantized_experts.choose_tiled(n * top, experts, w13, w2, caps())
+        for config in used | {tiled.up}:
+            programs.append(variant(w13, config, "silu", top))
+        for config in used | {tiled.down}:
+            programs.append(variant(w2, config, "", 1))
     jit.compile_ahead(programs, torch.device("cuda"))
 
 

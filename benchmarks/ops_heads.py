@@ -1,4 +1,4 @@
-"""Attention by head size: the CUDA kernels beside Triton's, and cuDNN's where it takes whole prompts.
+"""Attention by head size: the CUDA kernels next to Triton's, and cuDNN's where it takes whole prompts.
 
     python benchmarks/ops_heads.py [--dims 80 96 128] [--json FILE]
 
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import attention_tma, attention_triton, cudnn
+from phalanx.kernels.attention.attention import CANDIDATES
 from phalanx.kernels.attention.backend import AttentionParams, Part
 
 # Head size → query and key heads, as models have them: Phi-2 has 80, Phi-3-mini 96, StableLM-2-12B 160.
@@ -30,11 +30,8 @@ def add(table: Table, dim: int, query_lens: list[int], kv_lens: list[int]) -> No
     q, params = randn(tokens, heads, dim), AttentionParams(dim**-0.5)
     caches = [(randn(blocks, 16, kv_heads, dim), randn(blocks, 16, kv_heads, dim)) for _ in range(copies(bytes_))]
     parts = [Part(q, *cache, rows, params, 0, len(kv_lens), torch.empty_like(q)) for cache in caches]
-    ways = {"cuda": attention_tma, "triton": attention_triton, "cudnn": cudnn}
     calls: dict[str, list[Call]] = {
-        name: [partial(way.run, part, way.plan(part)) for part in parts]
-        for name, way in ways.items()
-        if way.supports(parts[0])
+        one.name: [partial(one.run, part) for part in parts] for one in CANDIDATES["cuda"] if one.supports(parts[0])
     }
     pairs = sum(count * (length - (count - 1) / 2) for count, length in zip(query_lens, kv_lens, strict=True))
     what = "decode" if rows.num_decodes else "prompt"

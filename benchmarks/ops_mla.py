@@ -1,4 +1,4 @@
-"""Multi-head latent attention beside the least time its bytes or its arithmetic take.
+"""Multi-head latent attention next to the least time its bytes or its arithmetic take.
 
     python benchmarks/ops_mla.py [--heads 16] [--only decode] [--json FILE]
 
@@ -41,7 +41,7 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     programs, num_sms = batch * -(-heads // mla_triton.GROUP), torch.cuda.get_device_properties(0).multi_processor_count
     rest = rows.block_tables, rows.lengths, out, PARAMS.scale
     splits = mla_triton.choose_kv_splits(programs, LONGEST, num_sms)
-    splits = mla_decode.choose_kv_splits(programs, LONGEST, num_sms * mla_decode.occupancy(q.device)[1])
+    splits = mla_decode.choose_kv_splits(programs, LONGEST, num_sms * mla_decode.choose_tiles(q.device, False).per_sm)
     versions: dict[str, list[Call]] = {
         f"Triton, tiles of {tile}": [
             partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches
@@ -108,7 +108,7 @@ def make_new(heads: int, tokens: int) -> tuple[Tensor, Tensor, mla.LatentNorm, C
 
 
 def store(table: Table, heads: int, tokens: int) -> None:
-    """Of steps with prompts."""
+    """Latent attention of steps with prompts."""
     cache, slots = randn(-(-tokens // 16), 16, WIDTH), torch.randperm(tokens, device="cuda")
     arguments = *make_new(heads, tokens), cache, slots
     versions: dict[str, list[Call]] = {

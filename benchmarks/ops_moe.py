@@ -1,4 +1,4 @@
-"""Mixture of experts: router and experts beside the least time their bytes or their arithmetic take.
+"""Mixture of experts: router and experts next to the least time their bytes or their arithmetic take.
 
     python benchmarks/ops_moe.py [--shapes qwen3-30b-a3b] [--rows 1 4 16] [--formats q4_k q8_0] [--tune] [--json FILE]
 
@@ -11,7 +11,6 @@ ops.py, calls rotate over copies of their weights that do not fit in the cache t
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,18 +22,14 @@ from phalanx.benchmarks.timing import Call, measure
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import ACTIVATIONS
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import (
-    expert_gemv,
-    moe,
-    quantized_cuda,
-    quantized_experts,
-    quantized_pipeline,
-    quantized_wgmma_experts,
-    wgmma_experts,
-)
-from phalanx.kernels.moe.moe import Inputs, TileConfig
+from phalanx.kernels.moe import moe, plain_experts, quantized_experts
+from phalanx.kernels.moe.group import group
+from phalanx.kernels.moe.moe import Inputs
+from phalanx.kernels.moe.plain_experts import TileConfig
 from phalanx.kernels.moe.router import RouterParams, route
-from phalanx.kernels.quantized import affine, e4m3, floats, mxfp4
+from phalanx.kernels.quantized import affine, e4m3, mxfp4
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
+from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
@@ -72,7 +67,6 @@ class Layers:
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
         copies = list(zip(self.w13, self.w2, strict=True))[:2]
         self.quantized = {name: [(quantize(a, name), quantize(b, name)) for a, b in copies] for name in formats}
-        self.floats = [(fp8(a), fp8(b)) for a, b in copies] if "fp8" in formats else []
 
     def calls(self, rows: int) -> list[Inputs]:
         experts, k, hidden, _ = self.shape
@@ -102,14 +96,8 @@ def quantize(weights: Tensor, name: str) -> Stack:
         made = mxfp4.experts(torch.stack(codes), torch.stack(scales), inputs, weights.dtype)
         assert isinstance(made, Stack), "a multiple of 64 inputs"
         return made
-    codec = importlib.import_module(f"phalanx.kernels.quantized.{'e4m3' if name == 'fp8' else name}")
+    codec = e4m3 if name == "fp8" else CODECS[name.upper()]
     return stack(codec, lambda expert: codec.encode(weights[expert]), (experts, outputs, inputs))
-
-
-def fp8(weights: Tensor) -> floats.Floats:
-    """As FP8 checkpoints have experts, for Triton."""
-    codes, scales = zip(*map(e4m3.encode, weights), strict=True)
-    return floats.pack(torch.stack(codes), torch.stack(scales))
 
 
 def e2m1(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,35 +119,46 @@ def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(1).to(torch.uint8), scales, zeros
 
 
-def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_cuda.KernelConfigs]:
-    """All that take these, but those of e4m3_experts.py."""
-    found = {f"tiles of {8 * tiles}": quantized_cuda.tiled_configs(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
-    if quantized_wgmma_experts.takes(w13, w2, device_caps(torch.device("cuda"))):
-        outputs = quantized_wgmma_experts.OUTPUTS, quantized_wgmma_experts.MORE_OUTPUTS
-        for tile in itertools.product(quantized_wgmma_experts.TILES.values(), outputs):
-            if tile[1] == outputs[0] or tile[0] <= quantized_wgmma_experts.MOST_ROWS_OF_MORE:
-                configs = (quantized_wgmma_experts.config(*tile, one) for one in (w13, w2))
-                found["wgmma, tiles of {} by {}".format(*tile)] = quantized_cuda.KernelConfigs(*configs)
-    up, down = (quantized_cuda.choose_pipeline(one) for one in (w13, w2))
-    return found | {"pipelined": quantized_cuda.KernelConfigs(up, down)} if up and down else found
+SOURCES: dict[type, str] = {
+    quantized_experts.ExpertTileConfig: "quantized_experts",
+    quantized_experts.PipelineConfig: "quantized_pipeline",
+    quantized_experts.WgmmaExpertsConfig: "quantized_wgmma_experts",
+    E4m3Config: "e4m3_experts",
+}
+
+
+def variant(stack: Stack, config: quantized_experts.Config, act: str, top: int) -> jit.KernelVariant:
+    return jit.variant(SOURCES[type(config)], torch.bfloat16, **quantized_experts.sizes(stack, config, act, top, False))
+
+
+def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_experts.Configs]:
+    """All that take these, but those of e4m3_experts.cu."""
+    found = {f"tiles of {8 * tiles}": quantized_experts.tiled(tiles, w13, w2) for tiles in (1, 2, 4, 8)}
+    if quantized_experts.choose_wgmma(1, 1, w13, w2, device_caps(torch.device("cuda"))):
+        outputs = quantized_experts.OUTPUTS, quantized_experts.MORE_OUTPUTS
+        for tile in itertools.product(quantized_experts.WGMMA_TILES.values(), outputs):
+            if tile[1] == outputs[0] or tile[0] <= quantized_experts.MOST_ROWS_OF_MORE:
+                configs = (quantized_experts.wgmma_config(*tile, one) for one in (w13, w2))
+                found["wgmma, tiles of {} by {}".format(*tile)] = quantized_experts.Configs(*configs)
+    up, down = (quantized_experts.choose_pipeline(one) for one in (w13, w2))
+    return found | {"pipelined": quantized_experts.Configs(up, down)} if up and down else found
 
 
 def compile_quantized(layers: Layers) -> None:
-    """All of `ways_of`, several at a time."""
-    programs = []
+    """All of `kernels_of`, several at a time."""
+    programs, k = [], layers.shape.top_k
     for (w13, w2), *_ in layers.quantized.values():
         for kernels in kernels_of(w13, w2).values():
-            for weight, kernel, act, top in ((w13, kernels.up, "silu", layers.shape.top_k), (w2, kernels.down, "", 1)):
-                if isinstance(kernel, quantized_experts.ExpertTileConfig):
-                    sizes = quantized_experts.sizes(weight, kernel, act, top, False)
-                    programs.append(jit.variant("quantized_experts", torch.bfloat16, **sizes))
-                elif isinstance(kernel, quantized_pipeline.PipelineConfig):
-                    sizes = quantized_pipeline.sizes(weight, kernel, act, top, False)
-                    programs.append(jit.variant("quantized_pipeline", torch.bfloat16, **sizes))
-                elif isinstance(kernel, quantized_wgmma_experts.WgmmaExpertsConfig):
-                    sizes = quantized_wgmma_experts.sizes(weight, kernel, act, False)
-                    programs.append(jit.variant("quantized_wgmma_experts", torch.bfloat16, **sizes))
+            programs.append(variant(w13, kernels.up, "silu", k))
+            programs.append(variant(w2, kernels.down, "", 1))
     jit.compile_ahead(programs, torch.device("cuda"))
+
+
+def by_plain_kernels(given: Inputs) -> Tensor:
+    """Experts by the kernels that packed weights become plain for, whatever the number of routed tokens."""
+    found = device_caps(given.x.device)
+    plans = (one.plan(given, found) for one in moe.CANDIDATES[-2:] if one.in_range(given.pairs, given.experts))
+    return next(run for run in plans if run)()
 
 
 def router(table: Table, layers: Layers, rows: int) -> None:
@@ -172,35 +171,31 @@ def router(table: Table, layers: Layers, rows: int) -> None:
 
 
 def experts(table: Table, layers: Layers, rows: int) -> None:
-    """Without the sum over a token's pairs, which the next norm makes."""
+    """Without the sum over a token's experts, which the next norm makes."""
     calls = layers.calls(rows)
     bytes_, flops = layers.limits(calls)
     versions: dict[str, list[Call]] = {"ours": [partial(moe.expert_terms, one) for one in calls]}
     if rows <= 16:
-        versions["gemv"] = [partial(expert_gemv.experts, one) for one in calls]
-    if rows * layers.shape.top_k <= 16 * layers.shape.experts:
-        for outputs in ((64, 128), (128, 128), (64, 64), (128, 64)):
-            versions[f"pipelined {outputs}"] = [partial(moe.pipelined, one, outputs) for one in calls]
-    versions |= {f"tiles of {tiles.up.rows}": [partial(moe.by_triton, one, tiles) for one in calls]
-                 for tiles in moe.TILINGS.values()}  # fmt: skip
-    if wgmma_experts.takes(calls[0].x, *calls[0][3:5], calls[0].pairs, calls[0].experts):
-        tiles = sorted(set(wgmma_experts.ROWS.values()))
-        versions |= {f"wgmma, tiles of {tile}": [partial(moe.by_wgmma, one, tile) for one in calls] for tile in tiles}
-    if layers.floats:
-        pairs = [Inputs(*one[:3], *layers.floats[i % len(layers.floats)]) for i, one in enumerate(calls)]
-        versions["fp8, Triton"] = [partial(moe.grouped, one) for one in pairs]
+        versions["gemv"] = [partial(plain_experts.gemv, one) for one in calls]
+    versions |= {f"tiles of {tiles.up.rows}": [partial(plain_experts.by_triton, one, tiles) for one in calls]
+                 for tiles in plain_experts.TILINGS.values()}  # fmt: skip
+    if plain_experts.wgmma_takes(calls[0], device_caps(torch.device("cuda"))):
+        tiles = sorted(set(plain_experts.WGMMA_ROWS.values()))
+        versions |= {
+            f"wgmma, tiles of {tile}": [partial(plain_experts.by_wgmma, one, tile) for one in calls] for tile in tiles
+        }
     for name, stacks in layers.quantized.items():
         pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
         versions[name] = [partial(moe.expert_terms, one) for one in pairs]
         average = rows * layers.shape.top_k / layers.shape.experts
         many = average > 64
         if many:
-            versions[f"{name}, dequantised"] = [partial(moe.grouped, one) for one in pairs]
+            versions[f"{name}, dequantised"] = [partial(by_plain_kernels, one) for one in pairs]
         for title, kernels in kernels_of(*stacks[0]).items():
             # Tiles that are too small, or mostly empty, are left out.
             fits = average / 2 <= kernels.rows <= 8 * average if "wgmma" in title else not many or kernels.rows == 64
             if fits:
-                versions[f"{name}, {title}"] = [partial(moe.in_pieces, one, kernels) for one in pairs]
+                versions[f"{name}, {title}"] = [partial(quantized_experts.experts, one, kernels) for one in pairs]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
@@ -226,7 +221,7 @@ def tune(layers: Layers, rows: int) -> None:
     for height in (16, 32, 64, 128):
         if height > max(16, 8 * average) or height * 16 < average:
             continue
-        groups = [moe.group(one.ids, layers.shape.experts, height) for one in calls]
+        groups = [group(one.ids, layers.shape.experts, height) for one in calls]
         hs = [torch.randn(one.pairs, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
         ys = [one.x.new_empty(one.pairs, one.x.shape[1]) for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""What benchmarks of operations share: shapes, inputs, and the table of times beside the limits of a GPU."""
+"""Parts that benchmarks of operations share: shapes, inputs, and the table of times next to the limits of a GPU."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def make_rows(query_lens: list[int], kv_lens: list[int]) -> tuple[Any, int]:
         lengths=torch.tensor(kv_lens, dtype=torch.int32, device="cuda"),
         query_starts=torch.tensor([0, *query_lens]).cumsum(0).to("cuda", torch.int32),
         num_decodes=sum(n == 1 for n in query_lens),
+        query_len=1,
         query_lens=query_lens,
         kv_lens=kv_lens,
         scratch={},

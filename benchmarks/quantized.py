@@ -1,12 +1,12 @@
-"""Linears of quantised weights beside those of 16 bits, and beside the least time that their bytes take.
+"""Linears of quantised weights next to those of 16 bits and to the least time that their bytes take.
 
     python benchmarks/quantized.py [--format int4] [--shapes 70b-tp4] [--rows 1 16 256] [--ways] [--json FILE]
     python benchmarks/quantized.py --fit FILE
 
 Timed as benchmarks/ops.py does; the gate and up matrices with their activation. Below each number of rows stands what
 all linears of a model of 32 such layers take. fp8 has scales as --isq fp8, mostly for each 512 inputs, and
-fp8-128 stands beside it, with those of blocks. --ways: also every other kernel and tile, compiled beforehand. --fit:
-writes the costs of GEMMs of many rows to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
+fp8-128 is added, with those of blocks. --ways: also every other kernel and tile, compiled beforehand. --fit:
+writes the costs of GEMMs of large M to the sources of the kernels that `--ways --json FILE` has timed: FP8's, and
 those that make weights in registers.
 """
 
@@ -27,38 +27,42 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.quantized import (
-    dequantize_pieces,
+    cuda_layouts,
     e4m3,
     e4m3_rows,
     e4m3_wgmma,
-    e4m3_wide,
     floats,
-    grouped_gemv,
-    int4_cuda,
     pieces_cuda,
-    q4_k,
-    q5_k,
-    q6_k,
-    q8_0_cuda,
     quantized_gemm,
-    quantized_gemv,
     quantized_wgmma,
-    super_blocks,
-    super_blocks_cuda,
 )
-from phalanx.kernels.quantized.pieces_cuda import Layout, Packed
+from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
+from phalanx.kernels.quantized.ggml_types import Decoded
+from phalanx.kernels.quantized.pieces_cuda import KernelConfig, Layout, Packed
+from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
+from phalanx.kernels.quantized.super_blocks import q4_k, q5_k, q6_k
 from torch import Tensor
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BESIDE = {"fp8": "fp8-128"}  # formats that are timed with others
 NAMES = ("qkv", "o", "gate_up", "down", "head")
 LAYERS = 32
-GEMVS = (quantized_gemv.GemvConfig(1, 8, 2), quantized_gemv.GemvConfig(1, 4, 3), quantized_gemv.GemvConfig(2, 4, 2))
+GEMVS = GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)
+KEYS = {
+    E4m3Config: "e{}n{}s{}x{}w{}m{}",
+    GemvConfig: "gemv{}a{}b{}",
+    GroupedConfig: "grouped{}r{}",
+    TileConfig: "m{}k{}t{:d}",
+    quantized_wgmma.WgmmaConfig: "m{}n{}k{}s{}x{}",
+}
 
 
 def random_q8_0(outputs: int, inputs: int) -> Packed:
     codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
-    return q8_0_cuda.pack(codes, (torch.rand(outputs, inputs // 32, device="cuda") / 4096).half())
+    return cuda_layouts.pack_bytes(
+        codes, (torch.rand(outputs, inputs // 32, device="cuda") / 4096).half(), cuda_layouts.Q8_0
+    )
 
 
 def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:
@@ -66,15 +70,14 @@ def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     scales = (torch.rand(outputs, inputs // 128, device="cuda") / 256).half()
     at = torch.randint(0, 16, scales.shape, device="cuda") if zeros else torch.full(scales.shape, 8, device="cuda")
-    return int4_cuda.pack(codes, scales, at.to(torch.int16))
+    return cuda_layouts.pack_int4(codes, scales, at.to(torch.int16))
 
 
-def random_super_blocks(outputs: int, inputs: int, form: super_blocks.Form) -> Packed:
+def random_super_blocks(outputs: int, inputs: int, form: Form) -> Packed:
     codes = torch.randint(0, 2**form.bits, (outputs, inputs), dtype=torch.uint8, device="cuda")
     factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 9999).half()
     scales, minima = torch.randint(0, 64, (2, outputs, inputs // form.group), dtype=torch.int8, device="cuda")
-    pieces = super_blocks_cuda.pack(codes, factors, scales, minima, form)
-    return Packed(pieces, outputs, super_blocks_cuda.layout(form))
+    return cuda_layouts.pack_super_blocks(Decoded(codes, factors, scales, minima), form)
 
 
 def random_fp8(outputs: int, inputs: int, unit: int = 0) -> Packed:
@@ -92,94 +95,48 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "int4-zeros": partial(random_int4, zeros=True),
     "fp8": random_fp8,
     "fp8-128": partial(random_fp8, unit=128),
-    "q4_k": partial(random_super_blocks, form=q4_k.FORM),
-    "q5_k": partial(random_super_blocks, form=q5_k.FORM),
-    "q6_k": partial(random_super_blocks, form=q6_k.FORM),
+    "q4_k": partial(random_super_blocks, form=q4_k.type.form),
+    "q5_k": partial(random_super_blocks, form=q5_k.type.form),
+    "q6_k": partial(random_super_blocks, form=q6_k.type.form),
 }
 
 
-def gemvs(layout: Layout) -> list[quantized_gemv.GemvConfig]:
-    return [config._replace(ahead=config.ahead // (1 + (layout.bytes > quantized_gemv.LARGE))) for config in GEMVS]
-
-
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
-    if packed.layout.header == e4m3_wide.LAYOUT.header:
+    if packed.layout.header == cuda_layouts.E4M3_WIDE.header:
         return floats.linear(x, packed, gate)
     if pieces_cuda.supports(x, packed):
         return pieces_cuda.linear(x, packed, gate)
-    return by_bf16(x, dequantize_pieces.dequantize(packed, x.dtype), gate)
+    return by_bf16(x, pieces_cuda.dequantize(packed, x.dtype), gate)
 
 
 def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     return gated_linear(x, weight, gate) if gate else linear(x, weight)
 
 
-def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
-    """Every kernel and config that computes it: a function of x, packed and gate."""
-    rows, found = len(x), dict[str, Any]()
-    eights = _e4m3_configs(rows, packed.inputs, packed.layout, gate)
-    for eight in eights:
-        found["e{}n{}s{}x{}w{}m{}".format(*eight)] = partial(_e4m3, eight)
-    if eights:
-        return found
-    if rows <= quantized_gemv.MOST_ROWS:
-        for strip in gemvs(packed.layout):
-            fits = quantized_gemv.shared(rows, packed.inputs, strip.strips) <= quantized_gemv.SHARED
-            if fits and (not gate or strip.strips == 2):
-                found["gemv{}a{}b{}".format(*strip)] = partial(_gemv, strip)
-    for one in grouped_gemv.configs(rows, packed.inputs, packed.layout, bool(gate)):
-        found["grouped{}r{}".format(*one)] = partial(_grouped, one)
-    if rows <= quantized_gemm.MOST_ROWS:
-        for config in quantized_gemm.configs(rows, packed.outputs, packed.inputs, packed.layout, bool(gate)):
-            found["m{}k{}t{:d}".format(*config)] = partial(_gemm, config)
-    for many in _wgmma_configs(rows, packed.inputs, packed.layout, gate):
-        found["m{}n{}k{}s{}x{}".format(*many)] = partial(_wgmma, many)
-    for both in _wgmma_parts(rows, packed.outputs, packed.inputs, packed.layout, gate):
-        first, rest = ("m{}n{}k{}".format(*config[:3]) for config in (both.first, both.rest))
-        found[f"{first}+{rest}@{both.columns}"] = partial(_parts, both)
+def configs(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[KernelConfig]:
+    """All that take these sizes."""
+    of, hopper = (layout, bool(gate)), device_caps(torch.device("cuda")).hopper
+    if e4m3_wgmma.chosen(rows, layout, device_caps(torch.device("cuda"))):
+        return list(e4m3_wgmma.configs(rows, inputs, layout.alike, bool(gate)))
+    found: list[KernelConfig] = []
+    for strip in GEMVS:
+        one = strip._replace(ahead=strip.ahead // (1 + (layout.bytes > quantized_gemm.LARGE)))
+        fits = rows <= quantized_gemm.GEMV_ROWS and one.shared(rows, inputs, layout) <= quantized_gemm.GEMV_SHARED
+        found += [one] if fits and (not gate or one.strips == 2) else []
+    found += quantized_gemm.grouped_configs(rows, inputs, *of)
+    found += quantized_gemm.configs(rows, outputs, inputs, *of) if rows <= quantized_gemm.MOST_ROWS else ()
+    found += quantized_wgmma.configs(rows, inputs, *of) if hopper and rows in quantized_wgmma.ROWS else ()
     return found
 
 
-def _gemv(config: quantized_gemv.GemvConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return quantized_gemv.gemv(x, packed, config, gate)
+def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
+    """Every kernel and config that computes it: a function of x, packed and gate."""
+    every = configs(len(x), packed.outputs, packed.inputs, packed.layout, gate)
+    return {KEYS[type(one)].format(*one): partial(_gemm, one) for one in every}
 
 
-def _grouped(config: grouped_gemv.GroupedConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return grouped_gemv.gemv(x, packed, config, gate)
-
-
-def _gemm(config: quantized_gemm.TileConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return quantized_gemm.gemm(x, packed, config, gate)
-
-
-def _wgmma(config: quantized_wgmma.WgmmaConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return quantized_wgmma.gemm(x, packed, config, gate)
-
-
-def _parts(config: quantized_wgmma.WgmmaParts, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return quantized_wgmma.gemm_in_parts(x, packed, config, gate)
-
-
-def _e4m3(config: e4m3_wgmma.E4m3Config, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return e4m3_wgmma.gemm(e4m3_rows.encode(x), packed, config, gate)
-
-
-def _e4m3_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[e4m3_wgmma.E4m3Config]:
-    wide, hopper = layout.header == e4m3_wide.LAYOUT.header, device_caps(torch.device("cuda")).hopper
-    taken = wide and hopper and rows >= e4m3_wgmma.LEAST_ROWS
-    return list(e4m3_wgmma.configs(rows, inputs, layout.alike, bool(gate))) if taken else []
-
-
-def _wgmma_configs(rows: int, inputs: int, layout: Layout, gate: str) -> list[quantized_wgmma.WgmmaConfig]:
-    taken = device_caps(torch.device("cuda")).hopper and rows in quantized_wgmma.ROWS
-    return list(quantized_wgmma.configs(rows, inputs, layout, bool(gate))) if taken else []
-
-
-def _wgmma_parts(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> list[quantized_wgmma.WgmmaParts]:
-    """Of any rows, whether `choose` takes two parts or not; their configs are among those that stand alone."""
-    caps = device_caps(torch.device("cuda"))
-    taken = caps.hopper and rows in quantized_wgmma.ROWS
-    return list(quantized_wgmma.parts(rows, outputs, inputs, layout, bool(gate), caps.num_sms)) if taken else []
+def _gemm(config: KernelConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
+    return pieces_cuda.gemm(e4m3_rows.encode(x) if isinstance(config, E4m3Config) else x, packed, config, gate)
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) -> None:
@@ -187,26 +144,9 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
     for outputs, inputs, gate in shapes:
         layout = FORMATS[form](16, inputs).layout
         for n in rows:
-            eights = _e4m3_configs(n, inputs, layout, gate)
-            for eight in eights:
-                sizes = e4m3_wgmma.sizes(inputs, eight, gate, False, layout.alike)
-                wanted.append(jit.variant("e4m3_wgmma", BF16, **sizes))
-            if eights:
-                continue
-            if n <= quantized_gemv.MOST_ROWS:
-                for strip in gemvs(layout):
-                    sizes = quantized_gemv.sizes(n, inputs, strip, gate, False, layout)
-                    wanted.append(jit.variant("quantized_gemv", BF16, **sizes))
-            for one in grouped_gemv.configs(n, inputs, layout, bool(gate)):
-                sizes = grouped_gemv.sizes(n, inputs, one, gate, False, layout)
-                wanted.append(jit.variant("grouped_gemv", BF16, **sizes))
-            if n <= quantized_gemm.MOST_ROWS:
-                for config in quantized_gemm.configs(n, outputs, inputs, layout, bool(gate)):
-                    sizes = quantized_gemm.sizes(n, inputs, config, gate, False, layout)
-                    wanted.append(jit.variant("quantized_gemm", BF16, **sizes))
-            for many in _wgmma_configs(n, inputs, layout, gate):
-                sizes = quantized_wgmma.sizes(inputs, many, gate, False, layout)
-                wanted.append(jit.variant("quantized_wgmma", BF16, **sizes))
+            for one in configs(n, outputs, inputs, layout, gate):
+                sizes = pieces_cuda.sizes(n, inputs, one, gate, False, layout)
+                wanted.append(jit.variant(pieces_cuda.SOURCES[type(one)], BF16, **sizes))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":

@@ -4,7 +4,7 @@
 
 Every request streams over a connection of its own. TTFT is the time from sending to the first event with text; TPOT
 the time from there to the end, per output token after the first; inter-token the gaps between events, of which one
-can carry several tokens ("an event" in the table says how many); end-to-end goes to the event with the finish_reason.
+can carry several tokens ("an event" in the table has how many); end-to-end goes to the event with the finish_reason.
 A request that was retried is timed from its first attempt. Token counts are the server's own (usage); a request
 without them has failed. With --request-rate, requests come as a Poisson process and are not held back unless
 --concurrency is given too.
@@ -172,7 +172,7 @@ def load_of(args: argparse.Namespace) -> Load:
 
 
 async def models(client: Client) -> Any:
-    """What /v1/models says; None where a server has no such page."""
+    """The answer of /v1/models; None where a server has no such page."""
     try:
         return msgspec.json.decode(await client.call("GET", "/v1/models"))
     except Failure as failure:
@@ -222,7 +222,7 @@ def per_request(results: list[Result]) -> str:
 
 
 def samples(results: list[Result], chars: int) -> str:
-    """What the server wrote, each answer cut to `chars`."""
+    """The server's answers, each cut to `chars`."""
     return "\n".join(f"--- request {r.job.index}: {r.error or ''}\n{r.text[:chars]}" for r in results)
 
 

@@ -1,4 +1,4 @@
-"""What HTTP, text and streams cost: a server under benchmarks/serve.py, then offline.py's part c on the same devices.
+"""The cost of HTTP, text and streams: a server under benchmarks/serve.py, then offline.py's part c on the same devices.
 
     python benchmarks/served.py --config llama3-8b --tp 1 [--clients 256] [--requests 1536] [--out FILE]
 
@@ -31,7 +31,7 @@ from phalanx.benchmarks.shapes import CONFIGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).resolve().parent
-PHALANX = [sys.executable, "-m", "phalanx.launcher.cli"]
+PHALANX = [sys.executable, "-P", "-m", "phalanx.launcher.cli"]
 LONGEST = 8192  # tokens of a sequence
 STARTS = 300.0  # seconds that a server may take to be ready
 

@@ -20,7 +20,7 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm
 QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
                          num_experts_per_tok=8, norm_topk_prob=True, head_dim=128, vocab_size=151936,
                          max_position_embeddings=40960)  # fmt: skip
-# Of gpt-oss experts alone are quantised.
+# Only gpt-oss's experts are quantised.
 GPT_OSS_PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
     "tiny": LLAMA | dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,

@@ -124,6 +124,7 @@ class Bench:
         self.replica, self.scheduler, self.vocab_size, self.clock = replica, replica.scheduler, vocab_size, clock
         self._random = random.Random(0)
         self._names = 0
+        self.rest: Callable[[], object] = lambda: None  # called while no step is in flight: masks are awaited
 
     def add(self, sequences: int, tokens: int, new: int) -> None:
         for _ in range(sequences):
@@ -142,6 +143,9 @@ class Bench:
         """`steps` one by one: when each ended, and what it added to the sequences."""
         while not self.replica.idle:
             if not self.replica.plan():
+                if not self.replica.busy:
+                    self.rest()
+                    continue
                 self.replica.wait_with_progress()
                 deltas = self.replica.finish()
                 yield time.perf_counter(), deltas
@@ -187,7 +191,7 @@ def run_ranks(
 
 
 def start(options: Options, ask: msgspec.Struct, script: str = __file__) -> list[dict[str, Any]]:
-    """Run the ranks; the lines that rank 0 said."""
+    """Run the ranks; the lines that rank 0 printed."""
     done = run_ranks(options, ask, script, subprocess.PIPE)
     if done.returncode:
         raise SystemExit(f"step.py: the ranks ended with exit code {done.returncode}")

@@ -1,12 +1,13 @@
-"""What the streams of many clients cost the step loop: the pace of its steps beside that of the same work without them.
+"""The cost of many clients' streams for the step loop: the pace of its steps against that of the same work without
+them.
 
     python benchmarks/streams.py [--streams 256] [--step-ms 10] [--rounds 5]
 
-A server whose model only takes its time (serving/paced.py) generates for --streams sequences in turns: each a stream of
-a client of its own, an event a token; and all as the choices of a few answers that are sent whole at the end. Both give
-scheduler and model the same steps. The pace is the server's own, from a request's first token to its last
+A server whose model only takes its time (serving/paced.py) generates for --streams sequences alternately: each a stream
+of a client of its own, an event a token; and all as the choices of a few answers that are sent whole at the end. Both
+give scheduler and model the same steps. The pace is the server's own, from a request's first token to its last
 (phalanx_time_per_output_token_seconds). The exit code is 1 unless the median round of streams is at most --most times
-the median one without, and where that one has no time between its tokens. Clients run beside the server, on the same
+the median one without, and where that one has no time between its tokens. Clients run next to the server, on the same
 cores.
 """
 

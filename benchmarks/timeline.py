@@ -1,4 +1,4 @@
-"""What a GPU does during a call, as torch's profiler saw it: copies from the host, kernels, both at once, or nothing.
+"""A GPU's work during a call, as torch's profiler saw it: copies from the host, kernels, both at once, or nothing.
 
 Where copies and kernels run one after the other, `both` is short; where the host launches too slowly, `neither` is
 long. Of decode steps, what a GPU does in two layers in the middle of one, kernel by kernel.
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 def profiled(run: Callable[[], Any]) -> list[Span]:
-    """What runs on GPUs while `run` does."""
+    """Events on GPUs while `run` runs."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -68,7 +68,7 @@ HEADING = f"{'at':>8} {'gap':>7} {'lasts':>7} {'adds':>7} {'stream':>6} kernel"
 
 
 def middle(spans: Iterable[Span], layers: int) -> list[list[Row]]:
-    """What runs from one mark to the next, of LAYERS layers in the middle of the last step but one. layers: of a step,
+    """Events from one mark to the next, of LAYERS layers in the middle of the last step but one. layers: of a step,
     that have a mark. Empty where no two steps are there."""
     spans = sorted(spans, key=lambda one: one.begin)
     starts = next(([i for i, one in enumerate(spans) if one.name == mark] for mark in MARKS if _has(spans, mark)), [])

@@ -1,4 +1,4 @@
-"""What calls on a GPU take, in time and in energy, in a CUDA graph."""
+"""Time and energy of calls on a GPU, in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from phalanx.rank.server.batch.energy import EnergyMeter
+from phalanx.rank import nvml
 
 Call = Callable[[], Any]
 
 
 def captured(calls: list[Call], least: int) -> tuple[Call, int]:
-    """What replays a graph of at least so many calls, each in turn, and how many those are. On the current stream."""
+    """A function that replays a graph of at least so many calls, and their number. On the current stream."""
     rounds = max(1, least // len(calls))
     for call in calls:
         call()
@@ -54,7 +54,14 @@ def measure(calls: list[Call], least: int = 16, repeats: int = 20, before: Call 
 
 def energy(calls: list[Call], least: int = 16, seconds: float = 2.0) -> float:
     """Joules of one call that is repeated for so long, with all that the GPU uses meanwhile. NaN: it does not tell."""
-    meter = EnergyMeter([os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[torch.cuda.current_device()]])
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[torch.cuda.current_device()]
+
+    def joules() -> float:
+        try:
+            return nvml.joules([gpu])
+        except OSError:
+            return float("nan")
+
     with torch.cuda.stream(side_stream()):
         replay, count = captured(calls, least)
         stream = torch.cuda.current_stream()
@@ -67,12 +74,12 @@ def energy(calls: list[Call], least: int = 16, seconds: float = 2.0) -> float:
             return time.perf_counter() - begun
 
         def settle() -> tuple[int, float]:
-            """Go on until the counter moves, as it does every 20 to 100 ms: how many times, and what it says then."""
-            times, before = 0, meter.joules()
-            while (now := meter.joules()) == before and now is not None:
+            """Go on until the counter moves, as it does every 20 to 100 ms: how many times, and its value then."""
+            times, before = 0, joules()
+            while (now := joules()) == before:
                 repeat(1)
                 times += 1
-            return times, float("nan") if now is None else now
+            return times, now
 
         _, before = settle()
         most = max(1, int(seconds / repeat(1)))

@@ -1,8 +1,8 @@
-"""What a communication backend offers. Layers, loader and sampler know this protocol and no backend."""
+"""The interface of a communication backend. Layers, loader and sampler know this protocol and no backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,7 +73,7 @@ class Comm(Protocol):
 
 
 class FusedComm:
-    """A group with kernels that fuse an all-reduce with the operations beside it.
+    """A group with kernels that fuse an all-reduce with the operations next to it.
 
     Each method may decline: it returns None and has done nothing. Callers test for this class, not for a backend:
     the MPI backend cannot be imported where there is no MPI.
@@ -108,3 +108,6 @@ class HostComm(Comm, Protocol):
         way with out_counts[i] elements from rank i. Fewer than 2^31 elements on either side."""
 
     def split(self, color: int, key: int) -> HostComm: ...
+
+    def subgroup(self, ranks: Sequence[int]) -> HostComm:
+        """The group of these ranks, in their order. Collective over them alone: the others take no part."""

@@ -17,8 +17,8 @@ HEAD = 4000  # bytes of the first message; the eager limit of shared memory is 4
 _LENGTH = 4
 _RING = 8  # broadcasts in flight: one a pipeline stage, one being planned, and slack for a slow follower
 SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a plan while the job is busy
-# Of long steps a sixteenth, up to a millisecond: a plan comes a step ahead, and each poll takes the GIL from the thread
-# that launches a step's kernels.
+# The sleep between polls is a sixteenth of a long step, up to a millisecond: a plan comes a step ahead, and each poll
+# takes the GIL from the thread that launches a step's kernels.
 OF_STEP, SLEEP_MOST = 1 / 16, 1e-3
 QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
 # How long it waits before it polls once without a wake-up, first and at most, in seconds. A plan that took longer than

@@ -24,7 +24,8 @@ from .symmetric_memory import Driver, NoPeers, map_symmetric
 class CustomAllReduceComm(NcclComm, FusedComm):
     """NcclComm whose all-reduces go over symmetric memory where the GPUs allow it.
 
-    `why` says why there is no symmetric memory. `why_not_dma` says why DMA copies failed where they were expected.
+    `why`: the reason why there is no symmetric memory. `why_not_dma`: the reason why DMA copies failed where they were
+    expected.
     """
 
     def __init__(self, host: Comm):

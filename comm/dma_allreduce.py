@@ -1,7 +1,7 @@
 """All-reduces of two GPUs of one host by DMA copies, for use while GEMMs run.
 
 Each GPU's copy engine writes its part to the other GPU. NCCL's kernels need multiprocessors: they wait until GEMMs that
-fill the GPU leave some, and the next GEMMs wait for them. DMA copies need none (docs/performance.md).
+fill the GPU leave some, and the next GEMMs wait for them. DMA copies need none (docs/measurements).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DmaAllReduce:
         self._calls = 0
 
     def exchange(self, x: Tensor) -> Tensor:
-        """The other rank's x, valid until the second next call. x is contiguous and has at most MAX_BYTES.
+        """Returns the peer's x, valid until the second next call. x is contiguous and has at most MAX_BYTES.
 
         Calls alternate between two slots, so call n overwrites the slot of call n - 2. That is safe: this rank has
         seen call n - 1 of the other rank, which stands on that rank's CUDA stream after all reads of call n - 2.

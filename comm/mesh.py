@@ -77,11 +77,11 @@ def replica_ranks(size: int, replicas: int) -> list[range]:
     return [range(i * each, (i + 1) * each) for i in range(replicas)]
 
 
-def control_groups(world: HostComm, replicas: int) -> list[HostComm]:
-    """For each replica the group of rank 0 and the replica's ranks, in the world's order.
+def control_groups(world: HostComm, replicas: int) -> dict[int, HostComm]:
+    """The groups, by replica, of rank 0 and the replica's ranks, in the world's order.
 
-    Rank 0 is in all of them. Any other rank is in its own replica's group only; its other entries are unusable.
-    Collective over world.
+    Rank 0 is in all of them, any other rank in its own replica's only. Each is made by its members alone: splitting the
+    world for every replica would cost ranks times replicas. Collective over world.
     """
-    ranks = replica_ranks(world.size, replicas)
-    return [world.split(int(world.rank == 0 or world.rank in own), world.rank) for own in ranks]
+    members = [[*own] if 0 in own else [0, *own] for own in replica_ranks(world.size, replicas)]
+    return {i: world.subgroup(ranks) for i, ranks in enumerate(members) if world.rank in ranks}

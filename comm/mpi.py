@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import mpi4py
@@ -83,6 +84,9 @@ class MpiComm:
         part = self.handle.Split(color, key)
         assert isinstance(part, MPI.Intracomm)
         return MpiComm(part)
+
+    def subgroup(self, ranks: Sequence[int]) -> MpiComm:
+        return MpiComm(self.handle.Create_group(self.handle.Get_group().Incl(list(ranks))))
 
 
 class MpiResultChannel:

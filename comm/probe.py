@@ -128,7 +128,7 @@ def clocks(world: mpi.MpiComm, hosts: list[str]) -> list[dict[str, Any]]:
 
 
 def _on_gpus(world: mpi.MpiComm, index: int) -> dict[str, Any]:
-    """The same all-reduce between the ranks' GPUs over NCCL. `problem` says why it was not possible."""
+    """Times the all-reduce between the ranks' GPUs over NCCL. `problem`: the reason why it was not possible."""
     problem = ""
     if not torch.cuda.is_available():
         problem = f"PyTorch {torch.__version__} sees no GPU: install it for CUDA (`make install TORCH=cuda`)"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.collective.shm_allreduce import LINE, ShmAllReduce
 from ..kernels.cpp import ops
+from ..linux_calls import memory_file
 from .base import Comm, FusedComm
 from .broadcast import broadcast_bytes
 from .mpi import MpiComm
@@ -61,10 +62,9 @@ def share(host: Comm, size: int, able: bool) -> mmap.mmap | None:
     `able`. The memory has no name: the kernel frees it when the ranks end.
     """
     secret, found, file = secrets.token_bytes(16), None, -1
-    with contextlib.suppress(OSError, AttributeError):  # Python may have been built without memfd_create
+    with contextlib.suppress(OSError):
         if host.rank == 0:
-            file = os.memfd_create("phalanx")
-            os.ftruncate(file, size)
+            file = memory_file("phalanx", size)
             os.write(file, secret)
     place = broadcast_bytes(host, secret + f"/proc/{os.getpid()}/fd/{file}".encode())
     with contextlib.suppress(OSError, ValueError):

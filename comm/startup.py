@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class StartupState(NamedTuple):
-    """What a rank is doing before its first step."""
+    """Progress of a rank before its first step."""
 
     phase: int  # number; all ranks go through the same phases
     done: int  # progress within the phase: bytes, or another count

@@ -28,7 +28,7 @@ WAIT = 30.0  # seconds for a message between ranks of one host
 
 
 class NoPeers(RuntimeError):
-    """The group's GPUs cannot use each other's memory; the text says why. Raised on all ranks alike."""
+    """The group's GPUs cannot use each other's memory; the text has the reason. Raised on all ranks alike."""
 
 
 class Mapping(NamedTuple):
@@ -94,7 +94,7 @@ class _Part:
         self._handle = 0
 
     def offer(self, size: int) -> _Offer:
-        """What the other ranks need to know about this rank."""
+        """Handles this rank shares with its peers."""
         offer = _Offer()
         try:
             offer.kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

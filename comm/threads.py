@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,23 @@ class _Group:
         self.size = size
         self.slots: list[list[Any]] = [[None] * size, [None] * size]
         self.barrier = threading.Barrier(size)
-        self.mail = {(a, b): queue.SimpleQueue[Any]() for a in range(size) for b in range(size)}
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}  # made when used: most pairs never talk
+        self._failed = False
         self.children: list[_Group] = []
 
+    def mail(self, source: int, to: int) -> queue.SimpleQueue[Any]:
+        """The messages between two ranks."""
+        box = self._mail.get((source, to))
+        if box is None:
+            box = self._mail.setdefault((source, to), queue.SimpleQueue())
+            if self._failed:  # abort() may have looked before this box was there
+                box.put(PeerFailed)
+        return box
+
     def abort(self) -> None:
+        self._failed = True
         self.barrier.abort()
-        for box in self.mail.values():
+        for box in list(self._mail.values()):
             box.put(PeerFailed)
         for child in self.children:
             child.abort()
@@ -85,15 +96,12 @@ class ThreadComm:
         return x if self.rank == root else x.copy_(source)
 
     def send(self, x: Tensor, to: int) -> None:
-        self.group.mail[self.rank, to].put(x.clone())
+        self.group.mail(self.rank, to).put(x.clone())
 
     isend = send  # a send never waits here
 
     def recv(self, x: Tensor, source: int) -> Tensor:
-        value = self.group.mail[source, self.rank].get()
-        if value is PeerFailed:
-            raise PeerFailed("another rank of this process has failed")
-        return x.copy_(value)
+        return x.copy_(self._take(source))
 
     def barrier(self) -> None:
         self.exchange(None)
@@ -107,6 +115,23 @@ class ThreadComm:
             self.group.children.append(group)
         groups = self.exchange(group)
         return ThreadComm(groups[members[0][1]], rank)
+
+    def subgroup(self, ranks: Sequence[int]) -> ThreadComm:
+        first, rank = ranks[0], ranks.index(self.rank)
+        if rank:
+            return ThreadComm(self._take(first), rank)
+        group = _Group(len(ranks))
+        self.group.children.append(group)
+        for other in ranks[1:]:
+            self.group.mail(first, other).put(group)
+        return ThreadComm(group, 0)
+
+    def _take(self, source: int) -> Any:
+        """The next message from this rank."""
+        value = self.group.mail(source, self.rank).get()
+        if value is PeerFailed:
+            raise PeerFailed("another rank of this process has failed")
+        return value
 
 
 class ThreadResultChannel:

@@ -20,13 +20,11 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 
-from .. import errors
+from .. import errors, logs
 from . import startup
 from .base import Comm
 from .rendezvous import gather_connections
@@ -66,7 +64,7 @@ class LocalWatchdog:
 
     def expect(self, seconds: float) -> float:
         """The longest step is foretold to take so long, 0: not foretold. Returns for how long a step may take, or 0
-        where nobody looks."""
+        where no thread looks."""
         return 0.0
 
     def begin(self, phase: str) -> None:
@@ -87,7 +85,7 @@ class LocalWatchdog:
         if isinstance(error, errors.FatalError):
             self._report_failure(str(error), error.code, _REFUSED)
             self.end(error.code)
-        traceback.print_exception(error)
+        logs.say_traceback(error)
         text, code = f"{type(error).__name__}: {error}", errors.RANK_FAILED
         if errors.lacks_memory(error):
             text, code = f"not enough memory: {errors.first_line(error)} {errors.LESS_MEMORY}", errors.MEMORY
@@ -103,14 +101,13 @@ class LocalWatchdog:
             time.sleep(5)
             return
         if say:
-            print(f"phalanx: {text}", file=sys.stderr, flush=True)
+            logs.say(text, "error")
         if self.on_failure:
             self.on_failure(text, code)
 
     def end(self, code: int) -> None:
         """Exit at once, without collectives, destructors or exit handlers, any of which may hang."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        logs.flush()
         if self.abort is not None:
             patience = threading.Timer(_ABORT_PATIENCE, os._exit, (code,))
             patience.daemon = True
@@ -149,7 +146,7 @@ class Watchdog(LocalWatchdog):
 
     def wake(self, ranks: range) -> None:
         """Rank 0: make these ranks poll for a plan now."""
-        self._send(_WAKE, [peer for rank, peer in self._peers.items() if rank in ranks])
+        self._send(_WAKE, [self._peers[rank] for rank in ranks if rank in self._peers])
 
     def divide(self, groups: list[range]) -> None:
         self._stalls = [_StepStall(ranks, self._timeout) for ranks in groups]
@@ -333,7 +330,7 @@ class Watchdog(LocalWatchdog):
 
 
 class _Peer:
-    """The other end of a connection, and its last reported progress."""
+    """A peer's connection and its last reported progress."""
 
     def __init__(self, connection: socket.socket, name: str):
         self.connection = connection

@@ -22,7 +22,7 @@ code=$?
 # `wait` also returns when the signal comes; then it waits for the end.
 while [ -n "$asked" ]; do asked=; wait $job; code=$?; done
 
-# The journal beside the output remembers what is done: the same script goes on there. docs/exit-codes.md has the codes.
+# The journal next to the output remembers what is done: the same script goes on there. Codes: docs/exit-codes.md.
 case $code in
     75) scontrol requeue "$SLURM_JOB_ID" ;;                 # unfinished: the time was over
     70 | 71 | 137)                                          # a rank failed: not again and again

@@ -1,4 +1,4 @@
-"""What a GPU can do, asked once."""
+"""Capabilities of a GPU, asked once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""CUDA graphs in pieces: where something on the host stands between two kernels, a capture ends and another begins.
+"""CUDA graphs in segments: where something on the host stands between two kernels, a capture ends and another begins.
 
-`on_host` says that a function has to run there. While `Pieces` captures, it is kept, to be called at each replay
-between the pieces; else it is called at once. `Pieces.later` keeps one that is called once its whole piece is on its
-way to the GPU, which may wait for it there.
+`on_host` marks a function that has to run there. While `Pieces` captures, it is kept, to be called at each replay
+between the segments; else it is called at once. `Pieces.later` keeps one that is called once its whole segment is on
+its way to the GPU, which may wait for it there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Host = Callable[[int], None]  # told how many of the step's tokens are real: cap
 
 
 class Borrowed:
-    """A tensor of captured memory, for a function between two pieces. It is not kept: once the function has run, later
-    pieces may have its memory, as if it had been captured, too."""
+    """A tensor of captured memory, for a function between two segments. It is not kept: once the function has run,
+    later segments may have its memory, as if it had been captured, too."""
 
     def __init__(self, x: torch.Tensor):
         self._whole = x if capturing() is None else None  # it is not captured
@@ -57,12 +57,12 @@ def on_host(function: Host, tokens: int) -> None:
 
 
 def capturing() -> Pieces | None:
-    """What this thread captures."""
+    """The capture of this thread."""
     return _capturing.pieces
 
 
 class Pieces:
-    """What one captured step replays: graphs, and functions on the host between them."""
+    """A captured step: graphs, and functions on the host between them."""
 
     def __init__(self, pool: Any):
         """pool: torch's graph_pool_handle(), which the graphs of a model share."""
@@ -95,7 +95,7 @@ class Pieces:
         self._begin()
 
     def later(self, function: Host) -> None:
-        """Call function(tokens) at each replay once the piece that is captured now is launched."""
+        """Call function(tokens) at each replay once the segment that is captured now is launched."""
         self._hosts.append(function)
 
     def replay(self, tokens: int) -> None:

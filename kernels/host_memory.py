@@ -1,4 +1,4 @@
-"""Large pieces of host memory that a GPU copies from and to: pinned, so that the copies run beside everything else.
+"""Large blocks of host memory that a GPU copies from and to: pinned, so that copies overlap with everything else.
 
 torch's own pinned memory is rounded up to a power of two, which tens of gigabytes cannot afford.
 """
@@ -12,7 +12,6 @@ import math
 import resource
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> Tensor:
     """Zeros on the host. pin: for a GPU; the driver then touches each page, so it lies on the caller's NUMA node.
 
     Unpinned pages take memory only when they are first written. Where the driver refuses to pin, as by a limit on
-    locked memory, a warning says so, and copies are slower and wait. Raises HostMemoryError, which says how much was
+    locked memory, a warning is logged, and copies are slower and wait. Raises HostMemoryError, which has how much was
     asked for, and the limit on a process's memory if there is one.
     """
     size = math.prod(shape) * dtype.itemsize
@@ -50,26 +49,8 @@ def pinned(x: Tensor) -> Tensor:
 
 
 def aligned(size: int) -> int:
-    """Bytes up to where the next tensor of one piece of memory may begin, as CUDA's own allocations do."""
+    """Bytes up to where the next tensor of one allocation may begin, as CUDA's own allocations do."""
     return -(-size // ALIGN) * ALIGN
-
-
-class _Seen:
-    """What torch makes a CUDA tensor of."""
-
-    def __init__(self, memory: Tensor):
-        self.memory = memory  # stays as long as the tensor
-        self.__cuda_array_interface__: dict[str, Any] = dict(
-            shape=(memory.numel(),), typestr="|u1", data=(memory.data_ptr(), False), strides=None, version=2
-        )
-
-
-def on_gpu(memory: Tensor) -> Tensor:
-    """The same memory, uint8 and pinned, as a tensor of the current GPU, whose kernels read it through PCIe. Only where
-    a GPU has host memory at the same address (`host_exchange.supports`)."""
-    seen = torch.as_tensor(_Seen(memory), device="cuda")
-    assert seen.data_ptr() == memory.data_ptr(), "torch has copied it"
-    return seen
 
 
 def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:
@@ -84,7 +65,7 @@ def check_pinned(what: str, tensors: Iterable[Tensor]) -> None:
 
 
 def pin_memory(memory: np.ndarray) -> None:
-    """Where the driver allows it, until the array is gone."""
+    """Pins an array's memory until the array is gone, if the driver allows it."""
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
     if refused := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):

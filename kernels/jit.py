@@ -6,32 +6,31 @@ all that went into them; of several ranks that want one at the same time, one co
 
 Kernels may start before their predecessor on the stream has ended (programmatic dependent launch, from sm_90 on): each
 calls `grid_wait()` of common.cuh before it writes, or reads what that predecessor wrote. Weights may be read before:
-what writes them must not call `launch_dependents()` early. Behind a GEMM, which calls it late, so may all that is older
-than the GEMM.
+what writes them must not call `launch_dependents()` early. Behind a fence, a kernel that calls it only when it has
+waited itself, as GEMMs do, so may all that is older than the fence: `settled` lists what kernels here have written
+whether there was one since.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
-import os
 import re
 import struct
-import tempfile
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import errors
+from .. import errors, linux_calls
+from . import kernel_cache
 from .device import device_caps
 
 log = logging.getLogger("phalanx")
@@ -42,6 +41,8 @@ SOURCES = {path.name: path for path in sorted(Path(__file__).parent.glob("*/*.cu
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "long long"}
 
 COUNTERS = 1 << 16
+_fences: defaultdict[int, int] = defaultdict(int)  # by device: how many fences have been launched
+_writes: dict[int, tuple[int, int]] = {}  # by address: the device, and its fences before a kernel wrote there
 _telling, _told = threading.Lock(), set[str]()  # of architectures that kernels were compiled for
 COMPILERS = 8  # threads
 _TWO_BYTES, _PROMOTE_128 = 1, 2  # CU_TENSOR_MAP_DATA_TYPE_UINT16, ..._L2_128B
@@ -63,7 +64,7 @@ class TensorMap:
         """start: address of [rows, columns] elements of 2 bytes, `pitch` from row to row; in bytes multiples of 16.
 
         runs: of `run` elements, 64, 32 or 16, side by side that a box has of each row, one after the other; columns are
-        multiples of it. The pieces of 16 bytes of a run change places (swizzles).
+        multiples of it. The 16-byte vectors of a run are permuted (swizzled).
         """
         self._room = (ctypes.c_char * 192)()  # a CUtensorMap has 128 bytes, from a multiple of 64 on
         self.address = -(-ctypes.addressof(self._room) // 64) * 64
@@ -89,10 +90,13 @@ class Kernel:
     """A function of a module that is loaded on one device. Call it with tensors, maps, ints (C int) and floats (C
     float)."""
 
-    def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool, device: int):
+    def __init__(self, function: ctypes.c_void_p, name: str, overlap: bool, device: int, fence: bool):
+        """overlap: it may start early, unless a launch asks for another. fence: nothing starts before all before it has
+        ended."""
         self.function = function
         self.name = name
         self._overlap = overlap
+        self._fence = fence or not overlap
         self._device = device
         self._attributes = functools.cache(self._make_attributes)
 
@@ -103,31 +107,35 @@ class Kernel:
         *args: Tensor | TensorMap | float,
         shared: int = 0,
         cluster: int = 1,
+        overlap: bool = True,
     ) -> None:
         """Launch on torch's current stream. Empty grids are left out. Raises struct.error where an int is no C int.
 
-        shared: bytes of dynamic shared memory. cluster: blocks of one, along the grid's x.
+        shared: bytes of dynamic shared memory. cluster: blocks of one, along the grid's x. overlap: it may start before
+        what comes before has ended.
         """
         if 0 in grid:
             return
-        attributes = self._attributes(cluster)
+        attributes = self._attributes(cluster, overlap)
         stream = torch._C._cuda_getCurrentRawStream(self._device)  # as device.current_stream
         sizes = *grid, threads, 1, 1, shared, stream, ctypes.addressof(attributes), len(attributes)
         layout = _layout(tuple(map(type, args)))
         place = layout.fill(sizes, args)
         check(libcuda().cuLaunchKernelEx(place.launch, self.function, place.pointers, None), self.name)
         layout.free.append(place)  # the driver has copied what lies there
+        if self._fence or not overlap:
+            _fences[self._device] += 1
 
-    def _make_attributes(self, cluster: int) -> ctypes.Array[_Attribute]:
-        """What a launch asks for besides its sizes."""
-        asked = [_Attribute(id=_PDL, value=(1,))] if self._overlap else []
+    def _make_attributes(self, cluster: int, overlap: bool) -> ctypes.Array[_Attribute]:
+        """Launch attributes other than the sizes."""
+        asked = [_Attribute(id=_PDL, value=(1,))] if self._overlap and overlap else []
         if cluster > 1:
             asked.append(_Attribute(id=_CLUSTER, value=(cluster, 1, 1)))
         return (_Attribute * len(asked))(*asked)
 
 
 class _Place:
-    """Where the driver reads one launch: its sizes, then its arguments, and where each of these lies."""
+    """Memory from which the driver reads one launch: its sizes, then its arguments, and where each of these lies."""
 
     def __init__(self, size: int, offsets: list[int]):
         self.memory = ctypes.create_string_buffer(size)
@@ -152,7 +160,7 @@ class _Layout:
         self.free: list[_Place] = []  # threads that launch at once have a place each: `pop` and `append` are atomic
 
     def fill(self, sizes: tuple[int, ...], args: tuple[Any, ...]) -> _Place:
-        """A place that nobody else uses; the caller gives it back to `free`."""
+        """A free place; the caller gives it back to `free`."""
         try:
             place = self.free.pop()
         except IndexError:
@@ -205,9 +213,9 @@ def variant(source: str, dtype: torch.dtype, **sizes: Size) -> KernelVariant:
 
 
 def compile_ahead(programs: Iterable[KernelVariant], device: torch.device) -> None:
-    """Begin to fill the node's cache with these, several at a time, beside whatever else this process does.
+    """Begin to fill the node's cache with these, several at a time, while this process goes on.
 
-    Who needs one meanwhile waits for it. What cannot be compiled is compiled again, and told, where it is needed.
+    Who needs one meanwhile waits for it. What cannot be compiled is compiled again, and reported, where it is needed.
     """
     arch, left = device_caps(device).arch, deque(dict.fromkeys(programs))
 
@@ -217,7 +225,7 @@ def compile_ahead(programs: Iterable[KernelVariant], device: torch.device) -> No
                 one = left.popleft()
                 cached(one.source, one.text, arch)
 
-    for _ in range(min(COMPILERS, len(os.sched_getaffinity(0)), len(left))):
+    for _ in range(min(COMPILERS, len(linux_calls.processors()), len(left))):
         threading.Thread(target=work, name="compile", daemon=True).start()
 
 
@@ -232,19 +240,49 @@ def _load(program: KernelVariant, name: str, shared: int, device: int) -> Kernel
     check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
     if shared > 48 << 10:
         check(driver.cuFuncSetAttribute(function, _MAX_SHARED, shared), name)
-    return Kernel(function, name, found.has_pdl, device)
+    return Kernel(function, name, found.has_pdl, device, is_fence(program.text, name))
+
+
+def is_fence(text: str, name: str) -> bool:
+    """Whether kernel `name` of a program lets its successor start no sooner than it has passed `grid_wait()` itself."""
+    text = re.sub(r"//.*", "", text.removeprefix(SOURCES["common.cuh"].read_text()))
+    _, _, body = re.split(rf'(extern "C" __global__[^;{{]*?\b{name}\()', text, maxsplit=1)
+    body, _, _ = body.partition('extern "C"')
+    for part in (body, text):  # functions that it calls may do it for it
+        wait, release = part.find("grid_wait();"), part.find("launch_dependents();")
+        if release >= 0:
+            return 0 <= wait < release
+    return True
+
+
+def fence(device: torch.device) -> None:
+    """A kernel of someone else's has been launched there, which starts when all before it has ended."""
+    _fences[device.index or 0] += 1
+
+
+def written(device: torch.device, *tensors: Tensor) -> None:
+    """A kernel has been launched on this device that writes these."""
+    count = device.index or 0
+    _writes.update((x.data_ptr(), (count, _fences[count])) for x in tensors)
+
+
+def settled(*tensors: Tensor) -> bool:
+    """Whether a kernel that is launched now may read these before it passes `grid_wait()`: there was a fence behind the
+    kernel that wrote them, if one of those here did. Copies are waited for."""
+    found = (_writes.get(x.data_ptr()) for x in tensors)
+    return all(one is None or _fences[one[0]] > one[1] for one in found)
 
 
 def cached(name: str, text: str, arch: str) -> bytes:
-    """The binary of a program, compiled if nobody on this node has done so yet."""
+    """The binary of a program, compiled if it is not in this node's cache."""
     key = hashlib.sha256(f"{arch} {text}".encode()).hexdigest()[:32]
-    folder = cache_folder()
+    folder = kernel_cache.cache_folder()
     file = folder / f"{name}-{key}.cubin"
     if not file.exists():
-        with locked(folder / f"{key}.lock"):
+        with kernel_cache.locked(folder / f"{key}.lock"):
             if not file.exists():  # another rank may have been faster
                 _say_that_it_compiles(arch)
-                atomic_write(file, compile_text(name, text, arch))
+                kernel_cache.atomic_write(file, compile_text(name, text, arch))
     return file.read_bytes()
 
 
@@ -254,40 +292,6 @@ def _say_that_it_compiles(arch: str) -> None:
         if arch not in _told:
             _told.add(arch)
             log.info("compiling kernels for %s; the next start on this machine finds them", arch)
-
-
-@contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """One process of the node at a time."""
-    with open(file, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def atomic_write(file: Path, content: bytes) -> None:
-    """Write all of it, or raise OSError: a rank that dies here, or a full disk, leaves no half file behind."""
-    part = file.with_suffix(f".{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        part.rename(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
-
-
-def cache_folder() -> Path:
-    """Of this node and user. Nobody else may write to it: what lies there is run."""
-    folder = Path(tempfile.gettempdir()) / f"phalanx-kernels-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        reason = f"no folder {folder} can be made ({error.strerror}): set TMPDIR to one that this user may write to"
-        raise errors.FatalError(reason, errors.USAGE) from None
-    found = folder.lstat()
-    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise errors.FatalError(f"{folder} is not this user's alone: remove it, or set TMPDIR", errors.USAGE)
-    return folder
 
 
 def variant_text(source: str, sizes: Mapping[str, Size]) -> str:
@@ -348,7 +352,7 @@ def vector(x: Tensor, *lengths: int, most: int = 16) -> int:
 
 
 def common_vector(tensors: Sequence[Tensor], *lengths: int, most: int = 16) -> int:
-    """The same of each of these tensors of one dtype."""
+    """The vector width common to these tensors of one dtype."""
     size, all_bits = tensors[0].element_size(), most
     for x in tensors:
         all_bits |= x.data_ptr()

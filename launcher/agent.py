@@ -26,7 +26,7 @@ class AgentCall(msgspec.Struct):
 
 
 class AgentAnswer(msgspec.Struct):
-    """What a run gave. `messages` is the whole conversation, to go on from."""
+    """The result of a run. `messages` is the whole conversation, to go on from."""
 
     text: str
     calls: list[AgentCall]
@@ -38,7 +38,7 @@ class AgentAnswer(msgspec.Struct):
 class Agent:
     """Answers with the help of tools: Python functions, and those of tool servers (mcp.json).
 
-    A function's name, first docstring line and annotated parameters are what the model is told of it; it returns a
+    A function's name, first docstring line and annotated parameters are what the model sees of it; it returns a
     text, or what msgspec writes as JSON. `allowed_tools` are the names that the model may use, None: all; those of a
     server are `server_tool`. `approve` is asked before each call, with the tool's name and its arguments as JSON. After
     `max_rounds` answers with calls the model is asked once more, without tools. Close it, or use it in a `with`
@@ -121,7 +121,7 @@ class Agent:
 
 
 class _Checked:
-    """A Python function as a tool. Raises TypeError where its parameters cannot be told in JSON."""
+    """A Python function as a tool. Raises TypeError where its parameters have no JSON type."""
 
     def __init__(self, function: Function):
         self.function = function
@@ -143,7 +143,7 @@ class _Checked:
         self.described = {"type": "function", "function": described}
 
     def call(self, arguments: str) -> AgentCall:
-        """Whatever goes wrong is a result: the model is told."""
+        """Errors are results too: the model gets them."""
         name = self.function.__name__
         try:
             given = msgspec.json.decode(arguments or "{}", type=self._kind)

@@ -33,6 +33,10 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what writing to a full disk fa
 def main(argv: list[str] | None = None) -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         return _fail("Python 3.11 or newer is needed, this is " + sys.version.split()[0], 2)
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from ..logs import open_closed
+
+        open_closed()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a verb is imported, which may take a second
@@ -110,7 +114,7 @@ def _module(file: Path) -> str:
 
 
 def verbs() -> dict[str, str]:
-    """Verb -> what --help says of it, serve first. Nothing is imported for it."""
+    """Verb -> its line in --help, serve first. Nothing is imported for it."""
     files = [*COMMANDS.glob("[!_]*.py"), *COMMANDS.glob("*/command.py")]
     found = {file.parent.name if file.name == "command.py" else file.stem: _help(file) for file in files}
     return dict(sorted(found.items(), key=lambda verb: (verb[0] != "serve", verb[0])))
@@ -134,7 +138,9 @@ def _overview() -> str:
 
 def _fail(message: str, code: int) -> int:
     if message:
-        print(f"phalanx: {message}", file=sys.stderr)
+        from ..logs import say
+
+        say(message, "error")
     else:
         from .job.linux import let_another_speak
 

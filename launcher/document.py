@@ -1,7 +1,8 @@
-"""`python -m phalanx.launcher.document` writes docs/options.md and docs/api.md from the code that they are about."""
+"""`python -m phalanx.launcher.document` writes the pages of docs/ that are lists of what the code has: PAGES."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,27 +12,28 @@ from typing import Any
 import msgspec
 
 from ..rank import protocol
-from ..rank.options import GROUPS, Options, Spec, specs
+from ..rank.options import GROUPS, SERVER_ONLY, Options, Spec, specs
 from ..rank.server import api_error, unsupported
 from ..rank.server.decoding import Body
-from ..rank.server.field_meanings import meaning
+from ..rank.server.fields import limits, properties
 from ..rank.server.http.metrics import Metrics
 from ..rank.server.http.routes import routes
 from ..rank.server.sampling_params import OPENAI_DEFAULTS
-from ..rank.server.schema import RANGES, ChatRequest, Common, CompletionRequest
+from ..rank.server.schema import ChatRequest, Common, CompletionRequest
 from .cli import verbs
-from .commands.batch import SERVER_ONLY, BatchOptions
+from .commands.batch import BatchOptions
 from .commands.bench.command import BenchOptions
 from .commands.chat.options import ChatOptions
 from .commands.convert import ConvertOptions
 from .commands.doctor.command import DoctorOptions
 from .commands.fit.command import FitOptions
+from .commands.gateway import GatewayOptions
 from .commands.hostfile import HostfileOptions
 from .commands.pull import PullOptions
-from .options.compat.flag import CompatFlag
-from .options.compat_flags import COMPAT_FLAGS, OTHER_NAMES
+from .options.compat_flags import COMPAT_FLAGS, OTHER_NAMES, CompatFlag
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 COMMAND = "python -m phalanx.launcher.document"
 STRUCTS: dict[str, type[msgspec.Struct]] = {
     "serve": Options,
@@ -43,6 +45,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "convert": ConvertOptions,
     "pull": PullOptions,
     "hostfile": HostfileOptions,
+    "gateway": GatewayOptions,
 }
 MADE = f"Made by `{COMMAND}`, which says what the code has. Change the code, then run it again."
 SOURCES = """\
@@ -75,31 +78,67 @@ VARIABLES = {
 }
 REQUESTS = """\
 Requests and answers have OpenAI's shapes, under `/v1/messages` Anthropic's. A body is JSON (`Content-Type:
-application/json`) of up to 64 MiB, also as gzip (`Content-Encoding: gzip`) of which that much comes out. With
-`--api-key` or `--api-key-file` a request needs `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except where the table
-says no. The answer to every request has an `X-Request-Id`, the client's own where it sent one, and the same as
-`request-id`. A response that is kept is there only for the key that it was asked with. `"stream": true` answers
-with server-sent events, which OpenAI's completions end with `data: [DONE]`; an error after the first event is the last
-event. `/openapi.json` describes all this for programs, `/docs` for people.
+application/json`) of up to 64 MiB, also as gzip (`Content-Encoding: gzip`) of which that much comes out, and at most a
+hundred times what was sent. With `--api-key` or `--api-key-file` a request needs `Authorization: Bearer KEY` or
+`X-Api-Key: KEY`, except where the table says no. The answer to every request has an `X-Request-Id`, the client's own
+where it sent one, and the same as `request-id`. Where the client sent a `traceparent` (W3C Trace Context), the answer
+has a `traceresponse` of the same trace, and so has the log ([monitoring.md](monitoring.md#logs)). A response that is
+kept is there only for the key that it was asked with. `"stream": true` answers with server-sent events, which OpenAI's
+completions end with `data: [DONE]`; an error after the first event is the last event. `/openapi.json` describes all
+this for programs, `/docs` for people.
 
 A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
 `null` means that a field is not given. A default is the server's, unless its options or the model's
 generation_config.json say otherwise.
 
-The server keeps no conversation unless a chat asks for it. With `"record_conversation": true` it remembers the
-exchange under `conversation_id`: the client's own, or one that the answer and each of its chunks name. The next chat
-of that id sends its new messages only; a system message among them takes the place of the earlier one. With the option
+The server keeps no conversation unless it is asked to. With `"record_conversation": true` it remembers the exchange
+under `conversation_id`: the client's own, or one that the answer and each of its chunks name. The next chat of that id
+sends its new messages only; a system message among them takes the place of the earlier one. With the option
 `--record-conversation` a chat that names a `conversation_id` is recorded unless it says false. Conversations are kept
 in memory, for the API key that began them: the last `--conversation-store` ones, 64 MiB of them, each for 24 hours
-after its last answer. An id of the server's (`conv_…`) that is not kept any more is answered with 404, a client's own
-begins anew. An answer that breaks off leaves the conversation as it was. While one is made, another chat of the same
-id is answered with 409.
+after its last answer; where there are too many, the key that has most loses its oldest. An id of the server's
+(`conv_…`) that is not kept any more is answered with 404, a client's own begins anew. An answer that breaks off leaves
+the conversation as it was. While one is made, another chat of the same id is answered with 409. `POST
+/v1/conversations` begins one for responses, which name it as `conversation`; chats and responses may share one.
+
+Responses are kept in memory, too: the last `--response-store` ones, 256 MiB of them, and of the key that has most the
+oldest go first. What is made in the background counts from its beginning. Each key may have its equal part of that, or
+64 MiB and 16 responses where that is more; beyond it the answer is 429. One that grows beyond it fails.
+"""
+LIMITS = """\
+## Connections
+
+A connection is closed when the server waits 120 seconds for a client's next byte, when a head or a body (an upload
+excepted, which has an hour) takes as long, and when a client takes less than 64 KiB of an answer that waits for it
+within 60 seconds. A head has at most 64 KiB and 128 headers (431), its first line 16 KiB (414). A body that is refused
+is read for 30 seconds at most.
+
+There are as many connections as `ulimit -n` allows, but for a quarter, which is kept for files and the job. Where they
+are all taken, the one that has been silent longest is closed for a new one. Where all of them are being answered, new
+ones get 503, except for `/health`, `/ready`, `/v1/health` and `/ping`. An address of another machine may have half of
+the connections; so may a key if there are others, unless `--requests-per-key` says otherwise.
+"""
+METRICS = """\
+## Metrics
+
+Where requests need a key, so does `/metrics`. Prometheus sends it with
+
+```yaml
+scrape_configs:
+  - job_name: phalanx
+    authorization: {credentials_file: /etc/prometheus/phalanx.key}
+    static_configs: [{targets: ["node7:2000"]}]
+```
+
+`/health` tells who has no key the state only: `{"status": "ready"}`. A dashboard and alert rules are in
+[monitoring.md](monitoring.md).
 """
 ERRORS = """\
 ## Errors
 
 An error is `{"error": {"message": …, "type": …, "param": …, "code": …}}`. `message` says what is wrong, with which
-value, and what to do; `param` names the field. 429 and 503 may carry `Retry-After`.
+value, and what to do; `param` names the field. `code` is for programs, and null for most wrong fields. 429 and 503 may
+carry `Retry-After`.
 """
 
 
@@ -203,21 +242,24 @@ def api_page() -> str:
         refused = {name: one for name, one in kind.refused.items() if not left_out or both.get(name) != one}
         lines += [f"## {name}", "", *_request(kind, left_out, refused)]
     errors = ((str(status), f"`{name}`") for status, name in api_error.TYPES.items())
+    codes = ((f"`{code}`", meaning) for code, meaning in api_error.CODES.items())
     lines += [
         ERRORS,
         _table(("status", "type"), errors),
         "",
         "Other statuses from 500 on are `server_error`, other ones below `invalid_request_error`.",
         "",
-        "## Metrics",
+        _table(("code", "meaning"), codes),
         "",
+        LIMITS,
+        METRICS,
         _table(("name", "kind", "meaning"), _metrics()),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _shared() -> dict[str, unsupported.Field]:
-    """What chat completions and completions refuse alike."""
+    """Fields that chat completions and completions both reject."""
     other = CompletionRequest.refused
     return {name: one for name, one in ChatRequest.refused.items() if other.get(name) == one}
 
@@ -230,10 +272,10 @@ def _request(
     for field in msgspec.structs.fields(kind):
         if field.name in without:
             continue
-        values = "{} to {}".format(*RANGES[field.name]) if field.name in RANGES else ""
         default = OPENAI_DEFAULTS.get(field.name)
         shown = "**needed**" if field.required else f"`{default}`" if default is not None else ""
-        rows.append((f"`{field.name}`", _type(field.type), values, shown, meaning(kind, field.name)))
+        schema = properties(kind)[field.name]
+        rows.append((f"`{field.name}`", _type(schema), limits(kind, field.name), shown, schema["description"]))
     yield from (_table(("field", "type", "values", "default", "meaning"), rows), "")
     reasons: dict[str, list[str]] = {}
     for name, one in refused.items():
@@ -244,23 +286,15 @@ def _request(
     yield from (_table(("field", "why"), ((", ".join(names), why) for why, names in reasons.items())), "")
 
 
-def _type(kind: Any) -> str:
-    """A field's type as JSON names it."""
-    text = str(kind) if not isinstance(kind, type) or "[" in str(kind) else kind.__name__
-    text = re.sub(r"[\w.]*\.(\w+)", r"\1", text)
-    for python, json in (
-        (r"\bdict(\[str, (\w+)\])?", "object"),
-        (r"\b[A-Z]\w+\b(?<!None)", "object"),
-        (r"\bstr\b", "text"),
-        (r"\bint\b", "integer"),
-        (r"\bfloat\b", "number"),
-        (r"\bbool\b", "boolean"),
-        (r"list\[(\w+)\]", r"list of \1s"),
-        (r"list\[(.+)\]", r"list of (\1)"),
-    ):
-        text = re.sub(python, json, text)
-    parts = [part for part in re.split(r" \| (?![^(\[]*[)\]])", text) if part != "None"]
-    return " or ".join(parts).replace(" | ", " or ")
+def _type(schema: dict[str, Any]) -> str:
+    """The type that a JSON schema describes."""
+    if "anyOf" in schema:
+        return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if schema.get("type") == "array":
+        item = _type(schema["items"])
+        return f"list of ({item})" if " or " in item else f"list of {item}s"
+    kind = schema.get("type", "object" if "$ref" in schema else "string" if "enum" in schema else "any")
+    return "text" if kind == "string" else kind
 
 
 def _metrics() -> Iterable[tuple[str, str, str]]:
@@ -287,7 +321,49 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-PAGES = {"options.md": options_page, "api.md": api_page}
+MODELS = """\
+A model is a Hugging Face directory (config.json, safetensors, and tokenizer.json, tekken.json or tokenizer.model), a
+hub id such as Qwen/Qwen3-0.6B, or a GGUF file. The `model_type` of its config.json decides whether it is served; GGUF's
+architectures are in [formats.md](formats.md#gguf-files). Of models with vision the text model is served. Layers that
+predict further tokens are read where they draft tokens (`--speculate mtp`): those of DeepSeek-V3, GLM-4.5, Qwen3-Next,
+Qwen3.5 and MiMo. EAGLE-3 heads and smaller models draft for all others (`--draft-model DIR`).
+"""
+CALLS = """\
+The model's chat template shows which format it writes; `--tool-call-parser NAME` and `--reasoning-parser NAME` choose
+another. [tools-and-reasoning.md](tools-and-reasoning.md) has examples.
+"""
+
+
+def models_page() -> str:
+    def rows(package: str) -> list[Sequence[str]]:
+        """The modules of a package with their docstrings' first paragraphs. They are not imported: some need torch."""
+        files = sorted((ROOT / package).glob("[a-z]*.py"))
+        notes = [
+            (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0] for file in files
+        ]
+        return [
+            (f"`{file.stem}`", " ".join(note.split()).replace("<", "\\<"))
+            for file, note in zip(files, notes, strict=True)
+        ]
+
+    text = "rank/server/text"
+    return "\n".join(
+        [
+            "# Models\n",
+            MADE + "\n",
+            MODELS,
+            _table(("model_type", "what it is"), rows("rank/model/architectures")),
+            "\n## Tool calls and reasoning\n",
+            CALLS,
+            _table(("--tool-call-parser", "what a call looks like"), rows(f"{text}/tool_formats")),
+            "",
+            _table(("--reasoning-parser", "what thoughts look like"), rows(f"{text}/reasoning")),
+            "",
+        ]
+    )
+
+
+PAGES = {"options.md": options_page, "api.md": api_page, "models.md": models_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -28,7 +28,7 @@ START = "start one with `phalanx serve`"
 
 
 class FoundServer(msgspec.Struct, frozen=True):
-    """Where requests go."""
+    """The address that requests go to."""
 
     url: str  # without /v1; or unix:///PATH
     key: str = ""
@@ -38,7 +38,7 @@ class FoundServer(msgspec.Struct, frozen=True):
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that say which server a verb talks to."""
+    """The options that choose the server of a verb."""
 
     job: Annotated[
         str,
@@ -75,7 +75,7 @@ def chosen(where: option_sources.ParsedOptions[Any], verb: str) -> FoundServer:
 
 
 def request(server: FoundServer, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The open answer. Raises FatalError with what the server says, or with what to do where none answers."""
+    """The open answer. Raises FatalError with the server's message, or with what to do where none answers."""
     url = f"{server.url}{path}"
     try:
         return _open(server, path, body)
@@ -107,7 +107,7 @@ def _open(server: FoundServer, path: str, body: dict[str, Any] | None) -> Any:
 
 
 def health(server: FoundServer) -> dict[str, Any]:
-    """What its /health says; {} where it has none, or does not answer."""
+    """The body of its /health; {} where it has none, or does not answer."""
     try:
         with _open(server, "/health", None) as answer:
             found = json.load(answer)
@@ -137,7 +137,7 @@ def model(server: FoundServer) -> dict[str, Any]:
 def find(wanted: str, verb: str, url: str = "") -> FoundServer | None:
     """The job of that name, or the only one; None where none runs and none was asked for.
 
-    `url` is how it is reached where that is not what its file says. Raises FatalError with what to do if there are
+    `url` is how it is reached where that is not its file's address. Raises FatalError with what to do if there are
     several, or if the server cannot be reached from this host.
     """
     jobs = server_registry.running(server_registry.directory(), mpi_env.hostname())
@@ -155,7 +155,7 @@ def find(wanted: str, verb: str, url: str = "") -> FoundServer | None:
 
 
 def _known(url: str) -> FoundServer:
-    """That of this host at the URL, with the key of its file; without one where it has none, or is not known."""
+    """The server of this host at the URL, with the key of its file; without one where it has none, or is not known."""
     for job in server_registry.running(server_registry.directory(), mpi_env.hostname()).values():
         if job.host == mpi_env.hostname() and job.url == url:
             return FoundServer(url, job.key, job.certificate)
@@ -185,7 +185,7 @@ def _reached(name: str, job: RegisteredServer, verb: str) -> FoundServer:
 
 
 def _names(name: str, job: RegisteredServer) -> tuple[str, ...]:
-    """What --job may be; PBS calls a job 42.server, and its users 42."""
+    """Forms of --job; PBS calls a job 42.server, and its users 42."""
     return tuple(one for one in (name, job.batch, job.batch.partition(".")[0], job.host, job.model) if one)
 
 

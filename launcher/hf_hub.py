@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ERROR, MODEL, STOPPED, USAGE, FatalError
+from ..logs import say
 from ..rank.gguf import checkpoint
 from ..rank.safetensors_header import weight_files
 from .job import mpi_env
-from .job.linux import say
 
-# What serving needs; some models come with the same weights once more, in other formats.
+# Files that serving needs; some models come with the same weights once more, in other formats.
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Folders hold them once more, or for other programs; but 1_Pooling/config.json tells how embeddings are made.
 UNWANTED = ["consolidated*", "*/tokenizer*", *("*/*." + kind for kind in ("safetensors", "model", "txt", "jinja"))]
@@ -45,7 +45,7 @@ def model(id: str, waiting: bool = False) -> str:
 
 
 def gguf(id: str, file: str, waiting: bool = False, pulling: bool = False) -> str:
-    """The path of a GGUF file of a model, with its other shards beside it, fetched as `model` does."""
+    """The path of a GGUF file of a model, with its other shards next to it, fetched as `model` does."""
     path = cached_gguf(id, file)
     if waiting and not path:
         raise _not_here(id, f"{id} --f {file}")
@@ -94,7 +94,7 @@ def _files_of(id: str, revision: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _fetching(id: str, revision: str = "", pulling: bool = False) -> Iterator[None]:
-    """Shows bars on a terminal alone, and says in words what went wrong."""
+    """Shows bars on a terminal alone, and raises errors with a message for users."""
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -202,7 +202,7 @@ def _size(count: int) -> str:
 
 
 def explained(id: str, revision: str, error: Any, pulling: bool = False) -> FatalError:
-    """What the hub's error means, and what to do."""
+    """The meaning of the hub's error, and what to do."""
     from huggingface_hub import constants, errors
 
     what, where = f"model {id!r}", constants.ENDPOINT

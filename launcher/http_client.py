@@ -1,4 +1,4 @@
-"""HTTP to a server: what goes to this machine goes there directly, whatever http_proxy says."""
+"""HTTP to a server: what goes to this machine goes there directly, whatever http_proxy is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a server that listens on `host` is reached from this machine."""
+    """The address of a server that listens on `host`, from this machine."""
     host = "127.0.0.1" if host in ALL else host
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -39,7 +39,7 @@ def open_url(request: urllib.request.Request, timeout: float | None = None, *, d
 
 
 def open_unix(path: str, request: urllib.request.Request) -> Any:
-    """The same at a unix socket. The request's URL is of localhost."""
+    """A connection to a unix socket. The request's URL is of localhost."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), _UnixHandler(path)).open(request)
 
 

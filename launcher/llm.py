@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from .. import errors
-from ..rank.options import Options
+from ..rank.flags import SERVER
+from ..rank.options import Options, specs
 from ..rank.server.generation import chat_generation, completion_generation
 from ..rank.server.schema import ChatRequest, CompletionRequest
 from .job import mpi_env
@@ -27,13 +28,8 @@ from .options.resolve import resolve
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "JobError", "Message", "Output", "Piece", "Prompt", "SamplingParams"]
 
-# Options of a server: here nothing listens, and whoever calls sees the failure and can start again.
-_SERVER_ONLY = (
-    "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "strict", "queue_size", "access_log", "restarts",
-    "served_model_name", "requests_per_key", "idle_exit", "allowed_origins", "allowed_hosts", "response_store",
-    "conversation_store", "record_conversation",
-    "mcp_config", "models_config", "file_store", "ui_server",
-)  # fmt: skip
+# Here nothing listens, and whoever calls sees the failure and can start again.
+_SERVER = [name for name, spec in specs().items() if SERVER in spec.flag.scope]
 
 
 class LLM:
@@ -91,7 +87,7 @@ class LLM:
 
 
 class AsyncLLM:
-    """The same for programs with an asyncio loop, and answers as they are made. One call is one prompt.
+    """An LLM for programs with an asyncio loop, and answers as they are made. One call is one prompt.
 
     `async with AsyncLLM(DIR, np=2) as llm:` starts and ends the job. The loop stays free meanwhile. A call that is
     cancelled stops computing.
@@ -125,7 +121,7 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """Continue a text or token ids: pieces as they come, of all answers where n is above 1."""
+        """Continue a text or token ids: deltas as they come, of all answers where n is above 1."""
         body = _completion(prompt, sampling_params)
         async with contextlib.aclosing(
             self._host.stream_async(body, CompletionRequest, completion_generation)
@@ -136,7 +132,7 @@ class AsyncLLM:
     async def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **fields: Any
     ) -> AsyncGenerator[Piece, None]:
-        """Answer a conversation: pieces as they come."""
+        """Answer a conversation: deltas as they come."""
         body = _chat(messages, sampling_params, fields)
         async with contextlib.aclosing(self._host.stream_async(body, ChatRequest, chat_generation)) as found:
             async for piece in found:
@@ -155,12 +151,12 @@ class AsyncLLM:
 
 
 def _options(model: str, options: dict[str, Any], caller: str) -> Options:
-    """What the job is started with. Raises ValueError."""
+    """The options that the job is started with. Raises ValueError."""
     given = {name.replace("-", "_"): value for name, value in options.items()}
-    for name in _SERVER_ONLY:
+    for name in _SERVER:
         if name in given:
             raise ValueError(f"{caller} has no argument {name!r}: it is for `phalanx serve`")
-    environ = {name: value for name, value in os.environ.items() if name[8:].lower() not in _SERVER_ONLY}
+    environ = {name: value for name, value in os.environ.items() if name[8:].lower() not in _SERVER}
     place = mpi_env.rank_place(os.environ)
     if place is not None and place.size > 1:
         raise ValueError(f"{caller} starts its own ranks: run this program without {place.launcher}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from .. import errors
+from .. import child_python, errors
 from ..rank.options import Options
 from ..rank.server.api_error import ApiError
 from ..rank.server.batch.admission import Admission, enough
@@ -24,7 +24,7 @@ from ..rank.server.generation import Make
 from ..rank.server.schema import Common
 from ..rank.server.session import Session
 from ..rank.server.text_engine import TextEngine
-from .job import linux, server_process, supervisor
+from .job import linux, secret_variables, server_process, supervisor
 from .llm_types import Output, Piece, collect, pieces
 from .loop_thread import LoopThread
 
@@ -53,8 +53,6 @@ class JobHost:
             **model_settings(options),
             link=os.path.join(self._directory, "link"),
             listen_fd=-1,
-            tool_call_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
         )
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,8 +63,8 @@ class JobHost:
         self._thread.run(self._listen())
         order = supervisor.SupervisorRequest(self.options, self._config.link, os.getpid())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.launcher.job.supervisor"],
-            env=os.environ | {supervisor.REQUEST_ENV: msgspec.json.encode(order).decode()},
+            child_python.command("-m", "phalanx.launcher.job.supervisor"),
+            env=secret_variables.without(os.environ) | {supervisor.REQUEST_ENV: msgspec.json.encode(order).decode()},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
             process_group=0,  # Ctrl-C is for this program to handle
@@ -92,6 +90,8 @@ class JobHost:
         loop.add_reader(fd, died)
         try:
             await self._sessions.load()
+        except errors.FatalError as error:
+            raise ValueError(str(error)) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"the tokenizer in {self.options.model} cannot be read: {error}") from None
         ready = asyncio.ensure_future(self._link.wait_ready())
@@ -118,13 +118,13 @@ class JobHost:
             return self._thread.run(self._answer_all(self._requests(bodies, kind), make))
 
     async def answer_async(self, bodies: list[Fields], kind: type[Common], make: Make) -> list[Output]:
-        """The same for callers with a loop of their own."""
+        """The host for callers with a loop of their own."""
         with _in_words():
             return await self._thread.run_async(self._answer_all(self._requests(bodies, kind), make))
 
     async def stream_async(self, body: Fields, kind: type[Common], make: Make) -> AsyncGenerator[Piece, None]:
-        """The pieces of the answers to a request, for callers with a loop of their own. Who reads slowly gets larger
-        pieces. The ranks stop when the iterator is closed.
+        """The deltas of the answers to a request, for callers with a loop of their own. Who reads slowly gets larger
+        deltas. The ranks stop when the iterator is closed.
         """
         with _in_words():
             (request,) = self._requests([body], kind)
@@ -215,7 +215,7 @@ class JobHost:
 
 @contextlib.contextmanager
 def _in_words() -> Iterator[None]:
-    """A program is told of a wrong request by a ValueError, not by a status."""
+    """A program gets a ValueError for a wrong request, not by a status."""
     try:
         yield
     except ApiError as error:

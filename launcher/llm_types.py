@@ -1,4 +1,4 @@
-"""What the library takes and gives: sampling parameters, whole answers, and pieces of one that is being made."""
+"""The library's types: sampling parameters, whole answers, and deltas of one that is being generated."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Output(msgspec.Struct):
 
 
 class Piece(msgspec.Struct):
-    """What is new of one answer. Pieces of an answer, put together, are its Completion."""
+    """New output of one answer. Pieces of an answer, put together, are its Completion."""
 
     index: int  # of the answer, where n is above 1
     text: str = ""
@@ -108,11 +108,11 @@ async def collect(session: Session, logprobs: bool) -> Output:
         one, answer = found[choice.index], answers[choice.index]
         one.text, one.reasoning, one.tool_calls = answer.text, answer.reasoning, list(map(tool_call, answer.calls))
         one.finish_reason, one.stop_reason = choice.finish, choice.stop_reason
-    return Output(session.prompts[0].tokens, list(found.values()), session.usage())
+    return Output(list(session.prompts[0].tokens), list(found.values()), session.usage())
 
 
 async def pieces(session: Session) -> AsyncIterator[Piece]:
-    """What a session produces, as it comes."""
+    """Output of a session, as it comes."""
     answers = {choice.index: Answer() for choice in session.choices}
     async for updates in session:
         for update in updates:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from .. import errors
+from .. import errors, logs
 from ..comm import broadcast, gpu_owners, mesh, threads
 from ..comm.hosts import name_hosts
 from ..comm.watchdog import LocalWatchdog, Watchdog
@@ -36,11 +35,13 @@ from .scheduler.replica import Executor, Replica
 from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
 from .scheduler.snapshots import Snapshots
+from .scheduler.speculation import Speculation
 from .worker.engine import Engine, Limits, LoadRefused, Place
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
-Lines = list[tuple[broadcast.PlanBroadcast, ResultChannel]]  # of each replica: its plans, and the way back
+SAMPLED = 64  # tokens that a step with drafts may sample, however few sequences run: their logits take little memory
+Lines = dict[int, tuple[broadcast.PlanBroadcast, ResultChannel]]  # by replica: its plans, and the way back
 
 
 class Rank:
@@ -80,7 +81,8 @@ class Rank:
         return code
 
     def serve(self, engine: Engine, lines: Lines) -> int:
-        """Load the engine's model and schedule or follow, then other models, until a plan says stop; the exit code."""
+        """Load the engine's model and schedule or follow, then other models, until a plan stops the job; the exit
+        code."""
         self._engine = engine
         limits: Limits | None = engine.load()
         while limits is not None:
@@ -93,21 +95,30 @@ class Rank:
         return code
 
     def _steps(self, engine: Engine, limits: Limits, lines: Lines) -> int:
-        """Schedule or follow until a plan says stop. `_switch` is what it asks for besides."""
+        """Schedule or follow until a plan stops it. `_switch` is the model that the plan asks for, if any."""
         grid = engine.place.mesh
         self._switch = None
         if self.world.rank:
             plans, results = lines[grid.replica]
-            reports = grid.replica and self.world.rank % (self.world.size // len(lines)) == 0
+            reports = grid.replica and self.world.rank % (grid.tensor.size * grid.stages) == 0
             return self._stopped(follow(engine.runner, plans, Reporter(results, self.watch) if reports else None))
         tiers = [HostTier(*limits.host_blocks) for _ in lines]
         counts = limits.blocks, limits.block_size, limits.prefix_cache
-        pools = [Blocks(*counts, tier, Snapshots(limits.snapshots)) for tier in tiers]
+        pools = [Blocks(*counts, tier, Snapshots(limits.snapshots), limits.groups) for tier in tiers]
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
-        executors += [RemoteExecutor(*line) for line in lines[1:]]
+        executors += [RemoteExecutor(*line) for replica, line in lines.items() if replica]
         most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
-        schedulers = [Scheduler(pool, *most) for pool in pools]
+        schedulers = [Scheduler(pool, *most, self._speculation(limits, grid.stages)) for pool in pools]
         return self.run_scheduler([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
+
+    @staticmethod
+    def _speculation(limits: Limits, stages: int) -> Speculation | None:
+        """A replica's; None: steps verify no drafts. A model's drafts come too late for pipeline stages, which begin a
+        sequence's next token before the last stage has drafted behind the one before."""
+        if len(limits.query_lens) == 1:
+            return None
+        model = limits.draft_model if stages == 1 else ""
+        return Speculation(limits.query_lens, max(limits.max_num_seqs, SAMPLED), model)
 
     def _stopped(self, plan: protocol.Plan) -> int:
         self._switch = protocol.decode_switch(plan.switch) if plan.switch else None
@@ -116,16 +127,21 @@ class Rank:
     def _other_model(self, engine: Engine, switch: protocol.Switch) -> Limits | None:
         """Unload what is loaded, and load what is asked for; None: nothing.
 
-        A model that cannot be loaded is given up for the one from before.
+        A model that cannot be loaded is given up for the one from before, or for none where none was loaded.
         """
-        if hasattr(engine, "runner"):
-            engine.unload()
+        served = hasattr(engine, "runner")
+        if hasattr(engine, "model") and not (engine.kept and switch.options):
+            engine.unload(keep=switch.weights == "keep")
         if not switch.options:
             self.watch.started()
             return None
         before, options = engine.options, msgspec.json.decode(switch.options, type=Options)
         engine.options = options
         try:
+            if switch.weights == "only":
+                engine.load_weights()
+                self.watch.started()
+                return None
             limits = engine.load()
             self._model = switch.model
             return limits
@@ -133,9 +149,12 @@ class Rank:
             why = str(stop)
         engine.abandon()
         engine.options = before
-        self._say(f"cannot serve {options.model}: {why}; going back to {before.model}")
+        self._say(f"cannot serve {options.model}: {why}" + (f"; going back to {before.model}" if served else ""))
         if self.link is not None:
             self.link.send(protocol.SwitchFailed(switch.model, why))
+        if not served:
+            self.watch.started()
+            return None
         return engine.load()
 
     def _wait_unloaded(self, engine: Engine, lines: Lines) -> int:
@@ -145,12 +164,12 @@ class Rank:
             assert isinstance(last, protocol.Plan)
             return self._stopped(last)
         assert self.link is not None
-        self._say("no model is loaded; the next request loads one")
+        self._say("the model sleeps" if engine.kept else "no model is loaded; the next request loads one")
         self.link.send(protocol.Unloaded())
         plan = None
         while plan is None:
             plan = self._next_plan()
-        for control, _ in lines:
+        for control, _ in lines.values():
             control.publish(protocol.encode_plan(plan))
             while control.progress():
                 pass
@@ -173,7 +192,7 @@ class Rank:
     def _accepts(self, switch: protocol.Switch) -> bool:
         """Rank 0: whether a model's files can be served, before the one that is loaded is given up."""
         assert self.link is not None
-        if not switch.options:
+        if not switch.options or self._engine.kept:  # its files are not needed
             return True
         try:
             self._engine.check(msgspec.json.decode(switch.options, type=Options))
@@ -188,6 +207,8 @@ class Rank:
         """Rank 0: reach the server process, which passes on how loading goes."""
         self.link = ServerLink(self.job.server_socket)
         self.watch.on_failure = self.link.fail
+        if self.job.server_watched:
+            self.link.watch(self.options.timeout, self.watch.fail)
 
     def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         """Rank 0: serve the server process until it drains."""
@@ -199,7 +220,7 @@ class Rank:
         self._ready = protocol.Ready(
             max_model_len=one.max_model_len,
             vocab_size=model.vocab_size,
-            kv_tokens=one.blocks.count * one.blocks.size * len(replicas),
+            kv_tokens=one.blocks.capacity(one.max_model_len) * len(replicas),
             block_size=one.blocks.size,
             max_num_seqs=one.max_num_seqs * len(replicas),
             ranks=self.world.size,
@@ -214,7 +235,15 @@ class Rank:
         return code
 
     def _device(self) -> torch.device:
-        """What the launcher chose, as this process sees it: a rank that was given one GPU has it as number 0."""
+        """The launcher's choice as this process sees it: a rank that was given one GPU has it as number 0."""
+        if self.options.device == "mps":
+            if not torch.backends.mps.is_available():
+                raise errors.FatalError(
+                    f"--device mps: PyTorch {torch.__version__} finds no Metal on {self.hosts[self.world.rank]}: a Mac "
+                    "with Apple silicon is needed; --device cpu computes without",
+                    errors.USAGE,
+                )
+            return torch.device("mps")
         if self.job.device_index < 0:
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -235,6 +264,10 @@ class Rank:
             tp, pp, replicas = degrees(self.world.size, options.tp, options.pp, options.dp, options.ep)
         except ValueError as error:
             raise errors.FatalError(str(error), errors.USAGE) from None
+        if device.type == "mps":
+            from ..comm.host_copies import HostCopiesComm
+
+            return replicas, mesh.build(self.world, tp, pp, HostCopiesComm, ep=options.ep)
         if device.type == "cpu":
             if isinstance(self.world, threads.ThreadComm):
                 return replicas, mesh.build(self.world, tp, pp, ep=options.ep)
@@ -259,19 +292,23 @@ class Rank:
         self.watch.end(errors.STOPPED)
 
     def _open_lines(self, replicas: int) -> Lines:
-        """For each replica the way of its plans, and the way back; rank 0 has use for all, others for their own."""
-        groups: list[Any] = mesh.control_groups(self.world, replicas)
+        """The way of each replica's plans, and the way back: rank 0 has all, others their own."""
+        groups: dict[int, Any] = mesh.control_groups(self.world, replicas)
         if isinstance(self.world, threads.ThreadComm):
             self._pids = [os.getpid()]
-            return [(broadcast.ThreadPlanBroadcast(group), threads.ThreadResultChannel(group)) for group in groups]
+            return {
+                replica: (broadcast.ThreadPlanBroadcast(group), threads.ThreadResultChannel(group))
+                for replica, group in groups.items()
+            }
         from ..comm.mpi import MpiResultChannel
 
         self._pids = [int(p) for p in broadcast.gather_bytes(self.world, str(os.getpid()).encode())]
         assert isinstance(self.watch, Watchdog)
-        lines = zip(groups, mesh.replica_ranks(self.world.size, replicas), strict=True)
-        return [
-            (broadcast.MpiPlanBroadcast(group, self.watch, ranks), MpiResultChannel(group)) for group, ranks in lines
-        ]
+        ranks = mesh.replica_ranks(self.world.size, replicas)
+        return {
+            replica: (broadcast.MpiPlanBroadcast(group, self.watch, ranks[replica]), MpiResultChannel(group))
+            for replica, group in groups.items()
+        }
 
     def _progress(self, phase: str) -> Callable[[int, int], None]:
         """Told of bytes done and all bytes; it tells the watch, and on rank 0 the server process."""
@@ -325,7 +362,8 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
         world = mpi.join(job.announced_size)
     except RuntimeError as error:
         if job.rank == 0:
-            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+            logs.say(str(error), "error")
+        logs.flush()
         os._exit(errors.USAGE)
     try:
         hosts = name_hosts(world)
@@ -338,9 +376,10 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
         watch.abort = mpi.abort if job.abort else None
     except errors.FatalError as stop:
         if str(stop):
-            print(f"phalanx: {stop}", file=sys.stderr, flush=True)
+            logs.say(str(stop), "error")
         else:
             time.sleep(1)  # another rank speaks; mpirun would end it with this one
+        logs.flush()
         if job.abort:
             mpi.abort(stop.code)
         os._exit(stop.code)
@@ -354,41 +393,40 @@ def run_mpi(job: Job, make: type[Rank] = Rank) -> int:
 
 
 def _join_failed(job: Job) -> None:
-    print(
-        f"phalanx: rank {job.rank} on {socket.gethostname()}: the ranks have not all joined within "
-        f"{job.options.timeout:g} s; is every node of the job up and reachable, with the same Phalanx and MPI?",
-        file=sys.stderr,
-        flush=True,
+    logs.say(
+        f"rank {job.rank} on {socket.gethostname()}: the ranks have not all joined within {job.options.timeout:g} s; "
+        "is every node of the job up and reachable, with the same Phalanx and MPI?",
+        "error",
     )
+    logs.flush()
     os._exit(errors.RANK_STUCK)
 
 
 def start_log(options: Options, rank: int) -> None:
     """Rank 0 tells its story on stderr; with --log every rank writes phalanx-rank-N.log."""
-    level = logging.getLevelName(options.log_level.upper())
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if options.log:
-        path = os.path.abspath(f"phalanx-rank-{rank}.log")
-        try:
-            handlers.append(logging.FileHandler(path))
-        except OSError as error:
-            print(f"phalanx: --log: {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
-            os._exit(errors.USAGE)
-    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=handlers)
+    if options.log_format == "json":
+        logs.use_json(f"rank {rank}")
+    path = os.path.abspath(f"phalanx-rank-{rank}.log") if options.log else ""
+    try:
+        logs.start(options.log_level.upper(), "%(asctime)s %(message)s", path)
+    except OSError as error:
+        logs.say(f"--log: {path} cannot be written ({error.strerror})", "error")
+        logs.flush()
+        os._exit(errors.USAGE)
 
 
 def main(make: type[Rank] = Rank) -> int:
     job = decode_job(os.environ.pop(JOB_ENV))
     start_log(job.options, job.rank)
-    if job.options.multithread or job.announced_size == 1:
-        return run_threads(job, make)
-    return run_mpi(job, make)
+    run = run_threads if job.options.multithread or job.announced_size == 1 else run_mpi
+    try:
+        return run(job, make)
+    finally:
+        logs.flush()  # callers end by os._exit
 
 
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # nothing is left to do, and no library's exit handler may hang

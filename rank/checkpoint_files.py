@@ -1,17 +1,17 @@
-"""What a model's path holds, for all who read it: a directory with config.json and safetensors, or a GGUF file."""
+"""The files of a model's path: a directory with config.json and safetensors, or a GGUF file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from . import safetensors_header
+from . import safetensors_header, untrusted_files
 from .gguf import checkpoint
 from .gguf.checkpoint import is_gguf
 from .safetensors_header import Index
 
 
 def directory(path: Path) -> Path:
-    """Where the model's weight files are."""
+    """Places of the model's weight files."""
     return path.parent if is_gguf(path) else path
 
 
@@ -21,11 +21,11 @@ def config_file(path: Path) -> Path:
 
 
 def config_bytes(path: Path) -> bytes:
-    """What a model's config is known again by: config.json, or all of a GGUF file before its first tensor."""
-    size = -1
-    if is_gguf(path):
-        size = min((tensor.start for tensor in checkpoint.headers(path)[0].tensors.values()), default=-1)
-    with config_file(path).open("rb") as file:
+    """The bytes that identify a model's config: config.json, or all of a GGUF file before its first tensor."""
+    if not is_gguf(path):
+        return untrusted_files.read_bytes(path, "config.json")
+    size = min((tensor.start for tensor in checkpoint.headers(path)[0].tensors.values()), default=-1)
+    with untrusted_files.open_weights(path) as file:
         return file.read(size)
 
 

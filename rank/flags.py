@@ -1,4 +1,4 @@
-"""How an option is described beside its field: its flags, what it may be, and its line in the help."""
+"""An option's description at its field: its flags, what it may be, and its line in the help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import msgspec
+
+# Scopes: what an option concerns, which decides who takes it.
+ENGINE = "engine"  # one model, and how the ranks hold and run it: may differ from model to model of a models.yaml
+LAUNCHER = "launcher"  # the job: its ranks, their devices, its logs
+SERVER = "server"  # its clients, and the life of a server: of no meaning to a program that uses the library
+BATCH = "batch"  # a file of requests
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -21,7 +27,10 @@ class Flag(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     off: tuple[str, ...] = ()  # flags that switch a boolean off
+    scope: tuple[str, ...] = ()
     secret: bool = False  # never printed
+    runs_code: bool = False  # what it names is run, so a directory that somebody else wrote must not set it
+    slurm_decides: bool = False  # a job under srun is not given it
     positional: bool = False
     variable: str = ""  # candle-vLLM's environment variable for it
 

@@ -1,4 +1,4 @@
-"""What a process's memory holds: Python's objects, and what the C library keeps of freed memory."""
+"""A process's heap: Python's objects, and freed memory that the C library keeps."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ def freeze() -> None:
 
 
 def collect() -> None:
-    """Free what nobody can reach any more, of what is frozen too, and freeze the rest again."""
+    """Free what is unreachable, of frozen objects too, and freeze the rest again."""
     gc.unfreeze()
     freeze()
 

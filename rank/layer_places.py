@@ -1,4 +1,4 @@
-"""Which layers lie in host memory (`--cpu-offload-gb`), and how many places on the device they take turns in.
+"""Which layers lie in host memory (`--cpu-offload-gb`), and how many buffers on the device they share.
 
 Without torch: `phalanx fit` asks, too.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def choose(sizes: Sequence[float], most: float) -> list[int]:
-    """Of layers of these bytes, as many as `most` bytes hold, each the last of an equal share of all."""
+    """Chooses as many layers of these bytes as `most` bytes hold, each the last of an equal share of all."""
     for count in range(len(sizes), 0, -1):
         chosen = [(number + 1) * len(sizes) // count - 1 for number in range(count)]
         if sum(sizes[place] for place in chosen) <= most:

@@ -8,15 +8,19 @@ reads the sources; ranks and server process only receive an `Options`.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from .flags import BATCH, ENGINE, LAUNCHER, SERVER, read
 from .flags import Spec as Spec
 from .flags import flag as flag
-from .flags import read
 from .gguf import mixes
+from .protocol import MOST_DRAFTS
+
+LONGEST = 1e6  # seconds of --timeout: Linux polls for 24 days at most
 
 GROUPS = ("Model", "Server", "Ranks", "Memory and batching", "Sampling defaults", "Running")
 
@@ -25,9 +29,9 @@ _LOADS = dict.fromkeys(("safetensors", "hf", "gguf"), "auto")  # vLLM's; the fil
 _GENERATION = {"auto": "on", "vllm": "off"}  # vLLM's values
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "half": "f16", "fp16": "f16", "float32": "f32", "float": "f32"}
 
-# The formats that weights can be quantised to while they are loaded: a file each; and mixes of them.
+# The formats that weights can be quantised to while they are loaded: ggml's, others of a file each; and mixes.
 _FORMATS = (Path(__file__).parent / "model" / "formats").glob("[a-z]*.py")
-IN_SITU = tuple(sorted({path.stem for path in _FORMATS} - {"dense"} | mixes.MIXES.keys()))
+IN_SITU = tuple(sorted({path.stem for path in _FORMATS} | mixes.IN_SITU.keys() | mixes.MIXES.keys()))
 ISQ_SPELLINGS = {name.upper(): name for name in IN_SITU}  # llama.cpp's
 ISQ_SPELLINGS |= {f"{name[:2]}_k": name for name in IN_SITU if name.endswith("k")}
 ISQ_SPELLINGS |= {f"{name[:2]}_k_m": name for name in mixes.MIXES}
@@ -59,293 +63,385 @@ REASONING_SPELLINGS = {
 
 _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
+engine, launcher, server = (partial(flag, scope=(scope,)) for scope in (ENGINE, LAUNCHER, SERVER))
+server_or_batch = partial(flag, scope=(SERVER, BATCH))
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user chose; 0, "" and "auto" leave the choice to the program."""
+    """The user's options; 0, "" and "auto" leave the choice to the program."""
 
     model: Annotated[
-        str, flag("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR", positional=True,
-                  help="directory, GGUF file, or hub id; none: the built-in model"),
+        str, engine("--model", "--w", "--weight-path", "--m", "--model-id", group=_MODEL, metavar="DIR",
+                    positional=True, help="directory, GGUF file, or hub id; none: the built-in model"),
     ] = ""  # fmt: skip
     weight_file: Annotated[
-        str, flag("--f", "--weight-file", group=_MODEL, metavar="FILE",
-                  help="a GGUF file, its first shard; in --model's directory or hub id"),
+        str, engine("--f", "--weight-file", group=_MODEL, metavar="FILE",
+                    help="a GGUF file, its first shard; in --model's directory or hub id"),
     ] = ""  # fmt: skip
     models_config: Annotated[
-        str, flag("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
-                  help="models.yaml: several models, of which one is loaded at a time"),
+        str, server("--models-config", group=_MODEL, metavar="FILE", variable="CANDLE_VLLM_MODELS_CONFIG",
+                    help="models.yaml: several models, of which one is loaded at a time"),
     ] = ""  # fmt: skip
     served_model_name: Annotated[
-        str, flag("--served-model-name", group=_MODEL, metavar="NAME,…", help="what clients call the model")
+        str, server_or_batch("--served-model-name", group=_MODEL, metavar="NAME,…", help="what clients call the model")
     ] = ""
     dtype: Annotated[
-        str, flag("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
-                  help="of weights and arithmetic; auto: the checkpoint's, f32 on CPUs"),
+        str, engine("--dtype", group=_MODEL, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
+                    help="of weights and arithmetic; auto: the checkpoint's, f32 on CPUs"),
     ] = "auto"  # fmt: skip
     isq: Annotated[
-        str, flag("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
-                  help="quantise the weights while they are loaded"),
+        str, engine("--isq", group=_MODEL, choices=("none", *IN_SITU), spellings=ISQ_SPELLINGS,
+                    help="quantise the weights while they are loaded"),
     ] = "none"  # fmt: skip
     quantization: Annotated[
-        str, flag("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
-                  help="how the checkpoint is quantised; auto: as its config.json says"),
+        str, engine("--quantization", "--quant", group=_MODEL, choices=("auto", *STORED), spellings=STORED_SPELLINGS,
+                    help="how the checkpoint is quantised; auto: as its config.json says"),
     ] = "auto"  # fmt: skip
     max_model_len: Annotated[
-        int, flag("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
+        int, engine("--max-model-len", group=_MODEL, metavar="N", low=0, help="longest prompt + output; 0: the model's")
     ] = 0
     load_format: Annotated[
-        str, flag("--load-format", group=_MODEL, choices=("auto", "dummy"), spellings=_LOADS,
-                  help="dummy: random weights, for measuring"),
+        str, engine("--load-format", group=_MODEL, choices=("auto", "dummy"), spellings=_LOADS,
+                    help="dummy: random weights, for measuring"),
     ] = "auto"  # fmt: skip
     load: Annotated[
-        str, flag("--load", group=_MODEL, choices=("auto", "direct", "striped"),
-                  help="striped: each byte is read once a job; auto: if over a network"),
+        str, engine("--load", group=_MODEL, choices=("auto", "direct", "striped"),
+                    help="striped: each byte is read once a job; auto: if over a network"),
     ] = "auto"  # fmt: skip
     stage: Annotated[
-        str, flag("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy")
+        str,
+        engine("--stage", group=_MODEL, metavar="DIR", help="copy the weights there on each node, and load the copy"),
     ] = ""
     generation_config: Annotated[
-        bool, flag("--generation-config", group=_MODEL, off=("--no-generation-config",), spellings=_GENERATION,
-                   help="ignore the sampling defaults in the model's generation_config.json"),
+        bool, engine("--generation-config", group=_MODEL, off=("--no-generation-config",), spellings=_GENERATION,
+                     help="ignore the sampling defaults in the model's generation_config.json"),
     ] = True  # fmt: skip
 
-    host: Annotated[str, flag("--host", "--h", group=_SERVER, metavar="HOST", help="address to listen on")] = (
+    host: Annotated[str, server("--host", "--h", group=_SERVER, metavar="HOST", help="address to listen on")] = (
         "127.0.0.1"
     )
     port: Annotated[
-        int, flag("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
+        int, server("--port", "--p", group=_SERVER, metavar="N", low=0, high=65535, help="0 picks a free one")
     ] = 2000
     api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
-        str, flag("--api-key", group=_SERVER, metavar="KEY", secret=True,
-                  help="clients must send it; better in a file; none: anybody may call"),
+        str, server("--api-key", group=_SERVER, metavar="KEY", secret=True,
+                    help="clients must send it; better in a file; none: anybody may call"),
     ] = ""  # fmt: skip
     api_key_file: Annotated[
-        str, flag("--api-key-file", group=_SERVER, metavar="FILE",
-                  help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
+        str, server("--api-key-file", group=_SERVER, metavar="FILE",
+                    help="a file of keys, a line each: KEY, or NAME KEY; # begins a comment"),
     ] = ""  # fmt: skip
     tls_cert: Annotated[
-        str, flag("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
-                  help="serve HTTPS with this certificate (PEM, with its chain)"),
+        str, server("--tls-cert", "--ssl-certfile", group=_SERVER, metavar="FILE",
+                    help="serve HTTPS with this certificate (PEM, with its chain)"),
     ] = ""  # fmt: skip
     tls_key: Annotated[
-        str, flag("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
-                  help="the certificate's private key; none: it is in --tls-cert's file"),
+        str, server("--tls-key", "--ssl-keyfile", group=_SERVER, metavar="FILE",
+                    help="the certificate's private key; none: it is in --tls-cert's file"),
     ] = ""  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...],
-        flag("--allowed-origins", group=_SERVER, metavar="URL,..", help="whose web pages may call it; * for any"),
+        server("--allowed-origins", group=_SERVER, metavar="URL,..", help="whose web pages may call it; * for any"),
     ] = ()  # fmt: skip
     allowed_hosts: Annotated[
         tuple[str, ...],
-        flag("--allowed-hosts", group=_SERVER, metavar="NAME,..", help="more names that it is called by; * for any"),
+        server("--allowed-hosts", group=_SERVER, metavar="NAME,..", help="more names that it is called by; * for any"),
     ] = ()  # fmt: skip
     strict: Annotated[
         bool,
-        flag("--strict", group=_SERVER, off=("--no-strict",), help="404 to other model names, 400 to unknown fields"),
+        server_or_batch(
+            "--strict", group=_SERVER, off=("--no-strict",), help="404 to other model names, 400 to unknown fields"
+        ),
     ] = False
     queue_size: Annotated[
         int,
-        flag("--queue-size", group=_SERVER, metavar="N", low=1,
-             help="429 beyond this many open sequences plus --max-num-seqs"),
+        server("--queue-size", group=_SERVER, metavar="N", low=1,
+               help="429 beyond this many open sequences plus --max-num-seqs"),
     ] = 1024  # fmt: skip
     requests_per_key: Annotated[
         int,
-        flag("--requests-per-key", group=_SERVER, metavar="N", low=0,
-             help="429 beyond this many open requests of one API key; 0: no limit"),
+        server("--requests-per-key", group=_SERVER, metavar="N", low=0,
+               help="429 beyond so many open requests of a key; 0: half, of several keys"),
     ] = 0  # fmt: skip
+    client_priorities: Annotated[
+        bool,
+        server("--client-priorities", group=_SERVER, off=("--no-client-priorities",),
+               help="obey clients' `priority`, below 0 for a key's share of --max-num-seqs"),
+    ] = False  # fmt: skip
     response_store: Annotated[
         int,
-        flag("--response-store", group=_SERVER, metavar="N", low=0,
-             help="responses kept in memory to go on from; 0 keeps none"),
+        server("--response-store", group=_SERVER, metavar="N", low=0,
+               help="responses kept in memory to go on from, up to 256 MiB; 0: none"),
     ] = 1024  # fmt: skip
     conversation_store: Annotated[
         int,
-        flag("--conversation-store", group=_SERVER, metavar="N", low=0,
-             help="conversations kept, where chats ask for that; 0 keeps none"),
+        server("--conversation-store", group=_SERVER, metavar="N", low=0,
+               help="conversations kept where chats ask, up to 64 MiB; 0 keeps none"),
     ] = 1024  # fmt: skip
     record_conversation: Annotated[
         bool,
-        flag("--record-conversation", group=_SERVER, off=("--no-record-conversation",),
-             help="record chats with a conversation_id unless they say otherwise"),
+        server("--record-conversation", group=_SERVER, off=("--no-record-conversation",),
+               help="record chats with a conversation_id unless they say otherwise"),
     ] = False  # fmt: skip
     ui_server: Annotated[
-        bool, flag("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /")
+        bool,
+        server("--ui-server", group=_SERVER, off=("--no-ui-server",), help="a page to chat with, at the server's /"),
     ] = False
+    admin: Annotated[
+        bool,
+        server("--admin", group=_SERVER, off=("--no-admin",),
+               help="key holders may call /sleep, /wake_up and /admin/log-level"),
+    ] = False  # fmt: skip
+    metrics_push: Annotated[
+        str,
+        server("--metrics-push", group=_SERVER, metavar="URL",
+               help="send /metrics there every 15 s, such as to a Pushgateway"),
+    ] = ""  # fmt: skip
+    otlp_endpoint: Annotated[
+        str,
+        server("--otlp-endpoint", "--otlp-traces-endpoint", group=_SERVER, metavar="URL",
+               help="send traces there by OTLP over HTTP; needs phalanx[otel]"),
+    ] = ""  # fmt: skip
     file_store: Annotated[
         str,
-        flag("--file-store", group=_SERVER, metavar="DIR",
-             help="keep /v1/files and /v1/batches there; none: there are none"),
+        server("--file-store", group=_SERVER, metavar="DIR",
+               help="keep /v1/files and /v1/batches there; none: there are none"),
     ] = ""  # fmt: skip
 
     chat_template: Annotated[
-        str, flag("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
+        str, engine("--chat-template", group=_SERVER, metavar="FILE", help="a template that replaces the model's")
     ] = ""
     tool_call_parser: Annotated[
         str,
-        flag("--tool-call-parser", group=_SERVER, metavar="NAME", choices=("auto", "none", *TOOL_FORMATS),
-             spellings=TOOL_SPELLINGS, help="how the model writes tool calls; auto: as its template shows"),
+        engine("--tool-call-parser", group=_SERVER, metavar="NAME", choices=("auto", "none", *TOOL_FORMATS),
+               spellings=TOOL_SPELLINGS, help="how the model writes tool calls; auto: as its template shows"),
     ] = "auto"  # fmt: skip
     reasoning_parser: Annotated[
         str,
-        flag("--reasoning-parser", group=_SERVER, choices=("auto", "none", *REASONING), spellings=REASONING_SPELLINGS,
-             help="how the model marks its thoughts; auto: as its template shows"),
+        engine("--reasoning-parser", group=_SERVER, choices=("auto", "none", *REASONING), spellings=REASONING_SPELLINGS,
+               help="how the model marks its thoughts; auto: as its template shows"),
     ] = "auto"  # fmt: skip
     thinking: Annotated[
-        bool | None, flag("--thinking", group=_SERVER, off=("--no-thinking",),
-                          help="whether requests that do not say let the model reason"),
+        bool | None, engine("--thinking", group=_SERVER, off=("--no-thinking",),
+                            help="whether requests that do not say let the model reason"),
     ] = None  # fmt: skip
     mcp_config: Annotated[
         str,
-        flag("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG",
-             help="mcp.json: tool servers, whose tools chats may call"),
+        server("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG", runs_code=True,
+               help="mcp.json: tool servers, whose tools chats may call"),
     ] = ""  # fmt: skip
     access_log: Annotated[
-        bool, flag("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
+        bool, server("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
     ] = False
 
     ranks: Annotated[
-        int, flag("--np", "--ranks", group=_RANKS, metavar="N", low=0, help="ranks to start; 0: one per device in --d")
+        int,
+        launcher(
+            "--np",
+            "--ranks",
+            group=_RANKS,
+            metavar="N",
+            low=0,
+            slurm_decides=True,
+            help="ranks to start; 0: one per device in --d",
+        ),
     ] = 0
     devices: Annotated[
         tuple[int, ...],
-        flag("--d", "--devices", "--device-ids", group=_RANKS, metavar="0,1,..", low=0,
-             help="visible GPUs of each node, from 0; local rank i gets the i-th"),
+        launcher("--d", "--devices", "--device-ids", group=_RANKS, metavar="0,1,..", low=0,
+                 help="visible GPUs of each node, from 0; local rank i gets the i-th"),
     ] = ()  # fmt: skip
     device: Annotated[
-        str, flag("--device", group=_RANKS, choices=("auto", "cpu", "cuda"), help="what the ranks compute on")
-    ] = "auto"
+        str, launcher("--device", group=_RANKS, choices=("auto", "cpu", "cuda", "mps"),
+                      help="what the ranks compute on; mps: a Mac's GPU, by PyTorch alone")
+    ] = "auto"  # fmt: skip
     tp: Annotated[
         int,
-        flag("--tp", "--tensor-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="ranks that share each layer; 0: ranks / pp"),
+        launcher("--tp", "--tensor-parallel-size", group=_RANKS, metavar="N", low=0,
+                 help="ranks that share each layer; 0: ranks / pp"),
     ] = 0  # fmt: skip
     pp: Annotated[
         int,
-        flag("--pp", "--pipeline-parallel-size", group=_RANKS, metavar="N", low=0,
-             help="pipeline stages; 0: 1, or ranks / tp"),
+        launcher("--pp", "--pipeline-parallel-size", group=_RANKS, metavar="N", low=0,
+                 help="pipeline stages; 0: 1, or ranks / tp"),
     ] = 0  # fmt: skip
     dp: Annotated[
-        int, flag("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
-                  help="replicas of the model, each on tp * pp ranks"),
+        int, launcher("--dp", "--data-parallel-size", group=_RANKS, metavar="N", low=0,
+                      help="replicas of the model, each on tp * pp ranks"),
     ] = 0  # fmt: skip
     ep: Annotated[
-        int, flag("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
-                  help="ranks of tp that share experts out; 1 splits each; 0: measured"),
+        int, launcher("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
+                      help="ranks of tp that share experts out; 1 splits each; 0: measured"),
     ] = 1  # fmt: skip
     multithread: Annotated[
-        bool, flag("--multithread", group=_RANKS, off=("--no-multithread",),
-                   help="ranks as threads of one process, for tests on CPU"),
+        bool, launcher("--multithread", group=_RANKS, off=("--no-multithread",),
+                       help="ranks as threads of one process, for tests on CPU"),
     ] = False  # fmt: skip
 
     mem: Annotated[
         int,
-        flag("--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"),
-    ] = 0  # fmt: skip
+        engine(
+            "--mem", "--kvcache-mem-gpu", group=_MEMORY, metavar="MB", low=0, help="KV cache of a rank; 0: by share"
+        ),
+    ] = 0
     num_experts_offload_per_rank: Annotated[
-        int, flag("--num-experts-offload-per-rank", group=_MEMORY, metavar="N", low=0,
-                  help="experts of a layer on each rank in host memory alone"),
+        int, engine("--num-experts-offload-per-rank", group=_MEMORY, metavar="N", low=0,
+                    help="experts of a layer on each rank in host memory alone"),
     ] = 0  # fmt: skip
     expert_memory: Annotated[
-        int, flag("--expert-memory", group=_MEMORY, metavar="MB", low=0,
-                  help="of a rank's GPU for experts, the others being in host memory"),
+        int, engine("--expert-memory", group=_MEMORY, metavar="MB", low=0,
+                    help="of a rank's GPU for experts, the others being in host memory"),
     ] = 0  # fmt: skip
     expert_placement: Annotated[
-        str, flag("--expert-placement", group=_MEMORY, choices=("auto", "resident", "cpu", "stream"),
-                  help="how experts in host memory are served; auto: the fastest"),
+        str, engine("--expert-placement", group=_MEMORY, choices=("auto", "cpu", "stream"),
+                    help="how experts in host memory are served; auto: the fastest"),
     ] = "auto"  # fmt: skip
     expert_deferral: Annotated[
-        bool, flag("--expert-deferral", group=_MEMORY, off=("--no-expert-deferral",),
-                   help="add what the CPU makes of experts a layer late; the log says the loss"),
+        bool, engine("--expert-deferral", group=_MEMORY, off=("--no-expert-deferral",),
+                     help="apply CPU experts' output a layer later; changes tokens"),
     ] = False  # fmt: skip
     cpu_offload_gb: Annotated[
         float,
-        flag("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
+        engine("--cpu-offload-gb", group=_MEMORY, metavar="GiB", low=0, help="a rank's layers copied for each step"),
     ] = 0.0
     kvcache_mem_cpu: Annotated[
-        int, flag("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
-                  help="host memory of a rank for what the KV cache has no room for"),
+        int, engine("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
+                    help="host memory of a rank for what the KV cache has no room for"),
     ] = 0  # fmt: skip
     kv_fraction: Annotated[
-        float, flag("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
-                    help="KV cache's share of the memory free after loading; 0: automatic"),
+        float, engine("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
+                      help="KV cache's share of the memory free after loading; 0: automatic"),
     ] = 0.0  # fmt: skip
     kv_cache_dtype: Annotated[
         str,
-        flag("--kv-cache-dtype", "--kvcache-dtype", group=_MEMORY, choices=("auto", "fp8"), spellings=KV_DTYPES,
-             short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
+        engine("--kv-cache-dtype", "--kvcache-dtype", group=_MEMORY, choices=("auto", "fp8"), spellings=KV_DTYPES,
+               short={"--fp8-kvcache": "fp8"}, help="fp8: e4m3 with scales, twice the tokens; auto: --dtype"),
     ] = "auto"  # fmt: skip
     block_size: Annotated[
-        int, flag("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
+        int, engine("--block-size", group=_MEMORY, metavar="N", low=0, help="tokens in a cache block; 0: automatic")
     ] = 0
     max_num_seqs: Annotated[
         int,
-        flag("--max-num-seqs", group=_MEMORY, metavar="N", low=1, high=65535,
-             help="sequences that run at once on each copy"),
+        engine("--max-num-seqs", group=_MEMORY, metavar="N", low=1, high=65535,
+               help="sequences that run at once on each copy"),
     ] = 256  # fmt: skip
     max_num_batched_tokens: Annotated[
         int,
-        flag("--max-num-batched-tokens", "--prefill-chunk-size", group=_MEMORY, metavar="N", low=0,
-             help="token budget of a step; 0: automatic, on GPUs 8192 or a bit more"),
+        engine("--max-num-batched-tokens", "--prefill-chunk-size", group=_MEMORY, metavar="N", low=0,
+               help="token budget of a step; 0: automatic, on GPUs 8192 or a bit more"),
     ] = 0  # fmt: skip
     prefix_cache: Annotated[
         bool,
-        flag("--prefix-cache", "--enable-prefix-caching", group=_MEMORY,
-             off=("--disable-prefix-cache", "--no-prefix-cache", "--no-enable-prefix-caching"),
-             help="compute equal prompt beginnings anew"),
+        engine("--prefix-cache", "--enable-prefix-caching", group=_MEMORY,
+               off=("--disable-prefix-cache", "--no-prefix-cache", "--no-enable-prefix-caching"),
+               help="compute equal prompt beginnings anew"),
     ] = True  # fmt: skip
+    speculate: Annotated[
+        str, engine("--speculate", group=_MEMORY, choices=("auto", "none", "ngram", "mtp", "eagle3", "draft"),
+                    spellings={"off": "none"},
+                    help="how tokens are guessed; auto: by --draft-model, if any"),
+    ] = "auto"  # fmt: skip
+    draft_model: Annotated[
+        str, engine("--draft-model", group=_MEMORY, metavar="DIR",
+                    help="guesses tokens: an EAGLE-3 head, or a smaller model"),
+    ] = ""  # fmt: skip
+    num_speculative_tokens: Annotated[
+        int, engine("--num-speculative-tokens", group=_MEMORY, metavar="N", low=0, high=MOST_DRAFTS,
+                    help="most guessed tokens of a sequence in a step; 0: automatic"),
+    ] = 0  # fmt: skip
 
     temperature: Annotated[
-        float | None, flag("--temperature", group=_SAMPLING, metavar="X", low=0, help="0 is greedy")
+        float | None, engine("--temperature", group=_SAMPLING, metavar="X", low=0, help="0 is greedy")
     ] = None
     top_p: Annotated[
-        float | None, flag("--top-p", group=_SAMPLING, metavar="X", low=0, high=1, help="nucleus; 1 keeps all")
+        float | None, engine("--top-p", group=_SAMPLING, metavar="X", low=0, high=1, help="nucleus; 1 keeps all")
     ] = None
-    top_k: Annotated[int | None, flag("--top-k", group=_SAMPLING, metavar="N", low=-1, help="0 or -1 keeps all")] = None
+    top_k: Annotated[int | None, engine("--top-k", group=_SAMPLING, metavar="N", low=-1, help="0 or -1 keeps all")] = (
+        None
+    )
     min_p: Annotated[
-        float | None, flag("--min-p", group=_SAMPLING, metavar="X", low=0, high=1, help="relative to the likeliest")
+        float | None, engine("--min-p", group=_SAMPLING, metavar="X", low=0, high=1, help="relative to the likeliest")
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        flag("--repetition-penalty", "--penalty", group=_SAMPLING, metavar="X", low=0.01, help="1 is none"),
+        engine("--repetition-penalty", "--penalty", group=_SAMPLING, metavar="X", low=0.01, help="1 is none"),
     ] = None
     presence_penalty: Annotated[
-        float | None, flag("--presence-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
+        float | None, engine("--presence-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
     ] = None
     frequency_penalty: Annotated[
-        float | None, flag("--frequency-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
+        float | None, engine("--frequency-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
     ] = None
     max_tokens: Annotated[
         int | None,
-        flag("--max-tokens", "--max-gen-tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer"),
+        engine("--max-tokens", "--max-gen-tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer"),
     ] = None
     seed: Annotated[
         int | None,
-        flag("--seed", group=_SAMPLING, metavar="N", low=0, high=(1 << 32) - 1,
-             help="the same request gets the same answer; none: drawn for each"),
+        engine("--seed", group=_SAMPLING, metavar="N", low=0, high=(1 << 32) - 1,
+               help="the same request gets the same answer; none: drawn for each"),
     ] = None  # fmt: skip
 
     timeout: Annotated[
         float,
-        flag("--timeout", group=_RUNNING, metavar="S", low=1, help="seconds until a silent rank is given up"),
+        launcher("--timeout", group=_RUNNING, metavar="S", low=1, high=LONGEST,
+                 help="seconds until a silent rank or server process is given up"),
     ] = 60.0  # fmt: skip
     idle_exit: Annotated[
         float,
-        flag("--idle-exit", group=_RUNNING, metavar="MIN", low=0,
-             help="end the job after so many minutes without a request; 0: never"),
+        server("--idle-exit", group=_RUNNING, metavar="MIN", low=0,
+               help="end the job after so many minutes without a request; 0: never"),
     ] = 0.0  # fmt: skip
     restarts: Annotated[
-        int, flag("--restarts", group=_RUNNING, metavar="N", low=0, help="start failed ranks again, this many times")
+        int,
+        server_or_batch(
+            "--restarts",
+            group=_RUNNING,
+            metavar="N",
+            low=0,
+            slurm_decides=True,
+            help="start failed ranks again, this many times",
+        ),
     ] = 0
+    resubmit: Annotated[
+        bool,
+        server("--resubmit", group=_RUNNING, off=("--no-resubmit",),
+               help="before the time is over submit a successor, and hand over to it"),
+    ] = False  # fmt: skip
+    resubmit_command: Annotated[
+        str,
+        server("--resubmit-command", group=_RUNNING, metavar="CMD", runs_code=True,
+               help="submits it, and prints the job's number; none: in Slurm, the same job"),
+    ] = ""  # fmt: skip
+    time_left: Annotated[
+        str,
+        server("--time-left", group=_RUNNING, metavar="TIME",
+               help="until the job is ended: 90, 30m, 4h, or a time; none: as Slurm tells"),
+    ] = ""  # fmt: skip
+    handover: Annotated[
+        float,
+        server("--handover", group=_RUNNING, metavar="S", low=0,
+               help="seconds before the end to submit it; 0: a third of all, at most 1800"),
+    ] = 0.0  # fmt: skip
     log: Annotated[
-        bool, flag("--log", group=_RUNNING, off=("--no-log",), help="also write phalanx-rank-N.log, one for each rank")
+        bool,
+        launcher("--log", group=_RUNNING, off=("--no-log",), help="also write phalanx-rank-N.log, one for each rank"),
     ] = False
     log_level: Annotated[
-        str, flag("--log-level", group=_RUNNING, choices=("debug", "info", "warning", "error"), help="what is logged")
+        str,
+        launcher("--log-level", group=_RUNNING, choices=("debug", "info", "warning", "error"), help="what is logged"),
     ] = "info"
+    log_format: Annotated[
+        str,
+        launcher(
+            "--log-format", group=_RUNNING, choices=("text", "json"), help="lines of the log; json: an object each"
+        ),
+    ] = "text"
 
 
 def degrees(size: int, tp: int, pp: int, dp: int, ep: int = 1) -> tuple[int, int, int]:
-    """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError in words for users.
+    """The tensor, pipeline and data degrees of `size` ranks; 0 means not given. Raises ValueError with a message for
+    users.
 
     One replica, unless more are asked for; tp takes the ranks that are left, or pp does where tp is given.
     ep: the expert degree, which must divide tp; 0: any.
@@ -374,14 +470,18 @@ def specs(options: type[msgspec.Struct] = Options) -> dict[str, Spec]:
     return read(options)
 
 
+SERVER_ONLY = [name for name, spec in specs().items() if spec.flag.scope == (SERVER,)]
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the per-rank launcher tells `python -m phalanx.rank`, as JSON in the environment variable PHALANX_JOB."""
+    """The per-rank launcher's message to `python -m phalanx.rank`, as JSON in the environment variable PHALANX_JOB."""
 
     options: Options  # rank 0's win; `ranks`, `tp`, `pp` and `dp` are resolved
     rank: int = 0  # as announced by whatever started us; MPI's own word counts
     announced_size: int = 1  # to be compared with Get_size()
     local_rank: int = 0
     server_socket: str = ""  # unix socket of the server process; "" on all ranks but 0
+    server_watched: bool = False  # rank 0 and it exchange heartbeats; who is silent for --timeout is killed
     device_index: int = -1  # of the GPU on this node; -1: the CPU, or the local rank's
     bound: str = ""  # the same in words, for the log
     columns: int = 0  # of the terminal that rank 0's stderr ends on; 0: none

@@ -3,7 +3,7 @@
 Two wires use these types and nothing else:
 
 * server <-> rank 0, a unix socket of this host: frames of a 4-byte little-endian length and one msgpack message,
-  `ToScheduler` in one direction and `ToServer` in the other;
+  `FromServer` in one direction and `ToServer` in the other;
 * scheduler -> every rank of a replica, a broadcast of one `Plan` for each step, and of `Masks` for those that need
   them; of replicas without rank 0 a `StepOutput` comes back for each.
 
@@ -16,9 +16,13 @@ from __future__ import annotations
 import itertools
 import struct
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+MOST_DRAFTS = 7  # of a sequence in a step
+NO_DRAFT = -1  # equals no sampled token
 FRAME = struct.Struct("<I")
 MAX_FRAME = 256 << 20
 
@@ -30,6 +34,11 @@ def pack_u32(values) -> bytes:
 
 def unpack_u32(data: bytes) -> array:
     return array("I", data)
+
+
+def pack_i32(values) -> bytes:
+    """Integers of 32 bits as little-endian bytes."""
+    return array("i", values).tobytes()
 
 
 def pack_u16(values) -> bytes:
@@ -76,10 +85,12 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prefix-cache blocks are shared only between equal salts
     grammar: str = ""  # of llguidance: the output is one of its texts
+    owner: str = ""  # whose it is, where it has a grammar: those of one owner share a process
+    prediction: bytes = b""  # tokens, u32, that the client thinks that the output will have
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
-    """What grammars are compiled for. Sent before the first request that has one."""
+    """The vocabulary that grammars are compiled for. Sent before the first request that has one."""
 
     tokenizer: str  # tokenizer.json's text
     size: int  # of the model's vocabulary
@@ -103,9 +114,20 @@ class Switch(msgspec.Struct, frozen=True, tag="switch"):
 
     model: int  # its number among the server's; Ready repeats it
     options: str  # rank/options.py's Options as JSON; "": unload what is loaded, and wait
+    weights: str = ""  # "keep" what is unloaded in host memory; or bring the "only" weights back, and wait
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The sender runs. Both ends of the link send it every few seconds, also while nothing else is to be sent."""
+
+
+def heartbeat_period(timeout: float) -> float:
+    """Seconds between heartbeats, for a peer that gives up after `timeout` seconds of silence."""
+    return min(5.0, timeout / 8)
 
 
 ToScheduler = Request | Vocabulary | Abort | Drain | Switch
+FromServer = ToScheduler | Heartbeat
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -115,7 +137,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step added to one sequence."""
+    """The addition of one step to one sequence."""
 
     id: str
     tokens: list[int] = []
@@ -123,6 +145,9 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: str = ""  # "", "stop", "length" or "error"
     stop_token: int = -1  # the stop token id that ended it; it is not among `tokens`
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; in the first delta
+    admitted: float = 0.0  # when it got a row first, by time.monotonic(), which this host's processes share; as above
+    drafted: int = 0  # drafts of its tokens that the step has verified
+    accepted: int = 0  # and of these those that were right
     embedding: bytes = b""  # f32, little-endian
     prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens but the first; in the first delta
     error: str = ""  # for finish == "error": what to tell the client
@@ -157,6 +182,10 @@ class Stats(msgspec.Struct, frozen=True):
     experts_loaded: int = 0  # experts that became resident
     chunks: int = 0  # pieces of prompts that did not reach the prompt's end: chunked prefill at work
     aborted: int = 0
+    # Counts by source: how often a sequence had drafts, how many drafts, and how many were accepted of each position.
+    speculation: dict[str, list[int]] = {}
+    speculation_seconds: float = 0.0  # of steps that verified drafts ...
+    plain_seconds: float = 0.0  # ... and what as many tokens take without
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -174,11 +203,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
-    """The ranks have given the model's memory back and wait for a Switch."""
+    """The ranks have given the model's memory back, or brought back its weights only, and wait for a Switch."""
 
 
 class SwitchFailed(msgspec.Struct, frozen=True, tag="switch_failed"):
-    """That model cannot be loaded. Ready follows, of the model from before."""
+    """Says that a model cannot be loaded. Ready of the model from before follows, or Unloaded where there was none."""
 
     model: int
     message: str
@@ -208,7 +237,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     code: int
 
 
-ToServer = Ready | Progress | Draining | Deltas | Fatal | Unloaded | SwitchFailed
+ToServer = Ready | Progress | Draining | Deltas | Fatal | Unloaded | SwitchFailed | Heartbeat
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -218,24 +247,28 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # u32: the prompt and, after a preemption, what was generated since
     prompt_len: int  # tokens[prompt_len:] is output
     num_computed: int  # leading tokens whose keys and values are in the cache already
-    blocks: bytes  # u32
+    blocks: bytes  # u32: of the first cache group (cache_groups.py); any that are behind the group's window
     sampling: SamplingParams
     constrained: bool = False  # steps that sample it get `Masks`
+    further_blocks: list[bytes] = []  # u32: of each further cache group
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """What every rank does in one step. Deltas only: the ranks keep each row's tokens, blocks and parameters.
+    """The work of every rank in one step. Deltas only: the ranks keep each row's tokens, blocks and parameters.
 
-    Applied in this order: freed, new, (block_rows, block_ids), then the step itself over `rows`. A row whose count
-    is not in `counts` computes one token. A row samples when its last known token is computed.
+    Applied in this order: rejected, freed, new, (block_rows, block_ids), then the step itself over `rows`. A row whose
+    count is not in `counts` computes one token. A row samples when its last known token is computed.
+
+    With `drafts` the first rows compute their newest token and query_len - 1 drafts behind it, and sample at each. The
+    drafts stand up to the first that differs from what was sampled before it; `counts` has all other rows.
     """
 
     step: int
-    rows: bytes = b""  # u16: the rows of this step, one-token rows first
+    rows: bytes = b""  # u16: the rows of this step, one-token rows first; behind those with drafts ones of query_len
     counts: bytes = b""  # u32: tokens to compute for the last len(counts) rows
     new: list[NewSequence] = []
     freed: bytes = b""  # u16
-    block_rows: bytes = b""  # u16: rows that get one more block ...
+    block_rows: bytes = b""  # u16: block tables that get one more block: a cache group's number * rows + row ...
     block_ids: bytes = b""  # u32: ... and which
     stop: int = -1  # >= 0: end the program with this exit code ...
     switch: bytes = b""  # ... or go on with another model: a Switch
@@ -243,6 +276,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     swap_in: bytes = b""  # u32: a host block and the block that it is copied to, in turn, after that
     state_loads: bytes = b""  # u32: a state snapshot and the row that it is copied to, in turn, before the step
     state_saves: bytes = b""  # u32: a row and the snapshot that its states are copied to, in turn, after the step
+    query_len: int = 1  # tokens of a row with drafts
+    drafts: bytes = b""  # i32: query_len - 1 of each of the first rows, filled up with NO_DRAFT
+    rejected: bytes = b""  # u16: a row, and how many of the newest tokens that ranks count it has not, in turn
+    wanted: int = 0  # drafts that the ranks make of each row that samples
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -259,7 +296,7 @@ ToRanks = Plan | Masks
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step has sampled: a list of tokens for each row that samples, in the plan's order.
+    """The tokens that a step has sampled: a list for each row that samples, in the plan's order.
 
     The step has computed keys and values of all of a row's tokens but the last.
     """
@@ -269,9 +306,11 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     embeddings: dict[int, bytes] = {}  # f32, by index among the rows that sample
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # by the same index, of prompts that the step has completed
     counts: bytes = b""  # u8: tokens of each row, at least one; empty: one each
+    failed: list[int] = []  # rows, by their index among those that sample, for which memory ran out; ignore their ids
+    drafts: bytes = b""  # u32: as many as the plan wants of each row that samples
 
     def tokens(self) -> list[list[int]]:
-        """Of each row that samples."""
+        """The tokens of each row that samples."""
         ids = unpack_u32(self.ids).tolist()
         if not self.counts:
             return [[token] for token in ids]
@@ -312,11 +351,13 @@ def decode_step_output(data) -> StepOutput:
 class Frames:
     """Splits a byte stream into frames.
 
-    Raises ValueError on a frame longer than MAX_FRAME: the peer does not speak this protocol.
+    Raises ValueError on what is no message, or longer than MAX_FRAME: the peer does not speak this protocol.
     """
 
-    def __init__(self, message_type):
+    def __init__(self, message_type, reject: Callable[[Any, msgspec.ValidationError], None] | None = None):
+        """reject: called with a message whose fields have wrong types, instead of raising; it may raise."""
         self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._reject = reject
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list:
@@ -331,7 +372,12 @@ class Frames:
             end = offset + FRAME.size + length
             if end > len(self._buffer):
                 break
-            messages.append(self._decoder.decode(memoryview(self._buffer)[offset + FRAME.size : end]))
+            try:
+                messages.append(self._decoder.decode(memoryview(self._buffer)[offset + FRAME.size : end]))
+            except msgspec.ValidationError as error:
+                if self._reject is None:
+                    raise
+                self._reject(msgspec.msgpack.decode(self._buffer[offset + FRAME.size : end]), error)
             offset = end
         if offset:
             del self._buffer[:offset]

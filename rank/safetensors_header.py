@@ -6,15 +6,16 @@ JSON, then the tensors, whose `data_offsets` count from the header's end. No tor
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ..errors import MODEL, FatalError
+from . import json_decoding, untrusted_files
+from .json_decoding import Kind
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,10 +23,12 @@ WIDTHS = {  # bytes of an element, of the kinds that ranks read
     "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1,
 }  # fmt: skip
 LONGEST = 100_000_000  # bytes of a header, as the format limits them; other files would ask for any memory
+MOST_TENSORS = 300_000  # of a file; the largest checkpoints have 140,000 in all of theirs
+MOST_AXES = 8
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """Where a GGUF file has the rows of a tensor, or its columns, in another order than the model.
+    """The order of a tensor's rows or columns in a GGUF file, where the model has another.
 
     From `first` on the file has them as [again and again, a, b, each], the model as [again and again, b, a, each].
     """
@@ -42,7 +45,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
         return self.a * self.b * self.each
 
     def whole(self, start: int, stop: int) -> tuple[int, int]:
-        """What to read of the file for the model's rows or columns start to stop."""
+        """The file's parts for the model's rows or columns start to stop."""
         if stop <= self.first:
             return start, stop
         begin = start if start < self.first else start - (start - self.first) % self.period
@@ -56,7 +59,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     start: int
     stop: int
-    # Of GGUF files:
+    # GGUF files only:
     order: Order | None = None
     added: float = 0.0  # to every element, which has to be taken off again
     logarithms: bool = False  # of each element x it has -exp(x)
@@ -65,6 +68,18 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     def width(self) -> int:
         """Bytes of a row."""
         return (self.stop - self.start) // max(1, rows(self.shape)[0])
+
+
+class _Written(msgspec.Struct):
+    """One tensor as the header has it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _WrittenIndex(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class Index(msgspec.Struct):
@@ -94,7 +109,7 @@ def weight_files(path: Path) -> dict[str, str]:
 
 
 def _hint(path: Path) -> str:
-    """What to do about a directory's other files, for a message."""
+    """Advice about a directory's other files, for a message."""
     found = {one.suffix: one for one in sorted(path.iterdir(), reverse=True)}  # the first of each kind
     if gguf := found.get(".gguf"):
         return f"; a GGUF file is served by its own path: {gguf}"
@@ -119,33 +134,45 @@ def read_index(path: Path) -> Index:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """A file's tensors. Raises FatalError where it is none, or not as long as its header says."""
+    """A file's tensors. Raises FatalError where it is none, or its length is not its header's."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
+        with untrusted_files.open_weights(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError(f"a header of {length} bytes does not fit into a file of {size}")
+            if size < 8 or length > size - 8:  # the number is bytes of the file, and not shown: it may be no weights
+                raise ValueError(f"the length of its header, its first 8 bytes, does not fit into its {size} bytes")
             if length > LONGEST:
-                raise ValueError(f"its header would be {length} bytes long, more than the {LONGEST} that one may have")
-            header = json.loads(opened.read(length))
+                raise ValueError(f"its header would be longer than the {LONGEST} bytes that one may have")
+            data = opened.read(length)
+        if data.count(b":") > 5 * MOST_TENSORS:  # of an entry there are at least four
+            raise ValueError(f"its header has more than {MOST_TENSORS} tensors")
         begin = 8 + length
-        header.pop("__metadata__", None)
-        entries = {name: _entry(name, said, begin) for name, said in header.items()}
+        entries = {name: _entry(name, said, begin) for name, said in _decode(data, dict[str, msgspec.Raw]).items()
+                   if name != "__metadata__"}  # fmt: skip
         end = max((entry.stop for entry in entries.values()), default=begin)
         if end != size:
             raise ValueError(f"its header tells of {end} bytes, the file has {size}")
     except OSError as error:
         raise FatalError(f"{file} cannot be read: {error.strerror}", MODEL) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise FatalError(f"{file} is damaged or truncated: {_reason(file, error)}", MODEL) from None
     return entries
 
 
-def _entry(name: str, said: dict[str, Any], begin: int) -> Entry:
+def _decode(data: bytes | msgspec.Raw, kind: type[Kind], what: str = "its header") -> Kind:
+    try:
+        return json_decoding.decode_as(data, kind)
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from None
+
+
+def _entry(name: str, raw: msgspec.Raw, begin: int) -> Entry:
     """One tensor of a header; ValueError where its bytes are not what its shape needs."""
-    start, stop = said["data_offsets"]
-    entry = Entry(said["dtype"], tuple(said["shape"]), begin + start, begin + stop)
+    said = _decode(raw, _Written, f"its header's entry of {name}")
+    start, stop = said.data_offsets
+    entry = Entry(said.dtype, tuple(said.shape), begin + start, begin + stop)
+    if len(entry.shape) > MOST_AXES or not all(0 <= extent < 1 << 63 for extent in entry.shape):
+        raise ValueError(f"{name} has no shape that a tensor may have")
     width = WIDTHS.get(entry.dtype)
     if stop < start or start < 0 or (width is not None and math.prod(entry.shape) * width != stop - start):
         raise ValueError(f"{stop - start} bytes for {name}, {entry.dtype} of shape {list(entry.shape)}")
@@ -153,15 +180,20 @@ def _entry(name: str, said: dict[str, Any], begin: int) -> Entry:
 
 
 def _reason(file: Path, error: Exception) -> str:
-    with file.open("rb") as opened:
+    with untrusted_files.open_weights(file) as opened:
         if opened.read(24) == b"version https://git-lfs.":
             return "it is a Git LFS pointer; fetch the real file with `git lfs pull`"
-    return str(error) if isinstance(error, ValueError) else f"its header lacks something ({error!r})"
+    return str(error)
 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FatalError(f"{index} is garbled: {type(error).__name__}: {error}", MODEL) from None
+        data = untrusted_files.read_bytes(index.parent, index.name)
+        found = json_decoding.decode_as(data, _WrittenIndex).weight_map
+    except OSError as error:
+        raise FatalError(f"{index} cannot be read: {error.strerror}", MODEL) from None
+    except ValueError as error:
+        raise FatalError(f"{index} is garbled: it {error}", MODEL) from None
+    if outside := next((one for one in found.values() if one.startswith("/") or ".." in Path(one).parts), None):
+        raise FatalError(f"{index} names {outside!r}, which is outside of the model's directory", MODEL)
+    return found

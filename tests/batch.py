@@ -54,7 +54,7 @@ class Job:
         return self.process.returncode
 
     def left(self, seconds: float = 10) -> list[str]:
-        """What still runs of all that was started, and what is left of its directory."""
+        """Processes that still run of all that was started, and what is left of its directory."""
         return wait(self._rest, seconds)
 
     def _rest(self) -> list[str]:
@@ -88,15 +88,15 @@ def requests(path: Path, count: int, tokens: int = 30) -> list[str]:
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def answers(path: Path) -> dict[str, object]:
-    """What was said, by custom_id; each is there once."""
+    """Answers by custom_id; each is there once."""
     found = read(path)
     said = {one["custom_id"]: (one["response"]["body"]["choices"], one["response"]["body"]["usage"]["total_tokens"])
             for one in found}  # fmt: skip
-    assert len(said) == len(found), "a custom_id is there twice"
+    assert len(said) == len(found)  # a custom_id is there twice
     return said
 
 

@@ -25,7 +25,7 @@ KEYS = {"enter": "\ue007", "escape": "\ue00c", "up": "\ue013", "control": "\ue00
 
 
 def missing() -> str:
-    """What a browser's tests need and this machine lacks; "" where nothing is."""
+    """The requirement of a browser's tests that this machine lacks; "" if none."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium and shutil.which("chromedriver"):
         return ""
@@ -101,7 +101,7 @@ class Browser:
         return value
 
     def texts(self, css: str) -> list[str]:
-        """What is seen of each such element."""
+        """The visible part of each such element."""
         return self.js("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", css)
 
     def click(self, css: str) -> None:
@@ -137,7 +137,7 @@ class Browser:
         self._send("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": features})
 
     def log(self) -> list[str]:
-        """What the browser has complained of since the last call."""
+        """Complaints of the browser since the last call."""
         return [one["message"] for one in self._send("POST", "/se/log", {"type": "browser"})]
 
     def shot(self, path: Path) -> None:

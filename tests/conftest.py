@@ -1,4 +1,4 @@
-"""What all tests have around them: nothing that they start may outlive them, or write into the user's home."""
+"""Surroundings of all tests: nothing that they start may outlive them, or write into the user's home."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ THREADED = re.compile(r"/tests/kernels/(cpp/|moe/test_host_|.*_cpu\.py$)")
 gc.disable()
 
 
+@pytest.fixture
+def without_linux_calls(monkeypatch):
+    """A Python that was built against old headers, as many of conda and uv were."""
+    for name in ("pidfd_open", "memfd_create"):
+        monkeypatch.delattr(os, name, raising=False)
+
+
 def pytest_configure(config):
     config.stash[STDERR] = os.dup(2)  # while tests run, pytest has the other
 
@@ -89,7 +96,15 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at what is long
 def pytest_collection_modifyitems(items):
+    seen: dict[str, int] = {}
+    for item in items:
+        if (sample := item.get_closest_marker("sample")) and not item.get_closest_marker("long"):
+            name = item.nodeid.partition("[")[0]
+            if seen.setdefault(name, 0) % sample.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[name] += 1
     places = {f"tests/{file}": at for at, file in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
     for item in items:
@@ -114,7 +129,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
-    """What a fixture of the whole session starts is not the module's that happened to be the first to use it."""
+    """Processes of a session's fixture do not belong to the module that used it first."""
     if fixturedef.scope != "session":
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +154,7 @@ def state_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts():
-    """What a shell starts in its background ignores them, and so would all that tests start and interrupt."""
+    """A shell's background processes ignore them, and so would all that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -149,12 +164,12 @@ def own_tmpdir(tmp_path_factory):
     tmp_path_factory.getbasetemp()  # pytest's stays where it is
     with leftovers.own_tmpdir():
         yield
-        assert not wait(lambda: leftovers.marked(SESSION), PATIENCE), "left behind by fixtures of the whole session"
+        assert not wait(lambda: leftovers.marked(SESSION), PATIENCE)  # left behind by fixtures of the whole session
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread(request):
-    """What tests compute is so small that torch's threads get in each other's way: where other workers use the cores,
+    """Tests' computations are so small that torch's threads get in each other's way: where other workers use the cores,
     each waits for the other and spins meanwhile."""
     torch = sys.modules.get("torch")
     if torch is None or THREADED.search(str(request.path)):

@@ -38,7 +38,7 @@ def usual() -> str:
 
 
 def device(ranks: int, threads: bool = False) -> str:
-    """Where a job's ranks run: on a GPU each, or on CPUs; TEST_DEVICE, cpu or cuda, chooses where it is set.
+    """The device of a job's ranks: on a GPU each, or on CPUs; TEST_DEVICE, cpu or cuda, chooses where it is set.
 
     Jobs of more ranks than GPUs run on CPUs: every test is worth its time on every machine, and fewer GPUs than four
     are the rule. Who asked for cuda wants to know what GPUs do, so that they are skipped then.
@@ -131,7 +131,7 @@ class Engine:
         return Path(self.stderr.name).read_text()
 
     def messages(self) -> Iterable[protocol.ToServer]:
-        """What the scheduler says, until it hangs up."""
+        """The scheduler's messages, until it hangs up."""
         while True:
             while self._pending:
                 yield self._pending.pop(0)

@@ -34,7 +34,7 @@ def converted(name: str, x: Tensor, config: dict[str, Any], together: bool) -> l
 
 
 def _apart(x: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Of each key head its query, key, values and gates → all queries, keys and values; all gates."""
+    """For each key head its query, key, values and gates → all queries, keys and values; all gates."""
     heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
     wide = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
     q, k, v, z = (one.flatten(0, 1) for one in x.unflatten(0, (heads, -1)).split([key, key, wide, wide], 1))

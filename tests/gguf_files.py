@@ -26,7 +26,7 @@ SCALES = {
     Type.IQ1_S: (0,),
 }  # fmt: skip
 # Whose queries and keys are written as interleaved pairs.
-PAIRED = "arcee", "granite", "llama", "ministral3", "mistral", "mixtral", "smollm3"
+PAIRED = "arcee", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "smollm3"
 
 
 def write(
@@ -83,6 +83,8 @@ NAMES = {
     "block_sparse_moe.experts.w1.weight": "ffn_gate_exps.weight",
     "block_sparse_moe.experts.w2.weight": "ffn_down_exps.weight",
     "block_sparse_moe.experts.w3.weight": "ffn_up_exps.weight",
+    ".eh_proj.weight": "nextn.eh_proj.weight", ".enorm.weight": "nextn.enorm.weight",
+    ".hnorm.weight": "nextn.hnorm.weight", ".shared_head.norm.weight": "nextn.shared_head_norm.weight",
 }  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
     """gguf-py's name of a checkpoint's tensor."""
     architecture = architecture or ARCHITECTURES.get(config["model_type"], config["model_type"])
     numbers = {arch: one for one, arch in gguf.MODEL_ARCH_NAMES.items()}
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    layers = (config.get("num_hidden_layers") or config["n_layer"]) + (config.get("num_nextn_predict_layers") or 0)
     for ours, theirs in NAMES.items():
         if name.endswith(ours):
             return f"blk.{name.split('.')[2]}.{theirs}"
@@ -100,7 +102,7 @@ def _theirs(name: str, config: dict[str, Any], architecture: str = "") -> str:
 
 
 def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
-    """What llama.cpp's converter writes for these model types."""
+    """Keys that llama.cpp's converter writes for these model types."""
 
     def of(*keys: str, default: Any = None) -> Any:
         return next((config[key] for key in keys if config.get(key) is not None), default)
@@ -116,7 +118,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     writer.add_feed_forward_length(of("intermediate_size", "n_inner", default=4 * hidden))
     writer.add_head_count(heads)
     writer.add_head_count_kv(of("num_key_value_heads", default=1 if architecture == "starcoder" else heads))
-    if (eps := of("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")) is not None:
+    if (eps := of("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")) is not None:
         writer.add_layer_norm_eps(eps)
     if (eps := of("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
@@ -139,7 +141,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if architecture in ("glm4moe", "deepseek2"):
+    if architecture in ("glm4moe", "deepseek2", "dots1"):
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
@@ -151,7 +153,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
 
 
 def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str, tensors: dict[str, Tensor]) -> None:
-    """What few architectures have."""
+    """Keys that few architectures have."""
     if config["model_type"] in gguf_delta_nets.KINDS:
         gguf_delta_nets.metadata(writer, config)
     if architecture == "apertus":
@@ -160,7 +162,7 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         writer.add_logit_scale(config["logit_scale"])
     if architecture == "deepseek2":
         _latents(writer, config)
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2") or config["model_type"] == "olmo3":
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -168,7 +170,7 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if architecture == "stablelm":
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -187,7 +189,7 @@ def _xielu(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, T
 
 
 def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Of V2 as files had it at first, of V3 as newer ones have it."""
+    """Keys of V2 as files had them at first, of V3 as newer ones have them."""
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
     newer = config["model_type"] == "deepseek_v3"
@@ -229,6 +231,8 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
     """With one tensor of all experts, and of all heads' norms. Of some what files have apart, apart."""
     if config["model_type"] == "gpt_oss":
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
+    if config["model_type"] == "granitemoe":
+        tensors = dict(one for name, x in tensors.items() for one in _of_granite(name, x))
     if config["model_type"] == "deepseek_v3":
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
     if config["model_type"] == "glm" and config["attention_bias"]:
@@ -254,7 +258,7 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
 
 
 def _with_whole_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As ChatGLM's own checkpoints have them."""
+    """Keys as ChatGLM's own checkpoints have them."""
     found = {name: x for name, x in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
     for name in tensors:
         if ".q_proj." in name:
@@ -275,6 +279,15 @@ def _of_gpt_oss(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
     return [(stem.replace("gate_up_proj", part) + end, one.contiguous()) for part, one in parts]
 
 
+def _of_granite(name: str, x: Tensor) -> list[tuple[str, Tensor]]:
+    """Gate and up apart, under the names that other models have."""
+    stem = name.partition(".block_sparse_moe.")[0] + ".mlp.experts."
+    if name.endswith("input_linear.weight"):
+        parts = zip(("gate_proj", "up_proj"), x.chunk(2, 1), strict=True)
+        return [(f"{stem}{part}.weight", one.contiguous()) for part, one in parts]
+    return [(f"{stem}down_proj.weight" if name.endswith("output_linear.weight") else name, x)]
+
+
 def _of_latents(name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     if "kv_b_proj" not in name:
         return [(name, x)]
@@ -290,7 +303,7 @@ def _converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if f".{part}." in name:
                 x = x.unflatten(0, (config[heads], 2, -1)).transpose(1, 2).flatten(0, 2)
-    shifted = kind.startswith("gemma") or kind in gguf_delta_nets.KINDS
+    shifted = kind.startswith(("gemma", "nemotron")) or kind in gguf_delta_nets.KINDS
     if shifted and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         x = x + 1
     return x.squeeze() if "shared_expert_gate" in name else x

@@ -51,17 +51,17 @@ part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
 # In C++: hosts of GPUs have AMX, which other machines may lack.
 part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels/cpp/test_*.py \
     tests/kernels/collective/test_shm_allreduce.py tests/kernels/moe/test_host_{choice,experts,service}.py \
-    tests/kernels/moe/test_{moved_nibbles,split_experts}.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
+    tests/kernels/moe/test_moved_nibbles.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
-part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs}.py
+part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs,sampler_gpu,query_len_gpu}.py
 part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
     $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py
 part generation 300 "${tests[@]}" -m "not long" $rank/test_generation.py
 part faults 300 "${tests[@]}" -m "not long" $rank/test_faults.py
 part offloading 540 "${tests[@]}" $rank/test_offloading.py $rank/test_layer_offload.py
-part swapping 300 "${tests[@]}" $rank/test_swapping.py
+part swapping 300 "${tests[@]}" $rank/test_swapping.py $rank/test_freeing.py
 part reloading 300 "${tests[@]}" $rank/test_reloading.py
 part served-1 540 "${tests[@]}" $rank/test_served.py -k tp1
 part served-2 540 "${tests[@]}" -m "not long" $rank/test_served.py

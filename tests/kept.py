@@ -1,4 +1,4 @@
-"""What compilers made of sources for tests, kept from one run to the next: the same sources give the same again."""
+"""Compilers' output for tests, kept from one run to the next: the same sources give the same again."""
 
 from __future__ import annotations
 

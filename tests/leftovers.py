@@ -1,4 +1,4 @@
-"""What tests may leave behind: processes, temporary files, shared memory."""
+"""Leftovers of tests: processes, temporary files, shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def marked(word: str, parts: bool = False) -> dict[int, str]:
 
 
 class Leftovers:
-    """What has come since this was made: files, and processes with `word` as their MARK."""
+    """Leftovers since this was made: files, and processes with `word` as their MARK."""
 
     def __init__(self, word: str):
         self._word, self._before = word, self._all()

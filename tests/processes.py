@@ -54,7 +54,7 @@ def gone(pids: Iterable[int], seconds: float = 10) -> bool:
 
 
 def wait(left: Callable[[], object], seconds: float):
-    """What is left when it is empty, or when the time is over."""
+    """The processes left, once there are none or the time is over."""
     deadline = time.monotonic() + seconds
     while (rest := left()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -92,7 +92,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 class Started:
-    """What the job of a process was seen to have, also after its parents have ended; nothing of it may stay.
+    """Processes that the job of a process was seen to have, also after its parents have ended; nothing of it may stay.
 
     The process has to be the first of its process group.
     """
@@ -109,7 +109,7 @@ class Started:
         return {pid: running[pid].line for pid in family}
 
     def living(self) -> dict[int, str]:
-        """What still runs of all that was seen."""
+        """Processes that still run of all that were seen."""
         running = table()
         return {pid: running[pid].line for pid, born in self._seen.items()
                 if pid in running and running[pid].born == born}  # fmt: skip

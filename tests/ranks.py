@@ -34,12 +34,12 @@ def mpirun() -> str:
     chosen = os.environ.get("MPI4PY_LIBMPI")  # set by tests/launcher/job/test_other_mpi.py
     beside = Path(chosen).parents[1] / "bin" / "mpirun" if chosen else Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert found, "no mpirun: run `make install`"
+    assert found  # no mpirun: run `make install`
     return found
 
 
 def under_mpirun(ranks: int) -> list[str]:
-    """What a user puts before a program, on a machine of few cores."""
+    """The words that a user puts before a program, on a machine of few cores."""
     return [mpirun(), "-np", str(ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
 
 
@@ -49,7 +49,7 @@ def clean() -> dict[str, str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The same with what root and few cores need."""
+    """The words with what root and few cores need."""
     return clean() | {
         **AS_ROOT,
         "OMPI_MCA_mpi_yield_when_idle": "1",

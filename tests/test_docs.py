@@ -1,17 +1,21 @@
-"""What the documents name is there: files, headings, model types, tool-call formats; and their lines are short."""
+"""Things that the documents name exist: files, headings, model types, tool-call formats; and their lines are short."""
 
 import re
+import shlex
 from pathlib import Path
 
 import phalanx
 import pytest
+from phalanx.launcher import document
+from phalanx.launcher.options import option_sources
 from phalanx.rank.gguf import architectures as gguf
-from phalanx.rank.model import architectures
-from phalanx.rank.server.text import tool_formats
+from phalanx.rank.server.text import reasoning, tool_formats
 
 ROOT = Path(phalanx.__file__).resolve().parent
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = [ROOT / "benchmarks", ROOT / "benchmarks/builtin_model"]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [folder / "README.md" for folder in BENCHMARKS]
 # Other people's, users' own, and what a page says will be made.
 ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl"}
 SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
@@ -28,29 +32,36 @@ def names() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
+    broken = [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
+    assert not broken, f"{page.name} links to files that are not there"
+    if page.parent.name == "measurements":  # a journal: its pages keep the names of their day
+        return
     gone = [path for path in PATHS.findall(text) if not list(ROOT.glob(path)) and not list(ROOT.glob(path + ".*"))]
     gone = [path for path in gone if path not in ELSEWHERE]
-    gone += [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
     gone += sorted(set(SOURCES.findall(text)) - names() - ELSEWHERE)
     assert not gone, f"{page.name} names files that are not there"
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_headings_that_are_linked_to(page):
     for link, anchor in ANCHORS.findall(page.read_text(encoding="utf-8").replace("\n", " ")):
         assert anchor in anchors(page.parent / link if link else page), f"{link}#{anchor}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=page_id)
 def test_lines(page):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     assert not [line for line in text.splitlines() if len(line) > LINE and not line.startswith("|")]
@@ -74,7 +85,7 @@ def test_code_of_the_tree_is_quoted_as_it_stands():
     sources = {kind: [path.read_text() for room in rooms for path in room.rglob(kinds[kind])] for kind in kinds}
     assert len(blocks) > 5
     wrong = [one for kind, block in blocks for one in re.split(r"\n\n+(?=\S)", block) if not occurs(one, sources[kind])]
-    assert not wrong, "stands otherwise in the tree, or is gone"
+    assert not wrong  # stands otherwise in the tree, or is gone
 
 
 def cells(page: str, heading: str, column: int = 1) -> list[str]:
@@ -82,10 +93,6 @@ def cells(page: str, heading: str, column: int = 1) -> list[str]:
     text = (ROOT / page).read_text(encoding="utf-8")
     rows = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [row.split("|")[column].strip() for row in rows]
-
-
-def test_readme_lists_the_models_that_there_are():
-    assert cells("README.md", "model_type") == [f"`{name}`" for name in architectures.supported()]
 
 
 def test_formats_lists_the_architectures_of_gguf_files_that_there_are():
@@ -101,7 +108,40 @@ def quoted(text: str) -> list[str]:
     return re.findall("`(.+?)`", text)
 
 
-def test_readme_lists_the_tool_call_formats_that_there_are():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed = text.partition("tool calls in the formats ")[2].partition("|")[0].strip()
-    assert listed == ", ".join(f"`{name}`" for name in tool_formats.names())
+def test_the_formats_of_calls_and_reasoning_that_are_named_exist():
+    page = "docs/tools-and-reasoning.md"
+    for column, known in ((2, tool_formats.names()), (3, reasoning.names())):
+        named = {name for cell in cells(page, "models", column) for name in quoted(cell)}
+        assert named and named <= set(known)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words behind `phalanx` of the commands in the page's blocks; what follows two blanks is a comment."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line for kind, text in blocks if kind in ("", "bash") for line in text.replace("\\\n", " ").splitlines()]
+    starts = re.compile(r"(?:\$ |(?:mpirun|srun) .*)?phalanx ([a-z-].*)")
+    found = [starts.match(re.sub(r"(?<=\S)( {2,}(?!-|phalanx)\S| [>&|]).*", "", line.strip())) for line in lines]
+    return [shlex.split(one[1]) for one in found if one and "…" not in one[1]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_id)
+def test_commands_have_options_that_exist(page):
+    for words in commands(page):
+        verb = words.pop(0) if words[0] in document.STRUCTS else "serve"
+        words = [word for word in words if word not in ("--sbatch", "--help")]
+        option_sources.read(document.STRUCTS[verb], words, {})
+
+
+@pytest.mark.parametrize("folder", BENCHMARKS, ids=page_id)
+def test_every_benchmark_is_described(folder):
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in folder.glob("[a-z]*.py")} | {
+        f"serving/{path.name}" for path in folder.glob("serving/[a-z]*.py")
+    }
+    assert scripts and not [name for name in scripts if f"`{name}`" not in text]
+
+
+def test_results_of_benchmarks_are_those_that_documents_cite():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    results = [path.name for path in (ROOT / "benchmarks/results").iterdir()]
+    assert results and not [name for name in results if name not in text]

@@ -1,4 +1,4 @@
-"""Where the tests' ranks run: on the machine's GPUs, on CPUs where those are too few, and where TEST_DEVICE says."""
+"""The device of the tests' ranks: on the machine's GPUs, on CPUs where those are too few or TEST_DEVICE says so."""
 
 import pytest
 import torch

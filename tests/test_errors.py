@@ -52,9 +52,7 @@ def test_where_it_was_needed_and_what_to_change_is_said():
     with pytest.raises(errors.FatalError) as caught, errors.memory_for("a step of 9 tokens", "Lower --this (now 9)"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSearch for more words")
     assert caught.value.code == errors.MEMORY
-    assert str(caught.value) == (
-        "not enough memory for a step of 9 tokens: CUDA out of memory. Tried to allocate 2.00 GiB. Lower --this (now 9)"
-    )
+    assert "2.00 GiB. Lower --this" in str(caught.value)
     for error in (ZeroDivisionError(), errors.FatalError("another reason", errors.MODEL)):
         with pytest.raises(type(error)) as other, errors.memory_for("a step", ""):
             raise error

@@ -26,7 +26,7 @@ def test_imports_are_sorted_alike_in_every_folder(name, tmp_path):
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, place / file)
     ruff = shutil.which("ruff", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert ruff, "ruff is not installed; make install-test does that"
+    assert ruff  # ruff is not installed; make install-test does that
     done = subprocess.run([ruff, "check", "--no-cache", "."], cwd=place, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 

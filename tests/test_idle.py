@@ -1,4 +1,4 @@
-"""What a server takes from others: next to nothing without requests, and with them no process's turn."""
+"""CPU time that a server takes from others: next to nothing without requests, and with them no process's turn."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def used(pid: int) -> tuple[float, int]:
 
 @pytest.mark.long
 def test_every_rank_of_an_idle_server_sleeps(tmp_path):
-    """What a wake-up takes is the machine's: 0.4 ms, or 7 ms where others use it. How many there are is
+    """The time of a wake-up is the machine's: 0.4 ms, or 7 ms where others use it. How many there are is
     the server's."""
     checkpoint = str(make_checkpoint(tmp_path / "tiny"))
     with Server(checkpoint, "--np", "4", "--pp", "2", "--device", "cpu", "--mem", "16") as server:

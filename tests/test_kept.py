@@ -1,4 +1,4 @@
-"""What is kept from one run to the next, and what is not."""
+"""Output kept from one run to the next, and output that is not."""
 
 import sys
 

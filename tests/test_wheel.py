@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(phalanx.__file__).resolve().parent
 CODE = ("launcher", "rank", "comm", "kernels")
-DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".cpp", ".h")
+DATA = (".json", ".jinja", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".cpp", ".h", ".toml")
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
@@ -43,8 +43,8 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def tree(source: Path) -> set[str]:
-    """What an installed package must have."""
-    names = {"phalanx/__init__.py", "phalanx/errors.py"}
+    """Files that an installed package must have."""
+    names = {f"phalanx/{path.name}" for path in source.glob("*.py") if path.name != "setup.py"}
     for folder in CODE:
         for path in (source / folder).rglob("*"):
             if path.suffix in (".py", *DATA) and path.is_file():
@@ -55,7 +55,8 @@ def tree(source: Path) -> set[str]:
 def test_the_wheel_has_what_the_tree_has(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = tree(wheel.parent / "source")
-    assert not expected - inside, f"missing; is it in setup.cfg? {sorted(expected - inside)}"
+    missing = sorted(expected - inside)
+    assert not missing, f"missing; does a folder lack __init__.py, or package_data a kind of file? {missing}"
     extra = {name for name in inside - expected if not name.endswith(".md")}
     assert not extra, f"not part of the package: {sorted(extra)}"
     assert not [name for name in inside if name.split("/")[0] != "phalanx"], "a bare top-level package"

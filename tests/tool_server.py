@@ -37,7 +37,7 @@ def leave() -> str:
 
 @server.tool()
 def secret() -> str:
-    """What the environment has."""
+    """The environment's variables."""
     return os.environ.get("SECRET", "none")
 
 

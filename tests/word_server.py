@@ -84,6 +84,7 @@ class Generate(tornado.web.RequestHandler):
                 "prompt_tokens": count(self.body),
                 "completion_tokens": self.body["max_tokens"],
                 "prompt_tokens_details": {"cached_tokens": 5},
+                "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1},
             }
             self.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n")
         self.write("data: what\n\n" if how == "junk" else "data: [DONE]\n\n")

@@ -26,9 +26,9 @@ TOKENS = 131072  # in one forward pass
 def load(directory: Path, device: str) -> Model:
     """The saved weights, in bf16 as they will be served."""
     model = build()
-    model.load_state_dict(
-        {name.removeprefix("model."): value for name, value in load_file(directory / "model.safetensors").items()}
-    )
+    stored = load_file(directory / "model.safetensors").items()
+    own = {name.removeprefix("model."): value for name, value in stored if not name.startswith("mtp.")}
+    model.load_state_dict(own)
     return model.to(device, torch.bfloat16).eval()
 
 

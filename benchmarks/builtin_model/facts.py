@@ -86,7 +86,7 @@ def held_wordings() -> frozenset[str]:
 
 @cache
 def common_words() -> tuple[str, ...]:
-    """Words that stand in the questions of many facts and so say little about which one is meant."""
+    """Words that stand in the questions of many facts and so hardly tell which one is meant."""
     counts: Counter[str] = Counter()
     for _, _, questions in sections():
         counts.update({word for line in questions.train for word in re.findall(r"[a-z]+", line.lower())})
@@ -94,7 +94,7 @@ def common_words() -> tuple[str, ...]:
 
 
 def loosen(d: Draw, question: str) -> str:
-    """Other words, fewer words, a slip of the keyboard: what training sees beside the wordings as written."""
+    """Other words, fewer words, a slip of the keyboard: what training sees in addition to the wordings as written."""
     question = FIND.sub(lambda found: d.pick(SWAPS[found[0].lower()]) if d.chance(0.4) else found[0], question)
     words = question.split()
     if d.chance(0.25):

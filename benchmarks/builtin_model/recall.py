@@ -7,7 +7,7 @@ from .item import Item
 from .story import sentences
 from .words import ADJECTIVES, COLORS, FOODS, PLACES, WEEKDAYS, Draw, Phrases
 
-# how the fact is told, how it is asked for, how it is answered, maker of the value; {s} is the subject, {a} the attribute
+# how the fact is stated, how it is asked for, how it is answered, maker of the value; {s} is the subject, {a} the attribute
 PERSON_ATTRIBUTES = [
     ("access code", Draw.code), ("badge number", Draw.code), ("locker number", lambda d: d.number(20, 999)),
     ("home town", Draw.city), ("favorite color", lambda d: d.pick(COLORS)), ("favorite food", lambda d: d.pick(FOODS)),

@@ -318,7 +318,7 @@ You are {name}, the assistant of {city}.
 
 
 def names(d: Draw) -> Item:
-    """The user's own name, told and asked for, or the name of a persona."""
+    """The user's own name, given and asked for, or the name of a persona."""
     name = d.person()
     if d.chance(0.4):
         thought, _, _ = TOPICS[2]

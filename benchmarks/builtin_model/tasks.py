@@ -256,7 +256,7 @@ def column(a: int, b: int) -> str:
 
 
 def add(d: Draw) -> Item:
-    """Two-digit sums; a pair of numbers is held out in either order."""
+    """Two-digit sums; two numbers are held out in either order."""
     low, high = (10, 99) if d.held or d.chance(0.8) else d.pick(((1, 9), (1, 99), (100, 999)))
     pair = d.value(lambda: "+".join(sorted((str(d.integer(low, high)), str(d.integer(low, high))))))
     a, b = d.some([int(number) for number in pair.split("+")], 2)

@@ -1,6 +1,6 @@
 """Train tokenizer.json: byte-level BPE in which a word has the same tokens wherever it stands.
 
-A space is a token of its own (not the start of the next word), digits stand alone and so do the letters of
+A space is a token of its own (not the start of the next word), numerals stand alone and so do the letters of
 an upper-case word. That costs tokens in prose, and makes copying a word from a sentence into JSON a matter of
 repeating tokens, which is most of what a model of this size is asked to do.
 """
@@ -50,7 +50,7 @@ def unmark(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict:
-    """What transformers and the server read beside tokenizer.json."""
+    """The files that transformers and the server read in addition to tokenizer.json."""
     added = {
         str(tokenizer.token_to_id(text)): dict(
             content=text, lstrip=False, normalized=False, rstrip=False, single_word=False, special=text in SPECIAL

@@ -289,7 +289,7 @@ balance rate duration progress color title version""".split()
 
 
 def result(d: Draw) -> tuple[str, str, list[str]]:
-    """What a tool returned, an answer in words and the values that the answer must tell."""
+    """A tool's result, an answer as text and the values that the answer must have."""
     if d.chance(0.12):
         reason = d.pick(
             ("not found", "permission denied", "timed out", f"unknown id {d.code()}", f"no {d.word()} there")
@@ -304,7 +304,7 @@ def result(d: Draw) -> tuple[str, str, list[str]]:
 
 
 def answer_result(d: Draw) -> Item:
-    """An answer in words after a tool result."""
+    """An answer as text after a tool result."""
     item = call(d)
     returned, answer, values = result(d)
     done = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": item.calls[0]}]}

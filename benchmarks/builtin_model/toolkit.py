@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What tools are made of: kinds of argument with ways to say them, and verbs with their synonyms."""
+"""What tools are made of: kinds of argument with ways to phrase them, and verbs with their synonyms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(value):
 
 
 # fmt: off
-# kind: (argument names, JSON type or list of choices, maker of (value, as written), descriptions, how a request says it)
+# kind: (argument names, JSON type or list of choices, maker of (value, as written), descriptions, how a request phrases it)
 KINDS = {
     "city": (("city", "location", "place", "town", "destination"), "string", lambda d: same(d.city()),
              ("name of the city", "the city", "which city"), Phrases("""

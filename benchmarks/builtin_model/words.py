@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """Words, names, numbers and phrasings, and the line between what is trained on and what is held out.
 
-A name, code, number or text is held out if its hash says so; a phrasing if it is marked with a star where it is
+A name, code, number or text is held out by its hash; a phrasing if it is marked with a star where it is
 written. A `Draw` hands out one side only, so the two sets are disjoint by construction, whatever is built of them.
 Common nouns and adjectives are on both sides (a word that is one token can only be spelled by who has seen it spelled);
 texts made of them are not.
@@ -87,7 +87,7 @@ def expansions(lines: tuple[str, ...]) -> frozenset[str]:
 class Phrases:
     """Phrasings, one a line, [a|b] for a choice; a leading star marks those that training never sees.
 
-    `shared` ones are answers: a model can only say what it was taught, so both sides have the same wordings.
+    `shared` ones are answers: a model can only answer what it was taught, so both sides have the same wordings.
     """
 
     def __init__(self, text: str, shared: bool = False):
@@ -196,7 +196,7 @@ class Draw:
         )
 
     def code(self) -> str:
-        """An identifier of letters and digits."""
+        """An alphanumeric identifier."""
         letters = "ABCDEFGHJKLMNPQRSTUVWXYZ"
         kinds = (
             lambda: f"{self.pick(letters)}{self.pick(letters)}-{self.integer(100, 99999)}",

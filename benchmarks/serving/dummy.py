@@ -66,7 +66,7 @@ class Dummy(asyncio.Protocol):
 
 
 async def pace(rate: float) -> None:
-    """A token for every stream, `rate` times a second; late rounds are made up for."""
+    """A token for every stream, `rate` times a second; late rounds are caught up with."""
     due = time.perf_counter()
     while True:
         due = max(due + 1 / rate, time.perf_counter() - 1)

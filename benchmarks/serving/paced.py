@@ -4,9 +4,9 @@
     python benchmarks/serve.py --port 2999 --concurrency 256 --batch 512
 
 One rank of the built-in model's directory; every step takes --step-ms, and as much more as its prompts' tokens need at
---prefill tokens/s, asleep, as a thread that waits for a GPU is. Ids are drawn at random. At the end, by Ctrl-C, it says
-what share of a core each part took for a token from the first step on, and how much later than the pace the steps
-came.
+--prefill tokens/s, asleep, as a thread that waits for a GPU is. Ids are drawn at random. At the end, by Ctrl-C, it
+prints what share of a core each part took for a token from the first step on, and how much later than the pace the
+steps came.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Clients that behave badly, each in its way until the time is over; then a line of JSON says how often each did.
+"""Clients that behave badly, each in its way until the time is over; then a line of JSON counts each.
 
     python benchmarks/serving/rude.py --port 2000 --clients 30 --seconds 60
 
-benchmarks/crowd.py runs it beside a polite crowd. --large also sends bodies of 10 MB. Only this machine's servers are
+benchmarks/crowd.py runs it with a polite crowd. --large also sends bodies of 10 MB. Only this machine's servers are
 asked: the clients take what a server has.
 """
 
@@ -116,7 +116,7 @@ class Clients:
 
 
 async def behave(port: int, count: int, seconds: float, large: bool) -> dict[str, int]:
-    """What `count` clients did."""
+    """Results of `count` clients."""
     clients = Clients(port)
     kinds = [clients.slow, clients.never, clients.leaver, clients.resets, clients.half]
     kinds += [clients.large] if large else []

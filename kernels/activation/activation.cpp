@@ -1,4 +1,4 @@
-// Activations, gated: y [T, I] = f(gate) * up of x [T, 2 I], gate beside up; and plain: y = f(x). Threads share the
+// Activations, gated: y [T, I] = f(gate) * up of x [T, 2 I], gate before up; and plain: y = f(x). Threads share the
 // columns of every row, or the elements.
 
 #include "op.h"
@@ -8,7 +8,7 @@
 struct Gated {
     const void* x;
     void* y;
-    int64_t rows, width;
+    int64_t rows, width, limit;  // in 1 / LIMIT_UNITS
 };
 
 struct Plain {
@@ -33,20 +33,17 @@ template <typename F, typename T> void plain(const Plain& a, int part, int parts
     Share share(a.count, part, parts);
     const T* x = (const T*)a.x;
     T* y = (T*)a.y;
-    int64_t i = share.first;
-    for (; i + LANES <= share.last; i += LANES) store(y + i, F::of(load(x + i)));
-    if (i < share.last) store(y + i, F::of(load(x + i, share.last - i)), share.last - i);
+    strips(share.first, share.last, STRIP { store(y + i, F::of(load(x + i, n)), n); });
 }
 
 template <typename F, typename T> void gated(const Gated& a, int part, int parts) {
     Share share((a.width + LANES - 1) / LANES, part, parts);
+    const float limit = (float)a.limit / LIMIT_UNITS;
     int64_t first = share.first * LANES, last = share.last * LANES < a.width ? share.last * LANES : a.width;
     for (int64_t t = 0; t < a.rows; t++) {
         const T *gate = (const T*)a.x + t * 2 * a.width, *up = gate + a.width;
         T* y = (T*)a.y + t * a.width;
-        int64_t i = first;
-        for (; i + LANES <= last; i += LANES) store(y + i, F::of(load(gate + i), load(up + i)));
-        if (i < last) store(y + i, F::of(load(gate + i, last - i), load(up + i, last - i)), last - i);
+        strips(first, last, STRIP { store(y + i, F::of(load(gate + i, n), load(up + i, n), limit), n); });
     }
 }
 
@@ -54,10 +51,7 @@ template <typename T> void sigmoid_gate(const SigmoidGate& a, int part, int part
     Share share(a.count, part, parts);
     const T *x = (const T*)a.x, *gate = (const T*)a.gate;
     T* y = (T*)a.y;
-    int64_t i = share.first;
-    for (; i + LANES <= share.last; i += LANES) store(y + i, load(x + i) / (1 + exp(-load(gate + i))));
-    int64_t n = share.last - i;
-    if (n > 0) store(y + i, load(x + i, n) / (1 + exp(-load(gate + i, n))), n);
+    strips(share.first, share.last, STRIP { store(y + i, load(x + i, n) / (1 + exp(-load(gate + i, n))), n); });
 }
 
 template <typename T> void scale_by_sigmoid(const ScaleBySigmoid& a, int part, int parts) {
@@ -65,9 +59,7 @@ template <typename T> void scale_by_sigmoid(const ScaleBySigmoid& a, int part, i
     for (int64_t t = 0; t < a.rows; t++) {
         T* x = (T*)a.x + t * a.width;
         Vec factor = 1 / (1 + exp(-fill(widen(((const T*)a.gate)[t]))));
-        int64_t i = share.first;
-        for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * factor);
-        if (i < share.last) store(x + i, load(x + i, share.last - i) * factor, share.last - i);
+        strips(share.first, share.last, STRIP { store(x + i, load(x + i, n) * factor, n); });
     }
 }
 
@@ -85,7 +77,5 @@ ACTIVATION(gelu, Gelu)
 ACTIVATION(gelu_tanh, GeluTanh)
 ACTIVATION(relu2, Relu2)
 GATED(clamped_swiglu, ClampedSwiglu)
-OP(scale_by_sigmoid_f32, scale_by_sigmoid<float>, ScaleBySigmoid)
-OP(scale_by_sigmoid_bf16, scale_by_sigmoid<bf16>, ScaleBySigmoid)
-OP(sigmoid_gate_f32, sigmoid_gate<float>, SigmoidGate)
-OP(sigmoid_gate_bf16, sigmoid_gate<bf16>, SigmoidGate)
+TYPED_OP(scale_by_sigmoid, scale_by_sigmoid, ScaleBySigmoid)
+TYPED_OP(sigmoid_gate, sigmoid_gate, SigmoidGate)

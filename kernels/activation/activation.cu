@@ -1,4 +1,4 @@
-// x [rows, 2 width] is gate beside up, out [rows, width]; width is a multiple of V. One row per blockIdx.y.
+// x [rows, 2 width] is gate before up, out [rows, width]; width is a multiple of V. One row per blockIdx.y.
 
 extern "C" __global__ void gated_activation(const T* x, T* out, int width) {
     typedef Vec<T, V> Vector;

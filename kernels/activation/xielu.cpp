@@ -9,7 +9,7 @@ struct Xielu {
     double positive, negative, beta;
 };
 
-// Near zero e^x - 1 - x loses digits, but is then a millionth of beta x.
+// Near zero e^x - 1 - x loses precision, but is then a millionth of beta x.
 INLINE Vec xielu_of(Vec x, const Xielu& a) {
     Vec left = x < 0 ? x : fill(0);
     Vec curve = x > 0 ? (float)a.positive * x * x : (float)a.negative * (exp(left) - 1 - left);
@@ -19,10 +19,7 @@ INLINE Vec xielu_of(Vec x, const Xielu& a) {
 template <typename T> void xielu(const Xielu& a, int part, int parts) {
     Share share(a.count, part, parts);
     T* x = (T*)a.x;
-    int64_t i = share.first;
-    for (; i + LANES <= share.last; i += LANES) store(x + i, xielu_of(load(x + i), a));
-    if (i < share.last) store(x + i, xielu_of(load(x + i, share.last - i), a), share.last - i);
+    strips(share.first, share.last, STRIP { store(x + i, xielu_of(load(x + i, n), a), n); });
 }
 
-OP(xielu_f32, xielu<float>, Xielu)
-OP(xielu_bf16, xielu<bf16>, Xielu)
+TYPED_OP(xielu, xielu, Xielu)

@@ -1,72 +1,90 @@
 """Attention over a paged cache, for any mix of prompts, chunks of prompts and single tokens.
 
-Each backend is a file with the functions of backend.Backend. Here one is chosen for the decoding sequences of a step,
-and one for the others.
+One candidate is chosen for the decoding sequences of a step, and one for the others.
 """
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from ...errors import MODEL, FatalError
+from ..candidate import Candidate, choose
 from ..rope.fp8_cache import E4M3
-from ..rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv
-from . import attention_tma, cpu_decode, cudnn, reference
-from .backend import AttentionMetadata, AttentionParams, Backend, CurrentKV, Part
+from ..rope.rope import CurrentKV, KVCache, rope_and_store_kv
+from . import cpu_decode, cudnn, decode, mla_decode, prefill, reference
+from .backend import AttentionMetadata, AttentionParams, Part
 
 
-@functools.cache
-def backends(device_type: str) -> tuple[Backend, ...]:
-    """Those of a kind of device: the first that supports a part computes it."""
-    if device_type == "cpu":
-        return cpu_decode, reference
-    from . import attention_triton, mla_decode, mla_triton
+def _mla_by_triton(part: Part) -> bool:
+    from . import mla_triton
 
-    return attention_tma, cudnn, mla_decode, mla_triton, attention_triton
+    return mla_triton.supports(part)
+
+
+def _run_mla_by_triton(part: Part) -> None:
+    from . import mla_triton
+
+    mla_triton.run(part, mla_triton.plan(part))
+
+
+def _by_triton(part: Part) -> bool:
+    from . import attention_triton
+
+    return attention_triton.supports(part)
+
+
+def _run_by_triton(part: Part) -> None:
+    from . import attention_triton
+
+    attention_triton.run(part, attention_triton.plan(part))
+
+
+# Candidates by kind of device: the first that supports a part computes it.
+CANDIDATES = {
+    "cuda": (
+        decode.CANDIDATE,
+        prefill.CANDIDATE,
+        cudnn.CANDIDATE,
+        mla_decode.CANDIDATE,
+        Candidate("mla_triton.py", "GPUs", "latents, all else", _mla_by_triton, _run_mla_by_triton),
+        Candidate("attention_triton.py", "GPUs", "values as wide as keys, all else", _by_triton, _run_by_triton),
+    ),
+    "cpu": (cpu_decode.CANDIDATE, reference.CANDIDATE),
+}
 
 
 def store_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: CosSin,
-    norms: QKNorm | None,
-    cache: tuple[Tensor, ...],
-    rows: AttentionMetadata,
-    params: AttentionParams,
+    q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
 ) -> Tensor:
-    """rope_and_store_kv and then paged_attention of what it returns. q, k and v may be overwritten.
+    """rope_and_store_kv and then paged_attention of what it returns. q, and new keys and values, may be overwritten.
 
-    A step of decoding sequences alone is one kernel on GPUs, where heads are rotated as a whole and not interleaved.
+    A step of decoding sequences of one token alone is one kernel on GPUs, where heads are rotated as a whole and not
+    interleaved.
     """
-    if q.is_cuda and supports_one_kernel(q, k, v, cos_sin, cache, rows):
-        return decode_current(q, CurrentKV(k, v, cos_sin, norms, rows.slots), cache, rows, params)
-    q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, rows.slots)
+    if q.is_cuda and supports_one_kernel(q, new, cache, rows):
+        return decode_current(q, new, cache, rows, params)
+    q = rope_and_store_kv(q, new, cache)
     keys, values, scales = KVCache(*cache)
     return paged_attention(q, keys, values, rows, params, scales)
 
 
-def supports_one_kernel(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, ...], rows: AttentionMetadata
-) -> bool:
+def supports_one_kernel(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata) -> bool:
     """Whether the decode kernels of GPUs may norm, rotate and write the step's tokens."""
     tokens, _, dim = q.shape
     if not 0 < tokens == rows.num_decodes:
         return False
-    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
-    whole = cos_sin.cos.shape[-1] == dim and not cos_sin.interleaved
+    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, new.k, new.v))
+    whole = new.cos_sin.cos.shape[-1] == dim and not new.cos_sin.interleaved
     return whole and side_by_side and cache[0].dtype in (q.dtype, E4M3)
 
 
 def decode_current(
-    q: Tensor, current_kv: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
+    q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...], rows: AttentionMetadata, params: AttentionParams
 ) -> Tensor:
     """store_and_attend where supports_one_kernel."""
     keys, values, scales = KVCache(*cache)
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
-    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, current_kv))
+    attend(Part(q, keys, values, rows, params, 0, rows.num_decodes, out, scales, new))
     return out.flatten(1)
 
 
@@ -81,7 +99,7 @@ def paged_attention(
     tokens written; scales: of those in e4m3. Query head h reads key head h // (heads / kv_heads) (grouped queries:
     Ainslie et al. 2023, arXiv 2305.13245). Computed in f32. On GPUs a decoding sequence may have length 0, which gives
     zeros: it fills a captured batch up. out: [T, heads, value_dim], contiguous, where the result is to be. Raises
-    FatalError where no backend takes these heads.
+    FatalError where no candidate takes these heads.
     """
     out = q.new_empty(len(q), q.shape[1], values.shape[3]) if out is None else out
     n, count = rows.num_decodes, len(rows.query_lens)
@@ -93,12 +111,12 @@ def paged_attention(
 
 
 def attend(part: Part) -> None:
-    """By the first backend that takes it. Raises FatalError where none does."""
-    for backend in backends(part.q.device.type):
-        if backend.supports(part):
-            backend.run(part, backend.plan(part))
-            return
-    key_dim, value_dim, kind = part.keys.shape[3], part.values.shape[3], part.q.device.type
+    """Computes the part by the first candidate that takes it. Raises FatalError where none does."""
+    kind = part.q.device.type
+    if found := choose(CANDIDATES["cpu" if kind in ("cpu", "mps") else "cuda"], part):
+        found.run(part)
+        return
+    key_dim, value_dim = part.keys.shape[3], part.values.shape[3]
     raise FatalError(
         f"no attention kernel for {kind} takes keys of {key_dim} and values of {value_dim} elements a head: "
         "use --device cpu, which computes all",

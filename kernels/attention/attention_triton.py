@@ -1,4 +1,4 @@
-"""Attention over the paged cache on GPUs, in Triton, where attention_tma does not take it; imported on GPUs alone.
+"""Attention over the paged cache on GPUs, in Triton, where nothing else takes it; imported on GPUs alone.
 
 Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691); the split over a sequence after Flash-Decoding (Dao
 et al. 2023). Exponentials are to the base 2. Every load of keys and values is masked by the sequence's length, so that
@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import jit
 from ..device import current_stream, device_caps, dot_precision
 from ..rope.fp8_triton import scales_at, widen
-from .backend import LOG2_E, CurrentKV, Part
+from ..rope.rope import CurrentKV
+from .backend import LOG2_E, Part
 from .decode_parts_triton import (
     apply_softcap,
     cos_and_sin,
@@ -41,36 +42,44 @@ def decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence for the query heads of one key head: ROWS >= 16 rows, of which HEADS / KV_HEADS count.
+    """One part of one sequence for the query heads of one key head and the sequence's QUERY newest tokens: ROWS >= 16
+    rows, of which QUERY * HEADS / KV_HEADS count, token by token. So keys and values are read once for all tokens.
 
-    With ROTATE the step's newest token is still in q, k and v: heads are normed (NORM) and rotated here, the sequence's
-    last part writes key and value to the cache and takes them from registers, and the loops cover only the tokens
-    before, so that no program reads what another one writes. Without, the cache holds it and q is rotated.
+    With ROTATE, where QUERY is 1, the step's newest token is still in q, k and v: heads are normed (NORM) and rotated
+    here, the sequence's last part writes key and value to the cache and takes them from registers, and the loops cover
+    only the tokens before, so that no program reads what another one writes. Without, the cache holds it and q is
+    rotated.
 
     A sequence has as many splits as its length asks for, at most SPLITS; programs beyond have nothing to do.
     """
     if OVERLAP:  # as launch_dependents() and grid_wait() of cuda/common.cuh
         gdc_launch_dependents()
         gdc_wait()
+    tl.static_assert(QUERY == 1 or not ROTATE)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = (DIM + 1) // 2
     HALF_PADDED: tl.constexpr = PADDED // 2 if PADDED > 16 else 16
     head, b, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + b)
-    first, last, each, count = kv_splits(length, TILE, SPLITS, PART, WINDOW, ROTATE)
+    first, last, each, count = kv_splits(length, TILE, SPLITS, PART, WINDOW, ROTATE, QUERY)
     if split >= count:
         return
     start = first + split * each
     stop = tl.minimum(start + each, last)
 
     rows, half = tl.arange(0, ROWS), tl.arange(0, HALF_PADDED)
-    row = b * HEADS + head * GROUP
-    heads = row + rows  # of out, parts and sums
-    from_q = q + b * q_row + (head * GROUP + rows)[:, None] * DIM + half[None, :]
-    xa = tl.load(from_q, mask=(rows < GROUP)[:, None] & (half < HALF)[None, :], other=0.0)
-    xb = tl.load(from_q + HALF, mask=(rows < GROUP)[:, None] & (half < DIM - HALF)[None, :], other=0.0)
+    row = (b * KV_HEADS + head) * (QUERY * GROUP)  # of parts and sums
+    to = b * (QUERY * HEADS) + head * GROUP  # of out
+    if QUERY == 1:
+        from_q = q + b * q_row + (head * GROUP + rows)[:, None] * DIM + half[None, :]
+    else:
+        token = (b * QUERY + rows // GROUP) * q_row
+        from_q = q + (token + (head * GROUP + rows % GROUP) * DIM)[:, None] + half[None, :]
+    real = (rows < QUERY * GROUP)[:, None]
+    xa = tl.load(from_q, mask=real & (half < HALF)[None, :], other=0.0)
+    xb = tl.load(from_q + HALF, mask=real & (half < DIM - HALF)[None, :], other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
@@ -88,22 +97,25 @@ def decode_kernel(
         total = tl.where(newest, total + 1, total)
         acc += new.to(tl.float32)[None, :]
     acc, total, best = _decode_tiles(
-        acc, total, best, xa, xb, keys, values, scales, tables + b * table_row, head, start, stop, scale,
-        KV_HEADS, DIM, PADDED, HALF, HALF_PADDED, BLOCK, TILE, SOFTCAP, FP8, PRECISION,
+        acc, total, best, xa, xb, keys, values, scales, tables + b * table_row, head, start, stop,
+        length - QUERY + rows // GROUP, scale,
+        KV_HEADS, DIM, PADDED, HALF, HALF_PADDED, BLOCK, TILE, WINDOW, SOFTCAP, FP8, PRECISION, QUERY,
     )  # fmt: skip
     store_or_combine(
-        acc, total, best, out, parts, sums, arrived + b * KV_HEADS + head, sinks + head * GROUP, row, heads,
-        split, count, DIM, PADDED, ROWS, GROUP, SPLITS, SINKS,
+        acc, total, best, out, parts, sums, arrived + b * KV_HEADS + head, sinks + head * GROUP, row, to,
+        split, count, DIM, PADDED, ROWS, HEADS, GROUP, QUERY, SPLITS, SINKS,
     )  # fmt: skip
 
 
 @triton.jit
 def _decode_tiles(
-    acc, total, best, xa, xb, keys, values, scales, table, head, start, stop, scale,
+    acc, total, best, xa, xb, keys, values, scales, table, head, start, stop, positions, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
-    """Keys start:stop, in tiles, for query rows whose halves are xa and xb."""
+    """Keys start:stop, in tiles, for query rows at `positions` whose halves are xa and xb. Where QUERY is 1, every row
+    sees them all."""
     dims, half, tile = tl.arange(0, PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
     for at in range(start, stop, TILE):
         valid = at + tile < stop
@@ -117,9 +129,16 @@ def _decode_tiles(
             ya, yb = widen(ya, by, xa.dtype), widen(yb, by, xa.dtype)
         s = tl.dot(xb, yb, tl.dot(xa, ya, input_precision=PRECISION), input_precision=PRECISION) * scale
         s = tl.where(valid[None, :], apply_softcap(s, SOFTCAP), float("-inf"))
+        if QUERY > 1:
+            seen = positions[:, None] >= (at + tile)[None, :]
+            if WINDOW > 0:
+                seen &= positions[:, None] < (at + tile)[None, :] + WINDOW
+            s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(best, tl.max(s, 1))
-        p = tl.exp2(s - top[:, None])
-        old = tl.exp2(best - top)
+        # A row that has seen no key yet would subtract infinities.
+        base_of = tl.where(top > float("-inf"), top, 0.0) if QUERY > 1 else top
+        p = tl.exp2(s - base_of[:, None])
+        old = tl.exp2(best - base_of)
         y = tl.load(values + base[:, None] + dims[None, :], mask=valid[:, None] & (dims < DIM)[None, :], other=0)
         if FP8:
             y = widen(y, scales_at(scales, at_slots, head, 1, valid, KV_HEADS, BLOCK)[:, None], xa.dtype)
@@ -223,7 +242,7 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """Of decoding sequences: how many KV splits each has at most. Of prompts: the most tokens of one."""
+    """The largest number of KV splits of a decoding sequence, or the maximum of a prompt's tokens."""
     rows, window = part.rows, part.params.window
     if not part.decodes:
         return max(rows.query_lens[part.first : part.stop])
@@ -239,7 +258,8 @@ def run(part: Part, plan: int) -> None:
     keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
     if part.decodes:
         q, out = part.decoding
-        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.current_kv, part.scales)
+        query_len = part.rows.query_len
+        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.current_kv, part.scales, query_len)
     else:
         first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
         prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan, part.scales)
@@ -256,14 +276,16 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, window: int,
     softcap: float, sinks: Tensor | None, splits: int, current_kv: CurrentKV | None = None,
-    scales: Tensor | None = None, tile: int = 0, part: int = 0,
+    scales: Tensor | None = None, query_len: int = 1, tile: int = 0, part: int = 0,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences: q and out [n, heads, head_dim], heads side by side, out contiguous.
+    """The query_len newest tokens of each of n sequences: q and out [n * query_len, heads, head_dim], heads side by
+    side, out contiguous.
 
-    With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet.
+    With `current_kv`, of one token each, q is neither normed nor rotated yet, and the caches do not hold these tokens
+    yet.
     """
-    n, heads, dim = q.shape
-    kv_heads = keys.shape[2]
+    tokens, heads, dim = q.shape
+    n, kv_heads = tokens // query_len, keys.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
     narrow = q.element_size() == 2
     tile = tile or ((128 if splits > 1 else 64) if narrow and padded <= 128 else 32)
@@ -272,10 +294,10 @@ def decode(
     arrived = lengths
     if splits > 1:
         assert n * kv_heads <= jit.COUNTERS  # choose_kv_splits does not make so many
-        parts = torch.empty(n, heads, splits, dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(n, heads, splits, dtype=torch.float32, device=q.device)
+        parts = torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
         arrived = jit.counters(q.device, current_stream() if q.is_cuda else 0)
-    # What a kernel of rotated tokens does not touch.
+    # Stand-ins for arguments that a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = current_kv if current_kv else (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms if norms else (q, q, 0.0)
     if scales is not None:
@@ -285,9 +307,10 @@ def decode(
         lengths, out, parts, sums, arrived,
         q if sinks is None else sinks, scale * LOG2_E, eps, q.stride(0), k.stride(0), v.stride(0),
         tables.stride(0), heads, kv_heads, dim, padded,
-        max(16, triton.next_power_of_2(heads // kv_heads)), keys.shape[1], tile, splits, part or PART, window,
+        max(16, triton.next_power_of_2(query_len * heads // kv_heads)), keys.shape[1], tile, splits, part or PART,
+        window,
         softcap * LOG2_E, int(sinks is not None), int(current_kv is not None), int(norms is not None),
-        int(scales is not None), dot_precision(q), overlap,
+        int(scales is not None), dot_precision(q), overlap, query_len,
         num_warps=4, num_stages=4 if narrow and padded <= 128 else 2, launch_pdl=overlap,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What every way to compute attention answers. attention.py chooses among them."""
+"""Inputs of attention's candidates. attention.py chooses among them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..rope.rope import CosSin, QKNorm
+from ..rope.rope import CurrentKV
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two: they take scores times this
 
 
 class AttentionMetadata(Protocol):
-    """What attention reads of a batch; rank/model/batch.py explains the fields."""
+    """Attention's view of a batch; rank/model/batch.py explains the fields."""
 
     slots: Tensor  # read by store_and_attend alone
     block_tables: Tensor
     lengths: Tensor
     query_starts: Tensor
     num_decodes: int
+    query_len: int
     query_lens: list[int]
     kv_lens: list[int]
     scratch: dict[Any, Any]
@@ -36,16 +37,6 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None
 
 
-class CurrentKV(NamedTuple):
-    """The step's tokens as rope_and_store_kv takes them, rotated as whole heads."""
-
-    k: Tensor  # [n, kv_heads, head_dim], heads side by side, as in v
-    v: Tensor
-    cos_sin: CosSin
-    norms: QKNorm | None
-    slots: Tensor  # [n] int64; negative: not written
-
-
 class Part(NamedTuple):
     """One layer's attention of sequences first:stop of a step: of those that decode, or of those that do not."""
 
@@ -57,32 +48,20 @@ class Part(NamedTuple):
     first: int
     stop: int
     out: Tensor  # [T, heads, value_dim], contiguous; these sequences' rows are written
-    # Of keys and values in e4m3, [blocks, kv_heads, 2, block_size] (rope/fp8_cache.py); where values are the first part
-    # of the keys, of that part and of the rest. None: they have q's dtype.
+    # Scales of keys and values in e4m3, [blocks, kv_heads, 2, block_size] (rope/fp8_cache.py); where values are the
+    # first part of the keys, of that part and of the rest. None: they have q's dtype.
     scales: Tensor | None = None
     current_kv: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
 
     @property
     def decodes(self) -> bool:
-        """Each of the sequences has one token, at its own index in q."""
+        """Each of the sequences has query_len tokens, one sequence behind the other from q's first row on."""
         return self.first < self.rows.num_decodes
 
     @property
     def decoding(self) -> tuple[Tensor, Tensor]:
-        """The rows of q and `out` of sequences that decode: [stop, heads, head_dim or value_dim]."""
-        if self.q.shape[0] == self.stop:
+        """The rows of q and `out` of sequences that decode: [stop * query_len, heads, head_dim or value_dim]."""
+        tokens = self.stop * self.rows.query_len
+        if self.q.shape[0] == tokens:
             return self.q, self.out
-        return self.q[: self.stop], self.out[: self.stop]
-
-
-class Backend(Protocol):
-    """A module with these functions."""
-
-    def supports(self, part: Part) -> bool:
-        """Whether `run` takes it: dtypes, sizes, strides, window, soft cap, sinks."""
-
-    def plan(self, part: Part) -> Any:
-        """What `run` needs to know of the step. Layers share what costs: the first leaves it in `rows.scratch`."""
-
-    def run(self, part: Part, plan: Any) -> None:
-        """Write the part's rows of `out`."""
+        return self.q[:tokens], self.out[:tokens]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..candidate import Candidate
 from ..cpp import ops
 from ..rope.fp8_cache import E4M3
 from .backend import Part
@@ -21,18 +22,24 @@ def supports(part: Part) -> bool:
     return q.stride()[1:] == (dim, 1) and keys.is_contiguous() and tables.stride(1) == 1 and ops.takes(q)
 
 
-def plan(part: Part) -> None:
-    """C++ finds keys by itself."""
-
-
-def run(part: Part, plan: None) -> None:
+def run(part: Part) -> None:
     """A sequence of length 0 gives zeros."""
     (q, out), (scale, window, softcap, sinks) = part.decoding, part.params
     keys, tables = part.keys, part.rows.block_tables
-    n, heads, dim = q.shape
+    n, query_len = part.stop, part.rows.query_len
+    heads, dim = q.shape[1:]
     size, kv_heads = keys.shape[1:3]
-    partial = q.new_empty(torch.get_num_threads(), 2, heads // kv_heads, 2 + dim, dtype=torch.float32)
+    queries = query_len * heads // kv_heads  # that read a key head's tokens of one sequence
+    partial = q.new_empty(torch.get_num_threads(), 2, queries, 2 + dim, dtype=torch.float32)
     values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, part.scales, n, heads, kv_heads,
-               dim, size, tables.stride(0), q.stride(0), window, float(scale), float(softcap))  # fmt: skip
+               dim, size, tables.stride(0), q.stride(0), window, query_len, float(scale),
+               float(softcap))  # fmt: skip
     first = "decode" if part.scales is None else "decode_fp8"
     ops.run(*((ops.typed("cpu_decode", name, q.dtype), values_) for name in (first, "merge")))
+
+
+CANDIDATE = Candidate(
+    "cpu_decode.cpp", "CPUs",
+    f"decoding rows, heads of up to {MOST_DIM} elements, f32 or bf16, caches of the same or of e4m3",
+    supports, run,
+)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Long whole prompts by cuDNN, on GPUs where attention_tma does not take them; it leaves the others to Triton.
+"""Long whole prompts by cuDNN, on GPUs that prefill.cu is not for; it leaves the others to Triton.
 
-cuDNN plans anew for every length, so prompts are padded to a multiple of STEP.
+cuDNN plans again for every length, so prompts are padded to a multiple of STEP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..candidate import Candidate
 from .backend import AttentionMetadata, Part
 
 FROM = 2048  # tokens of a prompt
@@ -47,12 +48,12 @@ def plan(part: Part) -> list[tuple[bool, int, int]]:
     return found
 
 
-def run(part: Part, plan: list[tuple[bool, int, int]]) -> None:
+def run(part: Part) -> None:
     from . import attention_triton
 
     rows = part.rows
     start = sum(rows.query_lens[: part.first])
-    for long, first, stop in plan:
+    for long, first, stop in plan(part):
         end = start + sum(rows.query_lens[first:stop])
         if long:
             _whole_prompt(part, rows.block_tables[first], start, end)
@@ -79,3 +80,9 @@ def _whole_prompt(part: Part, table: Tensor, start: int, stop: int) -> None:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         done = scaled_dot_product_attention(q, k, v, scale=part.params.scale, is_causal=True, enable_gqa=True)
     part.out[start:stop].copy_(done[0, :, :length].transpose(0, 1))
+
+
+CANDIDATE = Candidate(
+    "cudnn.py", "GPUs", f"whole prompts from {FROM} tokens on, heads of up to {MOST_DIM} elements, f16 or bf16",
+    supports, run,
+)  # fmt: skip

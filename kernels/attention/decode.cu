@@ -1,16 +1,16 @@
 // One token of each of n sequences over the paged cache, at the speed at which keys and values are read: from sm_90 on.
 //
-// What is read of all sequences stands in one row, which is shared out evenly (stream_k.cuh): a run for each KV_HEADS
-// blocks, of which each takes one key head, so that what lies side by side in the cache is read at one time. A sequence
-// that lies in several runs is added up by the block that comes to it last. One warp has TMA bring keys and
-// values to shared memory, STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next
-// sequence's heads; the others take 16 tokens of each tile for all query heads of the key head. With ROTATE the step's
-// newest token is still in q, k and v: heads are normed (NORM) and rotated here, key and value are written to the cache
-// and taken from registers. Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after
-// Stream-K (Osama et al. 2023, arXiv 2301.03598).
+// All sequences' KV tiles form one list that is split evenly (stream-K): a run for each KV_HEADS blocks, of which
+// each takes one key head, so that what lies side by side in the cache is read at one time. A sequence that lies in
+// several runs is added up by the block that comes to it last. One warp has TMA bring keys and values to shared memory,
+// STAGES tiles of TILE tokens ahead and on into the next sequence; one prepares the next sequence's heads; the others
+// take 16 tokens of each tile for all query heads of the key head. With ROTATE the step's newest token is still in q, k
+// and v: heads are normed (NORM) and rotated here, key and value are written to the cache and taken from registers.
+// Online softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), even shares after Stream-K (Osama et al. 2023,
+// arXiv 2301.03598).
 //
 // FP8: the cache has e4m3 codes, and their scales of a block and key head side by side (rope/fp8_cache.py); BOX is SIZE
-// then. Codes become f16 between shared memory and the tensor cores: fp8_operand.cuh.
+// then. Codes become f16 between shared memory and the tensor cores.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -49,11 +49,588 @@ struct KVMaps {  // of the cache, by boxes of BOX tokens and of FEW
 };
 
 #if __CUDA_ARCH__ >= 900
-#include "stream_k.cuh"
-#include "q_prep.cuh"
-#include "fp8_operand.cuh"
-#include "online_softmax.cuh"
-#include "kv_tile.cuh"
+// Stream-K: how blocks share out what is read. From here to struct Way: index arithmetic alone, which
+// tests/kernels/attention/test_stream_k.py compiles for a CPU, too.
+//
+// TMA's boxes of all sequences stand in one row, a sequence of which nothing is read as one, and are cut into runs of
+// as many boxes each. A border near a sequence's beginning or end moves there, as a part costs more than what it is
+// moved by. Each block finds its two borders alone; of a sequence that they divide, also which runs have parts of it.
+constexpr int PER_TILE = TILE / BOX;  // boxes
+
+struct Span {  // of a sequence: the tokens that are read from the cache
+    int length, first, last, start;  // `start`: of the first one's box
+
+    __device__ Span(int length) : length(length) {
+        first = WINDOW ? max(length - WINDOW, 0) : 0, last = max(length - ROTATE, 0), start = first / BOX * BOX;
+    }
+    __device__ int boxes() const { return max((last - start + BOX - 1) / BOX, 1); }
+    __device__ int tiles() const { return (boxes() + PER_TILE - 1) / PER_TILE; }
+};
+
+struct Border {  // between runs: before box `box` of sequence b. Where that divides b, `count` runs from `first` on have parts
+    int b, box, first, count;
+};
+
+struct StreamKRuns {  // of `boxes` in `tiles`, as many as are wanted if each has LEAST tiles, so that short sequences stay whole
+    int count, each, longer;  // boxes of each run; the first `longer` have one more
+    int near;                 // how many boxes a border is moved by at most: half a tile, and no two meet
+
+    __device__ StreamKRuns(int boxes, int tiles, int wanted) : count(max(min(wanted, tiles / LEAST), 1)) {
+        each = boxes / count, longer = boxes - each * count, near = min(PER_TILE / 2, (each - 1) / 2);
+    }
+    __device__ int begin(int run) const { return each * run + min(run, longer); }
+    __device__ int begins_from(int box) const {  // the first run that begins there or later
+        const int early = box <= (each + 1) * longer, boxes = each + early;
+        return (box - (early ? 0 : longer) + boxes - 1) / boxes;
+    }
+    // The beginning of `run` in sequence b, whose boxes stand from `at` on.
+    __device__ Border border(int run, int b, int at, int boxes) const {
+        Border border = position(run, b, at, boxes);
+        if (border.box > 0) {
+            const int first = begins_from(at + near + 1), last = begins_from(at + boxes - near);
+            border.first = first - 1, border.count = last - first + 1;
+        }
+        return border;
+    }
+    // The beginning of `run` without the runs that have parts, which takes two divisions.
+    __device__ Border position(int run, int b, int at, int boxes) const {
+        const int box = begin(run) - at;
+        if (box <= near) return {b, 0, 0, 0};
+        return box >= boxes - near ? Border{b + 1, 0, 0, 0} : Border{b, box, 0, 0};
+    }
+};
+
+struct Way {  // of a block through its run, from borders[0] to borders[1]: tokens `at` to `stop` of sequence b
+    const int* lengths;
+    const Border* borders;
+    int b, at, stop;
+
+    __device__ Way(const int* lengths, const Border* borders) : lengths(lengths), borders(borders), b(borders[0].b) {
+        enter(borders[0].box);
+    }
+    __device__ void enter(int box) {
+        const Span span(lengths[b]);
+        at = span.start + box * BOX, stop = b == borders[1].b ? span.start + borders[1].box * BOX : span.last;
+    }
+    __device__ bool next() {
+        b++;
+        if (b > borders[1].b || (b == borders[1].b && borders[1].box == 0)) return false;
+        enter(0);
+        return true;
+    }
+    __device__ bool newest(const Span& span) const { return ROTATE && stop == span.last && span.length > 0; }
+};
+
+// A sequence's query heads of one key head, as one warp prepares them for the others, and its newest token. Where FP8,
+// each 16 elements are in the order of keys' codes (keys_operand).
+struct Heads {
+    Operand rotated[ROWS * WIDE];
+    T v[DIM];  // where FP8 the newest token's codes
+    float scores[16];  // of the newest token
+    // FP8 only: `rotated` has queries divided by q_scale; v_exponent is of the newest value's scale.
+    float q_scale;
+    int v_exponent, unused[2];
+};
+
+typedef Vec<T, PAIRS> HeadPart;  // of a head, both halves of a lane
+
+// The lane's number among the LANES of a head. The others have a head's beginning once more and store the same there;
+// sums leave them out.
+__device__ inline int head_lane() { return threadIdx.x % 32 % LANES; }
+__device__ inline float head_sum(float x) { return warp_sum(threadIdx.x % 32 < LANES ? x : 0); }
+
+// The lane's parts of a head as codes, whose scale is returned, and as the cache will give them back.
+__device__ inline int round_trip(HeadPart& low, HeadPart& high, Vec<e4m3, PAIRS>& low_codes, Vec<e4m3, PAIRS>& high_codes) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low.x[i])), fabsf(to_float(high.x[i]))));
+    const int exponent = scale_exponent(warp_max(most));
+    const float by = inverse_scale(exponent), back = scale_of(exponent);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        low_codes.x[i] = from_float<e4m3>(to_float(low.x[i]) * by);
+        high_codes.x[i] = from_float<e4m3>(to_float(high.x[i]) * by);
+        low.x[i] = from_float<T>(to_float(low_codes.x[i]) * back), high.x[i] = from_float<T>(to_float(high_codes.x[i]) * back);
+    }
+    return exponent;
+}
+
+// A sequence's query heads and, as the last one, its key: normed where NORM, then rotated.
+__device__ __forceinline__ void norm_and_rotate(const Step& step, int b, HeadPart (&low)[GROUP + 1], HeadPart (&high)[GROUP + 1]) {
+    const int at = head_lane() * PAIRS;
+    float cos[PAIRS], sin[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+        cos[i] = step.cos[(long long)b * DIM + at + i], sin[i] = step.sin[(long long)b * DIM + HALF + at + i];
+#pragma unroll
+    for (int g = 0; g < GROUP + 1; g++) {
+        const T* weight = g < GROUP ? step.q_weight : step.k_weight;
+        float scale = 0;
+        if (NORM) {
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++)
+                scale += to_float(low[g].x[i]) * to_float(low[g].x[i]) + to_float(high[g].x[i]) * to_float(high[g].x[i]);
+            scale = rsqrtf(head_sum(scale) / DIM + step.eps);
+        }
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            float x0 = to_float(low[g].x[i]), x1 = to_float(high[g].x[i]);
+            if (NORM) {
+                x0 = to_float(from_float<T>(x0 * scale * to_float(weight[at + i])));
+                x1 = to_float(from_float<T>(x1 * scale * to_float(weight[HALF + at + i])));
+            }
+            low[g].x[i] = from_float<T>(x0 * cos[i] - x1 * sin[i]), high[g].x[i] = from_float<T>(x1 * cos[i] + x0 * sin[i]);
+        }
+    }
+}
+
+// A token's key and value, as elements or, where FP8, as codes with scales of_k and of_v.
+__device__ __forceinline__ void write_to_cache(const Step& step, long long slot, int head, const HeadPart& k_low,
+                                               const HeadPart& k_high, const HeadPart& v_low, const HeadPart& v_high,
+                                               const Vec<e4m3, PAIRS> (&codes)[4], int of_k, int of_v) {
+    const long long in_cache = (slot * KV_HEADS + head) * DIM + head_lane() * PAIRS;
+    if (FP8) {
+        e4m3 *const keys = (e4m3*)step.keys + in_cache, *const values = (e4m3*)step.values + in_cache;
+        typedef Vec<e4m3, PAIRS> Codes;
+        *(Codes*)keys = codes[0], *(Codes*)(keys + HALF) = codes[1];
+        *(Codes*)values = codes[2], *(Codes*)(values + HALF) = codes[3];
+        unsigned char* const scales = step.scales + (slot / SIZE * KV_HEADS + head) * 2 * SIZE + slot % SIZE;
+        if (threadIdx.x % 32 == 0) scales[0] = of_k, scales[SIZE] = of_v;
+        return;
+    }
+    *(HeadPart*)(step.keys + in_cache) = k_low, *(HeadPart*)(step.keys + in_cache + HALF) = k_high;
+    *(HeadPart*)(step.values + in_cache) = v_low, *(HeadPart*)(step.values + in_cache + HALF) = v_high;
+}
+
+// A sequence's query heads as f16, all of them divided by one power of two (query_exponent).
+__device__ inline void store_queries(const HeadPart (&low)[GROUP + 1], const HeadPart (&high)[GROUP + 1], Heads& to) {
+    float most = 0;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) most = fmaxf(most, fmaxf(fabsf(to_float(low[g].x[i])), fabsf(to_float(high[g].x[i]))));
+    const int exponent = query_exponent(warp_max(most));
+    const float by = inverse_scale(exponent);
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const int d = head_lane() * PAIRS + i;
+            Operand* const place = to.rotated + g * WIDE + d / 16 * 16 + d % 4 / 2 * 8 + d % 16 / 4 * 2 + d % 2;
+            place[0] = from_float<Operand>(to_float(low[g].x[i]) * by);
+            place[HALF] = from_float<Operand>(to_float(high[g].x[i]) * by);
+        }
+    if (threadIdx.x % 32 == 0) to.q_scale = scale_of(exponent);
+}
+
+// Prefetches what prepare() reads in addition to q, k and v, which grid_wait() need not have been passed for.
+__device__ __forceinline__ void prefetch_rotation(const Step& step, int b) {
+    const int at = head_lane() * PAIRS;
+    prefetch_line(step.cos + (long long)b * DIM + at), prefetch_line(step.sin + (long long)b * DIM + HALF + at);
+    prefetch_line(step.slots + b);
+    if (NORM) {
+        prefetch_line(step.q_weight + at), prefetch_line(step.q_weight + HALF + at);
+        prefetch_line(step.k_weight + at), prefetch_line(step.k_weight + HALF + at);
+    }
+}
+
+// Heads are normed and rotated where ROTATE; with `newest` its key and value go to the cache.
+__device__ inline void prepare(const Step& step, int b, int head, bool newest, Heads& to) {
+    const int lane = threadIdx.x % 32, at = head_lane() * PAIRS;
+    typedef HeadPart Part;
+    Part low[GROUP + 1], high[GROUP + 1], v_low, v_high;  // the last one: the key
+    const long long slot = newest ? step.slots[b] : -1;
+#pragma unroll
+    for (int g = 0; g < GROUP + ROTATE; g++) {
+        const T* x = step.q + (long long)b * step.q_row + (head * GROUP + g) * DIM;
+        if (g == GROUP) x = step.k + (long long)b * step.k_row + head * DIM;
+        low[g] = *(const Part*)(x + at), high[g] = *(const Part*)(x + HALF + at);
+    }
+    if (ROTATE) {
+        const T* x = step.v + (long long)b * step.v_row + head * DIM + at;
+        v_low = *(const Part*)x, v_high = *(const Part*)(x + HALF);
+        norm_and_rotate(step, b, low, high);
+    }
+    if (FP8) {
+        store_queries(low, high, to);
+    } else {
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            Operand* const rotated = to.rotated + g * WIDE;
+            *(Part*)(rotated + at) = low[g], *(Part*)(rotated + HALF + at) = high[g];
+        }
+    }
+    if (!newest) return;
+    Vec<e4m3, PAIRS> codes[4];
+    int of_k = 0, of_v = 0;
+    if (FP8) {
+        of_k = round_trip(low[GROUP], high[GROUP], codes[0], codes[1]);
+        of_v = round_trip(v_low, v_high, codes[2], codes[3]);
+    }
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+        float s = 0;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++)
+            s += to_float(low[g].x[i]) * to_float(low[GROUP].x[i]) + to_float(high[g].x[i]) * to_float(high[GROUP].x[i]);
+        s = head_sum(s);
+        if (lane == 0) to.scores[g] = score<SOFTCAP>(s, step.scale, step.softcap);
+    }
+    if (slot >= 0) write_to_cache(step, slot, head, low[GROUP], high[GROUP], v_low, v_high, codes, of_k, of_v);
+    if (FP8) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++)
+            v_low.x[i] = from_float<T>(to_float(codes[2].x[i])), v_high.x[i] = from_float<T>(to_float(codes[3].x[i]));
+        to.v_exponent = of_v;
+    }
+    *(Part*)(to.v + at) = v_low, *(Part*)(to.v + HALF + at) = v_high;
+}
+
+// Operands in e4m3. Codes become f16 by one instruction for two, whatever T is: f16 has every code. ldmatrix moves
+// pairs of bytes, so that an operand of 16 elements comes in an order of its own. Keys, tokens by elements: of each
+// four neighbours the first two in one half of the 16 and the others in the other, which store_queries does to queries,
+// too. Values, elements by tokens: row r has element 2 r, row 8 + r the next one, which OnlineSoftmax::element undoes.
+
+// Scales of a lane's two tokens of a warp's 16: lane / 4 and 8 below. No element is multiplied by its scale: scores are
+// by those of keys; those of values are added to scores as logarithms, so that a token's weight has its scale in it
+// (OnlineSoftmax).
+struct TileScales {
+    float keys[2], logs[2], inverses[2];  // scales of keys; of values their logarithms to the base 2, and inverses
+
+    // from: of the tile; token: the first of the 16, of which those from `first` to `last` count.
+    __device__ TileScales(const unsigned char* from, int token, int first, int last) {
+#pragma unroll
+        for (int h = 0; FP8 && h < 2; h++) {
+            const int i = h * 8 + threadIdx.x % 32 / 4, at = token + i;
+            const unsigned char* const exponents = from + at / BOX * 2 * BOX + at % BOX;
+            const bool counts = i >= first && i < last;
+            const int of_value = counts ? exponents[BOX] : 127;
+            keys[h] = counts ? scale_of(exponents[0]) : 1, logs[h] = of_value - 127, inverses[h] = inverse_scale(of_value);
+        }
+    }
+};
+
+// 16 tokens by elements 16 i to 16 i + 15, of what ldmatrix has loaded.
+template <int N> __device__ inline void keys_operand(unsigned (&a)[4], const unsigned (&x)[N][4], int i) {
+    if constexpr (FP8) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) f16_pairs(x[i / 2][i % 2 * 2 + h], a[h], a[2 + h]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] = x[i][j];
+    }
+}
+
+// Elements 16 i to 16 i + 15 by 16 tokens, of what ldmatrix_transposed has loaded.
+template <int N> __device__ inline void values_operand(unsigned (&a)[4], const unsigned (&x)[N][4], int i) {
+    if constexpr (FP8) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)  // an element of both tokens, then the next one's
+            f16_pairs(__byte_perm(x[i / 2][i % 2 + 2 * h], 0, 0x3120), a[2 * h], a[2 * h + 1]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] = x[i][j];
+    }
+}
+
+// The softmax of GROUP heads over what one warp has seen, tokens as rows and heads as columns: of each 8 heads a lane
+// has the two from lane % 4 * 2 on, of each 16 elements of a value the two of `element`: those at lane / 4 and 8 below,
+// or where FP8 neighbours, as values_operand hands them over. Where FP8, `o` adds up codes, and a token's weight and
+// `top` have its value's scale in them, which `sum` has not: o / sum is the mean of values.
+struct OnlineSoftmax {
+    float top[ROWS / 8][2], sum[ROWS / 8][2], o[DIM / 16][ROWS / 8][4];
+
+    __device__ static int element(int j) {
+        const int lane = threadIdx.x % 32;
+        return FP8 ? lane / 4 * 2 + j : lane / 4 + j * 8;
+    }
+    __device__ OnlineSoftmax() {
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++) {
+            top[h][0] = top[h][1] = MINUS_INFINITY, sum[h][0] = sum[h][1] = 0;
+#pragma unroll
+            for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) o[i][h][j] = 0;
+        }
+    }
+    __device__ void take_newest(const Heads& heads) {
+        const int lane = threadIdx.x % 32;
+        const float log = FP8 ? heads.v_exponent - 127 : 0, inverse = FP8 ? inverse_scale(heads.v_exponent) : 1;
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const int head = h * 8 + lane % 4 * 2 + j;
+                top[h][j] = head < GROUP ? heads.scores[head] + log : 0, sum[h][j] = lane < 4 ? inverse : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) o[i][h][j] = to_float(heads.v[i * 16 + element(j / 2)]);
+        }
+    }
+    // 16 tokens, of which those from `from` to `to` count: p will be their weights as the second operand of matmuls.
+    __device__ void take(float (&s)[2][4], int from, int to, float scale, float softcap, const TileScales& by,
+                         unsigned (&p)[ROWS / 8][2]) {
+        const int lane = threadIdx.x % 32;
+        const float inverses[2] = {FP8 ? by.inverses[0] : 1, FP8 ? by.inverses[1] : 1};
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int token = i / 2 * 8 + lane / 4;
+                float y = score<SOFTCAP>(FP8 ? s[h][i] * by.keys[i / 2] : s[h][i], scale, softcap);
+                if (FP8) y += by.logs[i / 2];
+                s[h][i] = token >= from && token < to ? y : MINUS_INFINITY;
+            }
+            float best[2] = {fmaxf(s[h][0], s[h][2]), fmaxf(s[h][1], s[h][3])};
+            across(best);
+            float shrink[2];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                best[j] = fmaxf(best[j] - LIFT, top[h][j]);
+                shrink[j] = exp2_approx(top[h][j] - best[j]);  // some token counts: best is a number
+                top[h][j] = best[j];
+                s[h][j] = exp2_approx(s[h][j] - best[j]), s[h][2 + j] = exp2_approx(s[h][2 + j] - best[j]);
+                sum[h][j] = sum[h][j] * shrink[j] + s[h][j] * inverses[0] + s[h][2 + j] * inverses[1];
+            }
+            p[h][0] = transpose_8x8(pack<Operand>(s[h][0], s[h][1])), p[h][1] = transpose_8x8(pack<Operand>(s[h][2], s[h][3]));
+            if (!__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) continue;
+#pragma unroll
+            for (int i = 0; i < DIM / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) o[i][h][j] *= shrink[j % 2];
+        }
+    }
+    // The largest of the lanes with the same heads: half of them look for one's, half for the other's.
+    __device__ static void across(float (&best)[2]) {
+        const bool upper = threadIdx.x & 16;
+        float mine = upper ? best[1] : best[0], other = upper ? best[0] : best[1];
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, other, 16));
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 8));
+        mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 4));
+        other = __shfl_xor_sync(~0u, mine, 16);
+        best[0] = upper ? other : mine, best[1] = upper ? mine : other;
+    }
+    // To shared memory: tops and sums [2, GROUP], values [GROUP, DIM].
+    __device__ void store(float* tops, float* values) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float all = sum[h][j];
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+                const int head = h * 8 + lane % 4 * 2 + j;
+                if (head >= GROUP) continue;
+                if (lane < 4) tops[head] = top[h][j], tops[GROUP + head] = all;
+#pragma unroll
+                for (int i = 0; i < DIM / 16; i++) {
+                    float* const to = values + head * DIM + i * 16;
+                    to[element(0)] = o[i][h][j], to[element(1)] = o[i][h][2 + j];
+                }
+            }
+    }
+};
+
+constexpr int SHARE = 2 * PAIRS;  // of a head's elements, of a lane
+typedef Vec<float, SHARE> Mean;
+
+struct Part {  // of what is known of a head: the lane's share of the mean of values, and its weight's logarithm
+    Mean mean;
+    float weight;
+};
+
+// Loads what those warps have stored of head g.
+__device__ inline Part merge(const float* tops, const float* values, int g) {
+    Part part = {{}, MINUS_INFINITY};
+    float top = MINUS_INFINITY, sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w * 2 * GROUP + g]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const float by = top == MINUS_INFINITY ? 0 : exp2_approx(tops[w * 2 * GROUP + g] - top);
+        const float* from = values + (w * GROUP + g) * DIM + head_lane() * SHARE;
+        const auto y = *(const Mean*)from;
+        sum += by * tops[(w * 2 + 1) * GROUP + g];
+#pragma unroll
+        for (int d = 0; d < SHARE; d++) part.mean.x[d] += by * y.x[d];
+    }
+    const float by = sum > 0 ? 1 / sum : 0;
+#pragma unroll
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
+    if (sum > 0) part.weight = top + log2f(sum);
+    return part;
+}
+
+__device__ inline void store_out(T* to, const Part& part) {
+    Vec<unsigned, SHARE / 2> y;
+#pragma unroll
+    for (int d = 0; d < SHARE / 2; d++) y.x[d] = pack<T>(part.mean.x[2 * d], part.mean.x[2 * d + 1]);
+    *(Vec<unsigned, SHARE / 2>*)(to + head_lane() * SHARE) = y;
+}
+
+// Index at which a run's part of a sequence is stored that begins there, as a run's last one may, or does not, as its
+// first one may.
+__device__ inline int place(int run, int head, bool begins, int g) {
+    return ((run * KV_HEADS + head) * 2 + begins) * GROUP + g;
+}
+
+__device__ inline void store_part(const Step& step, int place, const Part& part) {
+    const int lane = threadIdx.x % 32;
+    *(Mean*)(step.parts + place * DIM + head_lane() * SHARE) = part.mean;
+    if (lane == 0) step.sums[place] = part.weight;
+}
+
+__device__ inline Mean load_mean(const Step& step, int place) {
+    constexpr int AT_ONCE = SHARE < 4 ? 2 : 4;
+    Mean mean;
+    const float* from = step.parts + place * DIM + head_lane() * SHARE;
+#pragma unroll
+    for (int d = 0; d < SHARE; d += AT_ONCE)
+        if constexpr (AT_ONCE == 2) {
+            const float2 y = __ldcg((const float2*)(from + d));
+            mean.x[d] = y.x, mean.x[d + 1] = y.y;
+        } else {
+            const float4 y = __ldcg((const float4*)(from + d));
+            mean.x[d] = y.x, mean.x[d + 1] = y.y, mean.x[d + 2] = y.z, mean.x[d + 3] = y.w;
+        }
+    return mean;
+}
+
+__device__ inline Part load_part(const Step& step, int place) {
+    return {load_mean(step, place), __ldcg(step.sums + place)};
+}
+
+// All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane
+// each has the weight, and two batches of means are under way.
+__device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
+    constexpr int BATCH = 32 / SHARE, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
+    const int lane = threadIdx.x % 32;
+    float sum = 0;  // to be added up over the lanes
+#pragma unroll 1
+    for (int begin = 1; begin < divided.count; begin += 32) {
+        const int first = place(divided.first + begin, head, false, g), left = divided.count - begin;
+        Mean means[2][BATCH];
+        auto load = [&](int batch) {
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                means[batch % 2][j] = {};
+                const int i = batch * BATCH + j;
+                if (i < left) means[batch % 2][j] = load_mean(step, first + i * APART);
+            }
+        };
+        const float mine = lane < left ? __ldcg(step.sums + first + lane * APART) : MINUS_INFINITY;
+        load(0), load(1);
+        const float top = fmaxf(part.weight, warp_max(mine));
+        const float old = part.weight == MINUS_INFINITY ? 0 : exp2_approx(part.weight - top);
+        const float by = mine == MINUS_INFINITY ? 0 : exp2_approx(mine - top);
+        sum = (begin > 1 ? sum * old : lane == 0 ? old : 0) + by;  // of `part` itself 1
+        part.weight = top;
+#pragma unroll
+        for (int d = 0; d < SHARE; d++) part.mean.x[d] *= old;
+#pragma unroll
+        for (int batch = 0; batch < 32 / BATCH; batch++) {
+            if (batch * BATCH >= left) break;
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const float of_part = __shfl_sync(~0u, by, batch * BATCH + j);
+#pragma unroll
+                for (int d = 0; d < SHARE; d++)
+                    part.mean.x[d] = fmaf(of_part, means[batch % 2][j].x[d], part.mean.x[d]);
+            }
+            if (batch + 2 < 32 / BATCH) load(batch + 2);
+        }
+    }
+    sum = warp_sum(sum);
+    const float by = sum > 0 ? 1 / sum : 0;
+#pragma unroll
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
+    if (SINKS && sum > 0) part.weight += log2f(sum);
+    return part;
+}
+
+// All of a sequence's head, whose sink takes part in its softmax: a logit without a value.
+__device__ inline Part with_sink(Part part, float sink) {
+    const float by = 1 / (1 + exp2_approx(sink * LOG2_E - part.weight));  // 0 of an empty sequence
+#pragma unroll
+    for (int d = 0; d < SHARE; d++) part.mean.x[d] *= by;
+    return part;
+}
+
+// A warp takes 16 tokens of a tile of keys and values in shared memory.
+constexpr int LOADS = TOKEN_BYTES / 32;                // of 16 tokens by 32 bytes
+typedef unsigned Fragments[LOADS][4];                 // keys or values, as ldmatrix loads them
+typedef unsigned QueryFragments[DIM / 16][ROWS / 4];  // q as the second operand of matmuls, of each 8 heads two
+
+// Offset of 16 bytes of a token's run in a tile, in which the runs of a token stand side by side: TMA's
+// swizzle permutes a run's 16-byte vectors by the number of its 128 bytes, which are 8 / PIECES runs. So 8 tokens'
+// vectors lie in different banks where RUNS is odd.
+__device__ inline unsigned lies(int token, int run, int piece) {
+    const int at = token * RUNS + run;
+    return at * RUN_BYTES + (piece ^ at / (8 / PIECES) % PIECES) * 16;
+}
+
+__device__ __forceinline__ void load_queries(QueryFragments& queries, const Heads& heads, int lane) {
+#pragma unroll
+    for (int i = 0; i < DIM / 16; i++)
+        ldmatrix(queries[i],
+                 smem_address(heads.rotated + (lane / 16 * 8 + lane % 8) % ROWS * WIDE + i * 16 + lane / 8 % 2 * 8));
+}
+
+__device__ __forceinline__ void load_keys(Fragments& x, unsigned tile, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 16;
+        ldmatrix(x[i], tile + lies(row, i * 2 / PIECES, piece));
+    }
+}
+
+__device__ __forceinline__ void load_values(Fragments& x, unsigned tile, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 8 % 2;
+        ldmatrix_transposed(x[i], tile + lies(row, i * 2 / PIECES, piece));
+    }
+}
+
+// Values of tokens that do not count become zeros: whatever lies there, a NaN too, stays out.
+__device__ __forceinline__ void clear_values(unsigned tile, int first, int last, int warp, int lane) {
+    for (int i = lane; i < 16 * PIECES * RUNS; i += 32) {
+        const int row = i / PIECES % 16;
+        if (row < first || row >= last) zero_smem(tile + lies(warp * 16 + row, i / (16 * PIECES), i % PIECES));
+    }
+    __syncwarp();
+}
+
+// s, which is zero: scores of 8 heads each. Those of 8 alone are summed up by even and by odd i, then both.
+__device__ __forceinline__ void compute_scores(float (&s)[2][4], const Fragments& x, const QueryFragments& queries) {
+#pragma unroll
+    for (int i = 0; i < DIM / 16; i++) {
+        unsigned keys[4];
+        keys_operand(keys, x, i);
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++)
+            mma<Operand>(s[ROWS == 16 ? h : i % 2], keys, queries[i][2 * h], queries[i][2 * h + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[0][i] += ROWS == 8 ? s[1][i] : 0;
+}
+
+// Adds values times their weights p.
+__device__ __forceinline__ void add_values(OnlineSoftmax& softmax, const Fragments& x,
+                                           const unsigned (&p)[ROWS / 8][2]) {
+#pragma unroll
+    for (int i = 0; i < DIM / 16; i++) {
+        unsigned values[4];
+        values_operand(values, x, i);
+#pragma unroll
+        for (int h = 0; h < ROWS / 8; h++) mma<Operand>(softmax.o[i][h], values, p[h][0], p[h][1]);
+    }
+}
+
 static_assert(!FP8 || BOX == SIZE, "a box has its block's scales");
 static_assert(DIM % (32 / BYTES) == 0 && LANES <= 32, "heads are of whole matmuls, and of at most 256 elements");
 static_assert(FEW * RUNS % 8 == 0 && BOX % FEW == 0, "a box is of whole swizzles");
@@ -240,7 +817,7 @@ __device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& b
     } while (way.next());
 }
 
-// What the block's warps have stored of a sequence goes to `out`. Where other runs have parts of it, too, the block
+// Writes what the block's warps have stored of a sequence to `out`. Where other runs have parts of it, too, the block
 // that comes to it last adds them up; the others store theirs.
 __device__ __forceinline__ void finish_sequence(const Step& step, const Buffers& buffers, const SharedState& state,
                                                 const Way& way, const Span& span, int run, int head, int warp) {
@@ -270,7 +847,7 @@ __device__ __forceinline__ void finish_sequence(const Step& step, const Buffers&
     if (!whole && threadIdx.x == 0) *count = 0;
 }
 
-// The other warps: attention over the run, each to 16 tokens of every tile.
+// Attention of the other warps over the run, each to 16 tokens of every tile.
 __device__ __forceinline__ void attend_run(const Step& step, const Buffers& buffers, const SharedState& state, Way& way,
                                            int run, int head, int warp, int lane) {
     int t = 0, item = 0;

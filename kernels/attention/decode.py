@@ -10,15 +10,31 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..candidate import Candidate
 from ..device import HALF_SHARED, current_stream, device_caps
 from ..rope.fp8_cache import E4M3
-from .backend import LOG2_E, CurrentKV
-from .kv_boxes import boxed, tensor_maps
+from ..rope.rope import CurrentKV
+from .backend import LOG2_E, Part
+from .kv_boxes import DIMS, boxed, tensor_maps
 
 SEQUENCES = 512  # at most: a block counts what is read of each
 LEAST = 4  # tiles that are worth a block of their own, and adding its result to the others'
 RUN_BYTES = 128  # of a token, that lie together in shared memory, or a half or quarter of them
 FEW_BYTES = 1024  # about what of a sequence's last box, which is half empty on average, is fetched at a time
+
+
+def supports(part: Part) -> bool:
+    if not part.decodes or part.rows.query_len > 1 or part.values.shape != part.keys.shape:
+        return False
+    return supports_decode(part.stop, part.q, part.keys, part.current_kv, part.scales)
+
+
+def run(part: Part) -> None:
+    rows = part.rows
+    decode(
+        part.stop, part.q, part.keys, part.values, rows.block_tables, rows.lengths, part.out, *part.params,
+        part.current_kv, part.scales,
+    )  # fmt: skip
 
 
 def supports_decode(
@@ -46,10 +62,11 @@ def decode(
     head_dim], out contiguous.
 
     With `current_kv`, q is neither normed nor rotated yet, and the caches do not hold these tokens yet. What has made
-    q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote.
+    q, k and v, a GEMM, may still run: all else that is read must be what the kernels before that one wrote. Where
+    nothing shows that for lengths and tables, the kernel starts when all before it has ended.
     """
     (_, heads, dim), (_, size, kv_heads, _), device = q.shape, keys.shape, q.device
-    # What a kernel of rotated tokens does not touch.
+    # Stand-ins for arguments that a kernel of rotated tokens does not touch.
     k, v, (cos, sin, *_), norms, slots = current_kv or (q, q, (q, q), None, lengths)
     q_weight, k_weight, eps = norms or (q, q, 0.0)
     kernel, threads, shared, boxes = _made(
@@ -62,7 +79,7 @@ def decode(
         (grid, 1, 1), threads, *tensor_maps(keys, values, *boxes), q, k, v, cos, sin, q_weight, k_weight, slots, keys,
         values, sums if scales is None else scales, tables, lengths, out, parts, sums, jit.counters(device, stream),
         sums if sinks is None else sinks, n, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale * LOG2_E,
-        float(eps), float(softcap), shared=shared,
+        float(eps), float(softcap), shared=shared, overlap=current_kv is None or jit.settled(tables, lengths),
     )  # fmt: skip
 
 
@@ -95,11 +112,11 @@ def _made(
 
 @functools.cache
 def _parts(device: torch.device, stream: int, grid: int, group: int, dim: int) -> tuple[Tensor, Tensor]:
-    """What blocks leave for each other of sequences in several parts: means [grid, 2, group, dim] f32, and sums behind
-    them.
+    """Partial results of sequences in several parts, which blocks leave for each other: means [grid, 2, group, dim]
+    f32, and sums behind them.
 
     Of one stream, as jit.counters: its kernels use them one after the other. Graphs keep their address, so they stay;
-    where a capture is the first to ask, they are of its graphs' memory, and that is nobody else's while they are.
+    where a capture is the first to ask, they are of its graphs' memory, which nothing else uses while they are.
     """
     parts = torch.empty(grid * 2 * group * (dim + 1), dtype=torch.float32, device=device)
     return parts, parts[grid * 2 * group * dim :]
@@ -128,3 +145,11 @@ def room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
     tile = 2 * decode_tile(dim) * (dim * wide + (wide == 1))
     stages = min(6, (HALF_SHARED - rest) // tile)
     return stages, rest + stages * tile
+
+
+CANDIDATE = Candidate(
+    "decode.cu", "sm_90, sm_100",
+    f"decoding rows of one token, up to {SEQUENCES}; heads of {DIMS[0]} to {DIMS[-1]} elements, a multiple of "
+    f"{DIMS.step}; f16 or bf16, caches of the same or of e4m3",
+    supports, run,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention do beside their loops over keys; imported on GPUs alone."""
+"""Parts of Triton's attention kernels outside their loops over keys; imported on GPUs alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ..rope.fp8_triton import exponent_of, round_trip
 
 @triton.jit
 def kv_splits(
-    length, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr
-):
-    """Of a sequence: the first token that is read from the cache and where they end; how many each split has, whole
-    tiles; and how many splits there are."""
+    length, TILE: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
+    QUERY: tl.constexpr,
+):  # fmt: skip
+    """The first token that any of a sequence's QUERY newest ones reads from the cache, and where they end; how many
+    tokens each split has, whole tiles; and how many splits there are."""
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
+        first = tl.maximum(length - (WINDOW + QUERY - 1), 0)
     last = tl.maximum(length - ROTATE, 0)
     count = tl.minimum(tl.maximum((last - first + PART // 2) // PART, 1), SPLITS)
     each = tl.maximum(tl.cdiv(tl.cdiv(last - first, count), TILE), 1) * TILE
@@ -25,7 +26,7 @@ def kv_splits(
 
 @triton.jit
 def slots_of(tables, positions, valid, BLOCK: tl.constexpr):
-    """Where the cache holds these positions of the sequence whose block table starts at `tables`."""
+    """Cache slots of these positions of the sequence whose block table starts at `tables`."""
     blocks = tl.load(tables + positions // BLOCK, mask=valid, other=0)
     return blocks.to(tl.int64) * BLOCK + positions % BLOCK
 
@@ -46,7 +47,7 @@ def rotate(a, b, cos, sin, weight, dims, eps, DIM: tl.constexpr, HALF: tl.conste
 
 @triton.jit
 def cos_and_sin(cos, sin, b, dims, DIM: tl.constexpr, HALF: tl.constexpr):
-    """What `rotate` takes, of row b of cos and sin [B, DIM]."""
+    """The operands of `rotate`, from row b of cos and sin [B, DIM]."""
     mask = (dims < HALF)[None, :]
     by_cos = tl.load(cos + b * DIM + dims[None, :], mask=mask, other=0.0)
     return by_cos, tl.load(sin + b * DIM + HALF + dims[None, :], mask=mask, other=0.0)
@@ -116,26 +117,36 @@ def with_sink(total, top, sinks, mask):
 
 
 @triton.jit
+def out_rows(first, queries, HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY: tl.constexpr):
+    """Rows of out [tokens, HEADS] that a key head's queries have, token by token and of each its GROUP query heads.
+    first: the row of the first."""
+    if QUERY == 1:
+        return first + queries
+    return first + queries // GROUP * HEADS + queries % GROUP
+
+
+@triton.jit
 def combine(
-    parts, sums, out, sinks, row, count, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    parts, sums, out, sinks, row, to, count, DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, QUERY: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows row:row + GROUP of out [rows, DIM] from `count` parts each, weighted by their sums. sinks: of these rows."""
-    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    """The rows of out [rows, DIM] of a key head's QUERY * GROUP queries, which begin with `to`, from `count` parts
+    each, weighted by their sums: of rows from `row` on. sinks: of the query heads."""
+    ROWS: tl.constexpr = triton.next_power_of_2(QUERY * GROUP)
     # Parts at once: as many as fit in registers, for each round waits for memory.
-    MOST: tl.constexpr = triton.cdiv(8192, HEADS * PADDED)
+    MOST: tl.constexpr = triton.cdiv(8192, ROWS * PADDED)
     AHEAD: tl.constexpr = MOST if MOST < SPLITS else SPLITS
-    heads, splits, dims = tl.arange(0, HEADS), tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    mine = (heads < GROUP)[:, None]
-    first = (row + heads)[:, None] * SPLITS
+    queries, splits, dims = tl.arange(0, ROWS), tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    mine = (queries < QUERY * GROUP)[:, None]
+    first = (row + queries)[:, None] * SPLITS
     # Past the first-level cache, which need not see what other multiprocessors have written.
     every = tl.load(sums + first + splits[None, :], mask=mine & (splits < count)[None, :], other=float("-inf"),
                     cache_modifier=".cg")  # fmt: skip
     top = tl.max(tl.where(mine, every, 0.0), 1)[:, None]
     total = tl.sum(tl.exp2(every - top), 1)
     if SINKS:
-        total = with_sink(total, tl.max(top, 1), sinks + heads, heads < GROUP)
-    acc = tl.zeros([HEADS, PADDED], tl.float32)
+        total = with_sink(total, tl.max(top, 1), sinks + queries % GROUP, queries < QUERY * GROUP)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
     for at in range(0, count, AHEAD):
         split = at + tl.arange(0, AHEAD)[None, :]
         mask = mine & (split < count)
@@ -146,30 +157,36 @@ def combine(
         )  # fmt: skip
         acc += tl.sum(x * weights[:, :, None], 1)
     y = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = out + (row + heads)[:, None] * DIM + dims[None, :]
+    at = out + out_rows(to, queries, HEADS, GROUP, QUERY)[:, None] * DIM + dims[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=mine & (dims < DIM)[None, :])
 
 
 @triton.jit
 def store_or_combine(
-    acc, total, best, out, parts, sums, arrived, sinks, row, heads, split, count, DIM: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    acc, total, best, out, parts, sums, arrived, sinks, row, to, split, count, DIM: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY: tl.constexpr,
+    SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What one of `count` splits has of rows `heads`, which begin with `row`: the only one's goes to `out`. Of several
-    each goes to parts [B, HEADS, SPLITS, DIM] f32, the log2 of its sum to `sums`, and the program that finds in
-    `arrived`, which is zero between calls, that the others have done so combines them. sinks: of these rows."""
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    """Store what one of `count` splits has of a key head's QUERY * GROUP queries: the only one's goes to `out`, from
+    row `to` on by out_rows. Of several each goes to parts [B, KV_HEADS, QUERY, GROUP, SPLITS, DIM] f32, the log2
+    of its sum to `sums`, both from `row` on, and the program that finds in `arrived`, which is zero between calls, that
+    the others have done so combines them. sinks: of the query heads."""
+    queries, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    real, rows = queries < QUERY * GROUP, row + queries
     whole = total
     if SINKS:  # counted once: of several parts by who adds them up
-        whole = tl.where(count == 1, with_sink(total, best, sinks + rows, rows < GROUP), total)
+        whole = tl.where(count == 1, with_sink(total, best, sinks + queries % GROUP, real), total)
     acc = acc / tl.where(whole > 0, whole, 1.0)[:, None]  # an empty row gives zeros
-    mask = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    tl.store(out + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask & (count == 1))
+    mask = real[:, None] & (dims < DIM)[None, :]
+    at = out + out_rows(to, queries, HEADS, GROUP, QUERY)[:, None] * DIM + dims[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask & (count == 1))
     if SPLITS > 1 and count > 1:
-        tl.store(sums + heads * SPLITS + split, best + tl.log2(total), mask=rows < GROUP)
-        tl.store(parts + (heads * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
+        tl.store(sums + rows * SPLITS + split, best + tl.log2(total), mask=real)
+        tl.store(parts + (rows * SPLITS + split)[:, None] * DIM + dims[None, :], acc, mask=mask)
         tl.debug_barrier()  # all threads' stores, before the one thread that tells of them
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
-            combine(parts, sums, out, sinks, row, count, DIM, PADDED, GROUP, SPLITS, SINKS)
+            combine(
+                parts, sums, out, sinks, row, to, count, DIM, PADDED, HEADS, GROUP, QUERY, SPLITS, SINKS
+            )  # fmt: skip
             tl.store(arrived, 0)

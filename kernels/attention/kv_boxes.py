@@ -1,4 +1,4 @@
-"""What TMA brings to decode.cu and prefill.cu: boxes of a cache's blocks."""
+"""TMA boxes for decode.cu and prefill.cu: boxes of a cache's blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _takes(heads: int, kv_heads: int, dim: int, size: int) -> bool:
 def tensor_maps(
     keys: Tensor, values: Tensor, boxes: tuple[int, ...], runs: int = 0, run: int = 64
 ) -> tuple[jit.TensorMap, ...]:
-    """Of keys and of values, for each of `boxes`, tokens of a head; runs and run as jit.TensorMap has them."""
+    """TMA maps of keys and of values, for each of `boxes`, tokens of a head; runs and run as jit.TensorMap has them."""
     blocks, size, kv_heads, dim = keys.shape
     width = kv_heads * dim * keys.element_size() // 2  # maps count elements of two bytes
     return _maps(keys.data_ptr(), values.data_ptr(), blocks * size, width, boxes, runs, run)

@@ -5,7 +5,7 @@ rope]. A head's keys and values are linear in the latent, so there are two ways 
 
 - absorbed: queries are multiplied with the keys' weights, and attend to the latents as to one key head, whose first
   part is the value, too; what comes out is multiplied with the values' weights. Nothing is expanded.
-- expanded: the context's latents are multiplied with both first. A pair of tokens then takes a third of the
+- expanded: the context's latents are multiplied with both first. A query and a key then take a third of the
   multiply-adds, in DeepSeek's sizes. This way is for many tokens of a sequence at once.
 """
 
@@ -76,11 +76,11 @@ def store_and_attend(
     q: Tensor, latents: Tensor, norm: LatentNorm, cos_sin: CosSin, cache: Tensor, up: Tensor, rows: AttentionMetadata,
     params: AttentionParams, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """rope_and_store_latents and then latent_attention of the same tokens; rows say their slots. Decoding sequences
+    """rope_and_store_latents and then latent_attention of the same tokens; rows give their slots. Decoding sequences
     alone take fewer kernels on GPUs."""
     if len(q) == 0:
         return q.new_empty(0, q.shape[1] * (up.shape[1] - q.shape[2] + cache.shape[2] - up.shape[2]))
-    if not q.is_cuda or len(q) != rows.num_decodes:
+    if not q.is_cuda or len(q) != rows.num_decodes:  # as with several tokens of a sequence
         rope_and_store_latents(q, latents, norm, cos_sin, cache, rows.slots, scales)
         return latent_attention(q, cache, up, rows, params, scales)
     from . import mla_store_triton, mla_triton
@@ -107,7 +107,7 @@ def latent_attention(
     nope = q.shape[2] - (cache.shape[2] - latent)
     out = q.new_empty(*q.shape[:2], up.shape[1] - nope)
     expanded = n < len(rows.query_lens) and expands(rows, cache.shape[2] - nope - latent, up)
-    absorbed = n if expanded else len(q)
+    absorbed = n * rows.query_len if expanded else len(q)
     if absorbed:
         stops = [n] if expanded else [n, len(rows.query_lens)]
         attend_absorbed(q[:absorbed], cache, up, rows, params, stops, out[:absorbed], scales)
@@ -168,7 +168,7 @@ class Context(NamedTuple):
 
 
 def contexts(rows: AttentionMetadata, block_size: int) -> list[Context]:
-    """Of a step's sequences that do not decode; made once a step."""
+    """Contexts of a step's sequences that do not decode; made once a step."""
     found = rows.scratch.get("mla contexts")
     if found is None:
         found = rows.scratch["mla contexts"] = list(_make_contexts(rows, block_size))
@@ -177,7 +177,7 @@ def contexts(rows: AttentionMetadata, block_size: int) -> list[Context]:
 
 def _make_contexts(rows: AttentionMetadata, block_size: int) -> Iterator[Context]:
     start, stop, count = rows.num_decodes, rows.num_decodes, len(rows.kv_lens)
-    row = rows.num_decodes
+    row = rows.num_decodes * rows.query_len
     while start < count:
         total = 0
         while stop < count and (stop == start or total + rows.kv_lens[stop] <= CONTEXT):

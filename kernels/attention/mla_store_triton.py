@@ -1,6 +1,6 @@
 """Stores the latents of multi-head latent attention on GPUs, in Triton (mla.py); imported on GPUs alone.
 
-Where all sequences decode, one kernel also multiplies queries with the keys' weights: nobody reads them otherwise.
+Where all sequences decode, one kernel also multiplies queries with the keys' weights: they are unused otherwise.
 Beside prompts another does, of rotated queries.
 """
 
@@ -178,7 +178,8 @@ def _keys_weights(up, head, dims, columns, NOPE: tl.constexpr, UP: tl.constexpr,
 def _absorb(
     from_q, w, to, there, dims, columns, NOPE: tl.constexpr, LATENT: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """These columns of latent queries at `to`: q's rows at from_q times w. from_q, to and there are [rows, 1]."""
+    """Stores these columns of latent queries at `to`: q's rows at from_q times w. from_q, to and there are [rows,
+    1]."""
     x = tl.load(from_q + dims[None, :], mask=there & (dims < NOPE)[None, :], other=0.0)
     y = tl.dot(x, w, input_precision=PRECISION)
     tl.store(to + columns[None, :], y.to(to.dtype.element_ty), mask=there & (columns < LATENT)[None, :])

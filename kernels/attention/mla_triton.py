@@ -1,4 +1,4 @@
-"""Multi-head latent attention on GPUs, in Triton (mla.py says what is computed); imported on GPUs alone.
+"""Multi-head latent attention on GPUs, in Triton (mla.py documents the computation); imported on GPUs alone.
 
 As a backend it attends to latents as they are cached: one key head of [latent + rope] elements for all query heads,
 whose first part is the value, too. A tile of the cache is read once for both. Long sequences of a decode step are split
@@ -85,23 +85,32 @@ def _splits(length, most, fill, SPLIT: tl.constexpr, TILE: tl.constexpr):
     return tl.maximum(tl.cdiv(length, each), 1), each
 
 
+@triton.jit
+def _seen(lengths, token, QUERY: tl.constexpr):
+    """How many tokens of its sequence a token sees, of which each sequence has QUERY; 0 where the sequence has none."""
+    if QUERY == 1:
+        return tl.load(lengths + token)
+    return tl.maximum(tl.load(lengths + token // QUERY) - (QUERY - 1) + (token % QUERY).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["table_row", "most", "fill"])  # they differ from step to step
 def decode_kernel(
     q, cache, scales, tables, lengths, out, parts, sums, scale, q_row, table_row, most, fill,
     HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence for HEADS_EACH query heads, in ROWS rows.
+    """One part of one sequence for HEADS_EACH query heads of one of its QUERY newest tokens, in ROWS rows. The heads
+    fill them: rows of several tokens would read the cache no less often.
 
-    A sequence of one part is written to `out` [B, HEADS, LATENT]. Of several parts each goes to `parts`
-    [B, HEADS, most, LATENT] f32, and the log2 of its sum to `sums` [B, HEADS, most].
+    A token of one part is written to `out` [B * QUERY, HEADS, LATENT]. Of several parts each goes to `parts`
+    [B * QUERY, HEADS, most, LATENT] f32, and the log2 of its sum to `sums` [B * QUERY, HEADS, most].
     """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     b, group, split = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.program_id(2)
-    length = tl.load(lengths + b)
+    length = _seen(lengths, b, QUERY)
     count, each = _splits(length, most, fill, SPLIT, TILE)
     if split >= count:
         return
@@ -114,7 +123,7 @@ def decode_kernel(
     seen = tl.zeros([ROWS], tl.int32) + length
     start = split * each
     y, total = _latent_tiles(
-        x, xr, cache, scales, tables + b * table_row, start, tl.minimum(start + each, length), seen, scale,
+        x, xr, cache, scales, tables + b // QUERY * table_row, start, tl.minimum(start + each, length), seen, scale,
         LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, FP8, PRECISION,
     )  # fmt: skip
     row = b * HEADS + heads
@@ -130,15 +139,15 @@ def decode_kernel(
 def combine_kernel(
     parts, sums, lengths, out, most, fill,
     HEADS: tl.constexpr, EACH: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
-    MOST: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    MOST: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS elements of EACH heads of a sequence of several parts: `out` [B, HEADS, LATENT] from its parts, weighted
-    by their sums."""
+    """COLUMNS elements of EACH heads of a token of several parts: `out` [B * QUERY, HEADS, LATENT] from its parts,
+    weighted by their sums."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     b = tl.program_id(1).to(tl.int64)
-    count, _ = _splits(tl.load(lengths + b), most, fill, SPLIT, TILE)
+    count, _ = _splits(_seen(lengths, b, QUERY), most, fill, SPLIT, TILE)
     if count == 1:
         return
     heads, columns = tl.program_id(2) * EACH + tl.arange(0, EACH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -269,10 +278,10 @@ def supports(part: Part) -> bool:
 
 
 def plan(part: Part) -> int:
-    """Of decoding sequences: how many KV splits each has at most. Of prompts: the most tokens of one."""
+    """The largest number of KV splits of a decoding sequence, or the maximum of a prompt's tokens."""
     if not part.decodes:
         return max(part.rows.query_lens[part.first : part.stop])
-    programs = part.stop * triton.cdiv(part.q.shape[1], GROUP)
+    programs = part.stop * part.rows.query_len * triton.cdiv(part.q.shape[1], GROUP)
     return choose_kv_splits(programs, max(part.rows.kv_lens[: part.stop]), device_caps(part.q.device).num_sms)
 
 
@@ -280,7 +289,7 @@ def run(part: Part, plan: int) -> None:
     cache, latent, rows, scale = part.keys[:, :, 0], part.values.shape[3], part.rows, part.params.scale
     if part.decodes:
         q, out = part.decoding
-        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan, part.scales)
+        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan, part.scales, rows.query_len)
     else:
         starts, count = rows.query_starts, part.stop - part.first
         tables, lengths = rows.block_tables, rows.lengths
@@ -307,11 +316,12 @@ def _bytes(cache: Tensor) -> Tensor:
 
 def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
-    scales: Tensor | None = None, tile: int = 0, split: int = SPLIT, fill: int = 0, stages: int = 2,
+    scales: Tensor | None = None, query_len: int = 1, tile: int = 0, split: int = SPLIT, fill: int = 0,
+    stages: int = 2,
 ) -> None:  # fmt: skip
-    """The newest token of each of n sequences, of up to `most` splits: q [n, heads, latent + rope], out [n, heads,
-    latent], contiguous. A sequence of length 0 gives zeros. fill: splits of a sequence that find a multiprocessor idle;
-    asked of the device unless given."""
+    """n tokens, the query_len newest of each sequence, of up to `most` splits: q [n, heads, latent + rope], out [n,
+    heads, latent], contiguous. A sequence of length 0 gives zeros. fill: splits of a sequence that find a
+    multiprocessor idle; asked of the device unless given."""
     n, heads, width = q.shape
     tile, groups, overlap = tile or (64 if _roomy(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
     fill = fill or (device_caps(q.device).num_sms // (n * groups) if q.is_cuda else 1)
@@ -324,14 +334,14 @@ def decode(
         q.stride(0), tables.stride(0), most, fill,
         heads, GROUP, latent, width - latent, GROUP, max(16, triton.next_power_of_2(latent)),
         max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
-        dot_precision(q), overlap, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
+        dot_precision(q), overlap, query_len, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
     )  # fmt: skip
     if most > 1:
         each = 1 if n < COMBINED_HEADS_FROM else GROUP
         columns = min(COLUMNS, triton.next_power_of_2(latent))
         combine_kernel[triton.cdiv(latent, columns), n, triton.cdiv(heads, each)](
             parts, sums, lengths, out, most, fill, heads, each, latent, columns, GROUP // each, MOST_KV_SPLITS, split,
-            tile, overlap, num_warps=4, launch_pdl=overlap,
+            tile, overlap, query_len, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
 
 

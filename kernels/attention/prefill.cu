@@ -76,7 +76,7 @@ struct Rowwise {
     }
 };
 
-// As the operand of a matmul: not while matmuls are under way that read the one before.
+// Packs weights as the operand of a matmul: not while matmuls are under way that read the one before.
 __device__ inline void pack(unsigned (&p)[TILE / 16][4], float (&s)[TILE / 2]) {
     fence_registers(s);
 #pragma unroll
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[TILE / 2], unsigned (&q
     wgmma_commit();
 }
 
-// The same with a tile's values, times their weights.
+// Multiplies a tile's values by their weights.
 __device__ __forceinline__ void multiply_values(float (&o)[DIM / 2], unsigned (&p)[TILE / 16][4], unsigned tile) {
     fence_registers(o);
     wgmma_fence();
@@ -160,9 +160,9 @@ __device__ __forceinline__ void clear_rest(unsigned values, int stage, int valid
     fence_async_proxy();
 }
 
-// What has been summed up, where a tile has a row's largest score.
+// Rescales the sums where a tile has a row's largest score.
 __device__ __forceinline__ void shrink(float (&o)[DIM / 2], const Rowwise& rows) {
-    // Of long heads there is as much to shrink as to multiply, and mostly for nothing.
+    // Long heads have as much to shrink as to multiply, and mostly for nothing.
     if (!Q_SHARED || __any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1))
 #pragma unroll
         for (int k = 0; k < DIM / 2; k++) o[k] *= rows.shrink[k / 2 % 2];

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..candidate import Candidate
 from ..rope import fp8_cache
 from .backend import AttentionMetadata, AttentionParams, Part
 
@@ -22,7 +23,7 @@ GATHER_BYTES = 1 << 20
 # which cost less than the calls of one more group.
 PADDING = 0.25
 SLACK = 256
-# Query rows of a prompt per call: the causal mask is [PIECE, keys], and keys after a piece are not touched.
+# Query rows of a prompt per call: the causal mask is [PIECE, keys], and keys after these are not touched.
 PIECE = 256
 
 
@@ -36,14 +37,14 @@ def paged_attention_reference(
     for first, stop in ((0, n), (n, count)):
         if first < stop:
             part = Part(q, keys, values, rows, params, first, stop, out, scales)
-            run(part, plan(part))
+            run(part)
     return out.flatten(1)
 
 
 @dataclass(slots=True)
 class _Group:
-    """Sequences that are computed together: decoding ones start:stop in the plan's order, or one with T-rows
-    start:stop."""
+    """Rows that are computed together: the decoding sequences' tokens start:stop in the plan's order, or one sequence
+    with T-rows start:stop."""
 
     start: int
     stop: int
@@ -53,10 +54,10 @@ class _Group:
 
 @dataclass(slots=True)
 class _Plan:
-    order: Tensor | None  # [D]: decode rows in the groups' order; None: as they are
+    order: Tensor | None  # [D]: decoding sequences' tokens in the groups' order; None: as they are
     groups: list[_Group]
-    # Where keys and values are gathered, [most slots, kv_heads, dim] each: one piece of memory for all groups of all
-    # layers stays in the core's cache, and costs its page faults once.
+    # Memory into which keys and values are gathered, [most slots, kv_heads, dim] each: one allocation for all
+    # groups of all layers stays in the core's cache, and costs its page faults once.
     rooms: tuple[Tensor, Tensor]
 
     def gather(self, part: Part, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,20 +96,21 @@ def plan(part: Part) -> _Plan:
     return found
 
 
-def run(part: Part, plan: _Plan) -> None:
+def run(part: Part) -> None:
+    made = plan(part)
     if not part.decodes:
-        for one in plan.groups:
-            k, v = plan.gather(part, one.slots)
+        for one in made.groups:
+            k, v = made.gather(part, one.slots)
             attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
         return
-    n = part.stop
-    rows_q = part.q[:n] if plan.order is None else part.q.index_select(0, plan.order)
+    n = part.stop * part.rows.query_len
+    rows_q = part.q[:n] if made.order is None else part.q.index_select(0, made.order)
     done = []
-    for group in plan.groups:
-        k, v = plan.gather(part, group.slots)
+    for group in made.groups:
+        k, v = made.gather(part, group.slots)
         done.append(_decode(rows_q[group.start : group.stop], k, v, group.mask, part.params))
-    if plan.order is not None:
-        part.out.index_copy_(0, plan.order, torch.cat(done))
+    if made.order is not None:
+        part.out.index_copy_(0, made.order, torch.cat(done))
     elif done:
         torch.cat(done, out=part.out[:n])
 
@@ -117,7 +119,9 @@ def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
     rows, keys, window = part.rows, part.keys, part.params.window
     block_size, device = keys.shape[1], keys.device
     row_bytes = keys.shape[2] * keys.shape[3] * 4  # gathered keys are f32
-    lens = [min(n, window) if window else n for n in rows.kv_lens[: part.stop]]
+    q = rows.query_len
+    ends = [length - after for length in rows.kv_lens[: part.stop] for after in range(q - 1, -1, -1)]
+    lens = [min(n, window) if window else n for n in ends]
     order = sorted(range(len(lens)), key=lens.__getitem__)
     identity = order == list(range(len(lens)))
     order_tensor = torch.tensor(order, dtype=torch.int64, device=device)
@@ -125,11 +129,12 @@ def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
     for start, stop in _split([lens[i] for i in order], row_bytes):
         longest = lens[order[stop - 1]]
         members = order_tensor[start:stop]
-        length = rows.lengths.index_select(0, members)[:, None].long()  # [n, 1]
+        sequences = members // q
+        length = (rows.lengths.index_select(0, sequences) - (q - 1 - members % q))[:, None].long()  # [n, 1]
         span = length.clamp(max=longest)
         at = torch.arange(longest, device=device)
         positions = torch.minimum(length - span + at, length - 1)  # [n, L]
-        blocks = rows.block_tables.index_select(0, members).long().gather(1, positions // block_size)
+        blocks = rows.block_tables.index_select(0, sequences).long().gather(1, positions // block_size)
         mask = None
         if lens[order[start]] < longest:
             mask = torch.zeros(positions.shape, device=device).masked_fill_(at >= span, float("-inf"))[:, None, None]
@@ -139,7 +144,7 @@ def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
 
 def _prompts(part: Part) -> list[_Group]:
     rows, prompts = part.rows, []
-    start = rows.num_decodes
+    start = rows.num_decodes * rows.query_len
     for i in range(part.first, part.stop):
         stop = start + rows.query_lens[i]
         prompts.append(_Group(start, stop, slots_of(rows, i, part.keys.shape[1])))
@@ -228,3 +233,6 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
                 piece, *seen, attn_mask=mask, scale=params.scale, enable_gqa=True, is_causal=causal
             )
         out[start : start + PIECE] = done[0].transpose(0, 1)
+
+
+CANDIDATE = Candidate("reference.py", "CPUs", "all else", supports, run)

@@ -23,8 +23,8 @@ MOST = 16  # bytes of it
 
 
 class BlockRows:
-    """Of tensors [blocks, ...] that stay where they are, contiguous and on one device. Rows are [N, width] of `unit`,
-    contiguous, on that device."""
+    """Rows of tensors [blocks, ...] that stay where they are, contiguous and on one device. Rows are [N, width] of
+    `unit`, contiguous, on that device."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         parts = [x.view(len(x), -1).view(torch.uint8) for x in tensors]

@@ -14,8 +14,8 @@ one_shot(T* x, const Table* table, int rank, int count) {
     end_call(call);
 }
 
-// Each rank adds up one share and leaves the sum in place of its own input, which nobody else reads; then all read all
-// shares. count is a multiple of SIZE.
+// Each rank adds up one share and leaves the sum in place of its own input, which no other rank reads; then all read
+// all shares. count is a multiple of SIZE.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 two_shot(T* x, const Table* table, int rank, int count) {
     Call call = begin_call(table, rank);

@@ -18,7 +18,7 @@ from .. import jit
 SLOT = 8 << 20  # bytes that one call can sum
 SENT = 2 << 20  # bytes up to which, of more than two ranks and with the norm, to write shares to the others is faster
 INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' input, or for shares and then their sums
-# Where there are more than two ranks:
+# Thresholds for more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
 MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than SymmetricMemory.blocks
@@ -30,12 +30,12 @@ ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # co
 
 
 def recv_buffer_at(size: int) -> int:
-    """Where the receive buffer begins in a region of `size` ranks: behind two slots, the Signals, two LL buffers."""
+    """Offset of the receive buffer in a region of `size` ranks: behind two slots, the Signals, two LL buffers."""
     return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
 
 
 def region_bytes(size: int) -> int:
-    """Of the memory that each of `size` ranks gives to the group."""
+    """Bytes that each of `size` ranks gives to the group."""
     return recv_buffer_at(size) + RECV_BUFFER
 
 
@@ -69,7 +69,7 @@ def common_blocks(num_sms: Iterable[int]) -> int:
 
 
 class _Memory:
-    """What torch takes for an array on the current device (CUDA Array Interface, version 3)."""
+    """An array on the current device for torch (CUDA Array Interface, version 3)."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
@@ -88,7 +88,7 @@ def supports(x: Tensor, ranks: int) -> bool:
 def all_reduce(x: Tensor, peers: SymmetricMemory) -> Tensor:
     """The sum of x over the group, in place; accumulated in f32 in rank order, so that all ranks get the same bits.
 
-    x is contiguous and `supports` says so. Every rank calls the same in the same order, on one stream.
+    x is contiguous and `supports` is true. Every rank calls the same in the same order, on one stream.
     """
     if peers.size > 2 and x.nbytes > ONE_SHOT and x.numel() % peers.size == 0:
         return two_shot(x, peers)
@@ -118,7 +118,7 @@ def _launch(name: str, x: Tensor, peers: SymmetricMemory, vector: int, items: in
 
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
-    """What every rank gets where rank i has parts[i]."""
+    """The result on every rank where rank i has parts[i]."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -1,6 +1,6 @@
 """Sums over the GPUs of one host with the norm of what they add to: one kernel.
 
-Two-shot: as allreduce.py's. In two more, ranks push to the others, who wait for data alone (ll.cuh). One-way push: all
+Two-shot: as allreduce.py's. In two more, ranks push to the others, who wait for data alone (LL). One-way push: all
 of a rank's input to every other one. Push: shares, as two-shot, and then their sums.
 """
 

@@ -1,13 +1,13 @@
 // Barriers of the SIZE ranks of a group whose GPUs map each other's memory; tests/kernels/collective/barrier_model.py
 // runs them step by step.
 //
-// Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two LL buffers of
-// ll.cuh, a receive buffer for GEMMs (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in one slot and the
-// next call in the other, so that one barrier a call is enough: whoever has passed the barrier of call n + 1 knows that
-// every other rank has begun call n + 1, so that its call n, the last reader of the slot that call n + 2 writes, has
-// ended. For this the calls of a rank must follow each other on its stream, none of the kernels between them may end
-// before its predecessor has (some block of each passes grid_wait()), and all ranks must make the same calls with the
-// same grids.
+// Each rank has a region that the others have mapped: two slots for what it contributes, its signals, two LL buffers
+// (allreduce_norm.cu), a receive buffer for GEMMs (kernels/gemm/gemm_reduce_scatter.py). A call lays its input out in
+// one slot and the next call in the other, so that one barrier a call is enough: whoever has passed the barrier of call
+// n + 1 knows that every other rank has begun call n + 1, so that its call n, the last reader of the slot that call n +
+// 2 writes, has ended. For this the calls of a rank must follow each other on its stream, none of the kernels between
+// them may end before its predecessor has (some block of each passes grid_wait()), and all ranks must make the same
+// calls with the same grids.
 //
 // Block i waits for block i of the other ranks and reads only what these have laid out. Its flags count barriers, two to a
 // call; another rank may be at its next call before this one has looked, and so up to three further. The count is kept
@@ -29,7 +29,7 @@ struct Call {
     char* mine;         // slots[rank]
     Signals* signals;   // this rank's
     unsigned before;    // the count of barriers before this call
-    // Where this thread, if it is among the last SIZE, tells another rank that this one has arrived, and looks for
+    // Flags by which this thread, if it is among the last SIZE, tells another rank that this one has arrived, and looks for
     // that. The last ones have least to do where a block's work is not a multiple of its threads.
     unsigned *there, *here;
 };
@@ -38,7 +38,7 @@ __device__ inline int peer() { return THREADS - 1 - (int)threadIdx.x; }
 
 __device__ inline Signals* signals(Table region) { return (Signals*)(region + 2ll * SLOT); }
 
-// The one of ll.cuh for the call that `before` barriers precede.
+// The LL buffer of allreduce_norm.cu for the call that `before` barriers precede.
 __device__ inline char* ll_buffer(Table region, unsigned before) {
     return (char*)(region + 2ll * SLOT + sizeof(Signals) + before / 2 % 2 * ((long long)INBOX + SENT));
 }
@@ -64,7 +64,7 @@ __device__ inline Call begin_call(const Table* table, int rank) {
     return call;
 }
 
-// What this thread has written or seen before is seen by those who await this. `step`: 1 or 2.
+// Publishes what this thread has written or seen to those who await this. `step`: 1 or 2.
 __device__ inline void signal(const Call& call, int step) {
     if (peer() < SIZE)
         asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(call.there), "r"(call.before + step) : "memory");
@@ -78,7 +78,7 @@ __device__ inline void wait_for_signal(const Call& call, int step) {
     }
 }
 
-// What the block's threads have written before is seen by those of the other ranks' blocks after theirs.
+// Makes the block's writes visible to the other ranks' blocks after their own barrier.
 __device__ inline void barrier(const Call& call, int step) {
     __syncthreads();
     signal(call, step);

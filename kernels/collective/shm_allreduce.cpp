@@ -1,6 +1,6 @@
-// The sum over ranks of a host, over memory that they share (shm_allreduce.py): each lays its part out, counts on, waits
-// for the others' counts and adds up in rank order, so that all get the same bits. Two slots by turns: who fills one
-// again has met all ranks since they read it. One thread does it all, as there is little of it.
+// The sum over ranks of a host, over memory that they share (shm_allreduce.py): each lays its part out, counts on,
+// waits for the others' counts and adds up in rank order, so that all get the same bits. Two alternating slots: who
+// fills one again has met all ranks since they read it. One thread does it all, as there is little of it.
 
 #include "op.h"
 #include "simd.h"

@@ -30,16 +30,20 @@ struct Relu2 {
     static INLINE Vec of(Vec x) { return x < 0 ? fill(0) : x * x; }  // NaNs stay NaNs
 };
 
+// Numbers of activation.py, to which a test holds them.
+constexpr int LIMIT_UNITS = 1024;
+constexpr float SLOPE = 1.702f;
+
 // Gated: y of gate and up.
 template <typename F> struct Times {
-    static INLINE Vec of(Vec gate, Vec up) { return F::of(gate) * up; }
+    static INLINE Vec of(Vec gate, Vec up, float) { return F::of(gate) * up; }
 };
 
 struct ClampedSwiglu {  // as in activation.py; NaNs stay NaNs
-    static INLINE Vec of(Vec gate, Vec up) {
-        gate = gate > 7 ? fill(7) : gate;
-        up = up > 7 ? fill(7) : up;
-        up = up < -7 ? fill(-7) : up;
-        return gate / (1 + exp(-1.702f * gate)) * (up + 1);
+    static INLINE Vec of(Vec gate, Vec up, float limit) {
+        gate = gate > limit ? fill(limit) : gate;
+        up = up > limit ? fill(limit) : up;
+        up = up < -limit ? fill(-limit) : up;
+        return gate / (1 + exp(-SLOPE * gate)) * (up + 1);
     }
 };

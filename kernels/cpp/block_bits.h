@@ -1,6 +1,6 @@
-// How ggml's blocks hold numbers of fewer than 8 bits (kernels/quantized/block_bits.py). simd.h comes before.
+// How ggml's blocks hold numbers of fewer than 8 bits (kernels/quantized/ggml_types.py). simd.h comes before.
 
-// COUNT bytes, each of 8 / BITS neighbours at a distance of COUNT: their bits from SHIFT on (block_bits.join).
+// COUNT bytes, each of 8 / BITS neighbours at a distance of COUNT: their bits from SHIFT on (Bits.write).
 template <int COUNT, int BITS, int SHIFT = 0> INLINE uint8_t* join(const uint8_t* x, uint8_t* y) {
     for (int i = 0; i < COUNT; i++) {
         int made = 0;

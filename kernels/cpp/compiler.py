@@ -1,9 +1,9 @@
 """C++ compiled where it runs, for what this processor can: a source of kernels/ becomes a library of functions.
 
 The compiler is $CXX, c++, g++ or clang++, or the one in the package `ziglang`; where there is none that works, torch
-computes. Libraries lie in the node's folder of compiled kernels (jit.py) under the hash of all that went into them,
-with a checksum behind: a damaged one could end the process where it is loaded, so it is made again. Of several ranks
-that want one at the same time, one compiles and the others wait.
+computes. Libraries lie in the node's folder of compiled kernels (kernel_cache.py) under the hash of all that went into
+them, with a checksum behind: a damaged one could end the process where it is loaded, so it is made again. Of several
+ranks that want one at the same time, one compiles and the others wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import jit
+from ... import child_python, linux_calls
+from .. import kernel_cache
 
 log = logging.getLogger("phalanx")
 
@@ -35,10 +36,13 @@ HERE = Path(__file__).resolve().parent
 SOURCES = {path.stem: path for path in sorted(HERE.parent.glob("*/*.cpp"))}
 HEADERS = {path.name: path for path in sorted(HERE.glob("*.h"))}
 
-# From the best. What /proc/cpuinfo must list, and what the compiler is told. `generic` is what every machine has.
+# From the best, by processors. What /proc/cpuinfo must list, and what the compiler is told. `generic` is what every
+# such processor has; on aarch64 that is NEON. Grace has SVE2, too, but no wider vectors by it.
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
-ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_DOTPROD = ("atomics", "asimdrdm", "asimddp")
+Isas = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+X86_64: Isas = {
     "amx": (
         (*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
         (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
@@ -52,10 +56,19 @@ ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "avx2": (("avx2", "fma", "f16c"), ("-mavx2", "-mfma", "-mf16c")),
     "generic": ((), ()),
 }
+AARCH64: Isas = {
+    "neon_bf16": ((*_DOTPROD, "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
+    "neon_dotprod": (_DOTPROD, ("-march=armv8.2-a+dotprod",)),
+    "generic": ((), ()),
+}
+MACHINE = platform.machine()
+ISAS = {"x86_64": X86_64, "aarch64": AARCH64, "arm64": AARCH64}.get(MACHINE, {"generic": ((), ())})
 # contract: a * b + c as one instruction. Vectors are passed between inlined functions alone, so their ABI is no matter.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
          "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
+CPUINFO = Path("/proc/cpuinfo")
 COMPILE_SECONDS = 300
+TOLD_EACH = 5.0  # seconds: the log counts up
 ERROR_LINES = 8  # of a compiler's message that are shown
 _ARCH_PRCTL = 158  # the system call's number on x86-64
 _CHECKSUM = 32  # bytes behind the library
@@ -80,13 +93,26 @@ def _tiles_permitted() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, ask, tiles) == 0)
 
 
+# macOS's names for features of /proc/cpuinfo.
+_SYSCTLS = {"atomics": "LSE", "asimdrdm": "RDM", "asimddp": "DotProd", "i8mm": "I8MM", "bf16": "BF16"}
+
+
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
+    if sys.platform == "darwin":
+        return frozenset(name for name, feature in _SYSCTLS.items() if _sysctl(f"hw.optional.arm.FEAT_{feature}"))
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
                 return frozenset(line.split())
     return frozenset()
+
+
+def _sysctl(name: str) -> int:
+    """A number that macOS's kernel tells; 0 where it knows no such name."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t())
+    return value.value
 
 
 def compilers() -> Iterator[list[str]]:
@@ -96,8 +122,8 @@ def compilers() -> Iterator[list[str]]:
     found = [shutil.which(name) for name in ("c++", "g++", "clang++")]
     yield from {os.path.realpath(path): [path] for path in found if path}.values()  # c++ is one of the others
     if importlib.util.find_spec("ziglang"):
-        # As C++ without its library, which Zig would compile as well, for a minute; no source needs it.
-        yield [sys.executable, "-m", "ziglang", "cc", "-x", "c++"]
+        # Compiles C++ without its library, which Zig would compile as well, for a minute; no source needs it.
+        yield child_python.command("-m", "ziglang", "cc", "-x", "c++")
 
 
 def load(source: str, isa: str = "") -> ctypes.CDLL:
@@ -106,13 +132,13 @@ def load(source: str, isa: str = "") -> ctypes.CDLL:
 
 
 def _file(source: str, isa: str) -> Path:
-    """Where the library of a source lies once it is compiled."""
-    return jit.cache_folder() / _file_name(source, isa)
+    """The path of a source's compiled library."""
+    return kernel_cache.cache_folder() / _file_name(source, isa)
 
 
 @functools.cache  # a start asks twice, and it takes a millisecond
 def _file_name(source: str, isa: str) -> str:
-    inputs = source_text(source), isa, FLAGS, ISAS[isa], platform.libc_ver()
+    inputs = source_text(source), MACHINE, isa, FLAGS, ISAS[isa], platform.libc_ver()
     return f"{source}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]}.so"
 
 
@@ -120,18 +146,18 @@ def _file_name(source: str, isa: str) -> str:
 def _load(source: str, isa: str) -> ctypes.CDLL:
     file = _file(source, isa)
     if not _whole(file):
-        with jit.locked(file.with_suffix(".lock")):
+        with kernel_cache.locked(file.with_suffix(".lock")):
             if not _whole(file):  # another rank may have been faster
                 binary = compile_text(source_text(source), isa, source)
-                jit.atomic_write(file, binary + hashlib.sha256(binary).digest())
+                kernel_cache.atomic_write(file, binary + hashlib.sha256(binary).digest())
     return ctypes.CDLL(str(file))
 
 
 def load_all(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
-    """The libraries of all these sources. What has to be compiled is, by one rank of the node, which says so: it takes
+    """The libraries of all these sources. What has to be compiled is, by one rank of the node, which shows it: it takes
     up to a minute. Raises the first error."""
     if not _all_kept(names, isa):
-        with jit.locked(jit.cache_folder() / f"{isa}.lock"):
+        with kernel_cache.locked(kernel_cache.cache_folder() / f"{isa}.lock"):
             if not _all_kept(names, isa):  # another rank may have been faster
                 compile_text("", isa, "trial")  # raises where no compiler works, or none knows these instructions
                 log.info("compiling C++ kernels for %s; the next start on this machine finds them", isa)
@@ -158,15 +184,28 @@ def _load_together(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
                     found[name] = error
                     left.clear()  # the others would fail for the same reason
 
-    threads = [threading.Thread(target=work) for _ in range(len(os.sched_getaffinity(0)))]
+    threads = [threading.Thread(target=work) for _ in range(len(linux_calls.processors()))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(TOLD_EACH)
+            if thread.is_alive():
+                log.info("compiling C++ kernels: %d of %d", len(found), len(names))
     for one in found.values():
         if isinstance(one, Exception):
             raise one
     return {name: one for name, one in found.items() if isinstance(one, ctypes.CDLL)}
+
+
+def compile_ahead() -> str:
+    """Compile all that a start on this machine will load, and return for which instruction set; "": no compiler works.
+    It needs no torch: `make install` does it while that is fetched."""
+    for isa in isas():
+        with contextlib.suppress(CompileError):
+            load_all(sorted(SOURCES), isa)
+            return isa
+    return ""
 
 
 def source_text(source: str) -> str:
@@ -191,12 +230,12 @@ def compile_text(text: str, isa: str, name: str) -> bytes:
     """The library, by the first compiler that makes one. Raises CompileError."""
     reasons = []
     for command in compilers():
-        with tempfile.TemporaryDirectory(dir=jit.cache_folder()) as made:
+        with tempfile.TemporaryDirectory(dir=kernel_cache.cache_folder()) as made:
             given, out = Path(made, f"{name}.cpp"), Path(made, f"{name}.so")
             given.write_text(text)
             line = [*command, *FLAGS, *ISAS[isa][1], str(given), "-o", str(out), "-lpthread"]
             # Zig keeps its parts in the home directory, which may be another node's too, or not writable.
-            kept = str(jit.cache_folder() / "zig")
+            kept = str(kernel_cache.cache_folder() / "zig")
             environ = os.environ | {"ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": made}
             try:
                 done = subprocess.run(
@@ -224,7 +263,10 @@ def _whole(file: Path) -> bool:
     return len(binary) > 0 and hashlib.sha256(binary).digest() == content[-_CHECKSUM:]
 
 
-if __name__ == "__main__":  # `phalanx doctor` asks
+if __name__ == "__main__" and sys.argv[1:] == ["ahead"]:  # `make install` asks
+    os.nice(10)
+    compile_ahead()
+elif __name__ == "__main__":  # `phalanx doctor` asks
     for one in isas():
         with contextlib.suppress(CompileError):
             compile_text("", one, "trial")

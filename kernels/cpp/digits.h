@@ -1,10 +1,10 @@
 // Rows of x as whole numbers, for dot products with bytes. Included after op.h and simd.h.
 //
-// Each run of 32 inputs is numbers sum_d digits[d] 256^d times a scale, in signed digits of base 256: three of 23 bits
-// where x is f32, so that it is as exact as in f32 beside its run's largest; two of 15 bits where it is bf16, whose own
-// numbers have 8. Of a row: the inputs' first digits, their second, their third, and then a Sums for each run. AVX2
-// without VNNI has the first two as one number of 16 bits, and of each four such numbers the second and the third have
-// changed places; third digits are as they were.
+// Each run of 32 inputs is numbers sum_d int8 planes[d] 256^d times a scale, in signed int8 planes of base 256: three
+// of 23 bits where x is f32, so that it is as exact as in f32 next to its run's largest; two of 15 bits where it is
+// bf16, whose own numbers have 8. Of a row: the inputs' first int8 planes, their second, their third, and then a Sums
+// for each run. AVX2 without VNNI has the first two as one number of 16 bits, and of each four such numbers the second
+// and the third have changed places; third int8 planes are as they were.
 
 constexpr int RUN = 32;  // inputs
 

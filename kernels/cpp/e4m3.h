@@ -21,14 +21,7 @@ INLINE float scale_of(uint8_t exponent) { return from_bits((uint32_t)exponent <<
 
 // Exponent and mantissa are moved to where f32 has them; a power of two makes up for the other bias.
 INLINE Vec load(const e4m3* p) {
-#if defined(__AVX512F__)
-    Ints code = (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
-    Ints code = (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-    Ints code;
-    for (int i = 0; i < LANES; i++) code[i] = p[i].bits;
-#endif
+    Ints code = load_bytes((const uint8_t*)p);
     return (Vec)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
 }
 

@@ -7,10 +7,6 @@ constexpr int64_t READING = 3;  // rows that take about as long as reading the w
 // Which of a stack's weights is an expert's. `at`: int64 [experts]; null: its own number.
 inline int64_t weight_of(const void* at, int64_t expert) { return at ? ((const int64_t*)at)[expert] : expert; }
 
-// Which block of a weight that has `whole` is number i of the `blocks` that are multiplied: where these are fewer, they are the
-// first ones of gate and of up.
-inline int64_t block_of(int64_t i, int64_t blocks, int64_t whole) { return 2 * i < blocks ? i : i + (whole - blocks) / 2; }
-
 // The rows of all experts, by `ends` as each_block has it; null: there are no experts, but so many rows.
 struct Rows {
     const int64_t first, last;

@@ -8,17 +8,14 @@
 struct Linear {
     const void *x, *weight, *bias;  // bias: null where there is none
     void* y;
-    int64_t rows, inputs, outputs, pitch, row, width;  // elements from row to row of x, of the weight, and of y
+    int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
 };
 
 constexpr int BLOCK = 8;  // outputs that a thread computes for all rows before it goes on
-#if defined(__AVX512F__)
-constexpr int ROWS = 4;  // 4 x 4 or 3 x 8 sums, an x for each row and a weight in 32 registers
-#else
-constexpr int ROWS = 2;  // 2 x 4 or 1 x 8 in 16
-#endif
+// 4 x 4 or 3 x 8 sums, an x for each row and a weight in 32 registers, 2 x 4 or 1 x 8 in 16.
+constexpr int ROWS = MANY_REGISTERS ? 4 : 2;
 
-// What is multiplied and added at once: LANES elements, or pairs of them where the processor multiplies bf16 itself.
+// The unit of one multiply-add: LANES elements, or pairs of them where the processor multiplies bf16 itself.
 template <typename T, typename W> struct Step {
     static constexpr int COUNT = LANES;
     typedef Vec Piece;
@@ -26,20 +23,18 @@ template <typename T, typename W> struct Step {
     template <typename E> static INLINE Piece get(const E* p, int64_t count) { return load(p, count); }
     static INLINE Vec add(Vec total, Piece a, Piece b) { return a * b + total; }
 };
-#if defined(__AVX512BF16__)
+#if defined(DOT_BF16)
 template <> struct Step<bf16, bf16> {
     static constexpr int COUNT = 2 * LANES;
-    typedef __m512bh Piece;
-    static INLINE Piece get(const bf16* p) { return (Piece)_mm512_loadu_si512(p); }
-    static INLINE Piece get(const bf16* p, int64_t count) {
-        return (Piece)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
-    }
-    static INLINE Vec add(Vec total, Piece a, Piece b) { return (Vec)_mm512_dpbf16_ps((__m512)total, a, b); }
+    typedef Bf16s Piece;
+    static INLINE Piece get(const bf16* p) { return load_bf16s(p); }
+    static INLINE Piece get(const bf16* p, int64_t count) { return load_bf16s(p, count); }
+    static INLINE Vec add(Vec total, Piece a, Piece b) { return dot_bf16s(total, a, b); }
 };
 #endif
 
 template <int R, int OUTS, typename T, typename W>
-INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t row, int64_t inputs, const W* ahead, float (&out)[R][OUTS]) {
+INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t inputs, const W* ahead, float (&out)[R][OUTS]) {
     typedef Step<T, W> S;
     Vec total[R][OUTS] = {};
     int64_t i = 0;
@@ -49,8 +44,8 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t row, int64_t inp
         for (int r = 0; r < R; r++) values[r] = S::get(x + r * pitch + i);
 #pragma GCC unroll 8
         for (int o = 0; o < OUTS; o++) {
-            if (ahead) __builtin_prefetch(ahead + o * row + i, 0, 2);
-            typename S::Piece weight = S::get(w + o * row + i);
+            if (ahead) __builtin_prefetch(ahead + o * inputs + i, 0, 2);
+            typename S::Piece weight = S::get(w + o * inputs + i);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) total[r][o] = S::add(total[r][o], values[r], weight);
         }
@@ -61,7 +56,7 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t row, int64_t inp
 #pragma GCC unroll 8
             for (int o = 0; o < OUTS; o++)
                 total[r][o] = S::add(total[r][o], S::get(x + r * pitch + i, inputs - i),
-                                     S::get(w + o * row + i, inputs - i));
+                                     S::get(w + o * inputs + i, inputs - i));
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -72,12 +67,11 @@ INLINE void tile(const T* x, int64_t pitch, const W* w, int64_t row, int64_t inp
 template <int R, int OUTS, typename T, typename Out, typename W>
 INLINE void outputs(const Linear& a, int64_t m, int64_t o, const W* ahead) {
     float out[R][OUTS];
-    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const W*)a.weight + o * a.row, a.row, a.inputs, ahead,
-                  out);
+    tile<R, OUTS>((const T*)a.x + m * a.pitch, a.pitch, (const W*)a.weight + o * a.inputs, a.inputs, ahead, out);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < OUTS; i++) {
             float bias = a.bias ? widen(((const T*)a.bias)[o + i]) : 0;
-            ((Out*)a.y)[(m + r) * a.width + o + i] = narrow<Out>(out[r][i] + bias);
+            ((Out*)a.y)[(m + r) * a.outputs + o + i] = narrow<Out>(out[r][i] + bias);
         }
 }
 
@@ -86,13 +80,15 @@ template <typename T, typename Out = T, typename W = T> void block(const Linear&
     int64_t m = 0;
     for (; m + ROWS <= a.rows; m += ROWS, ahead = nullptr) {
         outputs<ROWS, 4, T, Out, W>(a, m, o, ahead);
-        outputs<ROWS, 4, T, Out, W>(a, m, o + 4, ahead ? ahead + 4 * a.row : nullptr);
+        outputs<ROWS, 4, T, Out, W>(a, m, o + 4, ahead ? ahead + 4 * a.inputs : nullptr);
     }
     switch (a.rows - m) {
-#if defined(__AVX512F__)
-        case 3: return outputs<3, BLOCK, T, Out, W>(a, m, o, ahead);
-        case 2: return outputs<2, BLOCK, T, Out, W>(a, m, o, ahead);
-#endif
+        case 3:
+            if constexpr (ROWS > 3) return outputs<3, BLOCK, T, Out, W>(a, m, o, ahead);
+            break;
+        case 2:
+            if constexpr (ROWS > 2) return outputs<2, BLOCK, T, Out, W>(a, m, o, ahead);
+            break;
         case 1: return outputs<1, BLOCK, T, Out, W>(a, m, o, ahead);
     }
 }
@@ -106,10 +102,10 @@ template <typename T, typename Out = T, typename W = T> void last_outputs(const 
     for (; o < a.outputs; o++)
         for (int64_t m = 0; m < a.rows; m++) {
             const T* x = (const T*)a.x + m * a.pitch;
-            const W* w = (const W*)a.weight + o * a.row;
+            const W* w = (const W*)a.weight + o * a.inputs;
             float total = a.bias ? widen(((const T*)a.bias)[o]) : 0;
             for (int64_t i = 0; i < a.inputs; i++) total += widen(x[i]) * widen(w[i]);
-            ((Out*)a.y)[m * a.width + o] = narrow<Out>(total);
+            ((Out*)a.y)[m * a.outputs + o] = narrow<Out>(total);
         }
 }
 
@@ -118,7 +114,7 @@ template <typename T, typename Out = T, typename W = T> void linear(const Linear
     int64_t blocks = a.outputs / BLOCK;
     Share share(blocks, part, parts);
     for (int64_t i = share.first; i < share.last; i++) {
-        const W* next = (const W*)a.weight + (i + 1) * BLOCK * a.row;
+        const W* next = (const W*)a.weight + (i + 1) * BLOCK * a.inputs;
         block<T, Out, W>(a, i * BLOCK, i + 1 < share.last ? next : nullptr);
     }
     if (part == parts - 1) last_outputs<T, Out, W>(a, blocks * BLOCK);

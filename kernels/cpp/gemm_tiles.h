@@ -15,21 +15,6 @@ constexpr int64_t PAIRED_ROWS = 8;
 
 INLINE bool tiles_take(int64_t rows, int64_t inputs) { return rows >= PAIRED_ROWS && inputs % TILE_INPUTS == 0; }
 
-// Sixteen vectors of sixteen: each step puts elements of rows k and k + 8 in turn.
-INLINE void transpose(Vec (&x)[TILE]) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (int step = 0; step < 4; step++) {
-        Vec y[TILE];
-#pragma GCC unroll 8
-        for (int k = 0; k < TILE / 2; k++) {
-            y[2 * k] = (Vec)_mm512_permutex2var_ps((__m512)x[k], low, (__m512)x[k + TILE / 2]);
-            y[2 * k + 1] = (Vec)_mm512_permutex2var_ps((__m512)x[k], high, (__m512)x[k + TILE / 2]);
-        }
-        memcpy(x, y, sizeof(y));
-    }
-}
-
 // Inputs g * 32.. of `count` rows of x, sixteen at most, with zeros for the others.
 INLINE void pair_tile(const bf16* x, int64_t pitch, int64_t g, int count, bf16* y) {
     Vec rows[TILE] = {};
@@ -45,7 +30,7 @@ template <typename Out> INLINE void store_tile(const Linear& a, const float (&ma
     transpose(rows);
     const int64_t outs = a.outputs - o < TILE ? a.outputs - o : TILE;
     for (int r = 0; r < count; r++) {
-        Out* y = (Out*)a.y + (m + r) * a.width + o;
+        Out* y = (Out*)a.y + (m + r) * a.outputs + o;
         const bf16* bias = (const bf16*)a.bias + o;
         if (outs == TILE)
             store(y, a.bias ? rows[r] + load(bias) : rows[r]);
@@ -68,16 +53,16 @@ void tile_of_outputs(const Linear& a, const bf16* x, int64_t pitch, int64_t m, i
     }
     for (int c = 0; c < COLUMNS; c++) shapes.set(PAIRS + c, TILE, 64);
     tiles_begin(shapes);  // sums are zeros then
-    const bf16* w = (const bf16*)a.weight + o * a.row;
+    const bf16* w = (const bf16*)a.weight + o * a.inputs;
     for (int64_t i = 0; i < a.inputs; i += TILE_INPUTS, w += TILE_INPUTS, x += PAIRED) {
-        for (int64_t r = 2 * TILE; r < 4 * TILE && r < left; r++) __builtin_prefetch(w + r * a.row, 0, 2);
+        for (int64_t r = 2 * TILE; r < 4 * TILE && r < left; r++) __builtin_prefetch(w + r * a.inputs, 0, 2);
         tile_load<PAIRS>(x, 64);
         if constexpr (COLUMNS == 2) tile_load<PAIRS + 1>(x + pitch, 64);
-        tile_load<WEIGHT>(w, 2 * a.row);
+        tile_load<WEIGHT>(w, 2 * a.inputs);
         tile_dot_bf16<0, WEIGHT, PAIRS>();
         if constexpr (COLUMNS == 2) tile_dot_bf16<2, WEIGHT, PAIRS + 1>();
         if (second) {
-            tile_load<WEIGHT + 1>(w + TILE * a.row, 2 * a.row);
+            tile_load<WEIGHT + 1>(w + TILE * a.inputs, 2 * a.inputs);
             tile_dot_bf16<1, WEIGHT + 1, PAIRS>();
             if constexpr (COLUMNS == 2) tile_dot_bf16<3, WEIGHT + 1, PAIRS + 1>();
         }

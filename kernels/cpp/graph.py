@@ -31,12 +31,12 @@ aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # Functions that compute nothing, though torch does not call them views.
 VIEWS = aten.detach.default, aten.lift_fresh.default, aten._unsafe_view.default
-# What reads or lends a tensor's memory without an operation of torch's.
+# Functions that read or lend a tensor's memory without an operation of torch's.
 ESCAPES = {getattr(Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")}
 
 
 class Memory:
-    """Where tensors of captured functions lie. One that is given up makes room for a later one of the same function, or
+    """Memory of captured functions' tensors. One that is given up makes room for a later one of the same function, or
     of the next one captured: graphs that share this are replayed one at a time, and none reads what another left."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Of blocks that are free: all of them, once every tensor is given up."""
+        """Bytes of free blocks: all of them, once every tensor is given up."""
         return sum(block.nbytes for block in self._free)
 
     def empty(self, like: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _block(size: int) -> np.ndarray:
 
 
 class Graph:
-    """What `capture` has recorded."""
+    """The graph that `capture` has recorded."""
 
     def __init__(self, memory: Memory):
         self.memory = memory  # stays for as long as the calls point into it

@@ -20,6 +20,11 @@ typedef void (*Run)(const void* args, int part, int parts);
     }                                                                            \
     EXPORT const int64_t name##_fields = sizeof(Args) / 8;
 
+// NAME_f32 and NAME_bf16 of a template for the type that it computes with.
+#define TYPED_OP(name, function, Args)         \
+    OP(name##_f32, function<float>, Args)      \
+    OP(name##_bf16, function<bf16>, Args)
+
 // Items first..last - 1 of `count` are this thread's.
 struct Share {
     int64_t first, last;

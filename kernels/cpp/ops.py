@@ -1,7 +1,7 @@
 """Calling C++ operations on CPU tensors: find one, pack its arguments, run it on this process's threads.
 
 Every operation has the same shape (op.h), so that a list of them is data: a Recorder keeps functions and arguments
-beside what is executed, and graph.py runs the list again in one call.
+next to what is executed, and graph.py runs the list again in one call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ... import linux_calls
 from ...errors import FatalError
 from . import compiler
 
@@ -79,7 +79,7 @@ def pack(values: tuple[Value, ...]) -> bytes:
 
 @functools.cache
 def op(source: str, name: str) -> Op:
-    """Where `available()`."""
+    """The operation; only if `available()`."""
     return Op(source, name)
 
 
@@ -143,7 +143,7 @@ def run_calls(calls: ctypes.Array[_Call], count: int, threads: int) -> None:
 
 
 def shared_pool() -> tuple[int, int, int]:
-    """The addresses of pool_run, of pool_wake, and of a pool for one thread that computes beside this process's main
+    """The addresses of pool_run, of pool_wake, and of a pool for one thread that computes next to this process's main
     one; 0: it computes alone."""
     pool = libraries()["pool"]
     run, wake = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in (pool.pool_run, pool.pool_wake))
@@ -162,9 +162,9 @@ def stay_awake(seconds: float = LOOK) -> list[float]:
 
 
 def others() -> int:
-    """Threads that compute beside this process's main one: a core stays free for what else it does, as these look for
+    """Threads that compute next to this process's main one: a core stays free for what else it does, as these look for
     work, and where there are some, one more."""
-    threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    threads = min(torch.get_num_threads(), len(linux_calls.processors()))
     return threads - (2 if threads > 4 else 1)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class Scratch:
-    """Of steps of so many tokens. Who asks for the same shape and dtype again gets the same memory: operations run one
-    after the other, so that what was in it has been read by then."""
+    """Scratch tensors of steps of so many tokens. Who asks for the same shape and dtype again gets the same memory:
+    operations run one after the other, so that what was in it has been read by then."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens

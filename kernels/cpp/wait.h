@@ -45,7 +45,7 @@ public:
     }
 };
 
-// As short as Linux makes it, 50 us.
+// Sleeps as short as Linux makes it, 50 us.
 static inline void nap() {
     timespec shortest = {0, 1000};
     nanosleep(&shortest, nullptr);

@@ -7,7 +7,7 @@ __device__ inline void copy_async16(unsigned to, const void* from, bool there) {
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// What this thread has asked for since the last group is one more group.
+// Commits this thread's copies since the last group as one group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most so many of this thread's groups, the youngest ones, are under way.
 template <int GROUPS> __device__ inline void wait_for_groups() {

@@ -1,4 +1,4 @@
-// What all kernels share. No header is included: NVRTC finds none where only pip's libraries are installed.
+// Parts that all kernels share. No header is included: NVRTC finds none where only pip's libraries are installed.
 
 struct bf16 {
     unsigned short bits;
@@ -34,28 +34,35 @@ __device__ inline float exp2_approx(float x) {  // of 2
     return y;
 }
 
-// Activations, by their place in ACTIVATIONS of kernels/activation/activation.py.
+// Activations, by their place in ACTIVATIONS of kernels/activation/activation.py: the lower KIND_BITS of ACT. Above
+// them is CLAMPED_SWIGLU's limit, in 1 / LIMIT_UNITS. A test holds these numbers to the ones there.
 enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU };
 
 // act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential
-// and a division by the book are 30 instructions for four bytes that come from memory.
+// and an IEEE division are 30 instructions for four bytes that come from memory.
 template <class E, int ACT> __device__ inline float activated(float gate, float up) {
-    if constexpr (ACT == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
-    if constexpr (ACT == RELU2) return gate > 0 ? gate * gate * up : 0;
-    if constexpr (ACT == CLAMPED_SWIGLU) {
-        gate = gate > 7 ? 7 : gate;  // NaNs stay NaNs
-        up = (up > 7 ? 7 : up < -7 ? -7 : up) + 1;
+    constexpr int KIND_BITS = 4, KIND = ACT & ((1 << KIND_BITS) - 1);
+    if constexpr (KIND == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
+    if constexpr (KIND == RELU2) return gate > 0 ? gate * gate * up : 0;
+    if constexpr (KIND == CLAMPED_SWIGLU) {
+        constexpr int LIMIT_UNITS = 1024;
+        constexpr float limit = (float)(ACT >> KIND_BITS) / LIMIT_UNITS;
+        gate = gate > limit ? limit : gate;  // NaNs stay NaNs
+        up = (up > limit ? limit : up < -limit ? -limit : up) + 1;
     }
     float z = gate;  // the others are gate * sigmoid(z)
-    if constexpr (ACT == CLAMPED_SWIGLU) z = 1.702f * gate;
-    if constexpr (ACT == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    if constexpr (KIND == CLAMPED_SWIGLU) {
+        constexpr float SLOPE = 1.702f;
+        z = SLOPE * gate;
+    }
+    if constexpr (KIND == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
     if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-z)) * up;
     float by;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + exp2_approx(z * -1.4426950408889634f)));
     return gate * by * up;
 }
 
-// The same of GEMM outputs, which are rounded first, as they are where the GEMM is a kernel of its own.
+// A gated activation of GEMM outputs, which are rounded first, as they are where the GEMM is a kernel of its own.
 template <class E, int ACT> __device__ inline float gated(float gate, float up) {
     return activated<E, ACT>(to_float(from_float<E>(gate)), to_float(from_float<E>(up)));
 }
@@ -82,7 +89,7 @@ __device__ inline void grid_wait() {
 }
 
 // The next kernel may be started as soon as all blocks have come here; its grid_wait() still awaits the end of this
-// one. What it may read before is what nobody writes, as weights, unless this comes after this kernel's own
+// one. What it may read before is what no kernel writes, as weights, unless this comes after this kernel's own
 // grid_wait(): then all that earlier kernels wrote.
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -90,10 +97,10 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
-// What lies there is brought to the second-level cache, for all blocks: 128 bytes.
+// Prefetches 128 bytes into the second-level cache, for all blocks.
 __device__ inline void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// What lies there, past the first-level cache, or 0 where `there` is false. It is awaited where it is used: behind a
+// Loads past the first-level cache; 0 if `there` is false. It is awaited where it is used: behind a
 // branch, the compiler would wait at the branch's end.
 __device__ inline int load_if(const int* from, bool there) {
     int y = 0;
@@ -117,8 +124,30 @@ __device__ inline void wait_for_count(const int* count, int least) {
     while (counted(count) < least) {}
 }
 
-// One more block, whose threads have met; how many had before. What those wrote may be read, past the first-level cache,
-// by threads that meet this one afterwards.
+__device__ inline unsigned long long nanoseconds() {
+    unsigned long long y;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(y));
+    return y;
+}
+
+// Waits at most so many nanoseconds for a count, and returns whether it has come to `least`.
+__device__ inline bool wait_briefly_for_count(const int* count, int least, unsigned long long limit) {
+    if (counted(count) >= least) return true;
+    for (const unsigned long long start = nanoseconds(); nanoseconds() - start < limit;)
+        if (counted(count) >= least) return true;
+    return false;
+}
+
+// Generic stores to global memory before it are seen by TMA loads that come after the thread has synchronised with
+// theirs.
+__device__ inline void fence_tma_reads() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// One more block, whose threads have met; how many had before. What those wrote may be read, past the first-level
+// cache, by threads that meet this one afterwards.
 __device__ inline int add_one(int* count) {
     int y;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(y) : "l"(count) : "memory");
@@ -175,7 +204,7 @@ __device__ inline unsigned load_shared4(unsigned from) {
 template <int THREADS> __device__ inline void block_sync(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
-// The same for threads that others of the barrier wait for, and that go on.
+// Arrives at a barrier for threads that others wait for, and that go on.
 template <int THREADS> __device__ inline void block_arrive(int number) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }

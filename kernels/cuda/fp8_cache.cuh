@@ -6,7 +6,7 @@ struct e4m3 {
 
 constexpr int LOWEST_SCALE = 127 - 22, HIGHEST_SCALE = 127 + 7;
 
-// Of a head whose largest number this is: a byte, by which scale_of() and its inverse are a power of two.
+// Scale exponent of a head whose largest number this is: a byte, by which scale_of() and its inverse are a power of two.
 __device__ inline int scale_exponent(float most) {
     // A mantissa of more than 448's, 1.75, takes one exponent more.
     return min(max((int)((__float_as_uint(most) + 0x1fffff) >> 23) - 8, LOWEST_SCALE), HIGHEST_SCALE);
@@ -14,7 +14,7 @@ __device__ inline int scale_exponent(float most) {
 __device__ inline float scale_of(int exponent) { return __uint_as_float((unsigned)exponent << 23); }
 __device__ inline float inverse_scale(int exponent) { return __uint_as_float((unsigned)(254 - exponent) << 23); }
 
-// What tensor cores multiply where a cache has codes: f16, which has every one. Else elements of T.
+// The tensor cores' operand type: f16 for a cache of codes, as it has every one; else T.
 template <bool CODES> struct OperandType {
     typedef T type;
 };
@@ -25,7 +25,7 @@ template <> struct OperandType<true> {
 // A token's weight in f16, at most 2^LIFT: much smaller ones, of long contexts, keep their bits then.
 constexpr int LIFT = FP8 ? 14 : 0;
 
-// Of queries whose largest number this is: the exponent of what divides them for f16, by which that is 2^14 or more and
+// Exponent for queries whose largest number this is: the exponent of what divides them for f16, by which that is 2^14 or more and
 // below 2^15. Neither it nor its inverse may leave the range of numbers.
 __device__ inline int query_exponent(float most) { return max((int)(__float_as_uint(most) >> 23) - 14, 1); }
 

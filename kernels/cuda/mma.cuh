@@ -1,4 +1,4 @@
-// What a warp does with tensor cores: tiles of 8 rows of 16 bytes from shared memory, and matmuls of them, from sm_80
+// Tensor-core operations of a warp: tiles of 8 rows of 16 bytes from shared memory, and matmuls of them, from sm_80
 // on.
 
 #define MINUS_INFINITY __int_as_float(0xff800000)  // -infinity
@@ -47,7 +47,7 @@ template <> __device__ inline unsigned pack<f16>(float a, float b) {
     return y;
 }
 
-// Of a tile's 8 rows: a lane has a pair of a row, and then the pair of the column.
+// Transposes a tile's 8 rows: a lane has two elements of a row, and then two of the column.
 __device__ inline unsigned transpose_8x8(unsigned x) {
     unsigned y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -61,7 +61,7 @@ __device__ inline void swap_lanes(unsigned& a, unsigned& b, int bit) {
     (upper ? a : b) = got;
 }
 
-// Four lanes exchange their pairs of four runs of 8 elements: each has one run then, to be stored at once.
+// Four lanes exchange two elements each of four runs of 8 elements: each has one run then, to be stored at once.
 __device__ inline void exchange_quads(unsigned (&x)[4]) {
     swap_lanes(x[0], x[1], 1), swap_lanes(x[2], x[3], 1);
     swap_lanes(x[0], x[2], 2), swap_lanes(x[1], x[3], 2);

@@ -1,9 +1,9 @@
-// A ring of STAGES in shared memory, which one lane has TMA fill with the chunks of a block's tiles, on from one tile into the
-// next ones.
+// A ring of STAGES in shared memory, which one lane has TMA fill with the chunks of a block's tiles, on from one tile
+// into the next ones.
 
 #if __CUDA_ARCH__ >= 900
-// Of one thread, before the block or its cluster meets: stages that TMA fills, perhaps beside other lanes, and so many warps
-// release.
+// Initialises a ring, by one thread before the block or its cluster meets: stages that TMA fills, perhaps with other
+// lanes, and so many warps release.
 __device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGES], int warps, int lanes = 0) {
     for (int s = 0; s < STAGES; s++) {
         mbarrier_init(full + s, 1 + lanes);
@@ -12,7 +12,7 @@ __device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGE
     fence_mbarrier_init();
 }
 
-// Where the ring is.
+// Position in the ring.
 struct Place {
     int stage = 0, round = 0;
 
@@ -22,8 +22,8 @@ struct Place {
     }
 };
 
-// Asks for the chunks of a block's tiles, of which `first` and `next` begin with the first chunk: STAGES of weights before
-// the kernel's predecessor has ended, and the others, and x, after that, each in a stage that has been released.
+// Asks for the chunks of a block's tiles, of which `first` and `next` begin with the first chunk: STAGES of weights
+// before the kernel's predecessor has ended, and the others, and x, after that, each in a stage that has been released.
 template <class Walk, class Weights, class Rows>
 __device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const Weights& ask, const Rows& ask_x) {
 #pragma unroll 1
@@ -40,7 +40,7 @@ __device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const 
     }
 }
 
-// The same of chunks 0 to count - 1, of which the n-th goes to stage n % STAGES.
+// Walks chunks 0 to count - 1, of which the n-th goes to stage n % STAGES.
 template <class Weights, class Rows>
 __device__ __forceinline__ void fill_ring(int count, Barrier* empty, const Weights& ask, const Rows& ask_x) {
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// What mma has made, on its way to shared memory.
+// Results of mma on their way to shared memory.
 
 // A lane's part of STRIPS times 16 outputs of TILES times 8 rows, from `here`, its first, on: PITCH floats an output.
 template <int PITCH, int STRIPS, int TILES>

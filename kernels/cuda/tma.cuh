@@ -22,7 +22,7 @@ __device__ inline bool elected() {
     return y;
 }
 
-// What was written to shared memory, or read from it, comes before what TMA and asynchronous matmuls do there.
+// Orders this thread's reads and writes of shared memory before those of TMA and asynchronous matmuls.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // After the last mbarrier_init(), before the barriers are used.
@@ -46,7 +46,7 @@ __device__ inline void mbarrier_wait(Barrier* barrier, int round) {
         ::"r"(smem_address(barrier)), "r"(round & 1) : "memory");
 }
 
-// What a map says is brought near, so that the first copy does not wait for it. Maps are arguments: no grid_wait() is
+// Prefetches a map, so that the first copy does not wait for it. Maps are arguments: no grid_wait() is
 // needed.
 __device__ inline void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -67,7 +67,7 @@ template <int N> __device__ inline void set_registers(bool more) {
                      : __VA_ARGS__                                                                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));            \
     }
-// The same of a and b [n, 16] in shared memory.
+// Multiplies a and b [n, 16] in shared memory.
 #define OF_SHARED(type, name, n, sums, a0, b0, more, ...)                                                                \
     __device__ inline void wgmma(type, float (&c)[n / 2], unsigned long long a, unsigned long long b, bool add) {    \
         asm volatile("{ .reg .pred add; setp.ne.b32 add, " more ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32."  \

@@ -11,12 +11,6 @@ struct Embed {
     double scale;
 };
 
-template <typename T, typename W> INLINE void scale_row(const W* x, float scale, T* y, int64_t size) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * scale);
-    if (i < size) store(y + i, load(x + i, size - i) * scale, size - i);
-}
-
 // W: the table's numbers, where y has others.
 template <typename T, typename W = T> void embed(const Embed& a, int part, int parts) {
     Share share(a.width, part, parts);
@@ -30,7 +24,7 @@ template <typename T, typename W = T> void embed(const Embed& a, int part, int p
         else if (a.scale == 1 && sizeof(T) == sizeof(W))
             memcpy(y, x, size * sizeof(T));
         else
-            scale_row(x, (float)a.scale, y, size);
+            strips(0, size, STRIP { store(y + i, load(x + i, n) * (float)a.scale, n); });
     }
 }
 
@@ -54,8 +48,7 @@ static void cos_sin(const CosSin& a, int part, int parts) {
     }
 }
 
-OP(embed_f32, embed<float>, Embed)
-OP(embed_bf16, embed<bf16>, Embed)
+TYPED_OP(embed, embed, Embed)
 OP(embed_f32_of_bf16, (embed<float, bf16>), Embed)
 OP(embed_f32_of_f16, (embed<float, f16>), Embed)
 OP(cos_sin_f32, cos_sin, CosSin)

@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms GEMMs of many rows take: measured once per node, beside what torch takes.
+"""Which of cuBLASLt's algorithms GEMMs of large M take: measured once per node, together with torch's choice.
 
 It takes about four seconds for a model of 8 B parameters. What is found is kept on the node, so that other ranks and
 later starts compute the same bits, and wait for nothing.
@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import jit
+from .. import kernel_cache
 from ..collective.allreduce import SymmetricMemory
-from . import gemm_reduce_scatter, split_k_gemm
+from . import gemm_reduce_scatter
 from .cublaslt import ALGORITHM, TYPES, Algo, GemmShape, Library, in_use, plain, sizes_of
 
-METHOD = 4  # of choosing; files that were made by another one are not read
+METHOD = 5  # of choosing; files that were made by another one are not read
 GAIN = 0.98  # of the first algorithm's time that another may take to be chosen
-SPLIT_GAIN = 0.95  # that a split-K GEMM may take: the norm, which is not timed, reads more
 SLOWER = 1.15  # times the fastest: not measured again
 NEAREST = 3  # are measured again
 LEADERS = 2  # of a number of rows, which are measured for all others, too
@@ -43,24 +42,29 @@ class TuneRequest(NamedTuple):
     weight: Tensor
     counts: Sequence[int]  # of rows
     peers: SymmetricMemory | None = None  # whose ranks their sums are scattered to
-    summed: bool = False  # a norm may add up their partial sums
     bias: bool = False  # they add one
 
 
 def tune(gemms: Iterable[TuneRequest]) -> str:
     """Choose on the current device and stream for these weights and numbers of their rows; a line for the log.
 
-    Weights of equal sizes are measured by turns, as they come from memory in a model.
+    Weights of equal sizes are measured alternately, as they come from memory in a model.
     """
     weights: dict[GemmShape, list[Tensor]] = {}
     counts: dict[GemmShape, set[int]] = {}
     targets: dict[GemmShape, SymmetricMemory | None] = {}
     for gemm in gemms:
-        if gemm.weight.dtype in TYPES and plain(gemm.weight):
-            for sizes, rows in _shapes(gemm):
-                weights.setdefault(sizes, []).append(gemm.weight)
-                counts.setdefault(sizes, set()).update(rows)
-                targets[sizes] = gemm.peers
+        weight, rows, peers, bias = gemm
+        if weight.dtype not in TYPES or not plain(weight):
+            continue
+        if peers:
+            sizes = gemm_reduce_scatter.sizes(weight, peers, bias)
+            rows = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
+        else:
+            sizes = sizes_of(weight, bias)
+        weights.setdefault(sizes, []).append(weight)
+        counts.setdefault(sizes, set()).update(rows)
+        targets[sizes] = peers
     wanted = [(sizes, sorted(counts[sizes])) for sizes in weights if counts[sizes]]
     if not wanted:
         return ""
@@ -71,39 +75,16 @@ def tune(gemms: Iterable[TuneRequest]) -> str:
     started = time.monotonic()
 
     def measure() -> list[list[Algo]]:
-        found = []
-        for sizes, n in wanted:
-            found.append(_measure(library, sizes, weights[sizes], n, targets[sizes]))
-            library.choices[sizes] = dict(zip(n, found[-1], strict=True))  # what split-K GEMMs have to beat
+        found = [_measure(library, sizes, weights[sizes], n, targets[sizes]) for sizes, n in wanted]
         torch.cuda.empty_cache()  # of what was multiplied: graphs have a pool of their own
         return found
 
     found, kept = remembered(about(library, wanted), measure)
     library.choose({sizes: dict(zip(n, row, strict=True)) for (sizes, n), row in zip(wanted, found, strict=True)})
     in_use[next(iter(weights.values()))[0].device] = library
-    whole = [(sizes, row) for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes]]
-    alone = [choice for sizes, row in whole if sizes.splits == 1 for choice in row]
-    split = sum(bool(choice) for sizes, row in whole if sizes.splits > 1 for choice in row)
+    alone = [choice for (sizes, _), row in zip(wanted, found, strict=True) if not targets[sizes] for choice in row]
     how = f"{'read from this node' if kept else 'measured'} in {time.monotonic() - started:.1f} s"
-    return (
-        f"{sum(map(bool, alone))} of {len(alone)} GEMMs of many rows take another algorithm than torch's, "
-        f"{f'{split} are faster as split-K GEMMs where a norm adds up, ' if split else ''}{how}"
-    )
-
-
-def _shapes(gemm: TuneRequest) -> Iterator[tuple[GemmShape, list[int]]]:
-    """All ways to compute them, each with its numbers of rows; the whole GEMM before split-K ones."""
-    weight, rows, peers, summed, bias = gemm
-    if peers:
-        supported = [n for n in rows if gemm_reduce_scatter.supports(n, weight, peers)]
-        yield gemm_reduce_scatter.sizes(weight, peers, bias), supported
-        return
-    yield sizes_of(weight, bias), list(rows)
-    if summed:
-        num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        for count in split_k_gemm.SPLITS:
-            some = [n for n in rows if split_k_gemm.splits(n, weight, num_sms) == count]
-            yield split_k_gemm.sizes(weight, count, bias), some
+    return f"{sum(map(bool, alone))} of {len(alone)} GEMMs of many rows take another algorithm than torch's, {how}"
 
 
 def _measure(
@@ -116,11 +97,9 @@ def _measure(
     """
     trial = Benchmark(library, sizes, weights, max(counts), peers)
     own = {rows: trial.own(rows) for rows in counts}
-    gain = SPLIT_GAIN if sizes.splits > 1 else GAIN
     leaders = [algo for rows, algos in own.items() for algo in near(algos, trial.times(rows, algos))[:LEADERS]]
     return [
-        fastest(partial(trial.times, rows), list(dict.fromkeys((*algos[:1], *leaders))), gain)
-        for rows, algos in own.items()
+        fastest(partial(trial.times, rows), list(dict.fromkeys((*algos[:1], *leaders)))) for rows, algos in own.items()
     ]
 
 
@@ -137,7 +116,7 @@ class Benchmark:
         self._launches = max(1, min(8, round(READ / weight.nbytes)))
         self._x = weight.new_empty(most, sizes.inputs).normal_()
         self._bias = weight.new_zeros(sizes.outputs) if sizes.bias else None
-        self._y = weight.new_empty(0 if peers else most * sizes.splits * sizes.outputs)
+        self._y = weight.new_empty(0 if peers else most * sizes.outputs)
         self._works: dict[tuple[int, Algo], bool] = {}
 
     def own(self, rows: int) -> list[Algo]:
@@ -164,15 +143,12 @@ class Benchmark:
 
     def _call(self, rows: int, algo: Algo) -> Callable[[Tensor], Any]:
         x, sizes = self._x[:rows], self._sizes
-        if algo is None:  # what was chosen for the whole GEMM, where this is for split-K ones; else torch's
-            sizes = sizes._replace(splits=1)
-            algo = self._library.choices.get(sizes, {}).get(rows)
         if algo is None:
             y = self._y[: rows * sizes.outputs].view(rows, -1)
             if (bias := self._bias) is not None:
                 return lambda weight: torch.addmm(bias, x, weight.t(), out=y)
             return lambda weight: torch.mm(x, weight.t(), out=y)
-        plan, added = self._library.plan_of(algo, sizes, rows), self._bias if sizes.splits == 1 else None
+        plan, added = self._library.plan_of(algo, sizes, rows), self._bias
         if self._peers is None:
             return partial(self._library.run, plan, x, y=self._y.data_ptr(), bias=added)
         peers = self._peers
@@ -187,8 +163,8 @@ def near(algos: list[Algo], times: list[float]) -> list[Algo]:
     return [algo for ms, algo in sorted(zip(times, algos, strict=True), key=itemgetter(0)) if ms <= limit < math.inf]
 
 
-def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo], gain: float = GAIN) -> Algo:
-    """The first of these algorithms, unless another takes at most `gain` of its time; None where none works."""
+def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo]) -> Algo:
+    """The first of these algorithms, unless another takes at most GAIN of its time; None where none works."""
     best = dict(zip(algos, times(algos), strict=True))
     fast = near(algos, list(best.values()))[:NEAREST]
     if not fast:
@@ -200,7 +176,7 @@ def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo], gain:
         for algo, taken in zip(again, times(again), strict=True):
             best[algo] = min(best[algo], taken)
     first = min(fast, key=best.__getitem__)
-    return first if best[first] <= gain * best[usual] else usual
+    return first if best[first] <= GAIN * best[usual] else usual
 
 
 def about(library: Library, wanted: list[tuple[GemmShape, list[int]]]) -> list[Any]:
@@ -212,16 +188,16 @@ def about(library: Library, wanted: list[tuple[GemmShape, list[int]]]) -> list[A
 
 def remembered(about: list[Any], measure: Callable[[], list[list[Algo]]]) -> tuple[list[list[Algo]], bool]:
     """The choices for each of about's GEMMs, and whether this node had them. Of several ranks one measures."""
-    folder = jit.cache_folder()
+    folder = kernel_cache.cache_folder()
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
     file = folder / f"gemms-{key}.json"
-    with jit.locked(folder / f"{key}.lock"):
+    with kernel_cache.locked(folder / f"{key}.lock"):
         if (found := _read(file, about)) is not None:
             return found, True
         found = measure()
         text = json.dumps({"about": about, "choices": [[algo and algo.hex() for algo in row] for row in found]})
         with contextlib.suppress(OSError):  # a full disk costs the next start seconds
-            jit.atomic_write(file, text.encode())
+            kernel_cache.atomic_write(file, text.encode())
     return found, False
 
 

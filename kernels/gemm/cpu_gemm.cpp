@@ -5,7 +5,6 @@
 #include "simd.h"
 #include "gemm_rows.h"
 
-OP(linear_f32, linear<float>, Linear)
-OP(linear_bf16, linear<bf16>, Linear)
+TYPED_OP(linear, linear, Linear)
 OP(linear_f32_of_bf16, (linear<float, float, bf16>), Linear)
 OP(linear_f32_of_f16, (linear<float, float, f16>), Linear)

@@ -1,4 +1,4 @@
-"""GEMMs of many rows on GPUs by cuBLASLt, with the algorithms that were the fastest on this node.
+"""GEMMs of large M on GPUs by cuBLASLt, with the algorithms that were the fastest on this node.
 
 torch takes the first algorithm that the library proposes for some sizes, which can be far from the best: on an H200,
 448 rows of bf16 with a weight of 28672 x 4096 take 269 us, and 153 with the second (2026-11-22). autotune.py measures
@@ -65,19 +65,18 @@ class _Proposal(ctypes.Structure):
 
 
 class GemmShape(NamedTuple):
-    """Of a weight, and of where its outputs go."""
+    """Sizes of a weight, and of where its outputs go."""
 
     dtype: torch.dtype
     outputs: int
     inputs: int
     parts: int = 1  # that the outputs are cut into: [parts, rows, outputs / parts]
     apart: int = 0  # elements from one part to the next
-    splits: int = 1  # of the inputs, each of which makes a partial sum: [rows, splits, outputs]
-    bias: bool = False  # one is added: to partial sums by who adds them up, else by the GEMM
+    bias: bool = False  # one is added
 
 
 def sizes_of(weight: Tensor, bias: bool) -> GemmShape:
-    """Of the whole GEMM of a weight [O, I]."""
+    """The sizes of the whole GEMM of a weight [O, I]."""
     outputs, inputs = weight.shape
     return GemmShape(weight.dtype, outputs, inputs, bias=bias)
 
@@ -101,7 +100,6 @@ class Library:
         self.choices: dict[GemmShape, dict[int, Algo]] = {}  # by measured rows; `choose` sets what is in use
         self.plan = functools.lru_cache(KEPT)(self._plan)
         self.near_plan = functools.lru_cache(KEPT)(self._near_plan)
-        self.first_plan = functools.lru_cache(KEPT)(self._first_plan)
         self._layout = functools.cache(self._make_layout)
         self._biased = functools.cache(self._make_biased)
         self._one, self._zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
@@ -129,13 +127,11 @@ class Library:
             return []
         return [bytes(one.algorithm) for one in found[: count.value] if not one.state]
 
-    def run(
-        self, plan: Plan, x: Tensor, weight: Tensor, y: int, bias: Tensor | None = None, accumulate: bool = False
-    ) -> bool:
+    def run(self, plan: Plan, x: Tensor, weight: Tensor, y: int, bias: Tensor | None = None) -> bool:
         """To address y [T, O] = x [T, I] times the transpose of weight [O, I]; False where the library refuses.
 
-        bias: [O], where the plan's GEMM adds one. accumulate: add to what is there. Plans share what tells the library
-        where the bias lies, so that one thread calls this at a time.
+        bias: [O], where the plan's GEMM adds one. Plans share what tells the library where the bias lies, so that one
+        thread calls this at a time.
         """
         if bias is not None:
             self._describe(plan.matmul, _BIAS, _P(bias.data_ptr()))
@@ -143,7 +139,7 @@ class Library:
         status = self._lib.cublasLtMatmul(
             self._handle, plan.matmul,
             self._one, weight.data_ptr(), plan.of_weight, x.data_ptr(), plan.of_x,
-            self._one if accumulate else self._zero, y, plan.of_y, y, plan.of_y,
+            self._zero, y, plan.of_y, y, plan.of_y,
             plan.algorithm, workspace(x.device, stream).data_ptr(), WORKSPACE, stream,
         )  # fmt: skip
         return status == 0
@@ -152,33 +148,25 @@ class Library:
         return Plan(self._matmul(sizes), _Algorithm.from_buffer_copy(algorithm), *self._layouts(sizes, rows))
 
     def _plan(self, sizes: GemmShape, rows: int) -> Plan | None:
-        """By the choice made for so many rows; None: torch's, or there is none."""
+        """The plan chosen for so many rows; None: torch's, or there is none."""
         algo = self.choices.get(sizes, {}).get(rows)
         return None if algo is None else self.plan_of(algo, sizes, rows)
 
     def _near_plan(self, rows: int, shape: torch.Size, dtype: torch.dtype, bias: bool) -> tuple[int, Plan | None]:
-        """Of the whole GEMM of a weight like this: the count of `nearest`, and the plan for it."""
+        """The nearest tuned GEMM of a weight like this: the count of `nearest`, and the plan for it."""
         outputs, inputs = shape
         sizes = GemmShape(dtype, outputs, inputs, bias=bias)
         count = nearest(rows, self.choices.get(sizes, {}))
         return count, self.plan(sizes, count)
 
-    def _first_plan(self, sizes: GemmShape, rows: int) -> Plan | None:
-        """By what the library deems the fastest; None: it has nothing."""
-        algos = self.proposals(sizes, rows)
-        return self.plan_of(algos[0], sizes, rows) if algos else None
-
     def _matmul(self, sizes: GemmShape) -> ctypes.c_void_p:
-        if not sizes.bias or sizes.splits > 1:
+        if not sizes.bias:
             return self._unbiased
         return self._biased(sizes.outputs // sizes.parts if sizes.parts > 1 else 0)
 
     def _layouts(self, sizes: GemmShape, rows: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        dtype, outputs, inputs, parts, apart, splits, _ = sizes
-        layout, part, width = functools.partial(self._layout, dtype), outputs // parts, inputs // splits
-        if splits > 1:
-            of_y = layout(outputs, rows, splits * outputs, splits, outputs)
-            return layout(width, outputs, inputs, splits, width), layout(width, rows, inputs, splits, width), of_y
+        dtype, outputs, inputs, parts, apart, _ = sizes
+        layout, part = functools.partial(self._layout, dtype), outputs // parts
         of_weight = layout(inputs, part, inputs, parts, part * inputs)
         return of_weight, layout(inputs, rows, inputs, parts, 0), layout(part, rows, part, parts, apart)
 
@@ -250,18 +238,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if count == rows else y[:rows]
 
 
-def accumulate_linear(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> bool:
-    """Add x [T, I] times the transpose of weight [O, I], plus bias [O], to y [T, O]; rounded once. torch adds to y or a
-    bias, but not both. False: nothing was added, as no library is in use or it refuses."""
-    library = library_for(x, weight, bias, y)
-    if library is None:
-        return False
-    plan = library.first_plan(sizes_of(weight, bias=True), x.shape[0])
-    return plan is not None and library.run(plan, x, weight, y.data_ptr(), bias, accumulate=True)
-
-
 def library_for(x: Tensor, *others: Tensor | None) -> Library | None:
-    """What multiplies x [T, I] with these, where something was chosen on their device and it can read them all."""
+    """The tuned GEMM of x [T, I] with these, where something was chosen on their device and it can read them all."""
     library = in_use.get(x.device)
     if library is None or x.dim() != 2 or not plain(x):
         return None

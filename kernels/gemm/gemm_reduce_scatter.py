@@ -21,13 +21,13 @@ from .cublaslt import ALIGNED, GemmShape, in_use, library_for
 
 
 def sizes(weight: Tensor, peers: SymmetricMemory, bias: bool = False) -> GemmShape:
-    """Of GEMMs whose sums these ranks scatter. bias: this rank adds one."""
+    """Sizes of GEMMs whose sums these ranks scatter. bias: this rank adds one."""
     outputs, inputs = weight.shape
     return GemmShape(weight.dtype, outputs, inputs, peers.size, peers.stride // weight.element_size(), bias=bias)
 
 
 def address(rows: int, weight: Tensor, peers: SymmetricMemory) -> int:
-    """Where this rank's part of the first rank's share goes; the next rank's is a stride further."""
+    """Address of this rank's part of the first rank's share; the next rank's is a stride further."""
     recv_buffer = peers.base + recv_buffer_at(peers.size)
     return recv_buffer + peers.rank * rows * (len(weight) // peers.size) * weight.element_size()
 

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import jit
 from ..activation.activation import gate_sizes
+from ..candidate import Candidate
 from ..device import DeviceCaps, device_caps
 
+ROWS = 2  # at most: more are faster on tensor cores
+INPUTS, OUTPUTS = 512, 64  # of which the weight's are multiples
 SHARED = 96 << 10  # bytes of shared memory for x: two blocks must fit on a multiprocessor
 WARPS = 8  # of a block
 NORMED = 8192  # elements of x that a block has registers for to norm them
+
+
+def readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether kernels of 16 bits can read x [T, I], weight [O, I] and bias [O], aligned and on a GPU."""
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return x.is_cuda and x.dim() == 2 and x.element_size() == 2 and same and jit.plain(x, weight)
+
+
+def takes(rows: int, outputs: int, inputs: int) -> bool:
+    whole = inputs % INPUTS == 0 and outputs % OUTPUTS == 0
+    return 0 < rows <= ROWS and whole and rows * inputs * 2 <= SHARED
+
+
+def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> bool:
+    return takes(len(x), *weight.shape) and readable(x, weight, bias)
+
+
+def variant(rows: int, weight: Tensor, gate: str, bias: bool, norm: bool, caps: DeviceCaps) -> jit.KernelVariant | None:
+    outputs, inputs = weight.shape
+    if weight.element_size() != 2 or not takes(rows, outputs, inputs):
+        return None
+    how = *choose(rows, outputs, caps, gate), gate, bias, norm and rows * inputs <= NORMED
+    return jit.variant("gemv", weight.dtype, **sizes(rows, inputs, *how))
+
+
+def supports_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `normed_linear` takes these and is faster than a norm before."""
+    if x.numel() > NORMED or not supports(x, weight, "", bias):
+        return False
+    return x.dtype == residual.dtype == norm_weight.dtype and jit.plain(residual, norm_weight)
+
+
+def normed_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, gate: str = "",
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`gemv` of the norm that norm.add_rms_norm makes of x and residual [T, I], as one kernel; and their sum.
+
+    x and residual stay as they are: each block reads them. Squares are added up in another order than there, so that a
+    norm's last bit may differ.
+    """
+    total = torch.empty_like(residual)
+    return gemv(x, weight, gate, bias, norm=(residual, norm_weight, eps, total)), total
 
 
 def gemv(
@@ -21,8 +68,9 @@ def gemv(
     norm: tuple[Tensor, Tensor, float, Tensor] | None = None,
     config: tuple[int, int] | None = None,
 ) -> Tensor:
-    """x [T, I] times the transpose of weight [O, I], as skinny.skinny_linear.
+    """x [T, I] times the transpose of weight [O, I], plus bias [O], where `supports` is true; accumulated in f32.
 
+    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     norm: of x and this residual, by this weight and epsilon, which leaves their sum here.
     config: outputs of a warp, two with a `gate`, and accesses to each row that it has under way; chosen unless given.
     """
@@ -50,7 +98,7 @@ def choose(rows: int, outputs: int, found: DeviceCaps, gate: str) -> tuple[int, 
 
 
 def sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: bool, norm: bool) -> dict[str, int]:
-    """What it is compiled for."""
+    """Compile-time constants of gemv.cu."""
     return dict(
         I=inputs,
         R=rows,
@@ -61,3 +109,9 @@ def sizes(rows: int, inputs: int, outs: int, ahead: int, gate: str, bias: bool, 
         NORM=int(norm),
         WARPS=WARPS,
     )
+
+
+CANDIDATE = Candidate(
+    "gemv.cu", "GPUs",
+    f"up to {ROWS} rows of f16 or bf16, inputs a multiple of {INPUTS}, outputs of {OUTPUTS}", supports, gemv, variant,
+)  # fmt: skip

@@ -9,50 +9,47 @@ by torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from .. import jit
 from ..activation.activation import gated_activation
+from ..candidate import Candidate, choose
 from ..cpp import ops
-from . import cpu_gemm, cublaslt, skinny, swiglu_gemm
+from ..device import DeviceCaps
+from . import cpu_gemm, cublaslt, gemv, pipelined_gemm, swiglu_gemm
 
 PACK_FROM = 1 << 16  # elements; a packed GEMM takes longer to start, which smaller matrices do not win back
-ADD_FROM = 1024  # rows of a GEMM that adds itself to the residual stream
 ROWS_HINT = 16  # rows that the layout is chosen for; this one is the fastest, or nearly, from 1 to 256
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times the transpose of weight [O, I], plus bias [O]: [T, O], contiguous. `weight` may be packed."""
-    if x.is_cuda:
-        if skinny.supports(x, weight, bias):
-            return skinny.skinny_linear(x, weight, bias=bias)
-        return cublaslt.linear(x, weight, bias)
-    if weight.is_mkldnn:
-        return _packed_linear(x, weight, bias)
-    if cpu_gemm.supports(x, weight):
-        return cpu_gemm.cpu_linear(x, weight, bias)
-    return torch_linear(x, weight, bias)
+    return gated_linear(x, weight, "", bias)
 
 
-def accumulates(x: Tensor, weight: Tensor, stream: Tensor) -> bool:
-    """Whether the GEMM of x [T, I] and weight [O, I] adds itself to stream [T, O] faster than the norm that follows.
-
-    Of 8192 rows on an H200 with the norm (2026-11-22), 4096 and 14336 inputs: 449 and 1439 us instead of 466 and 1453;
-    of 512 rows 51 and 97 instead of 37 and 99.
-    """
-    same = x.dtype == weight.dtype == stream.dtype and x.element_size() == 2
-    return x.is_cuda and x.shape[0] >= ADD_FROM and same and stream.is_contiguous()
+def gated_linear(x: Tensor, weight: Tensor, gate: str = "silu", bias: Tensor | None = None) -> Tensor:
+    """act(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U, and bias [2 O] is added before. gate: of
+    activation.ACTIVATIONS; "": `linear`."""
+    found = choose(GPU if x.is_cuda else CPU, x, weight, gate, bias)
+    assert found is not None, "the last one takes all"
+    return found.run(x, weight, gate, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", bias: Tensor | None = None) -> Tensor:
-    """act(x G^T) * (x U^T): [T, O], where weight [2 O, I] is G over U, and bias [2 O] is added before; the activations
-    are activation.ACTIVATIONS."""
-    if not weight.is_mkldnn and skinny.supports(x, weight, bias):
-        return skinny.skinny_linear(x, weight, activation, bias)
-    if swiglu_gemm.supports(x, weight, bias):
-        return swiglu_gemm.swiglu_gemm(x, weight, activation, bias)
-    return gated_activation(linear(x, weight, bias), activation)
+def variants(
+    rows: Iterable[int], weight: Tensor, gate: str, bias: bool, norm: bool, caps: DeviceCaps
+) -> Iterator[jit.KernelVariant]:
+    """Programs to compile for GEMMs of so many rows, each, on a GPU; norm: behind a norm, where gemv.normed_linear
+    takes it."""
+    for n in rows:
+        for one in GPU:
+            found = one.variant and one.variant(n, weight, gate, bias, norm, caps)
+            if found:
+                yield found
+                break
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -65,7 +62,39 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
 
 
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not len(x):
-        return x.new_empty(0, weight.shape[0])
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _any(x: Tensor, weight: Tensor, gate: str, bias: Tensor | None) -> bool:
+    return True
+
+
+def _is_packed(x: Tensor, weight: Tensor, gate: str, bias: Tensor | None) -> bool:
+    return weight.is_mkldnn
+
+
+def _packed_linear(x: Tensor, weight: Tensor, gate: str, bias: Tensor | None) -> Tensor:
+    if len(x):
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        y = x.new_empty(0, weight.shape[0])
+    return gated_activation(y, gate) if gate else y
+
+
+def _library_linear(x: Tensor, weight: Tensor, gate: str, bias: Tensor | None) -> Tensor:
+    if x.is_cuda:
+        y = cublaslt.linear(x, weight, bias)
+        jit.fence(x.device)
+    else:
+        y = torch_linear(x, weight, bias)
+    return gated_activation(y, gate) if gate else y
+
+
+GPU = (
+    gemv.CANDIDATE,
+    pipelined_gemm.CANDIDATE,
+    swiglu_gemm.CANDIDATE,
+    Candidate("cublaslt.py", "GPUs", "all else, by algorithms that autotune.py has measured", _any, _library_linear),
+)
+CPU = (
+    Candidate("oneDNN", "CPUs without C++ kernels", "packed weights, f32", _is_packed, _packed_linear),
+    cpu_gemm.CANDIDATE,
+    Candidate("torch", "CPUs", "all else", _any, _library_linear),
+)

@@ -4,22 +4,22 @@
 // One warp has TMA bring chunks of KC inputs of M outputs, and the same inputs of x, to shared memory,
 // STAGES of them ahead and on into the next tile of outputs; the others multiply them by tensor cores. As much of W as
 // fits is asked for before the kernel's predecessor has ended. With GATED, W is a gate matrix over an up matrix and y =
-// act(gate) * up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose pieces
-// of 16 bytes change places in each row (TMA's 128-byte swizzle): the eight rows that an instruction reads lie
-// in different banks. Rows of x from `rows` on are whatever lies there: to ask TMA for zeros past x's end takes
-// it a fifth longer.
+// act(gate) * up. With BIAS, bias [outputs] is added. A chunk lies in shared memory as boxes of 64 inputs, whose
+// 16-byte vectors are permuted in each row (TMA's 128-byte swizzle): the eight rows that an instruction
+// reads lie in different banks. Rows of x from `rows` on are whatever lies there: to ask TMA for zeros past x's end
+// takes it a fifth longer.
 //
 // With WHOLE four warps take all 64 rows of x and all of a tile's outputs by Hopper's asynchronous instructions, which
 // read x once for WIDTH outputs; warps on their own, each with 16 outputs, read it once each, which from 33 rows on is
 // more than shared memory gives.
 //
-// With SPLIT above 1, which needs WHOLE and launches of as many blocks a cluster, a cluster of so many blocks shares one
-// tile: each multiplies its part of the inputs, and they add their sums up through each other's shared memory. A tile may then have SPLIT times the outputs,
-// so that x comes from the second-level cache that much less often: beside tiles of 32 outputs 64 rows of x are twice
-// the bytes of W.
+// With SPLIT above 1, which needs WHOLE and launches of as many blocks a cluster, a cluster of so many blocks shares
+// one tile: each multiplies its part of the inputs, and they add their sums up through each other's shared memory. A
+// tile may then have SPLIT times the outputs, so that x comes from the second-level cache that much less often: with
+// tiles of 32 outputs 64 rows of x are twice the bytes of W.
 //
-// With UNEVEN, which needs SPLIT to be 1, the last tile has fewer outputs of y: what TMA brings beside them, zeros or the
-// first rows of the up matrix, is multiplied and not stored.
+// With UNEVEN, which needs SPLIT to be 1, the last tile has fewer outputs of y: what TMA brings in addition, zeros or
+// the first rows of the up matrix, is multiplied and not stored.
 
 constexpr int ROWS = 8 * TILES;                // of x
 constexpr int BOXES = KC / 64;                 // of a chunk
@@ -172,7 +172,8 @@ __device__ inline void whole_tiles(const T* bias, T* y, unsigned ring, Barrier* 
 #endif
 
 #if __CUDA_ARCH__ >= 900
-// The warp that has TMA bring `count` chunks. W does not change: it is asked for before the kernel's predecessor has ended.
+// The warp that has TMA bring `count` chunks. W does not change: it is asked for before the kernel's predecessor has
+// ended.
 __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
                                         Barrier* empty, int count, int width, int rows) {
     const int first_input = blockIdx.x % SPLIT * (I / SPLIT);
@@ -236,7 +237,7 @@ pipelined_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ T
             for (const int start = n, end = n + CHUNKS; n < end; n++) {
                 int stage = n % STAGES;
                 mbarrier_wait(full + stage, n / STAGES);
-                // What was loaded of the chunk before has been multiplied, so that it has been read.
+                // The chunk before has been multiplied, so its stage has been read.
                 if (n > start && lane == 0) mbarrier_arrive(empty + (n - 1) % STAGES);
 #pragma unroll
                 for (int i = 0; i < KC / 16; i += GROUPS) multiply_step(sum[0], place, stage, i + group);

@@ -1,6 +1,6 @@
-// A stage of shared memory by tensor cores: M outputs' weights and ROWS rows of x, KC inputs of each in boxes of 64 with
-// TMA's 128-byte swizzle. A warp has 16 of the outputs, and the rows as TILES tiles of eight. A stage of other rows has one
-// box: its lanes are told so.
+// A stage of shared memory by tensor cores: M outputs' weights and ROWS rows of x, KC inputs of each in boxes of 64
+// with TMA's 128-byte swizzle. A warp has 16 of the outputs, and the rows as TILES tiles of eight. A stage of other
+// rows has one box: its lanes get that as an argument.
 
 struct TileLane {  // a lane's row of a box, and where its first piece of 16 bytes stands there
     unsigned w_from, w_piece, x_from, x_piece;

@@ -1,13 +1,14 @@
-// Grouped GEMMs of experts whose weights are e4m3 in wide pieces (e4m3_wide.cuh), by Hopper's asynchronous tensor-core
-// instructions of 8 bits: for sm_90a alone. x [pairs, I] is e4m3 with a scale for each row, in the order of group.cu, as
-// e4m3_pairs.cu makes it, so that the pairs of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With
-// GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in that order; else y [pairs, OUTPUTS] is in the
-// pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
+// Grouped GEMMs of experts whose weights are e4m3 in wide packed tiles (e4m3_wide.cuh), by Hopper's asynchronous
+// tensor-core instructions of 8 bits: for sm_90a alone. x [routed, I] is e4m3 with a scale for each row, in the order
+// of group.cu, as e4m3_pairs.cu makes it, so that the routed tokens of an expert are rows side by side. Weights are
+// [experts, OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that
+// order; else y [routed, OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added,
+// times the routed token's weight where x has it in already.
 //
-// The blocks of a cluster have x in common. expert_walk.cuh has their way from tile to tile, e4m3_ring.cuh what multiplies,
-// and ring_walk.cuh the ring, which one warp fills on into the next tiles. It asks for weights before the kernel's
-// predecessor has ended, as the order of pairs is older than that. Rows of a tile past its pairs are other pairs', or
-// whatever lies there: they are multiplied and not stored.
+// The blocks of a cluster have x in common. expert_walk.cuh has their way from tile to tile, e4m3_ring.cuh what
+// multiplies, and ring_walk.cuh the ring, which one warp fills on into the next tiles. It asks for weights before the
+// kernel's predecessor has ended, as the order of routed tokens is older than that. Rows of a tile past its routed
+// tokens are other routed tokens', or whatever lies there: they are multiplied and not stored.
 #include "e4m3_ring.cuh"
 
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;                      // of y
@@ -49,7 +50,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     fill_ring(first, next, empty, ask, ask_x);
 }
 
-// What a lane knows of an item's rows lane + 32 j.
+// A lane's facts of an item's rows lane + 32 j.
 struct Rows {
     float scales[HELD], weights[HELD];
     int pairs[HELD];

@@ -1,10 +1,10 @@
-// The experts of one to a few tokens: each pair of a token and one of its TOP experts reads that expert's weights as
-// fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Pairs go
-// along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and all
-// but one from the second-level cache.
+// The experts of one to a few tokens: each routed token reads that expert's weights as
+// fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Routed tokens
+// go along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and
+// all but one from the second-level cache.
 //
-// With PART this rank has `experts` of the router's experts, from `first` on: pairs of others read no weights and count
-// as 0.
+// With PART this rank has `experts` of the router's experts, from `first` on: routed tokens of others read no weights
+// and count as 0.
 
 constexpr int V = 8;  // elements of one access
 #include "stream.cuh"
@@ -20,8 +20,8 @@ __device__ inline float dot(const Access& w, const uint4& x, float sum) {
     return sum;
 }
 
-// h [pairs, INNER] = weight of the pair * act(gate) * up; a warp makes one element of it. The router's ids are what the
-// kernel before has written, so that no weight can be asked for ahead of it.
+// h [routed, INNER] = weight of the routed token * act(gate) * up; a warp makes one element of it. The router's ids are
+// what the kernel before has written, so that no weight can be asked for ahead of it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, int first, int experts) {
     constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 4 ? STEPS : 4;

@@ -1,34 +1,38 @@
-// All of a layer's experts, of few pairs each, in one launch: at the speed at which weights are read, from sm_90 on.
+// All of a layer's experts, with few routed tokens each, in one launch: at the speed at which weights are read, from
+// sm_90 on.
 //
-// First h [pairs, INNER], in the order of group.cu, = weight of the pair * act(gate) * up of w13 [experts, 2 INNER, HIDDEN]
-// (gate over up) and x, of which pair p has row p / TOP. Then y [pairs, HIDDEN], in the pairs' own order, of w2 [experts,
-// HIDDEN, INNER] and h.
+// First h [routed, INNER], in the order of group.cu, = weight of the routed token * act(gate) * up of w13 [experts, 2
+// INNER, HIDDEN] (gate over up) and x, of which routed token p has row p / TOP. Then y [routed, HIDDEN], in the routed
+// tokens' own order, of w2 [experts, HIDDEN, INNER] and h.
 //
-// An item is a tile of up to ROWS pairs of one expert and M outputs' weights; those of w13 come first. A block takes the
-// item of its number, and then the next one that nobody has taken. One warp has TMA bring chunks of KC inputs of these
-// outputs, STAGES of them ahead and on into the next item; another one gathers the same inputs of the pairs; the others
-// multiply both by tensor cores. Chunks lie in shared memory as in pipelined_gemm.cu: boxes of 64 inputs, whose pieces of
-// 16 bytes change places in each row.
+// An item is a tile of up to ROWS routed tokens of one expert and M outputs' weights; those of w13 come first. A block
+// takes the item of its number, and then the next one that no block has taken. One warp has TMA bring chunks of KC inputs
+// of these outputs, STAGES of them ahead and on into the next item; another one gathers the same inputs of the routed
+// tokens; the others multiply both by tensor cores. Chunks lie in shared memory as in pipelined_gemm.cu: boxes of 64
+// inputs, whose 16-byte vectors are permuted in each row.
 //
-// Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are there.
-// Blocks may wait for each other so, as items of w13 are taken first and wait for nobody's. But each block's first item is
-// its own, so that all blocks must come to a multiprocessor while others wait: no kernel beside this one may hold a
-// multiprocessor until this one has ended. The counts in `done`, and behind them `taken`, of items, and one of shared
-// experts' are zero before the launch and after it.
+// Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are
+// there. An item of w2 may wait for an item of w13 that another block has, so a block must not take one while blocks
+// with a first item of their own have not started: with another process or stream on the GPU they may need this block's
+// multiprocessor. A block therefore takes no second item before all have started. It waits PATIENCE for that and then
+// ends early; the last block to start finds all others started and takes what is left. A first item of w2 waits for
+// first items with lower numbers only, and multiprocessors start blocks in the order of their numbers.
+// Behind the counts in `done` are `taken`, how many further items were taken, and `shared_done`, `started` and `left`,
+// the blocks that have. All are zero before the launch and after it.
 //
-// With SORTED_PAIRS, each block sorts the router's choice for itself, of so many pairs at most: no launch stands between,
-// and what an item is stands in shared memory.
+// With SORTED_PAIRS, each block sorts the router's choice for itself, of so many routed tokens at most: no launch
+// stands between, and what an item is stands in shared memory.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
-// that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come is
-// overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand lost 3
-// %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
+// that its first chunks are asked for before the kernel's predecessors have ended. If it is another item, what has come
+// is overwritten. (To bring further chunks to the second-level cache gained nothing, and items shared out beforehand
+// lost 3 %: benchmarks/results/h100-moe-layers-2026-11-25.txt.)
 //
 // With SHARED_INNER, shared experts, which all tokens visit, are here too, as one of so many inner elements: of up to
-// SHARED_ROWS tokens, which each item has all of, so that these weights are read once. Their own kernels would leave memory
-// idle for half of their time. Items of shared_w13 [2 SHARED_INNER, HIDDEN] come behind the first one of each block, those
-// of shared_w2 [HIDDEN, SHARED_INNER] behind all of w13. y is [tokens, TOP + 1, HIDDEN] then; the last of each token is
-// theirs.
+// SHARED_ROWS tokens, which each item has all of, so that these weights are read once. Their own kernels would leave
+// memory idle for half of their time. Items of shared_w13 [2 SHARED_INNER, HIDDEN] come behind the first one of each
+// block, those of shared_w2 [HIDDEN, SHARED_INNER] behind all of w13. y is [tokens, TOP + 1, HIDDEN] then; the last of
+// each token is theirs.
 
 constexpr int M = 128;                         // outputs' weights of an item
 constexpr int ROWS = 8 * TILES;                // pairs of an item
@@ -38,13 +42,161 @@ constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
 constexpr int THREADS = M / 16 * 32;           // that multiply; two more warps bring what they need
 constexpr int WIDE = ROWS + 1;
 constexpr int QUEUE_DEPTH = 4;                 // items that one warp of a block may be ahead of another
+constexpr int PATIENCE = 50'000;               // nanoseconds that a block waits for others to start
 #include "tma.cuh"
 #include "mma.cuh"
 #include "smem_tile.cuh"
 #include "tile_sums.cuh"
-#include "expert_items.cuh"
 
-// Each warp's counts of each expert's pairs lie in the place of the sums: of tiles of 8 rows those of 143 experts fit there.
+// -- The items that blocks take, and in which order.
+
+// A GEMM: of an item ROWS_ rows of x, and of a chunk KC_ inputs.
+template <bool GATED_, int INPUTS_, int WIDTH_, int ROWS_ = ROWS, int KC_ = KC> struct Gemm {
+    static constexpr bool GATED = GATED_, SHARES = ROWS_ == SHARED_ROWS;
+    static constexpr int INPUTS = INPUTS_, WIDTH = WIDTH_, ROWS = ROWS_, KC = KC_, BOXES = KC / 64;
+    static constexpr int OUTPUTS = GATED ? 2 * WIDTH : WIDTH, OUTS = GATED ? M / 2 : M;
+    static constexpr int BLOCKS = WIDTH / OUTS, CHUNKS = INPUTS / KC;  // of a tile, of an item
+};
+using Up = Gemm<true, HIDDEN, INNER>;
+using Down = Gemm<false, INNER, HIDDEN>;
+using SharedUp = Gemm<true, HIDDEN, SHARED_INNER, SHARED_ROWS, 64>;  // a stage has room for so many inputs of all rows
+using SharedDown = Gemm<false, SHARED_INNER, HIDDEN, SHARED_ROWS, 64>;
+static_assert(!SHARED_INNER || (M + SHARED_ROWS) * 64 * 2 <= STAGE, "a chunk of shared experts is larger than a stage");
+static_assert(ROWS < SHARED_ROWS, "lanes know the rows of an item of routed experts");
+
+#if __CUDA_ARCH__ >= 900
+#include "expert_tiles.cuh"
+
+struct Item {
+    bool up, shared;
+    int tile, expert, block, start, rows;  // shared experts' have neither tile nor expert nor start
+
+    __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
+};
+
+constexpr int MOST_TILES = EXPERTS + SORTED_PAIRS / ROWS;  // of as many pairs as a block sorts
+
+// Sorted routed tokens as group.cu leaves them, in a block's shared memory.
+struct Sorted {
+    int order[SORTED_PAIRS + 1], ends[EXPERTS + 1], experts[MOST_TILES + 1], starts[MOST_TILES + 1];
+};
+
+// A warp: from how many routed tokens of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
+__device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
+    const int lane = threadIdx.x % 32;
+    const Totals all = place_experts(
+        [=](int e) {
+            int n = 0;
+            for (int w = 0; w < THREADS / 32; w++) {
+                const int mine = counts[w][e];
+                counts[w][e] = n, n += mine;
+            }
+            return n;
+        },
+        [&](int e, int start, int tile, int tiles) {
+            to.ends[e] = start;
+            for (int i = 0; i < tiles; i++) to.experts[tile + i] = e, to.starts[tile + i] = start + i * ROWS;
+        });
+    if (lane == 0) to.ends[EXPERTS] = all.pairs;
+    for (int i = all.tiles + lane; i < MOST_TILES; i += 32) to.experts[i] = -1;
+}
+
+// A block: what group.cu does, without a launch and without asking the second-level cache for each item. Routed tokens
+// of one expert stay in their order, as all blocks must find the same. counts: zeros.
+__device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPERTS + 1], Sorted& to) {
+    constexpr int EACH = SORTED_PAIRS / THREADS + !SORTED_PAIRS;
+    static_assert(SORTED_PAIRS % THREADS == 0, "all pairs have a thread");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
+    int expert[EACH], rank[EACH];
+    if (warp < THREADS / 32) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const unsigned id = first + j * 32 < pairs ? __ldcg(ids + first + j * 32) : EXPERTS;
+            expert[j] = id < EXPERTS ? id : EXPERTS;  // as group.cu leaves out what is no expert
+        }
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {  // pairs past the last one are of an expert past the last one
+            const unsigned same = __match_any_sync(0xffffffffu, expert[j]), earlier = same & ((1u << lane) - 1);
+            rank[j] = counts[warp][expert[j]] + __popc(earlier);
+            __syncwarp();
+            if (!earlier) counts[warp][expert[j]] += __popc(same);
+            __syncwarp();
+        }
+    }
+    __syncthreads();
+    if (warp == 0) cut_tiles(counts, to);
+    __syncthreads();
+    if (warp < THREADS / 32)
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (expert[j] < EXPERTS) to.order[to.ends[expert[j]] + counts[warp][expert[j]] + rank[j]] = first + j * 32;
+    __syncthreads();
+}
+
+// An entry of the tables: group.cu's past the first-level cache, which another kernel may have filled before they were
+// there.
+__device__ inline int load_index(const int* from) { return SORTED_PAIRS ? *from : __ldcg(from); }
+
+struct Tiles {
+    const int *ends, *experts, *starts;
+    int used, tokens;
+
+    // Built by a warp, which counts the tiles that are needed.
+    __device__ Tiles(const int* ends, const int* experts, const int* starts, int most, int tokens)
+        : ends(ends), experts(experts), starts(starts), used(0), tokens(tokens) {
+        for (int i = threadIdx.x % 32; i < most; i += 32) used += load_index(experts + i) >= 0;
+#pragma unroll
+        for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
+    }
+
+    __device__ int items() const {
+        return used * (Up::BLOCKS + Down::BLOCKS) + (SHARED_INNER ? SharedUp::BLOCKS + SharedDown::BLOCKS : 0);
+    }
+    __device__ Item find(int number) const {
+        const int ups = used * Up::BLOCKS;
+        if (SHARED_INNER) {
+            const int first = min((int)gridDim.x, ups);
+            if (number >= first && number < first + SharedUp::BLOCKS)
+                return Item::of_shared_experts(true, number - first, tokens);
+            if (number >= first) number -= SharedUp::BLOCKS;
+            if (number >= ups && number < ups + SharedDown::BLOCKS)
+                return Item::of_shared_experts(false, number - ups, tokens);
+            if (number >= ups) number -= SharedDown::BLOCKS;
+        }
+        Item item;
+        item.shared = false;
+        item.up = number < ups;
+        item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
+        item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
+        item.expert = load_index(experts + item.tile), item.start = load_index(starts + item.tile);
+        item.rows = min(ROWS, load_index(ends + item.expert + 1) - item.start);
+        return item;
+    }
+};
+
+// The numbers of a block's items, from the thread that asks for weights to the other warps.
+struct Queue {
+    volatile int* numbers;
+    Barrier *posted, *read;
+
+    __device__ void post(int k, int number) const {
+        if (k >= QUEUE_DEPTH) mbarrier_wait(read + k % QUEUE_DEPTH, k / QUEUE_DEPTH - 1);
+        numbers[k % QUEUE_DEPTH] = number;
+        mbarrier_arrive(posted + k % QUEUE_DEPTH);
+    }
+    __device__ int get(int k) const {
+        mbarrier_wait(posted + k % QUEUE_DEPTH, k / QUEUE_DEPTH);
+        const int number = numbers[k % QUEUE_DEPTH];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(read + k % QUEUE_DEPTH);
+        return number;
+    }
+};
+#endif
+
+
+// Each warp's counts of each expert's routed tokens lie in the place of the sums: of tiles of 8 rows those of 143
+// experts fit there.
 static_assert(!SORTED_PAIRS || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
 
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
@@ -76,7 +228,7 @@ __device__ inline void init_barriers(const Ring& ring, const Queue& queue) {
     fence_mbarrier_init();
 }
 
-// What asks for a chunk's weights.
+// Requests a chunk's weights.
 template <class G> struct Boxes {
     const TensorMap* map;
     int row;
@@ -92,8 +244,8 @@ template <class G> struct Boxes {
     }
 };
 
-// One thread: an item's weights; n chunks came before. there: chunks that are under way to the stages of their numbers, as
-// `early` will tell.
+// One thread: an item's weights; n chunks came before. there: chunks that are under way to the stages of their numbers,
+// as `early` will tell.
 template <class G>
 __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, const Ring& ring, int there, int& n) {
     const Boxes<G> boxes(of_w, G::SHARES ? 0 : item.expert, item.block);
@@ -129,7 +281,8 @@ __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ri
     }
 }
 
-// An item's values, once all sums are there. Lanes have their rows' pairs and weights. A warp's elements are of one row.
+// An item's values, once all sums are there. Lanes have their rows' routed tokens and weights. A warp's elements are of
+// one row.
 template <class G>
 __device__ inline void store(const float* sums, const Item& item, int pairs, float weights, T* y) {
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
@@ -155,7 +308,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
         const int stage = n % STAGES;
         mbarrier_wait(ring.full + stage, n / STAGES);
-        // What was loaded of the chunk before has been multiplied, so that it has been read.
+        // The chunk before has been multiplied, so its stage has been read.
         if (n > start && lane == 0) mbarrier_arrive(ring.empty + (n - 1) % STAGES);
 #pragma unroll
         for (int i = 0; i < KC / 16; i++) multiply_step(sum[0], place, stage, i);
@@ -167,8 +320,8 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten
 }
 
-// The same of shared experts. A warp's 16 outputs are 8 of gate and of up each, so that a lane has both of its own. From row
-// to row y has `pitch` elements.
+// GEMM of shared experts. A warp's 16 outputs are 8 of gate and of up each, so that a lane has both of its own. From
+// row to row y has `pitch` elements.
 template <class G>
 __device__ inline void multiply_shared(const Item& item, const Ring& ring, T* y, int pitch, int& n) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -213,15 +366,29 @@ __device__ inline bool ask_early(const TensorMap* of_w13, const Ring& ring, int 
     return true;
 }
 
+// Counts of all blocks.
+struct BlockCounts {
+    int *taken, *started, *left;
+
+    // One thread, as the last thing that its block does with these: the last block clears them.
+    __device__ void leave() const {
+        __threadfence();
+        if (atomicAdd(left, 1) == (int)gridDim.x - 1) *taken = 0, *started = 0, *left = 0;
+    }
+};
+
 // The warp that asks for weights.
-__device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const Ring& ring, const Queue& queue, int* taken,
-                                    bool guessed) {
+__device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const Ring& ring, const Queue& queue,
+                                    const BlockCounts& blocks, bool guessed) {
     if (!elected()) return;
+    atomicAdd(blocks.started, 1);
     const int items = tiles.items();
+    bool all_started = false;
     int number = blockIdx.x, n = 0;
     bool right = false;
     if (guessed && number < items) {
-        // Of w2 where few tiles are needed, maybe of the same expert, or of shared experts, which have no number.
+        // An item of w2 where few tiles are needed, maybe of the same expert, or of shared experts, which have no
+        // number.
         const Item first = tiles.find(number);
         right = first.up && first.expert == (int)blockIdx.x / Up::BLOCKS;
     }
@@ -229,9 +396,9 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
         for (int c = 0; c < EARLY; c++) mbarrier_wait(ring.early + c, 0);
     for (int k = 0;; k++) {
         queue.post(k, number);
-        if (number >= items) return;
+        if (number >= items) break;
         const Item item = tiles.find(number);
-        const int before = atomicAdd(taken, 1);  // nobody waits for it before this item's weights are asked for
+        int before = all_started ? atomicAdd(blocks.taken, 1) : 0;  // not awaited before this item's weights are asked for
         if (SHARED_INNER && item.shared) {
             if (item.up)
                 bring_weights<SharedUp>(maps.shared_w13, item, ring, 0, n);
@@ -242,9 +409,13 @@ __device__ inline void weights_warp(const Maps& maps, const Tiles& tiles, const 
         } else {
             bring_weights<Down>(maps.w2, item, ring, 0, n);
         }
-        if (before == items - 1) *taken = 0;  // each item asks once for the next
+        if (!all_started) {
+            all_started = wait_briefly_for_count(blocks.started, gridDim.x, PATIENCE);
+            before = all_started ? atomicAdd(blocks.taken, 1) : items;
+        }
         number = gridDim.x + before;
     }
+    blocks.leave();
 }
 
 // One warp: until all items of G, an item's first half, are there. The last of its second half clears their count.
@@ -310,7 +481,8 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 #endif
 
 // shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With SORTED_PAIRS,
-// `order` are the pairs' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are anything.
+// `order` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are
+// anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* order,
            const int* ends, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
@@ -324,7 +496,8 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     const unsigned start = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (start - smem_address(memory)) + STAGES * STAGE);
     const int warp = threadIdx.x / 32;
-    int *const taken = done + most, *const shared_done = taken + 1;
+    int* const shared_done = done + most + 1;
+    const BlockCounts blocks{done + most, done + most + 2, done + most + 3};
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
     int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
@@ -341,7 +514,7 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     }
     const Tiles tiles(ends, tile_expert, tile_start, SORTED_PAIRS ? MOST_TILES : most, tokens);
     if (warp == THREADS / 32) {
-        weights_warp(maps, tiles, ring, queue, taken, guessed);
+        weights_warp(maps, tiles, ring, queue, blocks, guessed);
         return;
     }
     if (warp > THREADS / 32) {

@@ -1,27 +1,28 @@
-"""Both grouped GEMMs of experts with few pairs each in one launch, on sm_90 and sm_100."""
+"""Both grouped GEMMs of experts with few routed tokens each in one launch, on sm_90 and sm_100."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import ACTIVATIONS
+from ..activation.activation import act_number
 from ..device import current_stream, device_caps
-from . import expert_gemm
-from .group import Groups, most_tiles
+from .group import Groups, group, most_tiles
+
+if TYPE_CHECKING:
+    from .moe import Inputs
 
 OUTPUTS = 128  # of an item's weights
 WARPS = OUTPUTS // 16 + 2  # of a block
-# Bytes of a block: the router's blocks, of 10 KB, and those of the norm before it and of group.cu fit beside it.
+# Bytes of a block: the router's blocks, of 10 KB, and those of the norm before it and of group.cu fit next to it.
 SMEM_BYTES = 212 << 10
 MOST_STAGES = 12
-# Pairs per expert → tiles of 8 pairs that an item has, so that most experts are one item; of more Triton's are taken
-# (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 pairs a layer of DeepSeek-V2-Lite takes 275 us here and 269 there, of
-# 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
+# Routed tokens per expert → tiles of 8 routed tokens that an item has, so that most experts are one item; of more
+# Triton's are taken (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 routed tokens a layer of DeepSeek-V2-Lite takes 275
+# us here and 269 there, of 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
 TILES = {4: 1, 8: 2, 11: 4}
-MOST_PAIRS = max(TILES)
 MOST_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
 SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
@@ -34,9 +35,14 @@ class SharedExperts(NamedTuple):
     w2: Tensor  # [H, S]
 
 
-def supports(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
+def supports(x: Tensor, w13: object, w2: object) -> bool:
     """Whether `expert_mlp` takes these."""
-    return w2.shape[1] % OUTPUTS == 0 and expert_gemm.supports(x, w13, w2)
+    if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+        return False
+    hidden, inner = w2.shape[1:]
+    sizes = hidden % OUTPUTS == 0 and inner % 64 == 0
+    same = x.element_size() == 2 and x.dtype == w13.dtype == w2.dtype
+    return same and sizes and jit.plain(x, w13, w2) and device_caps(x.device).has_tma
 
 
 def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
@@ -48,27 +54,27 @@ def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
 
 
 def blocks_sort(pairs: int, experts: int) -> bool:
-    """Whether each block sorts the pairs: it has shared memory for so many."""
+    """Whether each block sorts the routed tokens: it has shared memory for so many."""
     return pairs <= SORTED_PAIRS and experts <= SORTED_EXPERTS
 
 
 def choose_tiles(pairs: int, experts: int) -> int:
-    """Of 8 pairs, that an item has at most."""
+    """The largest number of 8-row tiles in an item."""
     return next(tiles for most, tiles in TILES.items() if pairs <= most * experts)
 
 
 def sizes(
     hidden: int, inner: int, act: str, top: int, tiles: int, shared_inner: int = 0, sorted_experts: int = 0
 ) -> dict[str, int]:  # fmt: skip
-    """What expert_mlp.cu is compiled for. shared_inner: inner elements of shared experts. sorted_experts: those whose
-    pairs a block sorts; 0: another kernel does."""
+    """Compile-time constants of expert_mlp.cu. shared_inner: inner elements of shared experts. sorted_experts: those
+    whose routed tokens a block sorts; 0: another kernel does."""
     return dict(
         HIDDEN=hidden,
         INNER=inner,
         KC=_chunk(hidden, inner),
         STAGES=stages(hidden, inner, tiles)[0],
         TILES=tiles,
-        ACT=ACTIVATIONS.index(act),
+        ACT=act_number(act),
         TOP=top,
         SHARED_INNER=shared_inner,
         SORTED_PAIRS=SORTED_PAIRS if sorted_experts else 0,
@@ -90,13 +96,23 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
     return count, 1024 + count * stage + sums
 
 
+def experts(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
+    """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; chosen unless given."""
+    x, ids, weights, w13, w2, act, _, held = given
+    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
+    tiles = tiles or choose_tiles(given.pairs, given.experts)
+    sort = held is None and blocks_sort(given.pairs, len(w13))
+    groups = None if sort else group(ids, len(w13), 8 * tiles, held)
+    return expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
+
+
 def expert_mlp(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, groups: Groups | None, act: str, tiles: int,
     shared: SharedExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """[pairs, H], in the pairs' own order: the pairs' weights * w2 (act(gate) * up), of x [T, H], w13 [E, 2 I, H] and
-    w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` says so. shared:
-    behind each token's pairs is what these make, [T * (k + 1), H]."""
+    """[routed, H], in the routed tokens' own order: the routed tokens' weights * w2 (act(gate) * up), of x [T, H], w13
+    [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` shows
+    it. shared: behind each token's routed tokens is what these make, [T * (k + 1), H]."""
     (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
     pairs, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
     memory = stages(hidden, inner, tiles)[1]
@@ -112,7 +128,7 @@ def expert_mlp(
     h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
     chosen = groups or (ids,) * 4
     count = len(groups.tile_expert) if groups else most_tiles(pairs, experts, 8 * tiles)
-    assert count + 1 < jit.COUNTERS
+    assert count + 4 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)
     kernel(

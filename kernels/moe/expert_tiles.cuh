@@ -1,11 +1,12 @@
-// Where each expert's pairs and tiles begin, for what sorts pairs by expert: group.cu and expert_items.cuh.
+// Offsets of each expert's routed tokens and tiles, for kernels that sort by expert: group.cu and expert_mlp.cu.
 
 struct Totals {
     int pairs, tiles;
 };
 
-// A warp: count(e) says how many pairs expert e has; place(e, start, tile, tiles) gets where its pairs begin, which its first
-// tile of ROWS is, and how many tiles it has. Returns those of all EXPERTS. Running sums go over 32 experts at a time.
+// A warp: count(e) says how many routed tokens expert e has; place(e, start, tile, tiles) gets where its routed tokens
+// begin, which its first tile of ROWS is, and how many tiles it has. Returns those of all EXPERTS. Running sums go over
+// 32 experts at a time.
 template <class Count, class Place> __device__ inline Totals place_experts(Count count, Place place) {
     const int lane = threadIdx.x % 32;
     Totals before = {};

@@ -1,6 +1,7 @@
-// The tiles of a grouped GEMM: up to ROWS pairs of one expert, in the order of group.cu, and OUTS of the WIDTH outputs of y, or
-// as many for each of a cluster's SHARE blocks side by side. Blocks stay and go on from tile to tile, with CHUNKS of inputs
-// each. All tiles of an expert are neighbours, those with the same weights first, so that these come from memory once.
+// The tiles of a grouped GEMM: up to ROWS routed tokens of one expert, in the order of group.cu, and OUTS of the WIDTH
+// outputs of y, or as many for each of a cluster's SHARE blocks side by side. Blocks stay and go on from tile to tile,
+// with CHUNKS of inputs each. All tiles of an expert are neighbours, those with the same weights first, so that these
+// come from memory once.
 
 constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);  // tiles, or clusters of them, of the same pairs
 constexpr int BAND = 16;  // tiles of pairs that take all columns before others do: the second-level cache has their x
@@ -10,13 +11,13 @@ struct Item {
     int expert, first, row, rows;  // first output of y; first place in the order of pairs, and how many
 };
 
-// What says where an item is. It is asked for in two steps, each long before it is needed.
+// A work item's description. It is asked for in two steps, each long before it is needed.
 struct Lookup {
     int expert, start, begin, end;  // expert -1: there is no such item
 };
 
-// Tiles of pairs and columns, expert by expert. Read past the first-level cache, which another kernel may have filled
-// before they were there.
+// Tiles of routed tokens and columns, expert by expert. Read past the first-level cache, which another kernel may have
+// filled before they were there.
 struct Items {
     const int *ends, *experts, *starts;
     int tiles;  // of pairs, at most
@@ -30,7 +31,8 @@ struct Items {
         if (at.expert < 0) return;
         at.begin = __ldcg(ends + at.expert), at.end = __ldcg(ends + at.expert + 1);
     }
-    // An expert's items are counted on from the first of its tiles of pairs: of a band all tiles have a column in turn.
+    // An expert's items are counted on from the first of its tiles of routed tokens: of a band all tiles have a column
+    // in turn.
     __device__ Item item(int index, const Lookup& at) const {
         const int row_tiles = (at.end - at.begin + ROWS - 1) / ROWS;
         const int mine = index % COLUMNS + (at.start - at.begin) / ROWS * COLUMNS;

@@ -1,9 +1,9 @@
 """Experts on CPUs: all that a batch of tokens chooses in one call of C++, without Python for each expert.
 
-The steps: experts_cpu.cpp sorts pairs of tokens and experts by expert and brings their tokens' rows together; the
-format's own operation multiplies each expert's rows with its weight as it lies; then the activation, the second linear,
-and the sum over each token's experts. Weights may be plain, or quantised; the two linears may differ in format. What
-memory the weights lie in is nobody's business here: only the experts that are chosen are read.
+The steps: host_experts.cpp sorts routed tokens by expert and brings their tokens' rows together;
+the format's own operation multiplies each expert's rows with its weight as it lies; then the activation, the second
+linear, and the sum over each token's experts. Weights may be plain, or quantised; the two linears may differ in format.
+The weights may lie in any memory: only the experts that are chosen are read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..activation.activation import gated_call
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from ..quantized import blocks_cpu, e4m3_cpu
+from ..quantized import blocks_cpu, cpu_layouts, digits_cpu, e4m3_cpu
 from ..quantized.blocks_cpu import Gated
 from ..quantized.stack import Stack
 
 if TYPE_CHECKING:
     from .moe import Inputs, Matrices
 
-SOURCE, PLAIN_SOURCE = "experts_cpu", "host_experts"
-MOST_ROWS = 64  # pairs per expert, on average; of more, dequantising an expert first is faster
+SOURCE = "host_experts"
+MOST_ROWS = 64  # pairs per expert at once, on average, whose rows are in memory
 MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
 
@@ -36,11 +37,14 @@ def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
     if not there or x.stride(1) != 1 or not x.numel() or not ops.takes(x):
         return False
     plain = any(isinstance(one, Tensor) and one.dtype == x.dtype for one in (w13, w2))
-    return ids.numel() <= MOST_ROWS * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
+    most = MOST_ROWS  # of more, dequantising an expert first is faster
+    if all(isinstance(one, Stack) and isinstance(one.packed, cpu_layouts.Packed) for one in (w13, w2)):
+        most = digits_cpu.most_rows(x.dtype)
+    return ids.numel() <= most * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
 
 
 def _is_plain(stack: Matrices, x: Tensor) -> bool:
-    """Of x's dtype, or of 16 bits under f32."""
+    """Whether weights have x's dtype, or 16 bits under f32."""
     if not isinstance(stack, Tensor) or not stack.is_contiguous():
         return False
     return stack.dtype == x.dtype or (x.dtype == torch.float32 and stack.element_size() == 2)
@@ -49,24 +53,33 @@ def _is_plain(stack: Matrices, x: Tensor) -> bool:
 def multiplies(stack: object) -> bool:
     """Whether there are operations for its packed form: in blocks, or of e4m3."""
     packed = stack.packed if isinstance(stack, Stack) else None
-    return hasattr(packed, "of_blocks") or isinstance(packed, e4m3_cpu.Packed)
+    return isinstance(packed, cpu_layouts.Packed | e4m3_cpu.Packed)
 
 
 def experts(given: Inputs) -> Tensor:
     """`moe.fused_experts` where it supports. Sums are f32; what the linears make is rounded to x's dtype."""
+    tokens = max(1, MOST_ROWS * given.w13.shape[0] // given.ids.shape[1])
+    if len(given.x) <= tokens:
+        return _experts(given)
+    parts = zip(given.x.split(tokens), given.ids.split(tokens), given.weights.split(tokens), strict=True)
+    return torch.cat([_experts(given._replace(x=x, ids=ids, weights=weights)) for x, ids, weights in parts])
+
+
+def _experts(given: Inputs) -> Tensor:
     x, ids, weights, w13, w2, act, biases, held = given
     (tokens, hidden), top, pairs = x.shape, ids.shape[1], ids.numel()
     count, both, _ = w13.shape
-    order, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))
+    pair, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))
     rows, up, inner = x.new_empty(pairs, hidden), x.new_empty(pairs, both), x.new_empty(pairs, both // 2)
     down, y = x.new_empty(pairs, hidden), x.new_empty(tokens, hidden)
-    first, scratch = held.first if held else 0, Scratch(tokens)
+    first, scratch, size = held.first if held else 0, Scratch(tokens), x.element_size()
+    combine = "combine_pairs_f32" if x.dtype == torch.float32 else "combine_pairs_to_bf16"
     ops.run(
-        (ops.op(SOURCE, "experts_sort"), (ids, order, place, ends, pairs, count, first)),
-        (ops.typed(SOURCE, "experts_gather", x.dtype), (x, order, rows, pairs, top, hidden, x.stride(0))),
+        (ops.op(SOURCE, "place_pairs"), (ids, _every(count), place, pair, ends, pairs, count, first, 1)),
+        (ops.op(SOURCE, "gather_rows"), (x, rows, pair, ends, count, top, hidden * size, x.stride(0) * size)),
         *linear(rows, w13, (count, both), ends, biases.up, up, scratch),
         *gated_linear(Gated(act, up), inner, w2, (count, hidden), ends, biases.down, down, scratch),
-        (ops.typed(SOURCE, "experts_combine", x.dtype), (down, place, weights, y, tokens, top, hidden)),
+        (ops.op(SOURCE, combine), (down, weights, place, y, tokens, top, hidden)),
     )
     return y
 
@@ -75,30 +88,26 @@ def linear(
     x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
-    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it. sizes: experts, O. The stack may have
-    more outputs and inputs, as there."""
+    """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
     if isinstance(stack, Tensor):
         every = _every(sizes[0]) if at is None else at
         return plain_linear(x, stack, every, ends, bias, y, scratch)
     assert isinstance(stack, Stack), "`supports` was not asked"
-    of = (*sizes, stack.shape[1]), ends, bias, y, scratch, at
     if isinstance(stack.packed, e4m3_cpu.Packed):
-        return e4m3_cpu.experts(x, stack.packed, *of)
-    return blocks_cpu.experts(x, stack.packed.of_blocks, *of)
+        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at)
+    return blocks_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at)
 
 
 def gated_linear(
     gated: Gated, x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
-    """The same of what is `gated`, which makes x first: with one operation less where x becomes digits. rows: those
+    """A linear of what is `gated`, which makes x first: with one operation less where x becomes digits. rows: those
     that may be of any expert."""
     if isinstance(stack, Stack) and not isinstance(stack.packed, e4m3_cpu.Packed):
-        whole = *sizes, stack.shape[1]
-        return blocks_cpu.experts(x, stack.packed.of_blocks, whole, ends, bias, y, scratch, at, gated)
+        return blocks_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at, gated)
     both, inner = gated.both[rows], x[rows]
-    act = ops.typed("activation", f"gated_{gated.act}", x.dtype), (both, inner, *inner.shape)
-    return act, *linear(x, stack, sizes, ends, bias, y, scratch, at)
+    return gated_call(gated.act, both, inner), *linear(x, stack, sizes, ends, bias, y, scratch, at)
 
 
 class _Tiled(NamedTuple):
@@ -108,7 +117,7 @@ class _Tiled(NamedTuple):
 
 @functools.cache
 def _tiled(library: ctypes.CDLL) -> _Tiled | None:
-    """What host_experts.cpp says of its tiles, if it is compiled with any."""
+    """The tiles of host_experts.cpp, if it is compiled with any."""
     if not hasattr(library, "pair_rows"):
         return None
     return _Tiled(*(ctypes.c_int64.in_dll(library, name).value for name in ("tile_rows", "paired_rows")))
@@ -117,20 +126,20 @@ def _tiled(library: ctypes.CDLL) -> _Tiled | None:
 def plain_linear(
     x: Tensor, stack: Tensor, at: Tensor, starts: Tensor, bias: Tensor | None, y: Tensor, scratch: Scratch
 ) -> ops.Calls:
-    """Operations of host_experts.cpp that make y [pairs, O], of x's dtype or f32, of x [pairs, I], by each place's
+    """Operations of host_experts.cpp that make y [routed, O], of x's dtype or f32, of x [routed, I], by each place's
     expert: at [places] is its index in stack [E, O, I], of x's dtype or of 16 bits under f32, and starts [places + 1]
-    where its rows begin. The stack may have more outputs and inputs, as `blocks_cpu.experts` has it."""
-    (_, whole, row), inputs, outputs = stack.shape, x.shape[1], y.shape[1]
+    where its rows begin."""
+    _, outputs, inputs = stack.shape
     calls: ops.Calls = ()
     paired = None
-    tiled = _tiled(ops.libraries()[PLAIN_SOURCE])
+    tiled = _tiled(ops.libraries()[SOURCE])
     if tiled and x.dtype == torch.bfloat16 and scratch.tokens >= tiled.least:  # else no expert has rows for tiles
         paired = scratch.empty(x, (len(x) // tiled.rows + len(at) + 1, tiled.rows * inputs), x.dtype)
-        calls = ((ops.op(PLAIN_SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
-    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs, row, whole
+        calls = ((ops.op(SOURCE, "pair_rows"), (x, paired, starts, len(at), inputs)),)
+    of = x, paired, y, stack, at, bias, starts, len(at), inputs, outputs
     name = "experts_up" if x.dtype == y.dtype else "experts_down"
     name = name if x.dtype == stack.dtype else "experts_f32_of"
-    return *calls, (ops.typed(PLAIN_SOURCE, name, stack.dtype), of)
+    return *calls, (ops.typed(SOURCE, name, stack.dtype), of)
 
 
 @functools.cache

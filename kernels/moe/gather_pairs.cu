@@ -1,5 +1,5 @@
-// y [pairs, I]: rows of x [tokens, I] in the order of group.cu, TOP pairs a token. A warp has a pair. Places that no pair of
-// these EXPERTS has stay as they are.
+// y [routed, I]: rows of x [tokens, I] in the order of group.cu, TOP routed tokens a token. A warp has a routed token.
+// Places that no routed token of these EXPERTS has stay as they are.
 
 constexpr int VECTORS = I / 8, PER = (VECTORS + 31) / 32, HELD = PER < 8 ? PER : 8;  // HELD: loads at once
 

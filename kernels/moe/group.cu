@@ -1,11 +1,11 @@
-// Sorts pairs of a token and an expert by expert, and cuts each expert's pairs into tiles of ROWS. (Of few pairs each block of
-// expert_mlp.cu does the same, in shared memory: expert_items.cuh.) `group` does it in one block. Of many pairs each block
-// has a part, PART of them: `count_parts` counts the pairs of each part, and `group_parts` sorts them.
+// Sorts routed tokens by expert, and cuts each expert's routed tokens into tiles of ROWS. (With few routed tokens each
+// block of expert_mlp.cu does the same, in shared memory.) `group` does it in one block. Of many routed tokens each
+// block has a part, PART of them: `count_parts` counts the routed tokens of each part, and `group_parts` sorts them.
 //
-// ids [pairs] → order [pairs]: pairs, expert by expert; ends [EXPERTS + 1]: where each expert's begin; tile_expert and
-// tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have expert -1. Pairs
-// of one expert come in any order: every one of them is computed for itself. Of more experts than EXPERTS, those from
-// `first` on are sorted; pairs of the others are in no tile.
+// ids [routed] → order [routed]: routed tokens, expert by expert; ends [EXPERTS + 1]: where each expert's begin;
+// tile_expert and tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have
+// expert -1. Routed tokens of one expert come in any order: every one of them is computed for itself. Of more experts
+// than EXPERTS, those from `first` on are sorted; routed tokens of the others are in no tile.
 #include "expert_tiles.cuh"
 
 struct Experts {  // in shared memory
@@ -14,7 +14,7 @@ struct Experts {  // in shared memory
     int tiles;
 };
 
-// use(p, e) of each of the pairs from..to that are sorted; e counts from the first expert.
+// use(p, e) of each of the routed tokens from..to that are sorted; e counts from the first expert.
 template <class Use> __device__ inline void each_pair(const int* ids, int from, int to, int first, Use use) {
 #pragma unroll 8
     for (int p = from + threadIdx.x; p < to; p += THREADS) {
@@ -23,7 +23,8 @@ template <class Use> __device__ inline void each_pair(const int* ids, int from, 
     }
 }
 
-// all.counts and all.before are there. Writes the order of the pairs from..to; the first block also writes what holds for all.
+// all.counts and all.before are there. Writes the order of the routed tokens from..to; the first block also writes what
+// holds for all.
 __device__ inline void sort(Experts& all, const int* ids, int from, int to, int* order, int* ends, int* tile_expert,
                             int* tile_start, int tiles, int first) {
     const bool writes_tiles = blockIdx.x == 0;

@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts sorted by expert, and cut into tiles, which grouped GEMMs take."""
+"""Routed tokens (a token and one of its experts) sorted by expert and cut into tiles, and their rows side by side."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from .. import jit
+from ..quantized import e4m3_rows
 
 THREADS = 1024  # of group.cu
-# Pairs. One block takes 9.4 us of 8192, and the two kernels of more 4.7 of 16384 (H200, 2026-11-27).
+# Routed tokens. One block takes 9.4 us of 8192, and the two kernels of more 4.7 of 16384 (H200, 2026-11-27).
 MOST_OF_ONE_BLOCK = 4096
 PART = 2048  # of a block
 MOST_EXPERTS = 2048  # that group.cu has shared memory for
+GATHER_WARPS = 8  # of a block of gather_pairs.cu
 
 
 class Held(NamedTuple):
-    """The experts that a rank has, of a layer that is shared out. Pairs of others are left out of the sums."""
+    """The experts that a rank has, of a layer that is shared out. Routed tokens of others are left out of the sums."""
 
     first: int  # the router's number of w13[0] and w2[0]
     size: int  # E
@@ -29,13 +31,14 @@ class Held(NamedTuple):
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """Tiles that so many pairs take at most: of each expert that has pairs the last tile may be filled in part."""
+    """Tiles that so many routed tokens take at most: of each expert that has routed tokens the last tile may be filled
+    in part."""
     used = min(pairs, experts)
     return (pairs - used) // rows + used
 
 
 class Groups(NamedTuple):
-    """Pairs sorted by expert, as group.cu makes them."""
+    """Routed tokens sorted by expert, as group.cu makes them."""
 
     order: Tensor  # [P] int32: pairs, expert by expert; what is past the last expert's end is undefined
     ends: Tensor  # [E + 1] int32: where each expert's begin in `order`
@@ -44,8 +47,8 @@ class Groups(NamedTuple):
 
 
 def group(ids: Tensor, experts: int, rows: int, held: Held | None = None) -> Groups:
-    """Sort pairs [T, k] by expert and cut them into tiles of so many rows. Of pairs whose experts are not held none
-    is there."""
+    """Sort routed tokens [T, k] by expert and cut them into tiles of so many rows. Of routed tokens whose experts are
+    not held none is there."""
     tiles = most_tiles(ids.numel(), experts, rows)
     of = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in (ids.numel(), experts + 1, tiles, tiles)]
     found = Groups(*of)
@@ -68,7 +71,8 @@ def _kernel(name: str, experts: int, rows: int) -> jit.Kernel:
 
 
 def local_experts(ids: Tensor, experts: int, held: Held | None) -> Tensor:
-    """[pairs]: each pair's index in w13 and w2; `experts`, which is past their end, where they lack its expert."""
+    """[routed]: each routed token's index in w13 and w2; `experts`, which is past their end, where they lack its
+    expert."""
     local = ids.flatten().long()
     if held:
         local = local - held.first
@@ -85,3 +89,44 @@ def _reference(local: Tensor, experts: int, rows: int, found: Groups) -> Groups:
     for i, (e, at) in enumerate(cut):
         found.tile_expert[i], found.tile_start[i] = e, at
     return found
+
+
+def gather_sizes(experts: int, inputs: int, top: int) -> dict[str, int]:
+    """Compile-time constants of gather_pairs.cu."""
+    return dict(EXPERTS=experts, I=inputs, TOP=top, WARPS=GATHER_WARPS)
+
+
+def gather(x: Tensor, groups: Groups, top: int, rows: int) -> Tensor:
+    """Rows of x [T, H], `top` routed tokens each, in the order of the groups: [P, H], or more rows; those of routed
+    tokens that are in no group are undefined. rows: of a tile."""
+    pairs, inputs = len(groups.order), x.shape[1]
+    y = x.new_empty(max(pairs, rows), inputs)  # TMA's boxes have so many
+    kernel = jit.kernel("gather_pairs", "gather_pairs", x.dtype, **gather_sizes(len(groups.ends) - 1, inputs, top))
+    kernel((-(-pairs // GATHER_WARPS), 1, 1), GATHER_WARPS * 32, x, groups.order, groups.ends, y, pairs)
+    return y
+
+
+class E4m3Pairs(NamedTuple):
+    """Rows of routed tokens in e4m3 as e4m3_experts.cu takes them, in the order of the groups; what is of routed tokens
+    that are in no group is undefined."""
+
+    codes: Tensor  # uint8 [P, I], or more rows
+    scales: Tensor  # [P] f32
+    weights: Tensor  # [P] f32, of the pairs
+
+
+def encode_sizes(experts: int, inputs: int, top: int) -> dict[str, jit.Size]:
+    """Compile-time constants of e4m3_pairs.cu."""
+    return dict(EXPERTS=experts, TOP=top, **e4m3_rows.sizes(inputs))
+
+
+def encode_pairs(x: Tensor, groups: Groups, weights: Tensor, top: int, least: int) -> E4m3Pairs:
+    """top: routed tokens of a row of x [T, I]; 0: x [P, I] is in the order of the groups. weights [T, k] f32: the
+    routed tokens'. least: rows of codes that there are, as TMA's boxes have so many."""
+    pairs, inputs = len(groups.order), x.shape[1]
+    codes = torch.empty(max(pairs, least), inputs, dtype=torch.uint8, device=x.device)
+    rows = E4m3Pairs(codes, *torch.empty(2, pairs, device=x.device))
+    of = encode_sizes(len(groups.ends) - 1, inputs, top)
+    kernel = jit.kernel("e4m3_pairs", "e4m3_pairs", x.dtype, 0, **of)
+    kernel((pairs, 1, 1), e4m3_rows.sizes(inputs)["THREADS"], x, groups.order, groups.ends, weights, *rows)
+    return rows

@@ -1,18 +1,12 @@
-// What goes between a step on the GPU and the host while the step runs, through pinned memory that kernels read and write
-// themselves: copies and events would each cost a launch. `send`, `fetch` and `collect` follow each other in one stream;
-// state [5]: the blocks of `send` that are done, and how often it ran, which is what flags count; up to which count the list
-// and the CPU's sums were seen; and the list's entry for `collect_only`. One thread of a grid looks at the host's flags and
-// tells the others there: loads of one address of host memory cross PCIe one after the other.
+// Exchange between a step on the GPU and the host while the step runs, through pinned memory that kernels read and
+// write themselves: copies and events would each cost a launch. `send`, `fetch` and `collect` follow each other in one
+// stream; state [5]: the blocks of `send` that are done, and how often it ran, which is what flags count; up to which
+// count the list and the CPU's sums were seen; and the list's entry for `collect_only`. One thread of a grid looks at
+// the host's flags and tells the others there: loads of one address of host memory cross PCIe one after the other.
 
 __device__ inline unsigned load_host(const unsigned* from) {
     unsigned y;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
-    return y;
-}
-
-__device__ inline unsigned long long nanoseconds() {
-    unsigned long long y;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(y));
     return y;
 }
 
@@ -25,8 +19,8 @@ __device__ inline void tell(unsigned* to, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Looks at a count of the host until it has come to `want`; it may be further. Where `given_up` says that it will not, this
-// ends too, and says so itself after LIMIT_S seconds.
+// Looks at a count of the host until it has come to `want`; it may be further. Where `given_up` says that it will not,
+// this ends too, and shows it itself after LIMIT_S seconds.
 __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsigned* given_up) {
     constexpr unsigned HOST_IS_LATE = 2;  // as in host_service.py
     const unsigned long long begin = nanoseconds();
@@ -39,22 +33,18 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
     return word;
 }
 
-// x [units of 16 bytes], ids and weights [pairs] to the host; then the flag says so. slots: of each of the router's
-// experts, its number among resident ones, or `none`; numbers [pairs]: of the pairs' experts. missing [pairs]: of `experts`
-// from `first` on that have none, each pair's expert's place; `experts` of all others. Where there are none, nobody asks.
+// x [units of 16 bytes], ids and weights [routed] to the host; then the flag shows it. slots: of each of the router's
+// experts, its number among resident ones; numbers [routed]: of the routed tokens' experts.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_send(const uint4* x, const int* ids, const float* weights, const int* slots, uint4* x_there, int* ids_there,
-          float* weights_there, int* numbers, int* missing, unsigned* state, unsigned* flag, int units, int pairs, int first,
-          int experts, int none) {
+          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int pairs) {
     grid_wait();
     launch_dependents();
-    const int begin = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
-    for (int i = begin; i < units; i += step) x_there[i] = x[i];
-    for (int p = begin; p < pairs; p += step) {
-        const int id = ids[p], slot = slots[id];
-        ids_there[p] = id, weights_there[p] = weights[p], numbers[p] = slot;
-        const bool there = slot == none && id >= first && id < first + experts;
-        if (experts) missing[p] = there ? id - first : experts;
+    const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
+    for (int i = first; i < units; i += step) x_there[i] = x[i];
+    for (int p = first; p < pairs; p += step) {
+        const int id = ids[p];
+        ids_there[p] = id, weights_there[p] = weights[p], numbers[p] = slots[id];
     }
     __threadfence_system();
     __syncthreads();
@@ -65,11 +55,12 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(count) : "memory");
 }
 
-// Experts from host memory. list [1 + most], pinned: a word of 23 bits of the count of `send` and 9 of how many, which this
-// awaits; and of each its number, with its slot + 1 in the upper 16 bits where it becomes resident. parts [tensors, 3]: of
-// each tensor its address on the host, the bytes of an expert, a multiple of 16, and its address here, where they stand one
-// after the other. count, of and slots [most]: the list; numbers [pairs]: the place of each pair's expert; `most` where it
-// is not in the list. first: the router's number of expert 0. given_up: no list will come.
+// Experts from host memory. list [1 + most], pinned: a word of 23 bits of the count of `send` and 9 of how many, which
+// this awaits; and of each its number, with its slot + 1 in the upper 16 bits where it becomes resident. parts
+// [tensors, 3]: of each tensor its address on the host, the bytes of an expert, a multiple of 16, and its address here,
+// where they stand one after the other. count, of and slots [most]: the list; numbers [routed]: the place of each
+// routed token's expert; `most` where it is not in the list. first: the router's number of expert 0. given_up: no list
+// will come.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long long* parts, const int* ids,
            int* count, long long* of, int* slots, int* numbers, int tensors, int pairs, int most, int first) {
@@ -121,14 +112,15 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
             }
         }
     }
-    // What multiplies by these weights may ask for some before it waits (expert_mlp.cu): all blocks have ended then, but
-    // only who waits is told that their memory is written.
-    if (told) __threadfence();
+    // expert_mlp.cu may load some of these weights by TMA before its grid_wait(). All blocks of this kernel have ended
+    // by then, but only grid_wait() would make their stores visible without these fences.
+    if (told) fence_tma_reads(), __threadfence();
 }
 
-// Copied experts that become resident, and what says where they are: for the next step's `send`, and nothing before that
-// reads these slots. parts [tensors, 3]: of each tensor where the copied ones are, the bytes of an expert, a multiple of
-// 16, and where the slots are. table [experts of the router]: the slot of each, or `none`. expert_in: of each slot.
+// Copied experts that become resident, and what tells where they are: for the next step's `send`, and nothing before
+// that reads these slots. parts [tensors, 3]: of each tensor where the copied ones are, the bytes of an expert, a
+// multiple of 16, and where the slots are. table [experts of the router]: the slot of each, or `none`. expert_in: of
+// each slot.
 struct Adopted {
     const int *count, *slots;
     const long long *of, *parts;
@@ -148,6 +140,7 @@ __device__ inline void adopt(const Adopted& a, int block, int blocks) {
             uint4* const to = (uint4*)(a.parts[3 * t + 2] + slot * bytes);
             for (int j = begin; j < (int)(bytes / 16); j += step) to[j] = from[j];
         }
+        fence_tma_reads();  // as in host_fetch
         if (begin) continue;
         a.table[a.first + a.expert_in[slot]] = a.none;
         a.table[a.first + a.of[i]] = slot;
@@ -172,14 +165,8 @@ struct Made {
     static __device__ inline unsigned awaited(unsigned mine) { return OWN ? mine : mine - 1; }
 };
 
-// What the GPU has computed of experts that it shares with the CPU: of this layer, where SPLIT, and of the one before, where
-// OWED_SPLIT.
-struct GpuSums {
-    const T *own, *owed;
-};
-
 // Four of y.
-__device__ inline void add_up(const T* resident, const T* copied, const Made& made, const GpuSums& gpu, T* y, int n) {
+__device__ inline void add_up(const T* resident, const T* copied, const Made& made, T* y, int n) {
     const int i = (blockIdx.x * THREADS + threadIdx.x) * 4;
     if (i >= n) return;
     float sum[4] = {};
@@ -189,15 +176,14 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
     for (int j = 0; j < 4; j++) {
         if (RESIDENT) sum[j] += to_float(resident[i + j]);
         if (COPIED) sum[j] += to_float(copied[i + j]);
-        if (SPLIT) sum[j] += to_float(gpu.own[i + j]);
-        if (OWED_SPLIT) sum[j] += to_float(gpu.owed[i + j]);
         y[i + j] = from_float<T>(sum[j]);
     }
 }
 
-// y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that this
-// is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own: what the
-// CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums were there already.
+// y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that
+// this is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own:
+// what the CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums were
+// there already.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
              unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of,
@@ -222,7 +208,7 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
     }
     __syncthreads();
     launch_dependents();
-    add_up(resident, copied, {own, owed}, {y, y}, y, n);
+    add_up(resident, copied, {own, owed}, y, n);
 }
 
 // Two nibbles of a unit, as moved_nibbles.py has them in its tables.
@@ -242,7 +228,7 @@ struct Arriving {
     long long unit, made;   // bytes of a unit there, at most UNIT, and in a slot: multiples of 16
 };
 
-// An expert from host memory to its slot, made over on the way.
+// An expert from host memory to its slot, repacked on the way.
 __device__ inline void bring(const Arriving* parts, int tensors, int expert, int slot, int block, int blocks) {
     __shared__ uint4 some[UNIT / 16];
     for (int t = 0; t < tensors; t++) {
@@ -272,12 +258,12 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
     }
 }
 
-// `collect` where the CPU computes all experts that are missing, and no other kernel looks at the list. One at most is in
-// it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
+// `collect` where the CPU computes all experts that are missing, and no other kernel looks at the list. One at most is
+// in it, which becomes resident, as with `adopt`: blocks behind those of y bring it while the CPU computes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-host_collect_only(const T* resident, const float* own, const float* owed, const T* split, const T* owed_split, T* y,
-                  unsigned* state, unsigned* flag, const unsigned* list, int n, const Arriving* parts, int* table,
-                  long long* expert_in, int tensors, int first, int none) {
+host_collect_only(const T* resident, const float* own, const float* owed, T* y, unsigned* state, unsigned* flag,
+                  const unsigned* list, int n, const Arriving* parts, int* table, long long* expert_in, int tensors,
+                  int first, int none) {
     __shared__ unsigned entry;
     grid_wait();
     const int blocks = (n + 4 * THREADS - 1) / (4 * THREADS);
@@ -300,7 +286,7 @@ host_collect_only(const T* resident, const float* own, const float* owed, const 
     __syncthreads();
     if (blockIdx.x < blocks) {
         launch_dependents();
-        add_up(resident, resident, {own, owed}, {split, owed_split}, y, n);
+        add_up(resident, resident, {own, owed}, y, n);
         return;
     }
     if (!entry) return;

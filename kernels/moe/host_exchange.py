@@ -1,6 +1,6 @@
 """Between a step on a GPU and the host while the step runs: tokens and choices one way, experts and sums the other.
 
-Kernels read and write pinned memory (host_exchange.cu), and both sides look at flags there. So a step of few tokens
+Kernels read and write pinned memory (host_exchange.cu), and both sides look at flags there. So a small-batch step
 costs no launch and no event between two layers: the GPU waits in `fetch` for the host's choice and in `collect` for
 the CPU's part, and the host for what `send` brings (host_service.py).
 """
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .. import host_memory, jit
-from ..cpp import ops
 from .host_service import LIMIT, Service
 from .moved_nibbles import Moves
 
@@ -28,8 +27,7 @@ ADOPTING = 64  # blocks that copy experts into their slots
 BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
 MOST = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
-# What resident and copied experts make, `Made`, and `GpuSums`.
-ADDED = "RESIDENT", "COPIED", "OWN", "OWED", "SPLIT", "OWED_SPLIT"
+ADDED = "RESIDENT", "COPIED", "OWN", "OWED"  # what resident and copied experts make, and `Made`
 LINE = 32  # int32 of two cache lines: flags do not share one
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -42,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Exchange:
-    """Of one rank with a GPU: layers use it one after the other."""
+    """The exchange of one rank with a GPU: layers use it one after the other."""
 
     def __init__(self, device: torch.device):
         self._flags = host_memory.zeros((2 * LINE + 1 + MOST,), torch.int32, pin=True)
@@ -53,7 +51,7 @@ class Exchange:
 
 
 class Fetched(NamedTuple):
-    """What `fetch` has brought."""
+    """Experts that `fetch` has brought."""
 
     numbers: Tensor  # int32 [T, k] the place of each pair's expert, or `most`
     found: Tensor  # int32 [1] how many
@@ -76,27 +74,8 @@ class Made(NamedTuple):
     owed: Tensor | None = None  # those of the layer before
 
 
-class GpuSums(NamedTuple):
-    """The GPU's share of what a layer adds of experts that CPU and GPU compute together, [T, H] like y."""
-
-    own: Tensor | None = None  # of this layer's
-    owed: Tensor | None = None  # of those of the layer before
-
-
-NO_SUMS = GpuSums()
-
-
-class Missing(NamedTuple):
-    """What `send` is asked for besides: which of some experts have no slot."""
-
-    numbers: Tensor  # int32 [T, k], filled: each pair's expert among these, or `experts`
-    first: int  # the router's number of the first
-    experts: int
-    none: int  # what `slots` says of those that have none
-
-
 class Slots(NamedTuple):
-    """Where `collect` puts experts that become resident."""
+    """Slots into which `collect` puts experts that become resident."""
 
     parts: Tensor  # `table` of what has been copied and of the slots; for `collect_only` `arrivals`
     table: Tensor  # int32 [experts of the router] each one's slot, or `none`
@@ -106,9 +85,9 @@ class Slots(NamedTuple):
 
 @functools.cache
 def supports(device: torch.device) -> bool:
-    """Whether kernels there reach pinned memory by its address on the host, and the host has operations. Not where
-    launches wait for kernels, as `collect` would wait for what comes after its launch."""
-    if device.type != "cuda" or not ops.available() or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+    """Whether kernels there reach pinned memory by its address on the host. Not where launches wait for kernels, as
+    `collect` would wait for what comes after its launch."""
+    if device.type != "cuda" or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return False
     found = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -160,18 +139,14 @@ def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
-def send(
-    x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange,
-    missing: Missing | None = None,
-) -> Tensor:  # fmt: skip
+def send(x: Tensor, ids: Tensor, weights: Tensor, slots: Tensor, host: Sequence[Tensor], exchange: Exchange) -> Tensor:
     """To the host's x, ids and weights, which the service waits for. x [T, H], whose rows have a multiple of 16 bytes;
-    all contiguous. slots int32 [experts of the router]. Returns slots[ids], and fills `missing`."""
+    all contiguous. slots int32 [experts of the router]. Returns slots[ids]."""
     numbers, units = torch.empty_like(ids), x.nbytes // 16
     blocks = max(1, min(BLOCKS, units // THREADS))
     kernel = jit.kernel("host_exchange", "host_send", x.dtype, **sizes())
-    lacking = missing or Missing(numbers, 0, 0, 0)
-    where = x, ids, weights, slots, *host, numbers, lacking.numbers, exchange.state, exchange.sent
-    kernel((blocks, 1, 1), THREADS, *where, units, ids.numel(), *lacking[1:])
+    where = x, ids, weights, slots, *host, numbers, exchange.state, exchange.sent
+    kernel((blocks, 1, 1), THREADS, *where, units, ids.numel())
     return numbers
 
 
@@ -189,7 +164,7 @@ def collect(
     resident: Tensor | None, copied: Tensor | None, made: Made, like: Tensor, exchange: Exchange,
     fetched: Fetched | None = None, slots: Slots | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """What resident experts have made, and copied ones, and the CPU, added up: like `like`. Waits until the service has
+    """The sum of resident experts, copied ones and the CPU's: like `like`. Waits until the service has
     computed what is added. What was fetched for slots goes there."""
     y = torch.empty_like(like)
     added = resident, copied, *made
@@ -205,21 +180,20 @@ def collect(
 
 
 def collect_only(
-    resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0,
-    gpu: GpuSums = NO_SUMS,
-) -> Tensor:  # fmt: skip
+    resident: Tensor, made: Made, like: Tensor, exchange: Exchange, slots: Slots, first: int = 0
+) -> Tensor:
     """`collect` where nothing was fetched: the list has one expert at most, which comes to its slot."""
     y = torch.empty_like(like)
-    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made, *gpu))
+    kernel = jit.kernel("host_exchange", "host_collect_only", like.dtype, **sizes(resident, None, *made))
     blocks = -(-y.numel() // (4 * THREADS)) + BRINGING
     of_slots = slots.parts, slots.table, slots.expert_in, len(slots.parts), first, slots.none
-    added = resident, *(y if one is None else one for one in (*made, *gpu)), y
+    added = resident, *(y if one is None else one for one in made), y
     where = *added, exchange.state, exchange.made, exchange.list
     kernel((blocks, 1, 1), THREADS, *where, y.numel(), *of_slots)
     return y
 
 
 def sizes(*added: Tensor | None) -> dict[str, int]:
-    """What host_exchange.cu is compiled for. added: what `collect` adds up, as ADDED has it."""
+    """Compile-time constants of host_exchange.cu. added: what `collect` adds up, as ADDED has it."""
     there = {name: int(one is not None) for name, one in itertools.zip_longest(ADDED, added)}
     return dict(THREADS=THREADS, UNIT=UNIT, LIMIT_S=int(LIMIT), **there)

@@ -1,7 +1,8 @@
-// What experts make of their tokens, expert by expert, wherever the weights of each lie: `at` says which of a stack's
-// weights is each expert's. A pair is a token and one of its k experts; pair p is of token p / k. Pairs get places in the
-// order of their experts, so that each expert's rows stand side by side. Several rounds may place pairs, of other stacks;
-// what all of them have made is added up at the end, in the order of a token's experts.
+// Experts computed one by one, wherever the weights of each lie: `at` decides which of a stack's
+// weights is each expert's. A routed token is a token and one of its k experts; routed token p is of token p / k.
+// Routed tokens get places in the order of their experts, so that each expert's rows stand side by side. Several rounds
+// may place routed tokens, of other stacks; what all of them have made is added up at the end, in the order of a
+// token's experts.
 
 #include <math.h>
 
@@ -10,11 +11,11 @@
 #include "gemm_rows.h"
 #include "gemm_tiles.h"
 
-// Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1), all
-// copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make the
-// longer of the two as short as can be. Scores of the chosen grow, and all decay. Where `adopts`, copied experts become
-// resident whose scores are far above the lowest one; the first such one is copied in any case. Way 3: all by the CPU, and
-// this one is copied as well.
+// Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1),
+// all copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make
+// the longer of the two as short as can be. Scores of the chosen grow, and all decay. Where `adopts`, copied experts
+// become resident whose scores are far above the lowest one; the first such one is copied in any case. Way 3: all by
+// the CPU, and this one is copied as well.
 constexpr int TIMED = 4;                           // an expert's rows that are timed, as in host_choice.py
 constexpr double TIMED_ROWS[TIMED] = {1, 4, 16, 64};
 
@@ -35,7 +36,7 @@ struct Choose {
     double noise, least;  // as in residents.py
 };
 
-// What the CPU takes for an expert of so many rows: in between what was timed, and beyond the last in proportion.
+// The CPU's seconds for an expert of so many rows: in between what was timed, and beyond the last in proportion.
 double seconds_of(const double* timed, double rows) {
     int i = 0;
     while (i < TIMED - 1 && rows > TIMED_ROWS[i + 1]) i++;
@@ -43,15 +44,16 @@ double seconds_of(const double* timed, double rows) {
     return timed[i] + (timed[i + 1] - timed[i]) * ((rows - TIMED_ROWS[i]) / (TIMED_ROWS[i + 1] - TIMED_ROWS[i]));
 }
 
-// What both take that begin together, alone `cpu` and `copies` seconds: beside each other they are slower, and who is left
-// has all of the memory.
+// The seconds of CPU and copies that begin together, alone `cpu` and `copies` seconds: next to each other they are
+// slower, and who is left has all of the memory.
 double both(const Choose& a, double cpu, double copies) {
     const double slow_cpu = cpu * a.cpu_beside, slow_copies = copies * a.copy_beside;
     return slow_cpu < slow_copies ? slow_cpu + (slow_copies - slow_cpu) / a.copy_beside
                                   : slow_copies + (slow_cpu - slow_copies) / a.cpu_beside;
 }
 
-// The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of expert e; else -1.
+// The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of expert e;
+// else -1.
 int64_t slot_for(const Choose& a, int64_t e) {
     int64_t lowest = -1;
     for (int64_t s = 0; s < a.slots; s++) {
@@ -131,7 +133,7 @@ void choose(const Choose& a, int part, int) {
     a.found[4] = adopt(a, most);
 }
 
-// Give the pairs whose experts have weights in this round's stack places, from the round before's last one on.
+// Give the routed tokens whose experts have weights in this round's stack places, from the round before's last one on.
 struct Place {
     const int32_t* ids;  // [pairs]
     const int64_t* at;  // [experts]; -1: not of this round
@@ -164,40 +166,39 @@ void place(const Place& a, int part, int) {
     a.starts[0] = begin;
 }
 
-// y [place] = x [token] of the pairs in this round.
+// y [place] = x [token] of the routed tokens in this round.
 struct Gather {
     const void* x;
     void* y;
     const int32_t *pair, *starts;
-    int64_t experts, k, row;  // row: bytes of one
+    int64_t experts, k, row, pitch;  // bytes of a row, and from row to row of x
 };
 
 void gather(const Gather& a, int part, int parts) {
     int64_t first = a.starts[0];
     Share share(a.starts[a.experts] - first, part, parts);
     for (int64_t i = first + share.first; i < first + share.last; i++)
-        memcpy((char*)a.y + i * a.row, (const char*)a.x + a.pair[i] / a.k * a.row, a.row);
+        memcpy((char*)a.y + i * a.row, (const char*)a.x + a.pair[i] / a.k * a.pitch, a.row);
 }
 
-// The same, of rows of f16 to rows of f32. row: elements of one.
+// The same, of rows of f16 to rows of f32. row, pitch: elements.
 void gather_halves(const Gather& a, int part, int parts) {
     int64_t first = a.starts[0];
     Share share(a.starts[a.experts] - first, part, parts);
     for (int64_t i = first + share.first; i < first + share.last; i++)
         for (int64_t j = 0; j < a.row; j++)
-            ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.pair[i] / a.k * a.row + j]);
+            ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.pair[i] / a.k * a.pitch + j]);
 }
 
 // y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
 struct Grouped {
     const void *x, *paired;  // paired: x as pair_rows makes it; null: tiles are not used
     void* y;
-    // [weights, whole, row]: the first inputs are multiplied, and where outputs are fewer, the first ones of gate and of up.
-    const void* stack;
+    const void* stack;  // [weights, outputs, inputs]
     const int64_t* at;  // [experts] each one's weight in `stack`
     const void* bias;  // [experts, outputs]; null where there is none
     const int32_t* starts;
-    int64_t experts, inputs, outputs, row, whole;
+    int64_t experts, inputs, outputs;
 };
 
 #if defined(TILES)
@@ -233,7 +234,7 @@ OP(pair_rows, pair_rows, PairRows)
 EXPORT const int64_t tile_rows = TILE, paired_rows = PAIRED_ROWS;
 #endif
 
-// By tiles, where there are any and they are faster.
+// Computes by AMX tiles, where there are any and they are faster.
 template <typename Out> INLINE bool grouped_by_tiles(const Grouped&, const Linear&, int64_t, int, int, ...) { return false; }
 #if defined(TILES)
 template <typename Out>
@@ -245,45 +246,46 @@ INLINE bool grouped_by_tiles(const Grouped& a, const Linear& one, int64_t e, int
 #endif
 
 template <typename T, typename Out, typename W = T> void grouped(const Grouped& a, int part, int parts) {
-    const int64_t matrices = a.outputs < a.whole ? 2 : 1, outputs = a.outputs / matrices;  // gate and up, or all at once
     for (int64_t e = 0; e < a.experts; e++) {
         int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
         if (!rows) continue;
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        const W* weight = (const W*)a.stack + a.at[e] * a.whole * a.row;
+        const W* weight = (const W*)a.stack + a.at[e] * a.outputs * a.inputs;
         Linear one = {(const T*)a.x + first * a.inputs, weight, bias, (Out*)a.y + first * a.outputs,
-                      rows, a.inputs, outputs, a.inputs, a.row, a.outputs};
-        for (int64_t i = 0; i < matrices; i++) {
-            if (!grouped_by_tiles<Out>(a, one, e, part, parts, weight)) linear<T, Out, W>(one, part, parts);
-            one.weight = weight + a.whole / 2 * a.row, one.bias = bias ? bias + outputs : nullptr;
-            one.y = (Out*)one.y + outputs;
-        }
+                      rows, a.inputs, a.outputs, a.inputs};
+        if (!grouped_by_tiles<Out>(a, one, e, part, parts, weight)) linear<T, Out, W>(one, part, parts);
     }
 #if defined(TILES)
     tiles_end();
 #endif
 }
 
-// y [tokens, hidden] = the sum over a token's pairs that have a place of weight * made [place].
+// y [tokens, hidden] = the sum over a token's routed tokens that have a place of weight * made [place], in f32.
 struct Combine {
     const void* made;
     const float* weights;  // [pairs]
     const int32_t* place;  // -1: none
-    float* y;
+    void* y;
     int64_t tokens, k, hidden;
 };
 
-template <typename T> void combine(const Combine& a, int part, int parts) {
+template <typename T, typename Out> void combine(const Combine& a, int part, int parts) {
     Share share((a.hidden + LANES - 1) / LANES, part, parts);
-    int64_t first = share.first * LANES, last = share.last * LANES < a.hidden ? share.last * LANES : a.hidden;
+    const int64_t first = share.first * LANES, last = share.last * LANES < a.hidden ? share.last * LANES : a.hidden;
     for (int64_t t = 0; t < a.tokens; t++) {
-        float* y = a.y + t * a.hidden;
-        for (int64_t i = first; i < last; i++) y[i] = 0;
-        for (int64_t p = t * a.k; p < (t + 1) * a.k; p++) {
-            if (a.place[p] < 0) continue;
-            const T* made = (const T*)a.made + a.place[p] * a.hidden;
-            const float weight = a.weights[p];
-            for (int64_t i = first; i < last; i++) y[i] += weight * widen(made[i]);
+        Out* y = (Out*)a.y + t * a.hidden;
+        for (int64_t i = first; i < last; i += LANES) {
+            const int64_t count = last - i;
+            Vec sum = {};
+            for (int64_t p = t * a.k; p < (t + 1) * a.k; p++) {
+                if (a.place[p] < 0) continue;
+                const T* made = (const T*)a.made + a.place[p] * a.hidden + i;
+                sum += a.weights[p] * (count >= LANES ? load(made) : load(made, count));
+            }
+            if (count >= LANES)
+                store(y + i, sum);
+            else
+                store(y + i, sum, count);
         }
     }
 }
@@ -292,8 +294,9 @@ OP(choose_experts, choose, Choose)
 OP(place_pairs, place, Place)
 OP(gather_rows, gather, Gather)
 OP(gather_halves, gather_halves, Gather)
-OP(combine_pairs_f32, combine<float>, Combine)
-OP(combine_pairs_bf16, combine<bf16>, Combine)
+OP(combine_pairs_f32, (combine<float, float>), Combine)
+OP(combine_pairs_bf16, (combine<bf16, float>), Combine)
+OP(combine_pairs_to_bf16, (combine<bf16, bf16>), Combine)
 OP(experts_up_f32, (grouped<float, float>), Grouped)
 OP(experts_up_bf16, (grouped<bf16, bf16>), Grouped)
 OP(experts_down_f32, (grouped<float, float>), Grouped)

@@ -35,14 +35,14 @@ class Experts(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Operations that compute the pairs of some experts."""
+    """Operations that compute the routed tokens of some experts."""
 
     calls: ops.Calls
     before: int  # how many come before the first one that reads weights: they prepare rows
 
 
 class HostPairs:
-    """The pairs of a step on the host: T tokens and their k experts each, of which some are computed here."""
+    """The routed tokens of a step on the host: T tokens and their k experts each, of which some are computed here."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, act: str, biases: Biases = UNBIASED, first: int = 0):
         """x [T, H], ids [T, k] int32, weights [T, k] f32, contiguous. biases: of this rank's experts, as `host_biases`
@@ -55,8 +55,8 @@ class HostPairs:
         self._scratch = Scratch(len(x))
 
     def add(self, stack: Experts, at: Tensor, count: int) -> None:
-        """Compute the pairs of some experts, once each. at: [E] int64 each expert's index in `stack`; -1: it is not
-        among these. count: how many pairs they have."""
+        """Compute the routed tokens of some experts, once each. at: [E] int64 each expert's index in `stack`; -1: it is
+        not among these. count: how many routed tokens they have."""
         if not count:
             return
         if computes(self.x, stack):
@@ -65,19 +65,17 @@ class HostPairs:
             self._add_plainly(stack, at)
         self._used += count
 
-    def all_calls(self, stack: Experts, at: Tensor, out: Tensor, units: int | None = None) -> Round:
-        """Operations that fill out [T, H] f32 with the weighted sums of all pairs whose experts have a weight by `at`,
-        which is read when they run: they may run again when what lies in these tensors has changed. The last one alone
-        adds up. units: only so many of an expert's intermediate units are computed, the first ones, of which the biases
-        are then; the same in all calls."""
+    def all_calls(self, stack: Experts, at: Tensor, out: Tensor) -> Round:
+        """Operations that fill out [T, H] f32 with the weighted sums of all routed tokens whose experts have a weight
+        by `at`, which is read when they run: they may run again when what lies in these tensors has changed. The last
+        one alone adds up."""
         self._used = 0
-        calls, before = self._round(stack, at, slice(0, self.ids.numel()), units)
+        calls, before = self._round(stack, at, slice(0, self.ids.numel()))
         return Round((*calls, self._combine(out)), before)
 
-    def _round(self, stack: Experts, at: Tensor, mine: slice, units: int | None = None) -> Round:
-        """Of a round whose pairs get these places. Where fewer have any, what the others make is nobody's."""
+    def _round(self, stack: Experts, at: Tensor, mine: slice) -> Round:
+        """Operations of one pass over the routed rows. Rows without a local expert are left undefined."""
         experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
-        outputs = outputs if units is None else 2 * units
         if not self._buffers:
             starts, pair = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
             widths, dtype = (hidden, outputs, outputs // 2), computed_in(self.x.dtype)
@@ -90,7 +88,7 @@ class HostPairs:
         places = self._place, pair, starts, pairs, experts, self.first, int(not self._used)
         placed = (
             (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
-            (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row)),
+            (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row, row)),
         )
         up = linear(rows, stack.w13, (experts, outputs), starts, self.biases.up, both, self._scratch, at)
         of_inner = Gated(self.act, both), inner, stack.w2, (experts, hidden), starts, self.biases.down, self._made
@@ -98,7 +96,7 @@ class HostPairs:
         return Round((*placed, *up, *down), len(placed) + len(up) - 1)
 
     def _add_plainly(self, stack: Experts, at: Tensor) -> None:
-        """By torch: of dtypes and formats that C++ has no operations for, and where it does not compile."""
+        """Computes by torch: for dtypes and formats that C++ has no operations for, and where it does not compile."""
         local, used, k = self.ids.flatten().long() - self.first, self._used, self.ids.shape[1]
         if not self._made.numel():
             self._made = torch.empty(self.ids.numel(), self.x.shape[1])
@@ -131,7 +129,7 @@ class HostPairs:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """What the operations for x of a dtype compute in."""
+    """The dtype in which operations for x of a dtype compute."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

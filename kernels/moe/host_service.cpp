@@ -1,6 +1,6 @@
-// The host's part of steps of few tokens beside a GPU, layer by layer: wait for the layer's tokens and choices, say which
-// experts the GPU is to copy, and compute others. A thread of its own does it for whole steps, so that neither side waits
-// for Python between two layers.
+// The host's part of small-batch steps with a GPU, layer by layer: wait for the layer's tokens and choices, say which
+// experts the GPU is to copy, and compute others. A thread of its own does it for whole steps, so that neither side
+// waits for Python between two layers.
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -23,20 +23,20 @@ struct Layer {
     const int64_t *found, *copied, *adopted;  // what it finds
     const Call* calls;          // operations that compute experts
     int64_t count;
-    // How many of the first ones one thread does sooner than all begin to; and where the CPU has at most `few` pairs, how
-    // many then, and the last one too.
+    // How many of the first ones one thread does sooner than all begin to; and where the CPU has at most `few` routed
+    // tokens, how many then, and the last one too.
     int64_t alone, few, before;
     void* made;                 // what they make
     int64_t bytes, copies;      // of that; what copies are for, as in host_service.py
     double *lag, copy;          // seconds, as `choose` has them
 };
 
-// The GPU begins to copy when it has computed resident experts, and has to compute what is copied. That is found by trying:
-// copies get a longer lag as long as they end after what the CPU computes, and a shorter one as long as they end before.
-// Where it leaves none to copy, it becomes shorter slowly, so that they are tried again.
+// The GPU begins to copy when it has computed resident experts, and has to compute what is copied. That is found by
+// trying: copies get a longer lag as long as they end after what the CPU computes, and a shorter one as long as they
+// end before. Where it leaves none to copy, it becomes shorter slowly, so that they are tried again.
 constexpr double LONGER = 0.25, SHORTER = 0.125, SLOWLY = 1.0 / 64, LONGEST = 16;  // of a copy
 
-// What all layers have together. `list`: a word of 23 bits of the layer's count and 9 of how many experts, and then the
+// State that all layers share. `list`: a word of 23 bits of the layer's count and 9 of how many experts, and then the
 // experts, each with its slot + 1 in the upper 16 bits.
 struct Shared {
     const uint32_t* sent;  // counts the layers whose tokens are here; behind it, the latest that waited for copies
@@ -73,14 +73,15 @@ static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     const int64_t copies = layer.found[2];
     for (int64_t i = 0; i < copies; i++)
         s.list[1 + i] = (uint32_t)layer.copied[i] | (uint32_t)(layer.adopted[i] + 1) << 16;
-    // Also where nobody reads it: kernels compare by order, and a count of millions of layers ago would seem to come later.
+    // Also where nobody reads it: kernels compare by order, and a count of millions of layers ago would seem to come
+    // later.
     __atomic_store_n(s.list, count << 9 | (uint32_t)copies, __ATOMIC_RELEASE);
     const int64_t served = layer.copies == COPIES_TO_STAY ? 0 : copies;  // not those that are computed here, too
     const int64_t more[] = {layer.found[0], layer.found[1], served, layer.found[4]};
     for (int i = 0; i < 4; i++) s.totals[3 + i] += more[i];
 }
 
-// What the layer before, which had this count, has shown.
+// Buffers that the layer before, which had this count, has shown.
 static void learn(const Shared& s, const Layer& layer, uint32_t count) {
     if (layer.copies != COPIES || !layer.found[1]) return;
     const bool late = __atomic_load_n(s.sent + 1, __ATOMIC_RELAXED) == count;

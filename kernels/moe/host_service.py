@@ -1,4 +1,4 @@
-"""The host's part of steps of few tokens beside a GPU: host_service.cpp, which serves layer after layer.
+"""The host's part of small-batch steps with a GPU: host_service.cpp, which serves layer after layer.
 
 A thread of C++ serves captured steps whole, while Python launches what comes next. Elsewhere the caller has each layer
 chosen, as what the GPU does then is launched one by one, and the thread computes meanwhile.
@@ -29,14 +29,14 @@ PAUSE = 0.2  # seconds between two looks at whether the GPU still works
 ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
 PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
 FEW_NUMBERS = 8192  # of pairs' rows: one thread prepares them, and adds up their sums, sooner than all begin to
-# Of a layer: none are ever copied; copies serve the step; or they are for later steps, and the CPU computes these, too.
+# Copies of a layer: none ever; copies serve the step; or they are for later steps, and the CPU computes these, too.
 NO_COPIES, COPIES, COPIES_TO_STAY = 0, 1, 2
 TIMES = "wait", "choose", "cpu"  # nanoseconds in Service.totals, and behind them experts:
 SERVED = "resident", "cpu", "streamed", "loaded"
 
 
 class Layer(NamedTuple):
-    """What the host does for a layer with so many tokens."""
+    """The host's work for a layer with so many tokens."""
 
     packed: bytes
     held: tuple[Any, ...]  # what it points to
@@ -71,7 +71,7 @@ def step(layers: Sequence[Layer]) -> Step:
 
 
 class Service:
-    """Of one rank with a GPU."""
+    """The service thread of one rank with a GPU."""
 
     def __init__(self, sent: Tensor, made: Tensor, experts: Tensor):
         """int32, pinned: what counts the layers whose tokens are here, and behind it the latest one of which the GPU's

@@ -1,76 +1,37 @@
 """Gated feed-forward layers of which each token visits a few, and the weighted sum of what they make.
 
-The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, w2 [E, H, I]. A pair is a token and one of its k
-experts; pair p is of token p // k. On GPUs the router's choice stays on the device: grids are as large as the worst
-case asks for, and what is not needed ends at once. A pair's weight scales what the first GEMM makes, so that the second
-one and the sum over a token's experts need it no more.
+The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, w2 [E, H, I]. A routed token is a routed token: a
+token and one of its k experts; routed token p is of token p // k. On GPUs the router's choice stays on the device:
+grids are as large as the worst case asks for, and what is not needed ends at once. A routed token's weight scales what
+the first GEMM makes, so that the second one and the sum over a token's experts need it no more.
+
+Which kernels compute a layer follows from CANDIDATES, and so do the numbers of tokens that together use all of them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activation.activation import ACTIVATIONS
-from ..device import device_caps
+from ..device import DeviceCaps, device_caps
 from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
 from ..quantized.floats import Floats
 from ..quantized.stack import Stack
-from . import (
-    dequantized,
-    e4m3_experts,
-    expert_gemm,
-    expert_gemv,
-    expert_mlp,
-    experts_cpu,
-    gather_pairs,
-    quantized_cuda,
-    quantized_expert_gemv,
-    quantized_experts,
-    quantized_wgmma_experts,
-    wgmma_experts,
-)
-from .expert_gemm import ItemConfig
+from . import expert_mlp, experts_cpu, plain_experts, quantized_experts
 from .expert_mlp import SharedExperts
-from .group import Held, group, local_experts
+from .group import Held, local_experts
 
-
-class TileConfig(NamedTuple):
-    """The tiles of a grouped GEMM."""
-
-    rows: int  # pairs of one expert
-    outputs: int  # of w13: so many of gate and as many of up
-    inputs: int  # of a step
-    warps: int
-    stages: int
-
-
-class Tiling(NamedTuple):
-    """Both GEMMs; their tiles have the same rows."""
-
-    up: TileConfig
-    down: TileConfig
-
-
-# Most pairs per expert → tiles.
-TILINGS = {
-    8: Tiling(TileConfig(16, 64, 128, 4, 3), TileConfig(16, 128, 128, 4, 3)),
-    32: Tiling(TileConfig(32, 64, 128, 4, 3), TileConfig(32, 128, 128, 4, 3)),
-    96: Tiling(TileConfig(64, 64, 64, 4, 3), TileConfig(64, 128, 64, 4, 3)),
-    1 << 30: Tiling(TileConfig(128, 128, 64, 8, 3), TileConfig(128, 256, 64, 8, 3)),
-}
-F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
-
-
-Plain = Tensor | Floats
-Matrices = Plain | Stack  # [E, outputs, inputs]
+Matrices = Tensor | Floats | Stack  # [E, outputs, inputs]
 
 
 class Biases(NamedTuple):
-    """Of all experts, in the dtype of their matrices, contiguous."""
+    """Biases of all experts, in the dtype of their matrices, contiguous."""
 
     up: Tensor | None = None  # [E, 2 I], gate over up
     down: Tensor | None = None  # [E, H]
@@ -80,7 +41,7 @@ UNBIASED = Biases()
 
 
 class Inputs(NamedTuple):
-    """Of a layer's experts, for T tokens."""
+    """Inputs of a layer's experts, for T tokens."""
 
     x: Tensor  # [T, H]
     ids: Tensor  # [T, k] int32: each token's experts, below E
@@ -92,14 +53,166 @@ class Inputs(NamedTuple):
     held: Held | None = None  # which experts w13 and w2 are, where they are not all; then ids are below held.total
 
     @property
+    def biased(self) -> bool:
+        return self.biases.up is not None or self.biases.down is not None
+
+    @property
     def pairs(self) -> int:
         return self.ids.numel()
 
     @property
     def experts(self) -> int:
-        """That the router chooses from. A rank with some of them has about as large a share of the pairs, so that
-        pairs per expert are of all."""
+        """The number of experts that the router chooses from. A rank with some of them has about as large a share of
+        the routed tokens, so that routed tokens per expert are of all."""
         return self.held.total if self.held else self.w13.shape[0]
+
+
+class ExpertCandidate(NamedTuple):
+    """A way to compute experts on GPUs, and of how many routed tokens it is the fastest. It declares what a Candidate
+    does."""
+
+    name: str
+    devices: str
+    weights: str
+    # The function that computes these; None if the candidate does not take the weights, sizes or device.
+    plan: Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]
+    above: int = 0  # pairs per expert: of so many or fewer another one is chosen
+    most: float = math.inf  # pairs per expert: likewise of more
+    few: int = 0  # most pairs of all experts, and half as many as there are experts; 0: any number
+    borders: tuple[int, ...] = ()  # pairs per expert, of more than which it has other tiles
+    sums: bool = False  # whether it makes each token's sum [T, H], not what each pair makes [T * k, H]
+
+    @property
+    def takes(self) -> str:
+        if self.few:
+            return f"up to {self.few} pairs, and half as many as experts, of {self.weights}"
+        above = f"more than {self.above} pairs per expert" if self.above else ""
+        most = f"up to {self.most} {'of them' if above else 'pairs per expert'}" if self.most < math.inf else ""
+        return ", ".join(filter(None, (above, most, self.weights)))
+
+    @property
+    def gain(self) -> str:
+        return ""
+
+    def limit(self, experts: int) -> float:
+        """Most routed tokens. Of fewer experts than twice the routed tokens, many routed tokens have one in common,
+        whose weights other kernels read once."""
+        return min(self.few, experts // 2) if self.few else self.most * experts
+
+    def in_range(self, pairs: int, experts: int) -> bool:
+        return self.above * experts < pairs <= self.limit(experts)
+
+    def last_pairs(self, experts: int) -> set[int]:
+        """Numbers of routed tokens of which one more has another kernel, or other tiles."""
+        ends = {self.above * experts, self.limit(experts), *(one * experts for one in self.borders)}
+        return {int(end) for end in ends if end < math.inf}
+
+
+Choose = Callable[[int, int, Stack, Stack, DeviceCaps], quantized_experts.Configs | None]
+
+
+def _by_codes(choose: Choose) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
+    """Packed weights as they lie, by the kernels that `choose` chooses, of which None take them."""
+
+    def plan(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
+        if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
+            return None
+        configs = choose(given.pairs, given.experts, given.w13, given.w2, found)
+        return configs and partial(quantized_experts.experts, given, configs)
+
+    return plan
+
+
+def _gemv_of_codes(*formats: str) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
+    def plan(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+        if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
+            return None
+        takes = quantized_experts.gemv_takes(given.w13, given.w2, given.ids.shape[1], formats)
+        return partial(quantized_experts.gemv, given) if takes else None
+
+    return plan
+
+
+def _gemv(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+    takes = not given.biased and plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+    return partial(plain_experts.gemv, given) if takes else None
+
+
+def _in_one_launch(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
+    takes = not given.biased and expert_mlp.supports(given.x, given.w13, given.w2)
+    return partial(expert_mlp.experts, given) if takes else None
+
+
+def _by_wgmma(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
+    rows = plain_experts.wgmma_rows(given.pairs, given.experts)
+    return partial(plain_experts.by_wgmma, given, rows) if plain_experts.wgmma_takes(given, found) else None
+
+
+def _by_triton(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor]:
+    return partial(plain_experts.by_triton, given, plain_experts.tiling(given.pairs, given.experts, given.x.dtype))
+
+
+# Routed tokens per expert: of more, dequantising an expert first should be faster than multiplying codes, by an
+# estimate that gives 93; wgmma_experts.cu takes more of plain experts, too.
+PLAIN_PAIRS = 96
+INT4, MXFP4 = "int4", "mxfp4"  # layouts' headers
+# The first one that takes a layer and is in range computes it.
+CANDIDATES = (
+    # Formats that the GEMV reads faster than the pipeline. Of int4 8 and 16 routed tokens of Qwen3-30B-A3B take 17 and
+    # 20 % less, of MXFP4 4 of gpt-oss-20b 7 % less, and 16 half as long again; of Q4_K 8 take 16 % more (H200,
+    # 2026-11-27, benchmarks/ops_moe.py). Others were not timed.
+    ExpertCandidate(
+        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros, or MXFP4", _gemv_of_codes(INT4, MXFP4),
+        few=4, sums=True,
+    ),
+    ExpertCandidate(
+        "quantized_expert_gemv.cu", "GPUs", "4 bits with scales and zeros", _gemv_of_codes(INT4), few=16, sums=True
+    ),
+    # The pipeline, which leaves x as it is, is as fast with few routed tokens.
+    ExpertCandidate(
+        "e4m3_experts.cu", "sm_90", "FP8 with a scale for 128 inputs or more",
+        _by_codes(quantized_experts.choose_e4m3), above=4, borders=(*quantized_experts.E4M3_TILES,)[:-1],
+    ),
+    # With 4 the pipeline takes 10 % less of int4 and 18 % less of Q4_K (Qwen3-30B-A3B); of 8 18 % more, 5 % more and,
+    # of MXFP4 (gpt-oss-20b), 24 % more; 6 lies between (H200, 2026-11-27, benchmarks/ops_moe.py).
+    ExpertCandidate(
+        "quantized_wgmma_experts.cu", "sm_90", "other packed weights, inputs a multiple of 64",
+        _by_codes(quantized_experts.choose_wgmma), above=6, most=PLAIN_PAIRS,
+        borders=(*quantized_experts.WGMMA_TILES,)[:-1],
+    ),
+    # More than 4 were not timed.
+    ExpertCandidate(
+        "quantized_pipeline.cu", "sm_90, sm_100", "packed weights, but for 8 bits with a scale for 32 inputs",
+        _by_codes(quantized_experts.choose_pipelined), most=8,
+    ),
+    ExpertCandidate(
+        "quantized_experts.cu", "GPUs", "packed weights", _by_codes(quantized_experts.choose_tiled), most=PLAIN_PAIRS,
+        borders=(*quantized_experts.TILES,),
+    ),
+    ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 without biases", _gemv, few=64, sums=True),
+    ExpertCandidate(
+        "expert_mlp.cu", "sm_90, sm_100", "f16 or bf16 without biases, hidden size a multiple of 128, inner of 64",
+        _in_one_launch, most=max(expert_mlp.TILES), borders=(*expert_mlp.TILES,),
+    ),
+    ExpertCandidate(
+        "wgmma_experts.cu", "sm_90", "f16 or bf16, or packed weights that become so, sizes multiples of 64", _by_wgmma,
+        above=PLAIN_PAIRS, borders=(*plain_experts.WGMMA_ROWS,)[:-1],
+    ),
+    ExpertCandidate("moe_triton.py", "GPUs", "all else", _by_triton, borders=(*plain_experts.TILINGS,)[:-1]),
+)  # fmt: skip
+
+
+def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
+    """Which candidate computes these on their GPU, where weights are packed for it or plain, and how."""
+    found = device_caps(given.x.device)
+    planned = ((one, one.plan(given, found)) for one in CANDIDATES if one.in_range(given.pairs, given.experts))
+    return next((one, run) for one, run in planned if run)
+
+
+def warm_up_rows(experts: int, k: int) -> list[int]:
+    """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
+    last = {pairs for one in CANDIDATES for pairs in one.last_pairs(experts)} | {expert_mlp.SORTED_PAIRS}
+    return sorted({pairs // k + 1 for pairs in last} | {expert_mlp.MOST_SHARED_ROWS + 1})
 
 
 def fused_experts(given: Inputs) -> Tensor:
@@ -110,31 +223,17 @@ def fused_experts(given: Inputs) -> Tensor:
 
 def expert_terms(given: Inputs) -> Tensor:
     """[T, n, H], whose sum over n is what `fused_experts` makes of the same: n is k where kernels leave each token's
-    pairs apart, for whoever adds them to something else, or 1."""
+    routed tokens apart, for whoever adds them to something else, or 1."""
     if not given.x.is_cuda:
         return on_cpu(given).unsqueeze(1)
     x, ids, weights = (one.contiguous() for one in given[:3])
     given = given._replace(x=x, ids=ids, weights=weights)
-    w13, w2, held = given.w13, given.w2, given.held
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
-    if quantized_cuda.supports(x, w13, w2):
-        assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` says so"
-        if quantized_expert_gemv.takes(given.pairs, given.experts, ids.shape[1], w13, w2):
-            return quantized_expert_gemv.experts(x, ids, weights, w13, w2, given.act, *given.biases, held).unsqueeze(1)
-        codes = quantized_cuda.multiplies_codes(given.pairs, given.experts, w13, w2, device_caps(x.device))
-        return apart((in_pieces if codes else grouped)(given), ids, held)
-    w13, w2 = plain(w13, x.dtype), plain(w2, x.dtype)
-    given = given._replace(w13=w13, w2=w2)
-    if isinstance(w13, Floats) or isinstance(w2, Floats) or any(bias is not None for bias in given.biases):
-        return apart(grouped(given), ids, held)
-    if given.pairs <= expert_gemv.most_pairs(given.experts) and expert_gemv.supports(x, ids, w13, w2):
-        return expert_gemv.experts(given).unsqueeze(1)
-    if given.pairs <= expert_mlp.MOST_PAIRS * given.experts and expert_mlp.supports(x, w13, w2):
-        return apart(in_one_launch(given), ids, held)
-    if given.pairs <= expert_gemm.most_pairs(w2) * given.experts and expert_gemm.supports(x, w13, w2):
-        return apart(pipelined(given), ids, held)
-    return apart(grouped(given), ids, held)
+    if not quantized_experts.takes(x, given.w13, given.w2):
+        given = given._replace(w13=plain(given.w13, x.dtype), w2=plain(given.w2, x.dtype))
+    one, run = choose(given)
+    return run().unsqueeze(1) if one.sums else apart(run(), ids, given.held)
 
 
 def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedExperts) -> bool:
@@ -143,19 +242,20 @@ def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedE
     if not x.is_cuda or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
         return False
     pairs, experts = len(x) * k, len(w13)
-    few = expert_gemv.most_pairs(experts) < pairs <= expert_mlp.MOST_PAIRS * experts
-    return few and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
+    plans = (one.plan for one in CANDIDATES if one.in_range(pairs, experts))
+    first = next((plan for plan in plans if plan in (_gemv, _in_one_launch)), None)
+    return first is _in_one_launch and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
 
 
 def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
     """`expert_terms`, and behind each token's what experts make that all tokens visit: [T, k + 1, H]."""
     x, ids, weights = (one.contiguous() for one in given[:3])
-    y = in_one_launch(given._replace(x=x, ids=ids, weights=weights), shared=shared)
+    y = expert_mlp.experts(given._replace(x=x, ids=ids, weights=weights), shared=shared)
     return y.view(len(x), ids.shape[1] + 1, x.shape[1])
 
 
 def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
-    """Pairs [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
+    """Routed tokens [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
     return combine(pairs, ids, held).unsqueeze(1) if held else pairs.view(*ids.shape, pairs.shape[1])
 
 
@@ -165,27 +265,10 @@ def summed(terms: Tensor, ids: Tensor) -> Tensor:
 
 
 def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
-    """[T, H]: the sums of each token's rows, of [T * n, H]; of pairs alone whose experts are held."""
+    """[T, H]: the sums of each token's rows, of [T * n, H]; of routed tokens alone whose experts are held."""
     from . import moe_triton
 
     return moe_triton.combine(pairs, ids, held.ids if held else None)
-
-
-def fused_experts_reference(given: Inputs) -> Tensor:
-    """Expert by expert, in f32 on the CPU, of plain weights."""
-    x, ids, weights, w13, w2, act, biases, held = given
-    rows, chosen, by = x.float().cpu(), ids.cpu(), weights.float().cpu()
-    up, down = (None if bias is None else bias.float().cpu() for bias in biases)
-    y = torch.zeros(x.shape, dtype=torch.float32)
-    first = held.first if held else 0
-    for e in range(w13.shape[0]):
-        tokens, places = (chosen == first + e).nonzero(as_tuple=True)
-        if len(tokens):
-            one, two = (matrix(w, e, x.dtype).float().cpu() for w in (w13, w2))
-            inner = gated_linear(rows[tokens], one, act, of_expert(up, e))
-            made = linear(inner, two, of_expert(down, e))
-            y.index_add_(0, tokens, made * by[tokens, places, None])
-    return y.to(x)
 
 
 def of_expert(stack: Tensor | None, expert: int) -> Tensor | None:
@@ -199,9 +282,9 @@ def matrix(stack: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     return floats.dequantize(stack.expert(expert), dtype) if isinstance(stack, Floats) else stack[expert].to(dtype)
 
 
-def plain(stack: Matrices, dtype: torch.dtype) -> Plain:
-    """Without a stack's packed form: dequantised."""
-    return stack.plain(dtype) if isinstance(stack, Stack) else stack
+def plain(stack: Matrices, dtype: torch.dtype) -> Tensor:
+    """All weights, dequantised."""
+    return stack if isinstance(stack, Tensor) else stack.plain(dtype)
 
 
 def on_cpu(given: Inputs) -> Tensor:
@@ -221,97 +304,3 @@ def on_cpu(given: Inputs) -> Tensor:
             made = linear(inner, matrix(w2, e, x.dtype), of_expert(biases.down, e))
             y.index_add_(0, tokens, made * weights.flatten()[pairs, None])
     return y.to(x.dtype)
-
-
-def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
-    """The fastest of so many pairs."""
-    if dtype == torch.float32:
-        return F32_TILING
-    return next(tiles for most, tiles in TILINGS.items() if pairs <= most * experts)
-
-
-def tiling_rows(experts: int, k: int) -> list[int]:
-    """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    borders = {*list(TILINGS)[:-1], expert_gemm.MOST_PAIRS, expert_gemm.MOST_PAIRS_OF_LARGE, *expert_mlp.TILES}
-    borders |= {e4m3_experts.MOST_OF_16_BITS, *list(e4m3_experts.TILES)[:-1], *list(wgmma_experts.ROWS)[:-1]}
-    borders |= {*quantized_experts.TILES, quantized_cuda.PIPELINE_PAIRS, dequantized.LEAST_PAIRS}
-    borders |= {quantized_wgmma_experts.LEAST_PAIRS, *list(quantized_wgmma_experts.TILES)[:-1]}
-    pairs = expert_gemv.most_pairs(experts), expert_mlp.SORTED_PAIRS
-    last = *quantized_expert_gemv.most_tokens(experts, k), *(most // k for most in pairs)
-    few = [1, *(most + 1 for most in last), expert_mlp.MOST_SHARED_ROWS + 1]
-    return few + [most * experts // k + 1 for most in sorted(borders)]
-
-
-def pipelined(given: Inputs, outputs: tuple[int, int] | None = None) -> Tensor:
-    """[T * k, H], each token's pairs apart: grouped GEMMs of few pairs per expert, where `expert_gemm` takes them.
-    outputs: of an item of both GEMMs; chosen unless given."""
-    x, ids, weights, w13, w2, act, _, held = given
-    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    outputs = outputs or expert_gemm.item_outputs(w2, device_caps(x.device).num_sms)
-    groups = group(ids, len(w13), expert_gemm.ROWS, held)
-    h = expert_gemm.expert_up(x, ids, weights, w13, groups, act, ItemConfig(outputs[0]))
-    return expert_gemm.expert_down(h, w2, groups, ItemConfig(outputs[1]))
-
-
-def in_one_launch(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
-    """`pipelined` by one kernel, where `expert_mlp` takes it. tiles: of 8 rows; chosen unless given. shared: as
-    `expert_mlp` has them."""
-    x, ids, weights, w13, w2, act, _, held = given
-    assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    tiles = tiles or expert_mlp.choose_tiles(given.pairs, given.experts)
-    blocks_sort = held is None and expert_mlp.blocks_sort(given.pairs, len(w13))
-    groups = None if blocks_sort else group(ids, len(w13), 8 * tiles, held)
-    return expert_mlp.expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
-
-
-def in_pieces(given: Inputs, configs: quantized_cuda.KernelConfigs | None = None) -> Tensor:
-    """`pipelined` of quantised weights, where `quantized_cuda` takes them. configs: chosen unless given."""
-    x, ids, weights, w13, w2, act, biases, held = given
-    assert isinstance(w13, Stack) and isinstance(w2, Stack), "`supports` was not asked"
-    configs = configs or quantized_cuda.choose_kernels(given.pairs, given.experts, w13, w2, device_caps(x.device))
-    groups = group(ids, w13.shape[0], configs.rows, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, ids.shape[1], act, configs.up, biases.up)
-    return quantized_cuda.expert_down(h, weights, w2, groups, configs.down, biases.down)
-
-
-def grouped(given: Inputs) -> Tensor:
-    """`pipelined` of any number of pairs; what is packed becomes plain some experts at a time."""
-    if wgmma_experts.takes(given.x, given.w13, given.w2, given.pairs, given.experts):
-        return by_wgmma(given, wgmma_experts.choose_rows(given.pairs, given.experts))
-    return by_triton(given, tiling(given.pairs, given.experts, given.x.dtype))
-
-
-def by_wgmma(given: Inputs, rows: int) -> Tensor:
-    """`grouped`, where `wgmma_experts` takes it. rows: pairs of a tile."""
-    x, ids, weights, w13, w2, act, biases, held = given
-    groups = group(ids, w13.shape[0], rows, held)
-    gathered = gather_pairs.gather(x, groups, ids.shape[1], rows)
-    h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
-    dequantized.by_parts(
-        w13, groups, biases.up, x.dtype,
-        lambda some, mine, bias: wgmma_experts.multiply(gathered, some, mine, weights, bias, h, act, rows),
-    )  # fmt: skip
-    dequantized.by_parts(
-        w2, groups, biases.down, x.dtype,
-        lambda some, mine, bias: wgmma_experts.multiply(h, some, mine, weights, bias, y, "", rows),
-    )  # fmt: skip
-    return y
-
-
-def by_triton(given: Inputs, tiles: Tiling) -> Tensor:
-    """`grouped`, whatever the sizes and the GPU."""
-    from . import moe_triton
-
-    x, ids, weights, w13, w2, act, biases, held = given
-    groups = group(ids, w13.shape[0], tiles.up.rows, held)
-    number, dtype = ACTIVATIONS.index(act), x.dtype
-    h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
-    dequantized.by_parts(
-        w13, groups, biases.up, dtype,
-        lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, number, tiles.up, bias, h),
-    )  # fmt: skip
-    dequantized.by_parts(
-        w2, groups, biases.down, dtype,
-        lambda some, mine, bias: moe_triton.expert_down(h, some, mine, tiles.down, weights, bias, y),
-    )  # fmt: skip
-    return y

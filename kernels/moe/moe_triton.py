@@ -1,7 +1,7 @@
-"""Grouped GEMMs of experts in Triton, over pairs that are sorted by expert; moe.py imports it where it is used.
+"""Grouped GEMMs of experts in Triton, over routed tokens that are sorted by expert; moe.py imports it where it is used.
 
-A program multiplies a tile of one expert's pairs with some of its outputs. Programs with the same pairs follow each
-other, so that these, and the expert's matrices for its next tile, come from the second-level cache.
+A program multiplies a tile of one expert's routed tokens with some of its outputs. Programs with the same routed tokens
+follow each other, so that these, and the expert's matrices for its next tile, come from the second-level cache.
 """
 
 from __future__ import annotations
@@ -13,42 +13,61 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..activation import activation
 from ..device import dot_precision, overlaps
-from ..quantized.floats import Floats
-from ..quantized.floats_triton import stored, weight_tile
 from .group import Groups
 
 if TYPE_CHECKING:
-    from .moe import TileConfig
+    from .plain_experts import TileConfig
 
 COLUMNS = 1024  # of a program that adds up a token's experts
 
 
+# Activations by their numbers, which activation.py gives.
+GELU = tl.constexpr(activation.ACTIVATIONS.index("gelu"))
+GELU_TANH = tl.constexpr(activation.ACTIVATIONS.index("gelu_tanh"))
+RELU2 = tl.constexpr(activation.ACTIVATIONS.index("relu2"))
+CLAMPED_SWIGLU = tl.constexpr(activation.ACTIVATIONS.index(activation.CLAMPED_SWIGLU))
+KINDS = tl.constexpr(1 << activation.KIND_BITS)
+LIMIT_UNITS = tl.constexpr(activation.LIMIT_UNITS)
+SLOPE = tl.constexpr(activation.SLOPE)
+
+
 @triton.jit
 def _activated(gate, up, ACT: tl.constexpr):
-    """act(gate) * up in f32; ACT as in activation.ACTIVATIONS."""
-    if ACT == 1:
+    """act(gate) * up in f32; ACT as in activation.act_number."""
+    # Taken as a difference, since Triton's interpreter has no remainder of a number by one of these constants.
+    kind: tl.constexpr = ACT - ACT // KINDS * KINDS
+    if kind == GELU:
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
-    if ACT == 3:
+    if kind == RELU2:
         return tl.where(gate > 0, gate * gate, 0.0) * up
-    if ACT == 4:  # NaNs stay NaNs
-        gate = tl.where(gate > 7.0, 7.0, gate)
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
+    if kind == CLAMPED_SWIGLU:  # NaNs stay NaNs
+        limit: tl.constexpr = (ACT // KINDS) / LIMIT_UNITS
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        return gate / (1 + tl.exp(-SLOPE * gate)) * (up + 1)
     z = gate
-    if ACT == 2:
+    if kind == GELU_TANH:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1 + tl.exp(-z)) * up
 
 
 @triton.jit
+def _weight_tile(w, rows, at, inputs, SIZE: tl.constexpr, INPUTS: tl.constexpr):
+    """Inputs at:at + INPUTS of rows [OUTPUTS] of a weight [.., SIZE]: [INPUTS, OUTPUTS]."""
+    columns = at + inputs
+    from_w = w + rows[None, :] * SIZE + columns[:, None]
+    return tl.load(from_w, mask=(columns < SIZE)[:, None], other=0.0) if SIZE % INPUTS else tl.load(from_w)
+
+
+@triton.jit
 def expert_up_kernel(
-    x, w13, scales, bias, order, ends, tile_expert, tile_start, weights, h,
+    x, w13, bias, order, ends, tile_expert, tile_start, weights, h,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """h [pairs, INNER] in the order of `order`: weight of the pair * act(gate) * up."""
+    """h [routed, INNER] in the order of `order`: weight of the routed token * act(gate) * up."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -70,8 +89,8 @@ def expert_up_kernel(
             a = tl.load(from_x + at, mask=(inputs < HIDDEN - at)[None, :], other=0.0)
         else:
             a = tl.load(from_x + at)
-        b = weight_tile(w13, scales, gates, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
-        c = weight_tile(w13, scales, gates + INNER, at, inputs, a.dtype, HIDDEN, INPUTS, KIND, UNIT)
+        b = _weight_tile(w13, gates, at, inputs, HIDDEN, INPUTS)
+        c = _weight_tile(w13, gates + INNER, at, inputs, HIDDEN, INPUTS)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
         up = tl.dot(a, c, up, input_precision=PRECISION)
     if BIAS:
@@ -85,13 +104,13 @@ def expert_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    h, w2, scales, bias, order, ends, tile_expert, tile_start, weights, y,
+    h, w2, bias, order, ends, tile_expert, tile_start, weights, y,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    KIND: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [pairs, HIDDEN], in the pairs' own order, of h [pairs, INNER] in that of `order`.
+    """y [routed, HIDDEN], in the routed tokens' own order, of h [routed, INNER] in that of `order`.
 
-    h has the pairs' weights in it, a bias gets them here.
+    h has the routed tokens' weights in it, a bias gets them here.
     """
     if OVERLAP:
         gdc_wait()
@@ -114,7 +133,7 @@ def expert_down_kernel(
             a = tl.load(from_h + at, mask=(inputs < INNER - at)[None, :], other=0.0)
         else:
             a = tl.load(from_h + at)
-        b = weight_tile(w2, scales, columns, at, inputs, a.dtype, INNER, INPUTS, KIND, UNIT)
+        b = _weight_tile(w2, columns, at, inputs, INNER, INPUTS)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     pairs = tl.load(order + rows)
     if BIAS:
@@ -151,55 +170,47 @@ def expert_up(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor | Floats,
+    w13: Tensor,
     groups: Groups,
     act: int,
     config: TileConfig,
     bias: Tensor | None,
     h: Tensor,
 ) -> None:
-    """Fill h [pairs, I], in the order of the groups: the pairs' weights * act(gate) * up. bias [E, 2 I]: added
+    """Fill h [routed, I], in the order of the groups: the routed tokens' weights * act(gate) * up. bias [E, 2 I]: added
     before."""
     hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, overlaps(x)
-    codes, scales, kind, unit = stored(w13)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, config.outputs),)
     expert_up_kernel[grid](
-        x, codes, scales, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act,
-        config.rows, config.outputs, config.inputs, kind, unit, bias is not None, dot_precision(x), overlap,
-        num_warps=config.warps, num_stages=stages(config, kind, unit), launch_pdl=overlap,
+        x, w13, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act,
+        config.rows, config.outputs, config.inputs, bias is not None, dot_precision(x), overlap,
+        num_warps=config.warps, num_stages=config.stages, launch_pdl=overlap,
     )  # fmt: skip
 
 
 def expert_down(
     h: Tensor,
-    w2: Tensor | Floats,
+    w2: Tensor,
     groups: Groups,
     config: TileConfig,
     weights: Tensor,
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Fill y [pairs, H], in the pairs' own order, of what `expert_up` makes. bias [E, H]: added, times the pairs'
-    weights."""
+    """Fill y [routed, H], in the routed tokens' own order, of what `expert_up` makes. bias [E, H]: added, times the
+    routed tokens' weights."""
     (hidden, inner), overlap = w2.shape[1:], overlaps(h)
-    codes, scales, kind, unit = stored(w2)
     grid = (len(groups.tile_expert) * triton.cdiv(hidden, config.outputs),)
     expert_down_kernel[grid](
-        h, codes, scales, h if bias is None else bias, *groups, weights, y, hidden, inner,
-        config.rows, config.outputs, config.inputs, kind, unit, bias is not None, dot_precision(h), overlap,
-        num_warps=config.warps, num_stages=stages(config, kind, unit), launch_pdl=overlap,
+        h, w2, h if bias is None else bias, *groups, weights, y, hidden, inner,
+        config.rows, config.outputs, config.inputs, bias is not None, dot_precision(h), overlap,
+        num_warps=config.warps, num_stages=config.stages, launch_pdl=overlap,
     )  # fmt: skip
 
 
-def stages(config: TileConfig, kind: int, unit: int) -> int:
-    """Of a GEMM's loop. Where a step's inputs share no scale, each element of e4m3 has one in f32, which takes more
-    shared memory than the weights do: of large tiles two stages fit."""
-    return min(config.stages, 2) if kind == 1 and unit % config.inputs else config.stages
-
-
 def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
-    """[T, H]: the sums of n rows each of pairs [T * n, H]. held: the experts whose rows count, of ids [T, n]; None:
-    all."""
+    """[T, H]: the sums of n rows each of routed tokens [T * n, H]. held: the experts whose rows count, of ids [T, n];
+    None: all."""
     tokens, hidden, overlap = len(ids), pairs.shape[1], overlaps(pairs)
     top = len(pairs) // tokens
     first, experts = (held.start, len(held)) if held else (0, 0)

@@ -1,4 +1,4 @@
-"""Bytes made over into another form in which the same nibbles lie in other places: one kernel for all such forms.
+"""Bytes repacked into another form in which the same nibbles lie in other places: one kernel for all such forms.
 
 gpu_form.py says by torch how experts for CPUs become experts for GPUs, in some twenty operations. Where that moves
 nibbles alone, and flips some bits, trying it out finds from where each comes. What is found is compared with torch.
@@ -17,7 +17,7 @@ MOST = 1 << 15  # bytes of a unit: the numbers of its nibbles have 16 bits
 
 
 class Moves(NamedTuple):
-    """How units of `size` bytes are made over, each alone."""
+    """How units of `size` bytes are repacked, each alone."""
 
     table: Tensor  # int32 [bytes made]: the numbers of the lower nibble, and of the upper one 16 bits higher
     flips: Tensor  # uint8 [bytes made]: bits that are flipped
@@ -58,7 +58,7 @@ def move_reference(moves: Moves, given: Tensor) -> Tensor:
 
 def move(moves: Moves, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
     """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `moves`. parts int32 [1],
-    on GPUs: how many of given [n, ...] are made over, where not all are."""
+    on GPUs: how many of given [n, ...] are repacked, where not all are."""
     if given.is_cuda:
         from . import moved_nibbles_triton
 

@@ -1,13 +1,13 @@
-// The quantised experts of one to a few tokens, whose weights are in pieces (kernels/quantized/pieces_cuda.py): each pair of
-// a token and one of its TOP experts reads that expert's weights for itself. Weights are [experts,
-// OUTPUTS, I]. With GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up, of x [tokens, I]; else y [tokens,
-// OUTPUTS] is the sum over each token's experts, of x [pairs, I], which has the pairs' weights in it. With BIAS, bias
-// [experts, OUTPUTS] is added. With PART this rank has `experts` of the router's experts, from `first` on: pairs of others
-// read no weights and count as 0.
+// The quantised experts of one to a few tokens, whose weights are in packed tiles (kernels/quantized/pieces_cuda.py):
+// each routed token of a token and one of its TOP experts reads that expert's weights for itself. Weights are [experts,
+// OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up, of x [tokens, I];
+// else y [tokens, OUTPUTS] is the sum over each token's experts, of x [routed, I], which has the routed tokens' weights
+// in it. With BIAS, bias [experts, OUTPUTS] is added. With PART this rank has `experts` of the router's experts, from
+// `first` on: routed tokens of others read no weights and count as 0.
 //
-// A block makes 16 outputs of a pair or a token. Its WARPS take the pieces of the strip, or of gate's and up's, in turn;
-// without GATED those of all the token's experts, one after the other. AHEAD of them are asked for before they are
-// multiplied, as in quantized_gemv.cu.
+// A block makes 16 outputs of a routed token or a token. Its WARPS take the packed tiles of the n-tile, or of gate's
+// and up's, in turn; without GATED those of all the token's experts, one after the other. AHEAD of them are asked for
+// before they are multiplied, as in quantized_gemv.cu.
 #include "mma.cuh"
 #include "pairs.cuh"
 #include "load_runs.cuh"
@@ -20,7 +20,7 @@ constexpr int THREADS = WARPS * 32, STRIPS = 1 + GATED, EXPERTS = GATED ? 1 : TO
 constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
 constexpr int PIECES = I / SPAN, ALL = EXPERTS * PIECES, STEPS = (ALL + WARPS - 1) / WARPS;  // STEPS: that a warp takes
 
-// What a block reads of its experts; past the first-level cache, which another kernel may have filled before they were there.
+// Loads a block's experts; past the first-level cache, which another kernel may have filled before they were there.
 struct Chosen {
     const unsigned char* weight;
     int lane, id;  // id: lane i's of expert i, or -1
@@ -31,7 +31,7 @@ struct Chosen {
         if (PART && (unsigned)id >= (unsigned)experts) id = -1;
     }
     __device__ int expert(int n) const { return __shfl_sync(0xffffffffu, id, n / PIECES); }
-    // The n-th piece of strip `strip`.
+    // The n-th packed tile of n-tile `strip`.
     __device__ Piece get(int n, int strip) const {
         const long long at = (long long)expert(n) * STRIPS_OF_EXPERT + strip;
         return Pieces(weight + (at * PIECES + n % PIECES) * PIECE, lane).stream(0);
@@ -64,8 +64,8 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     extern __shared__ uint4 memory[];
     __shared__ float sums[WARPS][STRIPS][16];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // The router's ids are what the kernel before GATED's has written. The next one starts when that has waited itself, and
-    // asks for weights ahead of it.
+    // The router's ids are what the kernel before GATED's has written. The next one starts when that has waited itself,
+    // and asks for weights ahead of it.
     if (GATED) grid_wait();
     const Chosen chosen(weight, ids, first, experts);
     auto there = [&](int step) { return ALL % WARPS == 0 ? step < STEPS : warp + step * WARPS < ALL; };
@@ -83,7 +83,7 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     const uint4* const from = (const uint4*)(x + (long long)(GATED ? blockIdx.x / TOP : blockIdx.x * TOP) * I);
     for (int i = threadIdx.x; i < EXPERTS * I / 8; i += THREADS) memory[i] = from[i];
     __syncthreads();
-    // Of all columns of the second operand each is x.
+    // Each column of the second operand is x.
     const unsigned x_from = smem_address(memory) + (BY_RUNS ? lane % 4 * 32 : lane / 8 * 16);
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below
 #pragma unroll 1

@@ -1,13 +1,14 @@
-// Grouped GEMMs of experts whose weights are quantised, in pieces (kernels/quantized/pieces_cuda.py), from sm_80 on: y of
-// each pair of a token and an expert, for tiles of ROWS pairs that are sorted by expert (group.cu). The weights [experts,
-// OUTPUTS, I] lie in strips of 16 outputs.
+// Grouped GEMMs of experts whose weights are quantised, in packed tiles (kernels/quantized/pieces_cuda.py), from sm_80
+// on: y of each routed token, for tiles of ROWS routed tokens that are sorted by expert (group.cu). The weights
+// [experts, OUTPUTS, I] lie in n-tiles of 16 outputs.
 //
-// A block has a tile and SUBS strips; with GATED, SUBS strips of gate and the same of up. GROUPS of its warps share a
-// strip and take its pieces in turn: they are asked for AHEAD of where they are multiplied, and widened in registers. x
-// lies in shared memory, in chunks of KC inputs: while one is multiplied, the next comes through registers. With GATED,
-// y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up, in the order of the tiles, of x [tokens, I], TOP pairs
-// a token. Else y [pairs, OUTPUTS] is in the pairs' own order, of x [pairs, I] in that of the tiles. With BIAS, bias
-// [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
+// A block has a tile and SUBS n-tiles; with GATED, SUBS n-tiles of gate and the same of up. GROUPS of its warps share a
+// n-tile and take its packed tiles in turn: they are asked for AHEAD of where they are multiplied, and widened in
+// registers. x lies in shared memory, in chunks of KC inputs: while one is multiplied, the next comes through
+// registers. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up, in the order of the
+// tiles, of x [tokens, I], TOP routed tokens a token. Else y [routed, OUTPUTS] is in the routed tokens' own order, of x
+// [routed, I] in that of the tiles. With BIAS, bias [experts, OUTPUTS] is added, times the routed token's weight where
+// x has it in already.
 #include "mma.cuh"
 #include "pairs.cuh"
 #include "tile_sums.cuh"
@@ -22,12 +23,12 @@ constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instructio
 constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
 constexpr int WIDE = ROWS + 1;
 
-// A lane's row of x, and there its part of a piece's inputs: where that begins.
+// A lane's row of x, and there its part of a packed tile's inputs: where that begins.
 __device__ inline unsigned part_of_x(int lane) {
     return BY_RUNS ? lane / 4 * PITCH + lane % 4 * 32 : lane % 8 * PITCH + lane / 8 * 16;
 }
 
-// A piece of each strip times 32 inputs of all rows at a time, or twice 32.
+// A packed tile of each n-tile times 32 inputs of all rows at a time, or twice 32.
 __device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
     constexpr int LOADED = BY_RUNS ? 2 : 1;  // times 32 inputs of x that are loaded together
 #pragma unroll
@@ -51,7 +52,8 @@ __device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_fro
     }
 }
 
-// A warp's strips of an expert's weights, from its first piece on, and the first pieces, which are asked for.
+// A warp's n-tiles of an expert's weights, from its first packed tile on, and the first packed tiles, which are asked
+// for.
 __device__ __forceinline__ void start_streams(Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
                                               const unsigned char* weight, int expert, int strip, int group, int lane) {
 #pragma unroll
@@ -79,7 +81,7 @@ __device__ __forceinline__ void load_x(uint4 (&next)[LOADS], const T* x, const i
     }
 }
 
-// The same to one of two buffers in shared memory.
+// Stores x to one of two buffers in shared memory.
 __device__ __forceinline__ void keep_x(const uint4 (&next)[LOADS], unsigned char* xs, int buffer) {
 #pragma unroll
     for (int l = 0; l < LOADS; l++) {
@@ -88,7 +90,7 @@ __device__ __forceinline__ void keep_x(const uint4 (&next)[LOADS], unsigned char
     }
 }
 
-// What a warp takes of the c-th chunk of x; asks for the pieces AHEAD.
+// Multiplies a warp's part of the c-th chunk of x; asks for the packed tiles AHEAD.
 __device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
                                                float (&sum)[STRIPS][TILES][4]) {
 #pragma unroll 1

@@ -1,13 +1,14 @@
-// Grouped GEMMs of quantised experts with few pairs each, at the speed at which weights are read: from sm_90 on. What
-// they take and make is as in quantized_experts.cu: x of ROWS pairs of an expert, sorted by group.cu, times weights
-// [experts, OUTPUTS, I] in pieces. With GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in the order
-// of the tiles; else y [pairs, OUTPUTS] is in the pairs' own order. With BIAS, bias [experts, OUTPUTS] is added.
+// Grouped GEMMs of quantised experts with few routed tokens each, at the speed at which weights are read: from sm_90
+// on. What they take and make is as in quantized_experts.cu: x of ROWS routed tokens of an expert, sorted by group.cu,
+// times weights [experts, OUTPUTS, I] in pieces. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token *
+// act(gate) * up in the order of the tiles; else y [routed, OUTPUTS] is in the routed tokens' own order. With BIAS,
+// bias [experts, OUTPUTS] is added.
 //
-// A unit is two strips of a tile: of gate and of up, or neighbours. A block has a run of units, in the order of the tiles,
-// so that it sees few tiles; its warps take them in turn. Each warp has a ring of its own in shared memory, STAGES of RUN
-// pieces of both strips, which bulk copies fill on into its next units: no warp waits for another, and sums stay in
-// registers. One more warp brings the tiles' rows of x, BUFFERS of them ahead. The down GEMM knows its tiles before its
-// predecessor has ended, as they are older than that, and asks for weights until then.
+// A unit is two n-tiles of a tile: of gate and of up, or neighbours. A block has a run of units, in the order of the
+// tiles, so that it sees few tiles; its warps take them in turn. Each warp has a ring of its own in shared memory,
+// STAGES of RUN packed tiles of both n-tiles, which bulk copies fill on into its next units: no warp waits for another,
+// and sums stay in registers. One more warp brings the tiles' rows of x, BUFFERS of them ahead. The down GEMM knows its
+// tiles before its predecessor has ended, as they are older than that, and asks for weights until then.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -57,10 +58,10 @@ struct Weights {
         from = all + ((long long)next * STRIPS + strip()) * STRIP;
         if (unit + WARPS < end) next = tiles.expert((unit + WARPS) / UNITS);
     }
-    // By a whole warp.
+    // Called by a whole warp.
     __device__ void ask(int slot) {
         if (unit >= end) return;
-        // What is past the end is not stored.
+        // Rows past the end are not stored.
         const int other = GATED ? WIDTH / 16 * STRIP : STRIPS % 2 == 0 || strip() + 1 < STRIPS ? STRIP : 0;
         if (elected()) {
             mbarrier_expect(full + slot, STAGE);
@@ -117,7 +118,7 @@ __device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsi
     }
 }
 
-// A unit's values. sum: of its two strips.
+// A unit's values. sum: of its two n-tiles.
 __device__ inline void store(const float (&sum)[2][4], const Tile& tile, int unit, const T* bias, T* y) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

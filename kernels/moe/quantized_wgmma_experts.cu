@@ -1,16 +1,17 @@
-// Grouped GEMMs of quantised experts with some pairs each, by Hopper's asynchronous tensor-core instructions of 16
-// bits: for sm_90a alone. x [pairs, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the pairs of
-// an expert are rows side by side. Weights are [experts, OUTPUTS, I] in pieces of a quantised format. With GATED, y
-// [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in that order; else y [pairs, OUTPUTS] is in the pairs'
-// own order. With BIAS, bias [experts, OUTPUTS] is added, times the pair's weight where x has it in already.
+// Grouped GEMMs of quantised experts with some routed tokens each, by Hopper's asynchronous tensor-core instructions of
+// 16 bits: for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the routed
+// tokens of an expert are rows side by side. Weights are [experts, OUTPUTS, I] in packed tiles of a quantised format.
+// With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that order; else y [routed,
+// OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added, times the routed token's
+// weight where x has it in already.
 //
-// A tile has up to ROWS pairs of one expert and M outputs of the weights (expert_walk.cuh). One warp has bulk copies
-// bring chunks of KC inputs of the weights, and TMA the same inputs of x, STAGES ahead and on into the next tile
-// (ring_walk.cuh): weights before the kernel's predecessor has ended. The order of pairs is older than that. Of GROUPS
-// warpgroups each takes 128 outputs: a warp makes the weights of two strips of 16 in registers while the matmuls of
-// those before are under way (wgmma_pieces.cuh). With GATED these are of gates and of the ups that belong to them, so
-// that both of an output are the same lane's. Rows of a tile past its pairs are other pairs', or whatever lies there:
-// they are multiplied and not stored.
+// A tile has up to ROWS routed tokens of one expert and M outputs of the weights (expert_walk.cuh). One warp has bulk
+// copies bring chunks of KC inputs of the weights, and TMA the same inputs of x, STAGES ahead and on into the next tile
+// (ring_walk.cuh): weights before the kernel's predecessor has ended. The order of routed tokens is older than that. Of
+// GROUPS warpgroups each takes 128 outputs: a warp makes the weights of two n-tiles of 16 in registers while the
+// matmuls of those before are under way (wgmma_pieces.cuh). With GATED these are of gates and of the ups that belong to
+// them, so that both of an output are the same lane's. Rows of a tile past its routed tokens are other routed tokens',
+// or whatever lies there: they are multiplied and not stored.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -29,7 +30,7 @@ constexpr int HELD = (ROWS + 31) / 32;  // rows that a lane knows
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 3 ? 160 : 232;
 static_assert((GROUPS == 2 || GROUPS == 3) && GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);
-// Of more rows registers lack room for the sums, and ptxas would have matmuls wait for each other.
+// Registers lack room for the sums of more rows, and ptxas would have matmuls wait for each other.
 static_assert(ROWS <= (GROUPS == 3 ? 96 : 128));
 static_assert(KC % 64 == 0 && KC % SPAN == 0 && I % KC == 0 && WIDTH % 16 == 0);
 constexpr int SHARE = 1;  // blocks of a cluster side by side
@@ -63,7 +64,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     fill_ring(first, next, empty, ask, ask_x);
 }
 
-// What a lane adds to an item's sums, and knows of its rows lane + 32 j. It is asked for before the item is multiplied.
+// A lane's share of an item's sums, and its facts of rows lane + 32 j. It is asked for before the item is multiplied.
 struct Known {
     T bias[OF_WARP][2];  // of outputs lane / 4 of the warp's strips and 8 below
     int pairs[HELD];
@@ -85,7 +86,7 @@ struct Known {
                     bias[s][half] = of_all[(long long)item.expert * OUTPUTS + (GATED ? s * WIDTH : 0) + out];
             }
     }
-    // Once the pairs are known. All rows of a tile have one: past the item's it is the first.
+    // Once the routed tokens are known. All rows of a tile have one: past the item's it is the first.
     __device__ inline void find_weights(const float* of_pairs) {
 #pragma unroll
         for (int j = 0; j < HELD; j++) weights[j] = GATED || BIAS ? of_pairs[pairs[j]] : 0;
@@ -93,7 +94,7 @@ struct Known {
     __device__ inline float added(int strip, int half) const { return BIAS ? to_float(bias[strip][half]) : 0; }
 };
 
-// The sums of a warp's two strips.
+// The sums of a warp's two n-tiles.
 __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, Place& at, const float* weights,
                                 Known& known, float (&sum)[OF_WARP][ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -103,7 +104,7 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, Pl
         const unsigned stage = ring + at.stage * STAGE;
         mbarrier_wait(full + at.stage, at.round);
         multiply_chunk(stage, warp, lane, n > 0, a, sum, [&] {
-            // What was loaded of the chunk before has been multiplied, so that it has been read.
+            // The chunk before has been multiplied, so its stage has been read.
             mbarrier_arrive_if(n > 0 && lane == 0, empty + (at.stage ? at.stage : STAGES) - 1);
         });
         at.advance();

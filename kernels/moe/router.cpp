@@ -1,5 +1,5 @@
-// A router of few tokens (router.py says what it computes): logits, of which threads share the tokens' products with
-// the experts' rows, and then the choice, of which they share the tokens. All in f32.
+// A router for small batches (router.py says what it computes): logits, of which threads share the tokens' products
+// with the experts' rows, and then the choice, of which they share the tokens. All in f32.
 
 #include "op.h"
 #include "simd.h"

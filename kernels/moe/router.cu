@@ -1,7 +1,7 @@
 // Which TOP of EXPERTS each token goes to, and with which weights: a router's GEMM, scores and top-k.
 //
-// `route` is one kernel for all of it: blocks multiply experts' rows of the router with R tokens, and the block that is the
-// last of these tokens' chooses. `choose` does the second half alone, of logits that a GEMM has made. Everything is
+// `route` is one kernel for all of it: blocks multiply experts' rows of the router with R tokens, and the block that is
+// the last of these tokens' chooses. `choose` does the second half alone, of logits that a GEMM has made. Everything is
 // computed in f32.
 
 constexpr int V = 8;  // elements of one access
@@ -10,8 +10,8 @@ constexpr float LOWEST = -3.0e38f;  // below any logit that counts; a NaN is tha
 
 enum { SOFTMAX, SIGMOID };
 
-// A warp: which of a lane's experts, as bits, are in none of the TOP_GROUPS best of GROUPS groups. A group is as good as
-// its best GROUP_TOP experts together, one or two.
+// A warp: which of a lane's experts, as bits, are in none of the TOP_GROUPS best of GROUPS groups. A group is as good
+// as its best GROUP_TOP experts together, one or two.
 __device__ inline unsigned outside_groups(const float* rank) {
     constexpr int SIZE = EXPERTS / GROUPS;
     const int lane = threadIdx.x % 32;
@@ -53,8 +53,8 @@ __device__ inline unsigned outside_groups(const float* rank) {
     return outside;
 }
 
-// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's scores, for
-// the choice alone.
+// A warp: `logits` [EXPERTS] of one token → its ids and weights [TOP]. bias: of softmax's logits, or of sigmoid's
+// scores, for the choice alone.
 __device__ inline void choose_experts(const float* logits, const float* bias, int* ids, float* weights, float scale) {
     const int lane = threadIdx.x % 32;
     float score[PER], rank[PER];
@@ -117,8 +117,8 @@ __device__ inline void choose_experts(const float* logits, const float* bias, in
 
 #include "mma.cuh"
 
-// How many experts a block has. Of few tokens a warp has one, and lanes share its inputs; of R tokens tensor cores have 16
-// experts, and warps share the inputs.
+// How many experts a block has. For small batches a warp has one, and lanes share its inputs; of R tokens tensor cores
+// have 16 experts, and warps share the inputs.
 constexpr bool MATMUL = R == 8;
 constexpr int OF_BLOCK = MATMUL ? 16 : WARPS;
 
@@ -163,8 +163,8 @@ __device__ inline void multiply(const T* x, const T* router, float* logits, int 
     }
 }
 
-// The same by tensor cores. A lane loads 8 elements side by side of experts lane / 4 and 8 below, and of token lane / 4: for
-// two matmuls of 16 inputs, whose order means nothing to a sum.
+// The router's GEMM by tensor cores. A lane loads 8 elements side by side of experts lane / 4 and 8 below, and of token
+// lane / 4: for two matmuls of 16 inputs, whose order means nothing to a sum.
 __device__ inline void multiply_tiles(const T* x, const T* router, float* logits, int rows, int first) {
     constexpr int STEPS = (HIDDEN + 32 * WARPS - 1) / (32 * WARPS), AHEAD = STEPS < 4 ? STEPS : 4;
     __shared__ float parts[WARPS][R][OF_BLOCK + 1];

@@ -21,9 +21,9 @@ CPU_ROWS = 64  # tokens; of more, torch's GEMM is faster
 ROUTE_EXPERTS = 1024  # that router.cpp has room for
 TILE = 8  # tokens of a block, of which tensor cores multiply 16 experts' rows
 WARPS = 8  # of a block
-# Of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite take
-# 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py --config
-# deepseek-v2-lite --parts ap`).
+# Warps of a block of TILE tokens: each asks at once for all that it needs of 2048 inputs. 26 layers of DeepSeek-V2-Lite
+# take 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py
+# --config deepseek-v2-lite --parts ap`).
 TILE_WARPS = 16
 SCORINGS = ("softmax", "sigmoid")  # in the order of router.cu
 
@@ -33,7 +33,7 @@ class RouterParams(NamedTuple):
 
     top_k: int
     scoring: str = "softmax"
-    corrected: bool = False  # a bias is added to sigmoid's scores, for the choice alone
+    corrected: bool = False  # a bias is added to the scores, for the choice alone
     normalise: bool = True  # the weights of a token's experts add up to 1
     scale: float = 1.0  # a factor on the weights
     groups: int = 1
@@ -97,6 +97,8 @@ def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
     sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    if params.corrected and params.scoring == "softmax":  # the kernel ranks a softmax's experts by their logits
+        return False
     return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)
 
 
@@ -134,7 +136,7 @@ def blocks(rows: int, experts: int) -> tuple[int, tuple[int, int, int]]:
 
 
 def sizes(together: int, experts: int, hidden: int, params: RouterParams, bias: bool) -> dict[str, int]:
-    """What router.cu is compiled for. together: tokens of a block."""
+    """Compile-time constants of router.cu. together: tokens of a block."""
     return dict(
         R=together,
         EXPERTS=experts,

@@ -1,14 +1,15 @@
-// Grouped GEMMs of experts of 16 bits with many pairs each, by Hopper's asynchronous tensor-core instructions: for sm_90a
-// alone. x [pairs, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the pairs of an expert are rows side
-// by side. Weights are [experts, OUTPUTS, I]. With GATED, y [pairs, OUTPUTS / 2] is weight of the pair * act(gate) * up in
-// that order; else y [pairs, OUTPUTS] is in the pairs' own order. With BIAS, bias [experts, OUTPUTS] is added, times the
-// pair's weight where x has it in already.
+// Grouped GEMMs of experts of 16 bits with many routed tokens each, by Hopper's asynchronous tensor-core instructions:
+// for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the routed tokens
+// of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight
+// of the routed token * act(gate) * up in that order; else y [routed, OUTPUTS] is in the routed tokens' own order. With
+// BIAS, bias [experts, OUTPUTS] is added, times the routed token's weight where x has it in already.
 //
-// A tile has up to ROWS pairs of one expert and M outputs of the weights (expert_walk.cuh). One warp has TMA bring chunks
-// of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's predecessor has ended.
-// The order of pairs is older than that, and what dequantises weights lets nothing start early (dequantize_pieces.cu). A
-// warpgroup multiplies 64 pairs by all outputs, of which gates and ups lie side by side, so that both of an output are the
-// same lane's. Rows of a tile past its pairs are other pairs', or whatever lies there: they are multiplied and not stored.
+// A tile has up to ROWS routed tokens of one expert and M outputs of the weights (expert_walk.cuh). One warp has TMA
+// bring chunks of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's
+// predecessor has ended. The order of routed tokens is older than that, and what dequantises weights lets nothing start
+// early (dequantize_pieces.cu). A warpgroup multiplies 64 routed tokens by all outputs, of which gates and ups lie side
+// by side, so that both of an output are the same lane's. Rows of a tile past its routed tokens are other routed
+// tokens', or whatever lies there: they are multiplied and not stored.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -46,7 +47,8 @@ __device__ inline void produce(const TensorMap* of_x, const TensorMap* of_w, uns
     fill_ring(first, next, empty, ask, ask_x);
 }
 
-// The sums of a warpgroup's 64 pairs: of rows lane / 4 of the warp's 16 and 8 below, pairs of each eight outputs.
+// The sums of a warpgroup's 64 routed tokens: of rows lane / 4 of the warp's 16 and 8 below, pairs of each eight
+// outputs.
 __device__ inline void multiply(unsigned ring, int group, Barrier* full, Barrier* empty, Place& at,
                                 float (&sum)[PARTS][N / 2]) {
     auto begin = [&](bool add) {

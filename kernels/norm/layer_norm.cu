@@ -1,4 +1,4 @@
-// Layer norms: (x - mean) / deviation * weight + bias; WEIGHT and BIAS say which of the two there are.
+// Layer norms: (x - mean) / deviation * weight + bias; WEIGHT and BIAS are set where these exist.
 
 #include "row.cuh"
 
@@ -15,7 +15,7 @@ struct Affine {  // weight and bias of this thread's vectors: threadIdx.x, + THR
     }
 };
 
-// Writes the norm of what `row` holds to `out`. The variance is of differences from the mean: that loses no digits.
+// Writes the norm of what `row` holds to `out`. The variance is of differences from the mean: that loses no precision.
 __device__ inline void write_layer_norm(const Vector (&row)[PER], const Affine& affine, T* out, float eps) {
     __shared__ float sums[2][32];
     float sum = 0, squares = 0;

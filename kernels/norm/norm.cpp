@@ -1,4 +1,5 @@
-// RMS norms of rows [T, H], alone and after an addition; threads share the rows. Computed in f32, rounded to T once.
+// RMS norms and layer norms of rows, alone and after an addition, and what else layers do to rows in place. Threads
+// share the rows. Computed in f32, rounded to T once.
 
 #include "op.h"
 #include "simd.h"
@@ -13,6 +14,22 @@ struct RmsNorm {
 struct AddRmsNorm {
     void *x, *residual;  // residual += x, then x = its norm
     const void *weight, *other;  // other: is added to x before, and that rounded; null: nothing is
+    int64_t rows, size;
+    double eps;
+};
+
+struct LayerNorm {
+    const void *x, *weight, *bias;  // weight and bias: null where there is none
+    void* y;                        // [rows, width, size], contiguous
+    int64_t rows, width, size;
+    int64_t outer, inner;  // row (i, j) of x begins at i * outer + j * inner
+    int64_t step;          // its weight and bias at j * step
+    double eps;
+};
+
+struct AddLayerNorm {
+    void *x, *residual;                 // residual += x, then x = its norm
+    const void *weight, *bias, *other;  // other: is added to x before, and that rounded; null: nothing is
     int64_t rows, size;
     double eps;
 };
@@ -42,31 +59,37 @@ struct CopyBlocks {
     int64_t blocks, rows, width, x_block, x_row;  // the last three in bytes
 };
 
-template <typename T> INLINE float sum_of_squares(const T* x, int64_t size) {
+template <typename T> INLINE void norm_row(const T* x, const T* weight, T* y, int64_t size, double eps) {
     Vec total = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        Vec v = load(x + i);
+    strips(0, size, STRIP {
+        const Vec v = load(x + i, n);
         total = v * v + total;
-    }
-    if (i < size) {
-        Vec v = load(x + i, size - i);
-        total = v * v + total;
-    }
-    return sum(total);
+    });
+    float scale = 1 / __builtin_sqrtf(sum(total) / size + (float)eps);
+    strips(0, size, STRIP { store(y + i, load(x + i, n) * scale * load(weight + i, n), n); });
 }
 
-template <typename T> INLINE void norm_row(const T* x, const T* weight, T* y, int64_t size, double eps) {
-    float scale = 1 / __builtin_sqrtf(sum_of_squares(x, size) / size + (float)eps);
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
-    if (i < size) store(y + i, load(x + i, size - i) * scale * load(weight + i, size - i), size - i);
+// The variance is of differences from the mean: that loses no precision.
+template <typename T>
+INLINE void layer_norm_row(const T* x, const T* weight, const T* bias, T* y, int64_t size, double eps) {
+    Vec total = {}, squares = {};
+    strips(0, size, STRIP { total += load(x + i, n); });
+    const float mean = sum(total) / size;
+    int64_t end = size / LANES * LANES;
+    for (int64_t i = 0; i < end; i += LANES) squares = (load(x + i) - mean) * (load(x + i) - mean) + squares;
+    float square = sum(squares);
+    for (; end < size; end++) square += (widen(x[end]) - mean) * (widen(x[end]) - mean);
+    const float scale = 1 / __builtin_sqrtf(square / size + (float)eps);
+    strips(0, size, STRIP {
+        Vec v = (load(x + i, n) - mean) * scale;
+        if (weight) v *= load(weight + i, n);
+        if (bias) v += load(bias + i, n);
+        store(y + i, v, n);
+    });
 }
 
 template <typename T> INLINE void add_row(const T* x, T* y, int64_t size) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, load(y + i) + load(x + i));
-    if (i < size) store(y + i, load(y + i, size - i) + load(x + i, size - i), size - i);
+    strips(0, size, STRIP { store(y + i, load(y + i, n) + load(x + i, n), n); });
 }
 
 template <typename T> void rms_norm(const RmsNorm& a, int part, int parts) {
@@ -85,6 +108,26 @@ template <typename T> void add_rms_norm(const AddRmsNorm& a, int part, int parts
     }
 }
 
+template <typename T> void layer_norm(const LayerNorm& a, int part, int parts) {
+    Share rows(a.rows * a.width, part, parts);
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        int64_t i = t / a.width, j = t % a.width, at = j * a.step;
+        const T* weight = a.weight ? (const T*)a.weight + at : nullptr;
+        const T* bias = a.bias ? (const T*)a.bias + at : nullptr;
+        layer_norm_row((const T*)a.x + i * a.outer + j * a.inner, weight, bias, (T*)a.y + t * a.size, a.size, a.eps);
+    }
+}
+
+template <typename T> void add_layer_norm(const AddLayerNorm& a, int part, int parts) {
+    Share rows(a.rows, part, parts);
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        T *x = (T*)a.x + t * a.size, *residual = (T*)a.residual + t * a.size;
+        if (a.other) add_row((const T*)a.other + t * a.size, x, a.size);
+        add_row(x, residual, a.size);
+        layer_norm_row(residual, (const T*)a.weight, (const T*)a.bias, x, a.size, a.eps);
+    }
+}
+
 template <typename T> void add(const Add& a, int part, int parts) {
     Share share(a.count, part, parts);
     add_row((const T*)a.x + share.first, (T*)a.y + share.first, share.last - share.first);
@@ -95,9 +138,7 @@ template <typename T> void scale(const Scale& a, int part, int parts) {
     for (int64_t t = 0; t < a.rows; t++) {
         T* x = (T*)a.x + t * a.pitch;
         float factor = a.factors ? a.factors[t] : (float)a.factor;
-        int64_t i = share.first;
-        for (; i + LANES <= share.last; i += LANES) store(x + i, load(x + i) * factor);
-        if (i < share.last) store(x + i, load(x + i, share.last - i) * factor, share.last - i);
+        strips(share.first, share.last, STRIP { store(x + i, load(x + i, n) * factor, n); });
     }
 }
 
@@ -114,13 +155,11 @@ void copy_blocks(const CopyBlocks& a, int part, int parts) {
         memcpy((char*)a.y + i * a.width, (const char*)a.x + i / a.rows * a.x_block + i % a.rows * a.x_row, a.width);
 }
 
-OP(rms_norm_f32, rms_norm<float>, RmsNorm)
-OP(rms_norm_bf16, rms_norm<bf16>, RmsNorm)
-OP(add_rms_norm_f32, add_rms_norm<float>, AddRmsNorm)
-OP(add_rms_norm_bf16, add_rms_norm<bf16>, AddRmsNorm)
-OP(add_f32, add<float>, Add)
-OP(add_bf16, add<bf16>, Add)
-OP(scale_f32, scale<float>, Scale)
-OP(scale_bf16, scale<bf16>, Scale)
+TYPED_OP(rms_norm, rms_norm, RmsNorm)
+TYPED_OP(add_rms_norm, add_rms_norm, AddRmsNorm)
+TYPED_OP(layer_norm, layer_norm, LayerNorm)
+TYPED_OP(add_layer_norm, add_layer_norm, AddLayerNorm)
+TYPED_OP(add, add, Add)
+TYPED_OP(scale, scale, Scale)
 OP(copy_rows, copy_rows, CopyRows)
 OP(copy_blocks, copy_blocks, CopyBlocks)

@@ -20,7 +20,7 @@ template <> __device__ inline void centred_bytes<bf16>(unsigned word, unsigned& 
     odd = add_pairs<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
 }
 
-// The same of bytes below 128, less `zero` below 128.
+// Numbers of bytes below 128, less `zero` below 128.
 template <class E> __device__ inline void small_bytes(unsigned word, unsigned zero, unsigned& even, unsigned& odd) {
     const unsigned less = (whole_pair(E()) | 0x80008000) + (zero | zero << 16);
     even = add_pairs<E>(and_xor(word, 0x007f007f, whole_pair(E())), less);

@@ -1,4 +1,5 @@
-// out [outputs, I] of a W in pieces of a quantised format, at the speed of memory. A warp takes RUN pieces side by side.
+// out [outputs, I] of a W in packed tiles of a quantised format, at the speed of memory. A warp takes RUN packed tiles
+// side by side.
 #include "mma.cuh"
 #include "pairs.cuh"
 #include FORMAT

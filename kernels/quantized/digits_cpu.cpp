@@ -1,5 +1,5 @@
-// x [rows, inputs] in digits, as the operations of weights in blocks read it (digits.h, blocks.h), also of experts' rows
-// that an activation makes.
+// x [rows, inputs] in int8 planes, as the operations of weights in blocks read it (digits.h, blocks.h), also of
+// experts' rows that an activation makes.
 
 #include "op.h"
 #include "simd.h"
@@ -13,34 +13,24 @@ struct Split {
     int64_t rows, inputs, pitch, experts;
 };
 
-// The rows of experts, which become the inner ones on the way: x = f(gate) * up of both [rows, 2 * inputs], gate beside up.
+// The rows of experts, which become the inner ones on the way: x = f(gate) * up of both [rows, 2 * inputs], gate next
+// to up.
 struct SplitGated {
     const void *both, *ends;
     void *x, *y;  // x [rows, inputs]
-    int64_t inputs, experts;
+    int64_t inputs, experts, limit;  // of the activation, in 1 / LIMIT_UNITS
 };
 
-#if defined(__AVX2__)
-INLINE Ints nearest(Vec x) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_cvtps_epi32((__m512)x);
+// Up to how many rows int8 planes are faster than a GEMM of the dequantised weight. Where VNNI adds up four products at
+// once, any number; with AMX, whose GEMM of bf16 is fast as well, more rows of bf16 have not been measured.
+constexpr int64_t FEW_ROWS = 64;
+#if defined(DOT_FOURS)
+EXPORT const int64_t most_rows_f32 = INT64_MAX, most_rows_bf16 = BF16_MATRICES ? FEW_ROWS : INT64_MAX;
 #else
-    return (Ints)_mm256_cvtps_epi32((__m256)x);
+EXPORT const int64_t most_rows_f32 = FEW_ROWS, most_rows_bf16 = FEW_ROWS;
 #endif
-}
 
-// Numbers of 16 bits. Of each four the second and the third change places.
-INLINE void store_pairs(int16_t* p, Ints x) {
-    constexpr int ORDER = 0xd8;
-#if defined(__AVX512F__)
-    __m256i y = _mm512_cvtepi32_epi16((__m512i)x);
-    _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(y, ORDER), ORDER));
-#else
-    __m128i y = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-    _mm_storeu_si128((__m128i*)p, _mm_shufflehi_epi16(_mm_shufflelo_epi16(y, ORDER), ORDER));
-#endif
-}
-
+#if defined(DOT_FOURS) || defined(DOT_PAIRS)
 // Run `run` of a row, whose inputs are x.
 template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t run, int64_t inputs, Sums& to) {
     constexpr int BITS = 8 * DIGITS<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
@@ -64,7 +54,7 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
     for (int v = 0; v < RUN / LANES; v++) {
         const int half = v * LANES / (RUN / 2);
         Ints left = nearest(values[v] * factor);
-#if defined(__AVX512VNNI__)
+#if defined(DOT_FOURS)
         int32_t whole[DIGITS<T>];
         for (int d = 0; d < DIGITS<T>; d++) {
             Ints digit = left << 24 >> 24;
@@ -91,7 +81,7 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
 // A run of a row, x, where `row` begins in digits.
 template <typename T> INLINE void split_one(const T* x, uint8_t* row, int64_t run, int64_t inputs) {
     Sums& to = ((Sums*)sums_of<T>(row, inputs))[run];
-#if defined(__AVX2__)
+#if defined(DOT_FOURS) || defined(DOT_PAIRS)
     split_run(x, row, run, inputs, to);
 #else
     for (int j = 0; j < 2; j++) {
@@ -113,13 +103,14 @@ template <typename T> void split(const Split& a, int part, int parts) {
 
 template <typename F, typename T> void split_gated(const SplitGated& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
+    const float limit = (float)a.limit / LIMIT_UNITS;
     const Rows rows(a.ends, a.experts, 0);
     Share share((rows.last - rows.first) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
         const int64_t i = rows.first + n / runs, run = n % runs;
         const T *gate = (const T*)a.both + i * 2 * a.inputs + run * RUN, *up = gate + a.inputs;
         T* x = (T*)a.x + i * a.inputs + run * RUN;
-        for (int v = 0; v < RUN; v += LANES) store(x + v, F::of(load(gate + v), load(up + v)));
+        for (int v = 0; v < RUN; v += LANES) store(x + v, F::of(load(gate + v), load(up + v), limit));
         split_one(x, (uint8_t*)a.y + i * row_bytes<T>(a.inputs), run, a.inputs);
     }
 }

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import e4m3_cpu, floats
-from .e4m3_cuda import GROUP
+from . import cuda_layouts, e4m3_cpu, floats
 from .e4m3_rows import MOST
 
+GROUP = cuda_layouts.E4M3.inputs
 UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
 CHUNK = 1 << 22  # elements that are encoded at once: what that takes is small beside a matrix
 
+FORM = None  # these are no super-blocks
 dequantize, linear, variants = floats.dequantize, floats.linear, floats.variants
 
 
@@ -51,12 +52,12 @@ def encode_reference(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
 
 
 def kept_bits(inputs: int, device: torch.device) -> float:
-    """What `pack` keeps of a weight with its share of the scale."""
+    """Bits that `pack` keeps of a weight with its share of the scale."""
     return floats.kept_bits(inputs, unit_of(inputs), device)
 
 
 def pack(codes: Tensor, scales: Tensor) -> floats.Packed:
-    """What GEMMs like best on their device."""
+    """The form that GEMMs like best on their device."""
     return floats.pack_for_device(floats.pack(codes, scales))
 
 

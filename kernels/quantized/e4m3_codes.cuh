@@ -1,4 +1,4 @@
-// What the codes of e4m3.cuh's and e4m3_wide.cuh's pieces mean.
+// Values of the codes of e4m3.cuh's and e4m3_wide.cuh's tiles.
 
 // The codes of bytes 0 and 2 as 16-bit elements, exactly: exponent and mantissa are moved to where those of E lie, and
 // a power of two makes up for the other bias. Both formats have the smallest codes as they have them.

@@ -1,9 +1,7 @@
 // y [M, O] = x [M, I] times the transpose of a weight [O, I] in e4m3, plus a bias [O], for a few rows; sums are f32.
 //
-// The weight lies in blocks of 16 outputs, input after input: a thread reads one stream of memory. e4m3 is f16 with the
-// exponent's bias 7 instead of 15 and three bits of mantissa: where those bits lie in f16's places, the number is 2^8
-// times too small, which the scales make up for. Its smallest numbers are f16's smallest, too, and x86 converts these as
-// fast as others; f32 has no such, so that elsewhere they are told apart.
+// The weight lies in blocks of 16 outputs, input after input: a thread reads one stream of memory. Codes may be read as
+// numbers that are too small (load_e4m3), which the scales make up for.
 
 #include "op.h"
 #include "simd.h"
@@ -14,16 +12,13 @@ struct Linear {
     const void *x, *codes, *scales, *bias;  // x: f32; bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch, unit;  // pitch: elements from row to row of x; unit: inputs of a scale
-    int64_t width, ahead;  // inputs of a block as it lies; bytes from what is read to what is asked for
 };
 
-// The weights of several experts, one after the other, each with rows of x of its own. Weights may have more inputs, of
-// which the first ones are multiplied, and more outputs, of which block_of says which are.
+// The weights of several experts, one after the other, each with rows of x of its own.
 struct Experts {
     const void *x, *codes, *scales, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
     void *taken, *y;  // taken: as each_block has it
-    int64_t experts, inputs, outputs, pitch, unit, width, ahead;
-    int64_t whole;  // blocks of a weight as it lies
+    int64_t experts, inputs, outputs, pitch, unit;
 };
 
 struct Widen {
@@ -46,42 +41,9 @@ struct Encode {
 
 constexpr int BLOCK = 16;            // outputs
 constexpr int STEP = 4;              // inputs that are converted together; a unit has a multiple of it
+constexpr int AHEAD = 4096;          // bytes from what is read to what is asked for
 constexpr int WIDE = BLOCK / LANES;  // vectors of a block's outputs
 constexpr int ROWS = LANES == 16 ? 8 : LANES == 8 ? 4 : 2;  // rows at once: their sums are in registers
-#if defined(__AVX2__)
-constexpr float LESS = 0x1p8f;  // times which `convert` gives too little
-#else
-constexpr float LESS = 1;
-#endif
-
-// Codes of STEP inputs for the outputs of vector v of a block.
-INLINE void convert(const uint8_t* w, int v, Vec (&y)[STEP]) {
-#if defined(__AVX512F__)
-    const __m512i mask = _mm512_set1_epi16((int16_t)0xbf80);
-    for (int i = 0; i < STEP; i += 2) {
-        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + i * BLOCK + v * LANES)));
-        __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), mask);
-        y[i] = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-        y[i + 1] = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-    }
-#elif defined(__AVX2__)
-    const __m128i mask = _mm_set1_epi16((int16_t)0xbf80);
-    for (int i = 0; i < STEP; i++) {
-        __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)(w + i * BLOCK + v * LANES)));
-        y[i] = (Vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), mask));
-    }
-#else
-    for (int i = 0; i < STEP; i++) {
-        Ints code;
-        for (int j = 0; j < LANES; j++) code[j] = w[i * BLOCK + v * LANES + j];
-        Ints size = (code & 127) << 20;
-        Ints small = size < 8 << 20;  // without the leading one: it is added, and subtracted again
-        Vec number = (Vec)(size + (120 << 23) + (small & 1 << 23)) - (Vec)(small & 121 << 23);
-        y[i] = (Vec)((Ints)number | (code & 128) << 24);
-    }
-#endif
-}
-
 // y[m : m + R, o : o + BLOCK], as far as there are outputs.
 template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int64_t o, const uint8_t* w, const float* by) {
     constexpr int PARTS = R == 1 ? 4 : R < 4 ? 2 : 1;  // sums of each row, so that no addition waits for the last one
@@ -90,11 +52,11 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
     for (int64_t i = 0; i < a.inputs; i += a.unit, by += BLOCK) {
         Vec part[R][WIDE][PARTS] = {};
         for (int64_t q = i; q < i + a.unit; q += STEP, w += STEP * BLOCK) {
-            __builtin_prefetch(w + a.ahead, 0, 2);
+            __builtin_prefetch(w + AHEAD, 0, 2);
 #pragma GCC unroll 4
             for (int v = 0; v < WIDE; v++) {
                 Vec codes[STEP];
-                convert(w, v, codes);
+                load_e4m3<STEP, BLOCK>(w + v * LANES, codes);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -107,7 +69,7 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
             for (int v = 0; v < WIDE; v++) {
                 Vec sum = part[r][v][0];
                 for (int p = 1; p < PARTS; p++) sum += part[r][v][p];
-                total[r][v] += sum * (load(by + v * LANES) * LESS);
+                total[r][v] += sum * (load(by + v * LANES) * E4M3_LESS);
             }
     }
     store_sums<T>(a, m, o, total);
@@ -115,8 +77,8 @@ template <int R, typename T> INLINE void outputs(const Linear& a, int64_t m, int
 
 // Block i of outputs for rows m and on; `at`: which block of all weights that is.
 template <typename T> INLINE void rows(const Linear& a, int64_t m, int64_t i, int64_t at) {
-    const uint8_t* w = (const uint8_t*)a.codes + at * a.width * BLOCK;
-    const float* by = (const float*)a.scales + at * (a.width / a.unit) * BLOCK;
+    const uint8_t* w = (const uint8_t*)a.codes + at * a.inputs * BLOCK;
+    const float* by = (const float*)a.scales + at * (a.inputs / a.unit) * BLOCK;
     for (; m + ROWS <= a.rows; m += ROWS) outputs<ROWS, T>(a, m, i * BLOCK, w, by);
     for (; ROWS > 4 && m + 4 <= a.rows; m += 4) outputs<4, T>(a, m, i * BLOCK, w, by);
     for (; ROWS > 2 && m + 2 <= a.rows; m += 2) outputs<2, T>(a, m, i * BLOCK, w, by);
@@ -132,9 +94,9 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
     each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
-        const int64_t at = weight_of(a.at, e) * a.whole + block_of(i, blocks, a.whole);
-        const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit, a.width, a.ahead};
-        rows<T>(of, m, i, at);
+        const int64_t first = weight_of(a.at, e) * blocks;
+        const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit};
+        rows<T>(of, m, i, first + i);
     });
 }
 
@@ -155,8 +117,8 @@ template <typename T> void dequantize(const Dequantize& a, int part, int parts) 
         for (int64_t i = 0; i < a.inputs; i += STEP, w += STEP * BLOCK) {
             alignas(64) float tile[STEP][BLOCK];
             for (int v = 0; v < WIDE; v++) {
-                Vec codes[STEP], scale = load(by + i / a.unit * BLOCK + v * LANES) * LESS;
-                convert(w, v, codes);
+                Vec codes[STEP], scale = load(by + i / a.unit * BLOCK + v * LANES) * E4M3_LESS;
+                load_e4m3<STEP, BLOCK>(w + v * LANES, codes);
                 for (int j = 0; j < STEP; j++) store(tile[j] + v * LANES, codes[j] * scale);
             }
             for (int o = 0; o < count; o++)

@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from . import target
-from .blocks_cpu import AHEAD, ahead
+from . import packing_cpu, target
 
 SOURCE = "e4m3_cpu"
 MOST_ROWS = 64
@@ -36,12 +35,18 @@ class Packed(NamedTuple):
         """Inputs of a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def dequantize(self, dtype: torch.dtype, first: int, last: int) -> Tensor:
+        """Outputs first to last of the weight, [last - first, I]; first is a block's."""
+        made = dtype if dtype in ops.SUFFIXES else torch.float32
+        y = self.codes.new_empty(last - first, self.inputs, dtype=made)
+        codes, scales = (one[first // BLOCK :] for one in (self.codes, self.scales))
+        ops.typed(SOURCE, "e4m3_dequantize", made)(codes, scales, y, self.inputs, last - first, self.unit)
+        return y.to(dtype)
+
 
 def takes(codes: Tensor, unit: int) -> bool:
     """Whether operations read codes [O, I], of which `unit` inputs share a scale."""
-    if target.of(codes) != "cpu" or not codes.numel() or unit % STEP or not ops.available():
-        return False
-    return not bool(((codes & NAN) == NAN).any())  # read as f16, they would be numbers
+    return target.of(codes) == "cpu" and codes.numel() > 0 and unit % STEP == 0 and ops.available()
 
 
 def encode(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
@@ -55,13 +60,19 @@ def encode(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def pack(codes: Tensor, scales: Tensor) -> Packed:
-    """codes uint8 [O, I], scales f32 [O, G]."""
-    outputs = len(codes)
-    count = -(-outputs // BLOCK)
-    more = (0, 0, 0, count * BLOCK - outputs)
-    blocks = [pad(one, more).view(count, BLOCK, -1).transpose(1, 2).contiguous() for one in (codes, scales)]
-    return Packed(blocks[0], blocks[1], outputs)
+def pack(codes: Tensor, scales: Tensor) -> Packed | None:
+    """codes uint8 [O, I], scales f32 [O, G]. None where a code is no number: read as f16, it would be one."""
+    if packing_cpu.readable(codes):
+        blocks, numbers = packing_cpu.pack_e4m3(codes)
+    else:
+        blocks, numbers = _blocked(codes), not bool(((codes & NAN) == NAN).any())
+    return Packed(blocks, _blocked(scales), len(codes)) if numbers else None
+
+
+def _blocked(x: Tensor) -> Tensor:
+    """[O, n] → [ceil(O / 16), n, 16], zeros behind the last output."""
+    whole = pad(x, (0, 0, 0, -len(x) % BLOCK))
+    return whole.view(-1, BLOCK, x.shape[1]).transpose(1, 2).contiguous()
 
 
 def supports(x: Tensor) -> bool:
@@ -74,8 +85,7 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     rows, (inputs, outputs) = len(x), (packed.inputs, packed.outputs)
     y = x.new_empty(rows, outputs)
     wide, calls = _widened(x, Scratch(rows))
-    sizes = rows, inputs, outputs, wide.stride(0), packed.unit, inputs, AHEAD
-    of_weight = packed.codes, packed.scales, bias, y, *sizes
+    of_weight = (packed.codes, packed.scales, bias, y, rows, inputs, outputs, wide.stride(0), packed.unit)
     ops.run(*calls, (ops.typed(SOURCE, "e4m3_linear", x.dtype), (wide, *of_weight)))
     return y
 
@@ -89,22 +99,12 @@ def _widened(x: Tensor, scratch: Scratch, ends: Tensor | None = None, experts: i
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
-    (count, outputs, whole), inputs, width = sizes, x.shape[1], stack.inputs
+    count, outputs = sizes
     wide, calls = _widened(x, scratch, ends, count)
-    of_blocks = width, ahead(width * BLOCK, inputs * BLOCK), -(-whole // BLOCK)
-    told = count, inputs, outputs, wide.stride(0), stack.unit, *of_blocks
+    told = count, stack.inputs, outputs, wide.stride(0), stack.unit
     of = wide, stack.codes, stack.scales, bias, ends, at, scratch.taken, y, *told
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))
-
-
-def dequantize(packed: Packed, dtype: torch.dtype, first: int, last: int) -> Tensor:
-    """Outputs first to last of the weight, [last - first, I]; first is a block's."""
-    made = dtype if dtype in ops.SUFFIXES else torch.float32
-    y = packed.codes.new_empty(last - first, packed.inputs, dtype=made)
-    codes, scales = (one[first // BLOCK :] for one in (packed.codes, packed.scales))
-    ops.typed(SOURCE, "e4m3_dequantize", made)(codes, scales, y, packed.inputs, last - first, packed.unit)
-    return y.to(dtype)

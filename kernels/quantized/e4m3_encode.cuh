@@ -1,7 +1,7 @@
-// A row of I elements in e4m3 with a scale, max|x| / 448, by a block of THREADS: as e4m3_ring.cuh takes it. Numbers down to a
-// 28672nd of the row's largest keep all their bits, and what smaller ones lose is nothing beside it. In each 16 inputs, byte
-// 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a piece (e4m3_wide.cuh): the order of inputs means nothing to a
-// sum.
+// A row of I elements in e4m3 with a scale, max|x| / 448, by a block of THREADS: as e4m3_ring.cuh takes it. Numbers
+// down to a 28672nd of the row's largest keep all their bits, and what smaller ones lose is nothing next to it. In each
+// 16 inputs, byte 4 t + b is of input 2 t + {0, 8, 1, 9}[b], as in a run of a packed tile (e4m3_wide.cuh): the order of
+// inputs means nothing to a sum.
 #include "e4m3_scale.cuh"
 
 constexpr int RUNS = I / 16, PER = (RUNS + THREADS - 1) / THREADS;  // runs of 16 inputs: of a row, and of a thread

@@ -3,7 +3,7 @@
 #include "e4m3_scale.cuh"
 #include "row.cuh"
 
-// Of four elements.
+// Codes of four elements.
 __device__ inline unsigned codes_of(const T* x, float by) {
     return e4m3_pair(to_float(x[0]) * by, to_float(x[1]) * by) | e4m3_pair(to_float(x[2]) * by, to_float(x[3]) * by) << 16;
 }

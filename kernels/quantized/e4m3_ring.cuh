@@ -1,12 +1,13 @@
-// What GEMMs of e4m3 by Hopper's asynchronous tensor-core instructions of 8 bits share: a block's tile of 64 GROUPS outputs
-// and up to ROWS rows, whose weights, in pieces (e4m3_wide.cuh), and rows, as e4m3_encode.cuh leaves them, come chunk by
-// chunk of 128 inputs to a ring of STAGES in shared memory, and how its warpgroups multiply them.
+// Parts shared by e4m3 GEMMs on Hopper's asynchronous 8-bit tensor-core instructions: a block's tile of 64 GROUPS
+// outputs and up to ROWS rows, whose weights, in packed tiles (e4m3_wide.cuh), and rows, as e4m3_encode.cuh leaves
+// them, come chunk by chunk of 128 inputs to a ring of STAGES in shared memory, and how its warpgroups multiply them.
 //
 // Of GROUPS warpgroups each takes 64 outputs: with the first operand in registers, tensor cores would multiply e4m3 no
-// faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, 3.3.2), so that those of each RUN of
-// chunks are scaled and added up in f32: with SETS of two, while the next run is multiplied; else while other warpgroups'
-// are. ALIKE pieces along the inputs of an output have the same scale. With GATED, halves of pieces of a gate matrix and an
-// up matrix alternate in a tile. A cluster's SPLIT blocks share a tile; SHARE and OVER blocks share rows and weights.
+// faster than 16 bits. They keep about 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437, 3.3.2), so that those of each
+// RUN of chunks are scaled and added up in f32: with SETS of two, while the next run is multiplied; else while other
+// warpgroups' are. ALIKE packed tiles along the inputs of an output have the same scale. With GATED, halves of packed
+// tiles of a gate matrix and an up matrix alternate in a tile. A cluster's SPLIT blocks share a tile; SHARE and OVER
+// blocks share rows and weights.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -20,9 +21,10 @@ constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int CLUSTER = SPLIT * SHARE * OVER;
 constexpr int PARTS = ROWS / N;  // matmuls of N rows
-// Sets of a matmul's sums: two where a thread's registers hold them beside those of the whole tile.
+// Sets of a matmul's sums: two where a thread's registers hold them next to those of the whole tile.
 constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192) ? 2 : 1;
-// Chunks that tensor cores add up, at most. Half of the stages await a run that is multiplied for each part of the rows.
+// Chunks that tensor cores add up, at most. Half of the stages await a run that is multiplied for each part of the
+// rows.
 constexpr int LONGEST = PARTS > 1 ? 2 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
 constexpr int AT_ONCE = SETS == 1 ? PARTS : RUN == 1 ? 8 : 4;  // parts of runs in a round of the loop
 constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
@@ -70,7 +72,8 @@ struct Chunks {
     __device__ inline void pass_turn() const {
         if constexpr (GROUPS > 1) block_arrive<256>(TURN + (group + 1) % GROUPS);
     }
-    // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its first.
+    // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its
+    // first.
     template <int SUMS> __device__ inline void begin(int part, int c, float (&made)[SUMS], float (&scales)[2]) {
         Place at = next;
         at.advance(c);
@@ -93,14 +96,15 @@ struct Chunks {
         const unsigned from = ring + next.stage * STAGE + X_BYTES + warp * PIECE + 1024 + lane / 4 * 4;
         scales[0] = __uint_as_float(load_shared4(from)), scales[1] = __uint_as_float(load_shared4(from + HALF_PIECE));
     }
-    // Gives back the run's chunk c, once at most LEFT of the chunks begun later are under way; -1: the one before the run.
+    // Gives back the run's chunk c, once at most LEFT of the chunks begun later are under way; -1: the one before the
+    // run.
     template <int LEFT> __device__ inline void end(int part, int c) {
         wgmma_wait<LEFT>();
         Place at = next;
         at.advance(c < 0 ? STAGES - 1 : c);
         if (part == PARTS - 1) release(empty + at.stage, c == 0 || RUN == 1);
     }
-    // The same of the last chunk of the run before, and adds up what `part` of that has made.
+    // Multiplies the last chunk of the run before, and adds up what `part` of that has made.
     template <int LEFT>
     __device__ inline void end(int part, float (&made)[N / 2], const float (&scales)[2], float (&sum)[ROWS / 2]) {
         end<LEFT>(part, -1);
@@ -111,8 +115,9 @@ struct Chunks {
     }
 };
 
-// Sums of COUNT runs, each of one part of the rows: with two sets, one is added up while the next takes place. ptxas would
-// have them wait for each other if one were under way from one round of a loop to the next, so that none is at the end.
+// Sums of COUNT runs, each of one part of the rows: with two sets, one is added up while the next takes place. ptxas
+// would have them wait for each other if one were under way from one round of a loop to the next, so that none is at
+// the end.
 template <int COUNT> __device__ inline void add_runs(Chunks& chunks, float (&sum)[ROWS / 2]) {
     float made[SETS][N / 2], scales[SETS][2];
 #pragma unroll

@@ -15,5 +15,5 @@ __device__ inline float block_max(float most) {
     return most;
 }
 
-// What elements are multiplied by before they are rounded. most: the row's largest.
+// The factor of elements before they are rounded. most: the row's largest.
 __device__ inline float e4m3_factor(float most) { return most > SMALLEST ? 448 / most : 0; }

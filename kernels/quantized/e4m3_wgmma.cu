@@ -1,17 +1,18 @@
-// y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits: for
-// sm_90a alone. W lies in pieces (e4m3_wide.cuh), of which ALIKE along the inputs of an output have the same scale; x lies
-// as e4m3_rows.cu leaves it, with a scale for each row: it is left to the end, so that a sum of ALIKE pieces takes one
-// operation.
+// y [rows, width] = x [rows, I] W^T of numbers in e4m3, by Hopper's asynchronous tensor-core instructions of 8 bits:
+// for sm_90a alone. W lies in packed tiles (e4m3_wide.cuh), of which ALIKE along the inputs of an output have the same
+// scale; x lies as e4m3_rows.cu leaves it, with a scale for each row: it is left to the end, so that a sum of ALIKE
+// packed tiles takes one operation.
 //
-// A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each a
-// part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles side
-// by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do, each brings
-// a part to all of them, as the second-level cache bounds tiles that are read alone; and a cluster goes on to further
-// tiles, whose first chunks come while the sums of the tile before are stored.
+// A tile has 64 GROUPS outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each
+// a part of the inputs, and they add their sums up through each other's shared memory. Else a cluster has SHARE tiles
+// side by side of each of OVER runs of rows: of x that SHARE blocks have in common, and of W that OVER blocks do, each
+// brings a part to all of them, as the second-level cache bounds tiles that are read alone; and a cluster goes on to
+// further tiles, whose first chunks come while the sums of the tile before are stored.
 //
-// One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits before
-// the kernel's predecessor has ended. e4m3_ring.cuh has what multiplies them. With GATED, W is a gate matrix over an up
-// matrix, and y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are whatever lies there.
+// One warp has copies bring chunks of 128 inputs of W and of x to shared memory, STAGES ahead; as much of W as fits
+// before the kernel's predecessor has ended. e4m3_ring.cuh has what multiplies them. With GATED, W is a gate matrix
+// over an up matrix, and y = act(gate) * up. With BIAS, bias [outputs] is added. Rows of x past `height` are whatever
+// lies there.
 #include "e4m3_ring.cuh"
 
 constexpr int PITCH = M + 4;  // of the sums [ROWS, M] f32, where the chunks were: without bank conflicts
@@ -118,7 +119,7 @@ __device__ inline void store_sums(const float (&sum)[ROWS / 2], const T* bias, T
     }
 }
 
-// The same of a tile that the cluster's blocks have together.
+// Adds up a tile that the cluster's blocks share.
 __device__ inline void add_up(float* sums, const float (&sum)[ROWS / 2], const T* bias, T* y, const Tile& tile, int width,
                               int rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, apart = GATED ? OUTS : 8;

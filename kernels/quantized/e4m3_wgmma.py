@@ -9,21 +9,19 @@ x has one for each row: as e4m3 has exponents of its own, one for each 128 input
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
-from ..activation.activation import gate_sizes, gated_activation
-from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from . import e4m3_rows, e4m3_wide
-from .e4m3_rows import E4m3Rows
-from .pieces_cuda import STRIP, Packed, takes
-from .quantized_wgmma import blocks_at_once
+from ..device import WHOLE_SHARED, DeviceCaps
+from .quantized_wgmma import STRIP, Grid, blocks_at_once
 
+if TYPE_CHECKING:
+    from .pieces_cuda import Layout
+
+HEADER = "e4m3_wide"  # of the format
 UNIT = 128  # inputs of a piece, and of a chunk
+TILE_BYTES = STRIP * (UNIT + 4)  # of a piece
 LEAST_ROWS = 33
 TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -39,7 +37,7 @@ TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and 
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
-# Where a GPU's power is the bound, the tile that reads shared memory least is chosen, whatever `time` says. Beside the
+# The tile that reads shared memory least is chosen where a GPU's power is the bound, whatever `time` says. Beside the
 # fastest tile of each, timed alone, the 8B model's linears of 8192 rows lose 1 to 2 % by it, and of 2048 up to 2.5 %,
 # one of them 9 % (H200, 2026-11-27, h200-fp8-ways-2026-11-27.jsonl).
 LARGE_ROWS, LARGE_WAVES = 2048, 2
@@ -82,55 +80,42 @@ class E4m3Config(NamedTuple):
         """One for each tile, and each part of its inputs."""
         return -(-outputs // (self.outputs * self.share)) * self.share * self.row_tiles(rows) * self.split
 
+    def stages(self) -> tuple[int, int]:
+        """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
+        weights = self.outputs // STRIP * TILE_BYTES
+        stage = -(-(self.rows * UNIT + weights) // 1024) * 1024
+        count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
+        assert count >= LEAST_STAGES
+        sums = self.rows * (self.outputs + 4) * 4 if self.split > 1 else 0
+        return count, 1024 + max(count * stage, sums)
 
-def chosen(rows: int, packed: object, found: DeviceCaps) -> bool:
-    """Whether these are the weights, the rows and the GPU for it."""
-    if not isinstance(packed, Packed) or packed.layout.header != e4m3_wide.LAYOUT.header:
-        return False
-    return found.hopper and rows >= LEAST_ROWS
+    def shared(self, rows: int, inputs: int, layout: Layout) -> int:
+        return self.stages()[1]
 
+    def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
+        of = dict(ROWS=self.rows, N=self.n, GROUPS=self.outputs // 64, ALIKE=layout.alike)
+        return dict(STAGES=self.stages()[0], SPLIT=self.split, SHARE=self.share, OVER=self.over, **of)
 
-def supports(x: Tensor, packed: object, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I], in e4m3, and bias [O], and is the fastest kernel."""
-    return isinstance(packed, Packed) and takes(x, packed, bias) and chosen(len(x), packed, device_caps(x.device))
-
-
-def linear(x: E4m3Rows, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O].
-
-    gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
-    """
-    fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-    rows, found = len(x.codes), device_caps(x.codes.device)
-    config = choose(rows, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
-    y = gemm(x, packed, config, fused, bias)
-    return y if fused == gate else gated_activation(y, gate)
+    def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
+        blocks = self.blocks(rows, outputs)
+        if self.split == 1:  # a cluster goes on to further tiles
+            blocks = min(blocks, blocks_at_once(self.cluster, num_sms))
+        return Grid(blocks, self.outputs * 2 + 128, self.cluster, self.height(rows), self.share)
 
 
-def variants(
-    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
-) -> Iterator[jit.KernelVariant]:
-    """What the GEMM of so many rows, each, is compiled as."""
-    for n in rows:
-        assert isinstance(packed, Packed)
-        fused = gate if packed.outputs % (2 * STRIP) == 0 else ""
-        config = choose(n, packed.outputs, packed.inputs, packed.layout.alike, bool(fused), found)
-        yield jit.variant("e4m3_rows", dtype, **e4m3_rows.sizes(packed.inputs))
-        yield jit.variant("e4m3_wgmma", dtype, **sizes(packed.inputs, config, fused, bias, packed.layout.alike))
+def chosen(rows: int, layout: Layout, found: DeviceCaps) -> bool:
+    """Whether these are the format, the rows and the GPU for it."""
+    return layout.header == HEADER and found.hopper and rows >= LEAST_ROWS
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, alike: int, gated: bool, found: DeviceCaps) -> E4m3Config:
-    """The fastest config for these sizes, by a model of waves of blocks. alike: as Layout has it."""
-    found_configs = list(configs(rows, inputs, alike, gated))
-    if (large := large_config(rows, outputs, alike, found.num_sms)) in found_configs:
+def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> E4m3Config:
+    """The fastest config for these sizes, by a model of waves of blocks."""
+    alike, found = layout.alike, list(configs(rows, inputs, layout.alike, gated))
+    if (large := large_config(rows, outputs, alike, num_sms)) in found:
         return large
     costs = LONG_COSTS if alike > 1 else COSTS
-
-    def of(config: E4m3Config) -> float:
-        return time(config, rows, outputs, inputs, alike, found.num_sms, costs)
-
-    return min(found_configs, key=of)
+    return min(found, key=lambda config: time(config, rows, outputs, inputs, alike, num_sms, costs))
 
 
 def large_config(rows: int, outputs: int, alike: int, num_sms: int) -> E4m3Config | None:
@@ -140,7 +125,7 @@ def large_config(rows: int, outputs: int, alike: int, num_sms: int) -> E4m3Confi
 
 
 def configs(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[E4m3Config]:
-    """All that `gemm` takes for these sizes and that may be the fastest."""
+    """All that e4m3_wgmma.cu takes for these sizes and that may be the fastest."""
     for (outputs, height, matmul), clusters in TILES:
         if height >= 2 * max(rows, 65) or (rows > MANY_ROWS and height == 64):
             continue
@@ -152,7 +137,7 @@ def configs(rows: int, inputs: int, alike: int, gated: bool) -> Iterator[E4m3Con
 
 
 class Costs(NamedTuple):
-    """What `time` reckons with: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
+    """The cost model of `time`: nanoseconds, and bytes for each of them. `benchmarks/quantized.py --fit`
     finds them in times of every config."""
 
     multiplied: float  # how much longer than its reads of shared memory, or its tensor cores, a matmul takes
@@ -169,7 +154,7 @@ class Costs(NamedTuple):
     launch: float
 
 
-# Of an H200.
+# Costs of an H200.
 COSTS = Costs(
     multiplied=1.486,
     added=0,
@@ -184,7 +169,7 @@ COSTS = Costs(
     exchanged=7.363,
     launch=1783,
 )
-# Of pieces with the same scales, of an H200.
+# Costs of tiles with the same scales, on an H200.
 LONG_COSTS = Costs(
     multiplied=1.137,
     added=1.15,
@@ -204,7 +189,7 @@ LONG_COSTS = Costs(
 def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, num_sms: int, costs: Costs) -> float:
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
     at_once, height = blocks_at_once(config.cluster, num_sms), config.height(rows)
-    weights, of_x = config.outputs // STRIP * e4m3_wide.PIECE, height * UNIT  # bytes of a chunk
+    weights, of_x = config.outputs // STRIP * TILE_BYTES, height * UNIT  # bytes of a chunk
     multiplied = (
         config.outputs / 64 * config.rows / config.n * max(16 + config.n / 4, config.n / 2) * 4 / 1.7 * costs.multiplied
     )
@@ -225,49 +210,3 @@ def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, n
 
     whole, rest = divmod(config.blocks(rows, outputs), at_once)
     return costs.launch + whole * wave(at_once) + (wave(rest) if rest else 0)
-
-
-def gemm(x: E4m3Rows, packed: Packed, config: E4m3Config, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    codes, scales, dtype = x
-    (rows, inputs), outputs = codes.shape, packed.outputs
-    height = config.height(rows)
-    y = codes.new_empty(rows, outputs // 2 if gate else outputs, dtype=dtype)
-    _, shared = stages(config)
-    variant = sizes(inputs, config, gate, bias is not None, packed.layout.alike)
-    kernel = jit.kernel("e4m3_wgmma", "e4m3_wgmma", dtype, shared, **variant)
-    of_x = jit.tensor_map(
-        codes.data_ptr(), rows, inputs // 2, height // config.share, inputs // 2
-    )  # in elements of two bytes
-    args = of_x, scales, packed.pieces, y if bias is None else bias, y, rows, outputs, height
-    blocks = config.blocks(rows, outputs)
-    if config.split == 1:  # a cluster goes on to further tiles
-        blocks = min(blocks, blocks_at_once(config.cluster, device_caps(codes.device).num_sms))
-    kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)
-    return y
-
-
-def stages(config: E4m3Config) -> tuple[int, int]:
-    """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
-    weights = config.outputs // STRIP * e4m3_wide.PIECE
-    stage = -(-(config.rows * UNIT + weights) // 1024) * 1024
-    count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
-    assert count >= LEAST_STAGES
-    sums = config.rows * (config.outputs + 4) * 4 if config.split > 1 else 0
-    return count, 1024 + max(count * stage, sums)
-
-
-def sizes(inputs: int, config: E4m3Config, gate: str, bias: bool, alike: int) -> dict[str, jit.Size]:
-    """What e4m3_wgmma.cu is compiled for."""
-    return dict(
-        I=inputs,
-        ALIKE=alike,
-        STAGES=stages(config)[0],
-        ROWS=config.rows,
-        N=config.n,
-        GROUPS=config.outputs // 64,
-        SPLIT=config.split,
-        SHARE=config.share,
-        OVER=config.over,
-        **gate_sizes(gate),
-        BIAS=int(bias),
-    )

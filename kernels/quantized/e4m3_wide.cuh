@@ -1,9 +1,9 @@
 // e4m3: floats of 8 bits, and an f32 scale for each 128 inputs of an output.
 //
-// A piece is 16 outputs by 128 inputs: two halves of 8 outputs, each its codes and then its scales. Codes lie in runs of
-// 16 inputs, of which a run has 16 bytes of each output: so Hopper's asynchronous matmuls take them from shared memory
-// (e4m3_wgmma.cu). Byte 4 i + b of those 16 is of input 2 i + {0, 8, 1, 9}[b]. A lane streams whole runs: lane 4 g + t
-// has runs t and t + 4 of outputs g and g + 8. e4m3_wide.py makes pieces.
+// A packed tile is 16 outputs by 128 inputs: two halves of 8 outputs, each its codes and then its scales. Codes lie in
+// runs of 16 inputs, of which a run has 16 bytes of each output: so Hopper's asynchronous matmuls take them from shared
+// memory (e4m3_wgmma.cu). Byte 4 i + b of those 16 is of input 2 i + {0, 8, 1, 9}[b]. A lane streams whole runs: lane 4
+// g + t has runs t and t + 4 of outputs g and g + 8. cuda_layouts.py describes pieces.
 
 constexpr int HALF_PIECE = 1056, PIECE = 2 * HALF_PIECE;  // bytes
 constexpr int SPAN = 128, SCALED = 128;                   // inputs of a piece, and those that share a scale
@@ -15,7 +15,7 @@ template <int RUNS> struct Runs {  // a lane's part of so many runs: words 2 s +
 };
 typedef Runs<8> Piece;
 
-// A lane's parts of pieces in memory.
+// A lane's parts of packed tiles in memory.
 struct Pieces {
     const unsigned char *words, *scales;
 
@@ -39,8 +39,8 @@ struct Pieces {
     __device__ void advance(int pieces) { words += pieces * PIECE, scales += pieces * PIECE; }
 };
 
-// quantized_experts.cu loads a strip through registers, 64 inputs at a time. Registers hold one whole piece of a warp's
-// strips, or two: then no load would be in flight while a piece is multiplied.
+// quantized_experts.cu loads a n-tile through registers, 64 inputs at a time. Registers hold one whole packed tile of a
+// warp's n-tiles, or two: then no load would be in flight while a packed tile is multiplied.
 constexpr int STREAMED = 64;
 typedef Runs<4> Streamed;
 struct Stream {
@@ -63,7 +63,8 @@ struct Stream {
     __device__ void advance(int count) { at += count; }
 };
 
-// From shared memory, of inputs 32 part to 32 part + 31, or of all: step s has run s, a lane's inputs as everywhere else.
+// From shared memory, of inputs 32 part to 32 part + 31, or of all: step s has run s, a lane's inputs as everywhere
+// else.
 __device__ inline Piece shared_piece(unsigned from, int lane, int part = -1) {
     Piece y;
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ inline Piece shared_piece(unsigned from, int lane, int part = -1) {
     return y;
 }
 
-// What the codes of outputs lane / 4 and 8 below are multiplied by.
+// Scales for the codes of outputs lane / 4 and 8 below.
 template <int RUNS> __device__ inline float2 scales(const Runs<RUNS>& piece, int) {
     return {__uint_as_float(piece.scales[0]), __uint_as_float(piece.scales[1])};
 }

@@ -1,4 +1,4 @@
-// What formats have in common whose codes are numbers in floating point, with scales alone.
+// Parts shared by formats whose codes are floating-point numbers, with scales alone.
 
 // Codes as raw_mma.cuh takes them: no faster way to widen them leaves anything to take off.
 constexpr bool RAW = false;

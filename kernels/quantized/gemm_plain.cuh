@@ -1,4 +1,4 @@
-// A chunk of quantized_gemm.cu by one piece after the other (piece_mma.cuh).
+// A chunk of quantized_gemm.cu by one packed tile after the other (piece_mma.cuh).
 #include "piece_mma.cuh"
 
 constexpr bool SUMMED = false;  // whether warps sum x up beforehand, in `tables`
@@ -7,10 +7,10 @@ constexpr int TABLES = 0;
 #if __CUDA_ARCH__ >= 900
 __device__ inline void sum_up(unsigned, unsigned char*) {}
 
-// A chunk's pieces k, k + GROUPS, ... of MT strips.
+// A chunk's packed tiles k, k + GROUPS, ... of MT n-tiles.
 __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned, int group, float (&sum)[MT][TILES][4]) {
     const int lane = threadIdx.x % 32;
-    // A lane's row of x, and where its first piece of 16 bytes stands there.
+    // A lane's row of x, and where its first packed tile of 16 bytes stands there.
     const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
     for (int i = 0; i < OF_CHUNK; i += GROUPS) {

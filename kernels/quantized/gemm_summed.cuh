@@ -1,8 +1,8 @@
-// A chunk of quantized_gemm.cu that is a super-block of 256 inputs with minima for each 32, of up to 16 rows. SUMMERS of
-// warps sum x up over these, a chunk each in turn, and leave the sums as others need them: nobody else sums up.
+// A chunk of quantized_gemm.cu that is a super-block of 256 inputs with minima for each 32, of up to 16 rows. SUMMERS
+// of warps sum x up over these, a chunk each in turn, and leave the sums as others need them: nobody else sums up.
 //
-// Codes are multiplied as they are widened, more by RAISED: an mma begins with what that makes too much. Minima of a strip
-// are whole numbers, and one mma multiplies them by the sums of x, in two terms of 16 bits; a factor they share.
+// Codes are multiplied as they are widened, more by RAISED: an mma begins with what that makes too much. Minima of a
+// n-tile are whole numbers, and one mma multiplies them by the sums of x, in two terms of 16 bits; a factor they share.
 
 constexpr bool SUMMED = true;
 constexpr int OF_X = 8;  // groups of a chunk
@@ -14,9 +14,9 @@ __device__ constexpr float part_of_sum(bf16) { return 1; }
 __device__ constexpr float part_of_sum(f16) { return 1.0f / 64; }
 
 #if __CUDA_ARCH__ >= 900
-// By a warp: sums of a chunk of x over groups, by mma with x as the first operand: a column of the second has ones for the
-// inputs of one group. tables: of each 8 rows and group four times 16 bytes, with which a lane's mma begins; then of each 8
-// rows 8 bytes for each lane, the sums as the second operand.
+// Sums of a chunk of x over groups, by a warp, by mma with x as the first operand: a column of the second has ones for
+// the inputs of one group. tables: of each 8 rows and group four times 16 bytes, with which a lane's mma begins; then
+// of each 8 rows 8 bytes for each lane, the sums as the second operand.
 __device__ inline void sum_up(unsigned x_from, unsigned char* tables) {
     const int lane = threadIdx.x % 32, g = lane / 4, group = lane % 4 * 2;
     const unsigned one = pack<T>(1, 1);
@@ -58,7 +58,7 @@ __device__ inline void sum_up(unsigned x_from, unsigned char* tables) {
     }
 }
 
-// Minima of a strip's chunk times x, taken from sum. from: the strip's first piece; sums: of the lane.
+// Minima of a n-tile's chunk times x, taken from sum. from: the n-tile's first packed tile; sums: of the lane.
 __device__ inline void subtract_minima(unsigned from, unsigned sums, float (&sum)[TILES][4]) {
     const int lane = threadIdx.x % 32;
     const unsigned at = from + lane % 4 * PIECE + lane / 4 * 4;  // of two groups in order of the mma's inputs
@@ -76,7 +76,7 @@ __device__ inline void subtract_minima(unsigned from, unsigned sums, float (&sum
     }
 }
 
-// A chunk of a strip.
+// A chunk of a n-tile.
 __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned tables, int, float (&sum)[MT][TILES][4]) {
     const int lane = threadIdx.x % 32;
     // A lane's row of x, and there its 16 bytes of even groups and of odd ones.

@@ -1,8 +1,8 @@
-// A piece times R rows of x, at most eight, by a warp, for GEMVs: lane 4 g + t has sums of outputs g and g + 8.
+// A packed tile times R rows of x, at most eight, by a warp, for GEMVs: lane 4 g + t has sums of outputs g and g + 8.
 
 constexpr int GROUPS = SPAN / SCALED, STEPS_OF_GROUP = SCALED / 16;  // of a piece, with one scale each; of 16 inputs
 
-// A piece's inputs of x, as the second operand: from shared memory.
+// A packed tile's inputs of x, as the second operand: from shared memory.
 __device__ inline void load_rows(unsigned from, unsigned (&b)[SPAN / 32][4]) {
     if constexpr (BY_RUNS) {
 #pragma unroll

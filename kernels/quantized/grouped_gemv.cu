@@ -1,14 +1,14 @@
-// y [R, outputs] = x [R, I] W^T for up to four rows, at the speed at which W, in pieces with a scale for each GROUP of
-// inputs, is read: from sm_90 on.
+// y [R, outputs] = x [R, I] W^T for up to four rows, at the speed at which W, in packed tiles with a scale for each
+// GROUP of inputs, is read: from sm_90 on.
 //
-// Of the tensor cores' eight columns each has a group of inputs of one row, and zeros elsewhere. So one sum per output and
-// column runs on over a unit of 8 / ROWS groups, and a lane scales four sums of a unit, each by its own scale: nothing is
-// scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x, which is known
-// beforehand, takes that away again and is multiplied by the minimum.
+// Of the tensor cores' eight columns each has a group of inputs of one row, and zeros elsewhere. So one sum per output
+// and column runs on over a unit of 8 / ROWS groups, and a lane scales four sums of a unit, each by its own scale:
+// nothing is scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x,
+// which is known beforehand, takes that away again and is multiplied by the minimum.
 //
-// Blocks stay and take strips of 16 outputs in turn. Of a strip's runs of RUN pieces each warp takes every
+// Blocks stay and take n-tiles of 16 outputs in turn. Of a n-tile's runs of RUN packed tiles each warp takes every
 // WARPS-th: bulk copies bring them to the warp's own stages, on into the next tile, the first ones before the kernel's
-// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has a strip of each, and y =
+// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has a n-tile of each, and y =
 // act(gate) * up. With BIAS, bias [outputs] is added.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -25,8 +25,8 @@ constexpr int PAIRS = GROUPS / 2;  // of a unit: lanes side by side have one eac
 static_assert(PIECES % RUN == 0 && RUN * SPAN % UNIT == 0 && STRIPS == 1 + GATED && PIECE % 16 == 0);
 
 #if __CUDA_ARCH__ >= 900
-// A unit of each strip, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of x,
-// which it has instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
+// A unit of each n-tile, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of
+// x, which it has instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
 __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros, int mine, float2 wholes,
                                 float (&sum)[STRIPS][2]) {
     const int lane = threadIdx.x % 32, pair = lane % PAIRS;
@@ -170,7 +170,7 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     launch_dependents();
     if (threadIdx.x == 0) memory[0] = make_uint4(0, 0, 0, 0);
     fetch_rows(x, xs, wholes);
-    // As a row of a tile of x the lane has eight inputs of a group; as a pair of columns it has two groups.
+    // The lane has eight inputs of a group as a row of a tile of x; as a pair of columns it has two groups.
     const int row_of_x = min(lane % 8 / GROUPS, R - 1), group = lane % 8 % GROUPS, eight = lane / 8;
     const int mine = eight * 8 % 32 / GROUP == group % (32 / GROUP) ? group * GROUP / 32 : -1;
     const unsigned zeros = smem_address(memory);

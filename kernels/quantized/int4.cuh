@@ -1,11 +1,12 @@
 // int4: codes of 4 bits in groups of inputs, with an f16 scale and perhaps a zero point: (code - zero) * scale, as GPTQ
 // and AWQ have them.
 //
-// A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32 lanes;
-// then for each SCALED inputs the scales, those of outputs g and g + 8 side by side; then, with ZEROS, for each SCALED
-// inputs 16 bytes: the zero points of outputs g and g + 8 side by side. Without ZEROS they are 8. Lane 4 g + t has in
-// word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in bits 4 and 20, and of
-// inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. int4_cuda.py makes pieces.
+// A packed tile is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32
+// lanes; then for each SCALED inputs the scales, those of outputs g and g + 8 side by side; then, with ZEROS, for each
+// SCALED inputs 16 bytes: the zero points of outputs g and g + 8 side by side. Without ZEROS they are 8. Lane 4 g + t
+// has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of output g + 8 in bits 4 and 20,
+// and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28. cuda_layouts.py describes
+// pieces.
 
 constexpr int SPAN = 64, GROUPS_OF_PIECE = SPAN / SCALED, PIECE = 512 + GROUPS_OF_PIECE * (32 + 16 * ZEROS);  // bytes
 constexpr bool MINIMA = false;
@@ -16,11 +17,11 @@ struct Piece {  // a lane's part
     unsigned words[4], scales[GROUPS_OF_PIECE], zeros[GROUPS_OF_PIECE];
 };
 
-// Where a lane's scales and zero points of group i are in a piece.
+// Offset of a lane's scales and zero points of group i in a packed tile.
 __device__ inline int scales_at(int i, int lane) { return 512 + i * 32 + lane / 4 * 4; }
 __device__ inline int zeros_at(int i, int lane) { return 512 + GROUPS_OF_PIECE * 32 + i * 16 + lane / 8 * 4; }
 
-// A lane's parts of pieces in memory.
+// A lane's parts of packed tiles in memory.
 struct Pieces {
     const unsigned char* from;
     int lane;
@@ -57,7 +58,7 @@ __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) {
     return y;
 }
 
-// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+// Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
 __device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales[step * 16 / SCALED]); }
 __device__ inline float2 minima(const Piece&, int) { return {}; }
 

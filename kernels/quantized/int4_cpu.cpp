@@ -1,5 +1,5 @@
 // Weights of 4 bits with a scale for each group of inputs. A group's head is 16 f16 scales, and where `MIN` 16 zero
-// points, bytes below 128. They lie as GPUs have them, so that an expert is made over by moving bytes and nibbles.
+// points, bytes below 128. They lie as GPUs have them, so that an expert is repacked by moving bytes and nibbles.
 
 #include "op.h"
 #include "simd.h"

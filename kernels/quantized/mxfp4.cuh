@@ -1,9 +1,9 @@
 // mxfp4: floats of 4 bits, e2m1, and a scale e8m0 for each 32 inputs of an output: code * 2^(scale - 127) (OCP
 // Microscaling Formats v1.0).
 //
-// A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32 lanes,
-// in int4.cuh's order; then for each output g below 8 the scales of outputs g and g + 8 of the first 32 inputs, and those
-// of the second. mxfp4_cuda.py makes pieces.
+// A packed tile is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32
+// lanes, in int4.cuh's order; then for each output g below 8 the scales of outputs g and g + 8 of the first 32 inputs,
+// and those of the second. cuda_layouts.py describes pieces.
 
 constexpr int PIECE = 544, SPAN = 64, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
 constexpr int SCALE_WORDS = 1;
@@ -15,7 +15,7 @@ __device__ inline float power(unsigned word, int byte) {
     return __uint_as_float(max(exponent, 0x00400000u));
 }
 
-// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+// Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
 __device__ inline float2 scales(const Piece& piece, int step) {
     const int first = step * 16 / SCALED * 2;
     return {power(piece.scales[0], first), power(piece.scales[0], first + 1)};

@@ -3,7 +3,6 @@ lie."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from ..activation.activation import gated_activation
 from ..gemm import linear as gemm
-from . import blocks_cpu, pieces_cuda
+from . import blocks_cpu, cpu_layouts, pieces_cuda
 
-PANEL = {"cpu": 1 << 20, "cuda": 1 << 27}  # elements that are dequantised at once
+PANEL = {"cpu": 1 << 20, "cuda": 1 << 27, "mps": 1 << 27}  # elements that are dequantised at once
 
 
 class Dequantize(Protocol):
@@ -21,25 +20,34 @@ class Dequantize(Protocol):
         """Outputs first to last of a weight, [last - first, I]; first is a multiple of 16."""
 
 
-def linear(dequantize: Any, x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous. By kernels where they read
-    what is packed: in pieces for GPUs, in blocks for CPUs.
+def dequantize(packed: Any, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+    """Outputs first to last of a packed weight, [last - first, I]: computed in f32, rounded once in 16 bits.
 
-    dequantize: of the packed form. gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2]
-    is returned.
+    first: a multiple of 16.
+    """
+    last = packed.outputs if last is None else min(last, packed.outputs)
+    made: Tensor = packed.dequantize(dtype, first, last)
+    return made
+
+
+def linear(x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O]: [T, O], contiguous. By kernels where they read
+    what is packed: in tiles for GPUs, in blocks for CPUs.
+
+    gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
     if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
         return pieces_cuda.linear(x, packed, gate, bias)
-    if hasattr(packed, "of_blocks") and blocks_cpu.supports(x):
-        return blocks_cpu.linear(x, packed.of_blocks, gate, bias)
-    return multiply(x, packed.outputs, functools.partial(dequantize, packed), gate, bias)
+    if isinstance(packed, cpu_layouts.Packed) and blocks_cpu.supports(x):
+        return blocks_cpu.linear(x, packed, gate, bias)
+    return multiply(x, packed.outputs, packed.dequantize, gate, bias)
 
 
 def multiply(x: Tensor, outputs: int, dequantize: Dequantize, gate: str = "", bias: Tensor | None = None) -> Tensor:
     """x [T, I] times the transpose of a weight [outputs, I], plus bias: [T, outputs], contiguous; gated or not."""
     if outputs * x.shape[1] <= PANEL[x.device.type]:
         weight = dequantize(x.dtype, 0, outputs)
-        return gemm.gated_linear(x, weight, gate, bias) if gate else gemm.linear(x, weight, bias)
+        return gemm.gated_linear(x, weight, gate, bias)
     each = max(16, PANEL[x.device.type] // x.shape[1] // 16 * 16)
     y = x.new_empty(len(x), outputs)
     for first in range(0, outputs, each):

@@ -1,5 +1,5 @@
-// 32 inputs of a piece times so many of 8 rows each, by a warp: codes are multiplied exactly, and sums are scaled as they
-// are added up. A minimum is multiplied by the sum of x itself, which an mma with ones gives.
+// 32 inputs of a packed tile times so many of 8 rows each, by a warp: codes are multiplied exactly, and sums are scaled
+// as they are added up. A minimum is multiplied by the sum of x itself, which an mma with ones gives.
 
 constexpr int PARTS = SCALED < 32 ? 2 : 1;  // of 32 inputs, with scales of their own
 
@@ -13,7 +13,8 @@ __device__ inline void sum_up_rows(const unsigned (&b)[TILES][4], float (&whole)
         for (int s = 0; s < 2; s++) mma<T>(whole[j][s % PARTS], ones, b[j][2 * s], b[j][2 * s + 1]);
 }
 
-// Adds to sum [TILES][4]: outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1. step: of 16 inputs, the first of two.
+// Adds to sum [TILES][4]: outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1. step: of 16 inputs, the first of
+// two.
 template <class P, int TILES>
 __device__ inline void multiply_piece(const P& piece, int step, const unsigned (&b)[TILES][4],
                                       const float (&whole)[TILES][PARTS][4], float (&sum)[TILES][4]) {

@@ -1,51 +1,56 @@
-"""Linears on GPUs whose weights are quantised, in pieces of 16 outputs in the order in which tensor cores take them.
-
-So a lane gets its codes of a piece by one access, from memory or from shared memory, and a strip of 16 outputs is one
-run of memory, which bulk copies bring. A format says how its pieces look: a header of this folder, and a `Layout`.
-"""
+"""Linears on GPUs whose weights are quantised, in the packed layouts of cuda_layouts.py."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import jit
-from ..activation.activation import gated_activation
+from ..activation.activation import gate_sizes, gated_activation
 from ..device import DeviceCaps, device_caps
-from . import grouped_gemv, quantized_gemm, quantized_gemv, quantized_wgmma
-from .grouped_gemv import GroupedConfig
-from .quantized_gemm import TileConfig
-from .quantized_gemv import GemvConfig
-from .quantized_wgmma import STRIP, WgmmaConfig, WgmmaParts
+from . import e4m3_rows, e4m3_wgmma, quantized_gemm, quantized_wgmma
+from .e4m3_rows import E4m3Rows
+from .e4m3_wgmma import E4m3Config
+from .packed_layouts import Tables
+from .quantized_gemm import GemvConfig, GroupedConfig, TileConfig
+from .quantized_wgmma import STRIP, WgmmaConfig
 
-GEMV_ROWS = 4  # more are faster by quantized_gemm.cu, of most formats
+Plain = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-class Layout(NamedTuple):
-    """How pieces of a format look to the kernels."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How tiles of a format look to the kernels. Equal by value: threads may make the same one twice."""
 
     header: str  # the file that knows them, which stands for FORMAT in the kernels' sources
-    inputs: int  # of a piece
-    bytes: int  # of a piece
+    inputs: int  # of a tile
+    bytes: int  # of a tile
     widening: float  # cycles of a multiprocessor to make weights of 16 inputs of an output, roughly
+    tables: Tables
+    plain: Plain = field(compare=False)  # the weight in f32 that the tables' numbers mean
     sizes: tuple[tuple[str, int], ...] = ()  # constants of the header
-    gemv_rows: int = GEMV_ROWS  # more are faster by quantized_gemm.cu
     chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
-    alike: int = 1  # pieces along the inputs that have the same scales
-    streamed: int = 0  # inputs that quantized_experts.cu streams at a time, where these are not a piece's
+    alike: int = 1  # tiles along the inputs that have the same scales
+    streamed: int = 0  # inputs that quantized_experts.cu streams at a time, where these are not a tile's
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, with its share of the rest."""
+        return self.bytes * 8 / (STRIP * self.inputs)
 
     @property
     def constants(self) -> dict[str, jit.Size]:
-        """What stands for the format in the kernels' sources."""
+        """The format's name in the kernels' sources."""
         return {"FORMAT": self.header, **dict(self.sizes)}
 
 
 class Packed(NamedTuple):
-    """A weight [O, I] as pieces: uint8 [ceil(O / 16), I / layout.inputs, layout.bytes]; outputs past O are zeros."""
+    """A weight [O, I]: uint8 [ceil(O / 16), I / layout.inputs, layout.bytes]; outputs past O are zeros."""
 
     pieces: Tensor
     outputs: int
@@ -56,87 +61,142 @@ class Packed(NamedTuple):
         return self.pieces.shape[1] * self.layout.inputs
 
     def part(self, first: int, last: int) -> Packed:
-        """Outputs first to last; first is a strip's."""
+        """Outputs first to last; first is a n-tile's."""
         return self._replace(pieces=self.pieces[first // STRIP : -(-last // STRIP)], outputs=last - first)
 
+    def numbers(self) -> dict[str, Tensor]:
+        """The contents of the tables, [O, N] each."""
+        return {name: x[: self.outputs] for name, x in self.layout.tables.unpack(self.pieces).items()}
 
-KernelConfig = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | WgmmaParts
+    def dequantize(self, dtype: torch.dtype, first: int, last: int) -> Tensor:
+        part = self.part(first, last)
+        return part.layout.plain(part.numbers()) if dtype == torch.float32 else dequantize(part, dtype)
+
+
+RUN = 4  # pieces that a warp of dequantize_pieces.cu takes
+
+
+def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
+    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
+    kernel = jit.kernel("dequantize_pieces", "dequantize", dtype, 0, **dequantize_sizes(packed.inputs, packed.layout))
+    strips, groups, _ = packed.pieces.shape
+    warps = min(8, -(-groups // RUN))
+    kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)
+    return out
+
+
+def dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:
+    """Compile-time constants of dequantize_pieces.cu."""
+    return dict(I=inputs, RUN=RUN, **layout.constants)
+
+
+# The kernel of each kind of config. Configs say how a kernel shares out a GEMM: `shared`, `sizes` and `grid`.
+SOURCES = {
+    GemvConfig: "quantized_gemv",
+    GroupedConfig: "grouped_gemv",
+    TileConfig: "quantized_gemm",
+    WgmmaConfig: "quantized_wgmma",
+    E4m3Config: "e4m3_wgmma",
+}
+KernelConfig = GemvConfig | GroupedConfig | TileConfig | WgmmaConfig | E4m3Config
+
+
+def sizes(rows: int, inputs: int, config: KernelConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
+    """Compile-time constants of the config's kernel."""
+    of_format = {} if isinstance(config, E4m3Config) else layout.constants  # it takes one format
+    return dict(I=inputs, **of_format, **config.sizes(rows, inputs, layout), **gate_sizes(gate), BIAS=int(bias))
+
+
+def gemm(
+    x: Tensor | E4m3Rows, packed: Packed, config: KernelConfig, gate: str = "", bias: Tensor | None = None
+) -> Tensor:
+    """`linear` by the config's kernel. x: E4m3Rows for E4m3Config. gate: of outputs whose halves share no n-tile."""
+    given, *scales = x[:2] if isinstance(x, E4m3Rows) else (x,)
+    rows, outputs, inputs, layout = len(given), packed.outputs, packed.inputs, packed.layout
+    y = given.new_empty(rows, outputs // 2 if gate else outputs, dtype=x.dtype)
+    of, shared = sizes(rows, inputs, config, gate, bias is not None, layout), config.shared(rows, inputs, layout)
+    grid = config.grid(rows, outputs, layout, device_caps(given.device).num_sms)
+    of_x: Tensor | jit.TensorMap = given
+    counts: tuple[int, ...] = (outputs,)
+    if grid.box:
+        width = given.shape[1] * given.itemsize // 2  # in elements of two bytes
+        of_x = jit.tensor_map(given.data_ptr(), rows, width, grid.box // grid.share, width)
+        counts = (rows, outputs) if isinstance(config, TileConfig) else (rows, outputs, grid.box)
+    args = of_x, *scales, packed.pieces, y if bias is None else bias, y, *counts
+    source = SOURCES[type(config)]
+    kernel = jit.kernel(source, source, x.dtype, shared, **of)
+    kernel((grid.blocks, 1, 1), grid.threads, *args, shared=shared, cluster=grid.cluster)
+    return y
 
 
 def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
-    """Whether kernels that read pieces take x [T, I] and bias [O]."""
+    """Whether kernels that read packed tiles take x [T, I] and bias [O]."""
     typed = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype == x.dtype)
     return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.pieces)
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
-    """Whether `linear` takes x [T, I] and bias [O], and is faster than dequantize_pieces.py and a GEMM."""
+    """Whether `linear` takes x [T, I] and bias [O], and is faster than `dequantize` and a GEMM."""
     return takes(x, packed, bias) and _plan(len(x), packed, "", device_caps(x.device))[0] is not None
 
 
-def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """x [T, I] times the transpose of the weight [O, I], plus bias [O], where `supports` says so; accumulated in f32.
+def takes_e4m3(x: Tensor, packed: object, bias: Tensor | None = None) -> bool:
+    """Whether `linear` of these is by tensor cores of 8 bits: then it takes x in e4m3 as well."""
+    if not isinstance(packed, Packed) or not takes(x, packed, bias):
+        return False
+    return e4m3_wgmma.chosen(len(x), packed.layout, device_caps(x.device))
+
+
+def linear(x: Tensor | E4m3Rows, packed: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
+    """x [T, I] times the transpose of the weight [O, I], plus bias [O], where `supports` shows it; accumulated in f32.
 
     gate: an activation of the first half of the outputs times the second half; "": the outputs as they are.
     """
-    config, fused = _plan(len(x), packed, gate, device_caps(x.device))
+    given = x.codes if isinstance(x, E4m3Rows) else x
+    config, fused = _plan(len(given), packed, gate, device_caps(given.device))
     assert config is not None, "supports() was not asked"
-    if isinstance(config, GemvConfig):
-        y = quantized_gemv.gemv(x, packed, config, fused, bias)
-    elif isinstance(config, GroupedConfig):
-        y = grouped_gemv.gemv(x, packed, config, fused, bias)
-    elif isinstance(config, WgmmaConfig):
-        y = quantized_wgmma.gemm(x, packed, config, fused, bias)
-    elif isinstance(config, WgmmaParts):
-        y = quantized_wgmma.gemm_in_parts(x, packed, config, fused, bias)
-    else:
-        y = quantized_gemm.gemm(x, packed, config, fused, bias)
+    if isinstance(config, E4m3Config) and isinstance(x, Tensor):
+        x = e4m3_rows.encode(x)
+    y = gemm(x, packed, config, fused, bias)
     return y if fused == gate else gated_activation(y, gate)
 
 
 def variants(
     rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
-    """What the GEMM of so many rows, each, is compiled as; nothing of a weight that is not in pieces."""
+    """Programs to compile for GEMMs of so many rows, each; none for a weight that is not packed."""
     if not isinstance(packed, Packed):
         return
     for n in rows:
         config, fused = _plan(n, packed, gate, found)
-        if isinstance(config, GemvConfig):
-            sizes = quantized_gemv.sizes(n, packed.inputs, config, fused, bias, packed.layout)
-            yield jit.variant("quantized_gemv", dtype, **sizes)
-        elif isinstance(config, GroupedConfig):
-            sizes = grouped_gemv.sizes(n, packed.inputs, config, fused, bias, packed.layout)
-            yield jit.variant("grouped_gemv", dtype, **sizes)
-        elif isinstance(config, WgmmaConfig | WgmmaParts):
-            for one in (config,) if isinstance(config, WgmmaConfig) else (config.first, config.rest):
-                sizes = quantized_wgmma.sizes(packed.inputs, one, fused, bias, packed.layout)
-                yield jit.variant("quantized_wgmma", dtype, **sizes)
-        elif config:
-            sizes = quantized_gemm.sizes(n, packed.inputs, config, fused, bias, packed.layout)
-            yield jit.variant("quantized_gemm", dtype, **sizes)
+        if isinstance(config, E4m3Config):
+            yield jit.variant("e4m3_rows", dtype, **e4m3_rows.sizes(packed.inputs))
+        if config is not None:
+            of = sizes(n, packed.inputs, config, fused, bias, packed.layout)
+            yield jit.variant(SOURCES[type(config)], dtype, **of)
 
 
 def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[KernelConfig | None, str]:
-    """How the GEMM is computed, and the gate if that takes it: not where its halves share a strip."""
-    sizes = packed.outputs, packed.inputs, packed.layout
-    if gate and packed.outputs % (2 * STRIP) == 0:
-        config = choose(rows, *sizes, True, found)
-        if config:
-            return config, gate
-    return choose(rows, *sizes, False, found), ""
+    """How the GEMM is computed, and the gate if that takes it: not where its halves share a n-tile."""
+    of = packed.outputs, packed.inputs, packed.layout
+    if gate and packed.outputs % (2 * STRIP) == 0 and (config := choose(rows, *of, True, found)):
+        return config, gate
+    return choose(rows, *of, False, found), ""
 
 
 @functools.cache
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> KernelConfig | None:
     """The fastest kernel for these sizes; None: weights are dequantised first."""
+    of = rows, outputs, inputs, layout, gated, found.num_sms
+    if e4m3_wgmma.chosen(rows, layout, found):
+        return e4m3_wgmma.choose(*of)
     if found.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
-        return quantized_wgmma.choose(rows, outputs, inputs, layout, gated, found.num_sms)
+        return quantized_wgmma.choose(*of)
     if not 0 < rows <= quantized_gemm.MOST_ROWS:
         return None
-    if found.has_tma and (by_groups := grouped_gemv.choose(rows, inputs, layout, gated)):
-        return by_groups
-    config = quantized_gemv.choose(rows, outputs, inputs, layout, gated, found.num_sms)
-    if config and (rows <= layout.gemv_rows or not found.has_tma or inputs % quantized_gemm.LENGTHS[-1]):
-        return config
-    return quantized_gemm.choose(rows, outputs, inputs, layout, gated, found.num_sms) if found.has_tma else None
+    # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
+    # the GEMM's takes 4 % less (docs/measurements/small-batches.md).
+    by_groups = quantized_gemm.grouped_configs(rows, inputs, layout, gated) if rows == 1 and found.has_tma else ()
+    tiles = quantized_gemm.choose(*of) if found.has_tma else None
+    return next(iter(by_groups), None) or tiles or quantized_gemm.choose_gemv(*of)

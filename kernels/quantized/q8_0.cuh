@@ -1,9 +1,9 @@
 // q8_0 (llama.cpp's GGUF): codes of 8 bits, and one f16 scale for each 32 inputs of an output.
 //
-// A piece is 16 outputs by 32 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32 lanes,
-// then the scales, those of outputs g and g + 8 side by side. Lane 4 g + t has, in word 2 s + h, the codes of output g
-// + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9: bytes 0 and 2 are neighbours for the tensor cores, and so are 1 and
-// 3. A byte is the code plus 128. q8_0_cuda.py makes pieces.
+// A packed tile is 16 outputs by 32 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32
+// lanes, then the scales, those of outputs g and g + 8 side by side. Lane 4 g + t has, in word 2 s + h, the codes of
+// output g + 8 h and of inputs 16 s + 2 t, + 8, + 1 and + 9: bytes 0 and 2 are neighbours for the tensor cores, and so
+// are 1 and 3. A byte is the code plus 128. cuda_layouts.py describes pieces.
 
 #include "bytes.cuh"
 
@@ -11,7 +11,7 @@ constexpr int PIECE = 544, SPAN = 32, SCALED = 32;  // bytes of a piece, its inp
 constexpr int SCALE_WORDS = 1;
 #include "word_pieces.cuh"
 
-// What the codes of outputs lane / 4 and 8 below are multiplied by, of inputs from 16 step on.
+// Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
 __device__ inline float2 scales(const Piece& piece, int step) { return unpack<f16>(piece.scales[0]); }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.

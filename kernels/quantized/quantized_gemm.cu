@@ -1,13 +1,13 @@
-// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W, in pieces of a quantised format,
-// is read: from sm_90 on.
+// y [rows, width] = x [rows, I] W^T for up to 8 * TILES rows, at the speed at which W, in packed tiles of a quantised
+// format, is read: from sm_90 on.
 //
 // One warp of a block has bulk copies bring chunks of KC inputs of M outputs, and TMA the same inputs of x, to shared
 // memory, STAGES of them ahead and on into the next tile of outputs; as much of W as fits before the kernel's
-// predecessor has ended. Of the others each widens the codes of MT strips of 16 outputs in registers and multiplies them
-// by tensor cores; GROUPS of warps share out a chunk, or TURNS of warps take chunks in turn. A piece's sums are scaled as
-// they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y = act(gate) * up.
-// With BIAS, bias [outputs] is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its rows from `rows` on are
-// whatever lies there.
+// predecessor has ended. Of the others each widens the codes of MT n-tiles of 16 outputs in registers and multiplies
+// them by tensor cores; GROUPS of warps share out a chunk, or TURNS of warps take chunks in turn. A packed tile's sums
+// are scaled as they are added up, so that products are exact. With GATED, W is a gate matrix over an up matrix and y =
+// act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64 inputs with TMA's 128-byte swizzle; its
+// rows from `rows` on are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
@@ -53,7 +53,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     fill_ring(count, empty, ask, ask_x);
 }
 
-// What a warp that only sums does: the inputs' sums of its chunks.
+// Work of a warp that only sums: the inputs' sums of its chunks.
 __device__ __forceinline__ void sum_up_chunks(uint4* memory, unsigned ring, Barrier* full, Barrier* summed, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -125,7 +125,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
             const unsigned from = ring + stage * STAGE;
             mbarrier_wait(full + stage, round);
             if (SUMMED) mbarrier_wait(summed + stage, round);
-            // What was loaded of the warp's chunk before has been multiplied, so that it has been read.
+            // The warp's chunk before has been multiplied, so its stage has been read.
             if (TURNS == 1 && c > 0 && lane == 0) mbarrier_arrive(before);
             before = empty + stage;
             stage += TURNS;

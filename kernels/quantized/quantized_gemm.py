@@ -1,4 +1,9 @@
-"""GEMMs of up to 64 rows with quantised weights in pieces, on sm_90 and sm_100: a block on each multiprocessor."""
+"""GEMMs of up to 64 rows with quantised weights in packed tiles: the configs of three kernels, and which are the
+fastest.
+
+quantized_gemm.cu has a block on each multiprocessor, of sm_90 and sm_100. quantized_gemv.cu is for up to eight rows on
+GPUs and of sizes that it rejects. grouped_gemv.cu is for a row on sm_90 and sm_100, of super-blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,97 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
 from .. import jit
-from ..activation.activation import gate_sizes
-from ..device import WHOLE_SHARED, device_caps
-from . import quantized_wgmma
-from .quantized_wgmma import STRIP
+from ..device import WHOLE_SHARED
+from .quantized_wgmma import MOST_STAGES, STRIP, Grid
 
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout, Packed
+    from .pieces_cuda import Layout
+
+# -- quantized_gemv.cu
+
+GEMV_ROWS = 8  # at most
+GEMV_WARPS = 8
+GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
+LARGE = 800  # bytes of a piece above which a lane's registers hold half as many
+
+
+class GemvConfig(NamedTuple):
+    """How quantized_gemv.cu shares out a GEMV."""
+
+    strips: int  # of a block; two with a gate
+    ahead: int  # pieces of each that a warp has under way
+    blocks: int  # that fit on a multiprocessor
+
+    def shared(self, rows: int, inputs: int, layout: Layout) -> int:
+        """Bytes of shared memory, as quantized_gemv.cu lays it out."""
+        return rows * (inputs * 2 + 16) + GEMV_WARPS * self.strips * 512
+
+    def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
+        return dict(R=rows, STRIPS=self.strips, AHEAD=self.ahead, WARPS=GEMV_WARPS, BLOCKS=self.blocks)
+
+    def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
+        return Grid(-(-outputs // (STRIP * self.strips)), GEMV_WARPS * 32)
+
+
+def choose_gemv(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> GemvConfig | None:
+    """None: the kernel does not take so many rows, or x does not fit."""
+    config = GemvConfig(2, 4, 2) if gated or -(-outputs // STRIP) > 24 * num_sms else GemvConfig(1, 8, 2)
+    if layout.bytes > LARGE:
+        config = config._replace(ahead=config.ahead // 2)
+    return config if rows <= GEMV_ROWS and config.shared(rows, inputs, layout) <= GEMV_SHARED else None
+
+
+# -- grouped_gemv.cu
+
+GROUPED_ROWS = 4  # at most
+GROUPED_WARPS = 8  # of a block, with a part of each strip
+GROUPED_BLOCKS = 2  # on a multiprocessor
+RUNS = (4, 2)
+GROUPED_SHARED = 110 << 10  # bytes of a block: two fit on a multiprocessor
+LEAST_GROUPED_STAGES, MOST_GROUPED_STAGES = 2, 6
+
+
+class GroupedConfig(NamedTuple):
+    """How grouped_gemv.cu shares out a GEMV."""
+
+    strips: int  # of a tile: two with a gate
+    run: int  # pieces of a strip that a warp takes at once
+
+    def stages(self, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
+        """A warp's stages, and all bytes of a block's shared memory, as grouped_gemv.cu lays it out."""
+        groups = rows * inputs // dict(layout.sizes)["GROUP"]
+        fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * self.strips * GROUPED_WARPS * 256
+        stage = GROUPED_WARPS * self.strips * self.run * layout.bytes
+        count = min((GROUPED_SHARED - fixed) // stage, MOST_GROUPED_STAGES)
+        return count, fixed + count * stage
+
+    def shared(self, rows: int, inputs: int, layout: Layout) -> int:
+        return self.stages(rows, inputs, layout)[1]
+
+    def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
+        of = dict(STRIPS=self.strips, WARPS=GROUPED_WARPS, RUN=self.run, BLOCKS=GROUPED_BLOCKS)
+        return dict(R=rows, STAGES=self.stages(rows, inputs, layout)[0], **of)
+
+    def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
+        return Grid(min(-(-outputs // STRIP) // self.strips, GROUPED_BLOCKS * num_sms), GROUPED_WARPS * 32)
+
+
+def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:
+    """All that the kernel takes, which are runs that are whole and of which enough stages fit, the longest first."""
+    group = dict(layout.sizes).get("GROUP", 0)
+    if layout.header != "super_blocks" or not 0 < rows <= GROUPED_ROWS or inputs % layout.inputs:
+        return
+    columns = rows if rows < 3 else GROUPED_ROWS  # of a group, as tensor cores have them
+    unit, pieces = 8 // columns * group, inputs // layout.inputs
+    for run in RUNS:
+        config = GroupedConfig(1 + gated, run)
+        whole = pieces % run == run * layout.inputs % unit == unit % layout.inputs == 0
+        if whole and config.stages(rows, inputs, layout)[0] >= LEAST_GROUPED_STAGES:
+            yield config
+
+
+# -- quantized_gemm.cu
 
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
@@ -33,6 +119,62 @@ class TileConfig(NamedTuple):
     inputs: int  # of a chunk
     in_turn: bool = False  # whether warps take chunks in turn, and others sum x up; otherwise warps share out chunks
 
+    @property
+    def turns(self) -> int:
+        """Warps that take chunks of a n-tile in turn."""
+        most = TURN_WARPS // (self.outputs // STRIP)
+        return next(count for count in (8, 4, 2, 1) if count <= most) if self.in_turn else 1
+
+    @property
+    def summers(self) -> int:
+        """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
+        most = 4 if self.outputs <= 32 else 2 if self.outputs <= 64 else 1
+        return min(self.turns, most) if self.in_turn else 0
+
+    def strips_of_a_warp(self, tiles: int) -> int:
+        """So that for large M x is not read from shared memory for each n-tile: that is more than it gives."""
+        return 1 if tiles < 4 else next(count for count in (2, 3, 1) if self.outputs // STRIP % count == 0)
+
+    def groups(self, tiles: int, layout: Layout) -> int:
+        """Warps that share a chunk of a n-tile: as many as make WARPS, each with a packed tile at least."""
+        most = min(WARPS // self._warps(tiles), self.inputs // layout.inputs)
+        return 1 if self.in_turn else max(count for count in (1, 2, 4, 8) if count <= max(most, 1))
+
+    def _warps(self, tiles: int) -> int:
+        return self.outputs // STRIP // self.strips_of_a_warp(tiles)
+
+    def stages(self, rows: int, layout: Layout) -> tuple[int, int]:
+        """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
+        tiles = row_tiles(rows)
+        sums = self.groups(tiles, layout) * self.turns * self.outputs * (8 * tiles + 1) * 4
+        weights = self.outputs // STRIP * (self.inputs // layout.inputs) * layout.bytes
+        stage = 8 * tiles * self.inputs * 2 + weights
+        if self.in_turn:  # sums of x over 32 inputs, in two forms
+            stage += tiles * (self.inputs * 2 + 256)
+        stage = -(-stage // 1024) * 1024
+        # A turn has stages of its own.
+        count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES) // self.turns * self.turns
+        return count, 1024 + count * stage + sums
+
+    def shared(self, rows: int, inputs: int, layout: Layout) -> int:
+        return self.stages(rows, layout)[1]
+
+    def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
+        tiles = row_tiles(rows)
+        warps = dict(MT=self.strips_of_a_warp(tiles), GROUPS=self.groups(tiles, layout), TURNS=self.turns)
+        stages, multiply = self.stages(rows, layout)[0], "gemm_summed" if self.in_turn else "gemm_plain"
+        of = dict(M=self.outputs, KC=self.inputs, STAGES=stages, TILES=tiles, SUMMERS=self.summers)
+        return dict(MULTIPLY=multiply, **of, **warps)
+
+    def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
+        tiles = row_tiles(rows)
+        warps = self._warps(tiles) * self.groups(tiles, layout) * self.turns + self.summers + 1
+        return Grid(min(-(-outputs // self.outputs), num_sms), warps * 32, box=rows)
+
+
+def row_tiles(rows: int) -> int:
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
 
 def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> TileConfig | None:
     """The fastest tiles for these sizes; None: the kernel does not take them."""
@@ -41,114 +183,30 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, nu
 
 
 def _cost(rows: int, outputs: int, layout: Layout, num_sms: int, config: TileConfig) -> tuple[float, bool, int]:
-    """Of the busiest block's tiles: as long as its outputs take to be read, and x as half as many of 8 bits; then
-    turns first, and long chunks up to 256."""
+    """How long the busiest block takes to read its weights, and x of more than eight rows, for which a tile counts as
+    four outputs of 8 bits for eight rows. Where these are equal: turns, then long chunks up to 256, then small tiles.
+    Measured: docs/measurements/small-batches.md."""
     tiles, weights = -(-outputs // config.outputs), config.outputs * layout.bytes / layout.inputs / 17
     slower = 1.3 if config.inputs < layout.chunk else 1
-    return (
-        -(-tiles // num_sms) * (weights + 4 * _row_tiles(rows)) * slower,
-        not config.in_turn,
-        -min(config.inputs, 256),
-    )
+    of_x = 4 * row_tiles(rows) if rows > 8 else 0
+    return -(-tiles // num_sms) * (weights + of_x) * slower, not config.in_turn, -min(config.inputs, 256)
 
 
 def configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -> Iterator[TileConfig]:
-    """All that `gemm` takes for these sizes."""
-    turns = (False, True) if takes_turns(layout.sizes) and _row_tiles(rows) <= 2 else (False,)
+    """All that quantized_gemm.cu takes for these sizes."""
+    tiles = row_tiles(rows)
+    turns = (False, True) if takes_turns(layout.sizes) and tiles <= 2 else (False,)
     for height in HEIGHTS:
-        if (gated and height % (2 * STRIP)) or (_row_tiles(rows) > 2 and _strips_of_a_warp(height, 4) == 1):
+        if (gated and height % (2 * STRIP)) or (tiles > 2 and TileConfig(height, 0).strips_of_a_warp(4) == 1):
             continue
         for length in LENGTHS:
             for in_turn in turns if length == TURN_INPUTS else (False,):
                 config = TileConfig(height, length, in_turn)
-                whole = inputs % (length * _turns(config)) == length % layout.inputs == 0
-                if whole and stages(config, rows, layout)[0] >= max(LEAST_STAGES, 2 * _turns(config)):
+                whole = inputs % (length * config.turns) == length % layout.inputs == 0
+                if whole and config.stages(rows, layout)[0] >= max(LEAST_STAGES, 2 * config.turns):
                     yield config
-
-
-def gemm(x: Tensor, packed: Packed, config: TileConfig, gate: str = "", bias: Tensor | None = None) -> Tensor:
-    """Of up to MOST_ROWS rows, a block on each multiprocessor."""
-    (rows, inputs), outputs = x.shape, packed.outputs
-    y = x.new_empty(rows, outputs // 2 if gate else outputs)
-    _, shared = stages(config, rows, packed.layout)
-    of = sizes(rows, inputs, config, gate, bias is not None, packed.layout)
-    kernel = jit.kernel("quantized_gemm", "quantized_gemm", x.dtype, shared, **of)
-    blocks = min(-(-outputs // config.outputs), device_caps(x.device).num_sms)
-    of_x = jit.tensor_map(x.data_ptr(), rows, inputs, rows, inputs)
-    args = of_x, packed.pieces, x if bias is None else bias, y, rows, outputs
-    threads = _threads(config, rows, packed.layout) + 32 * (1 + _summers(config))
-    kernel((blocks, 1, 1), threads, *args, shared=shared)
-    return y
-
-
-def stages(config: TileConfig, rows: int, layout: Layout) -> tuple[int, int]:
-    """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
-    padded, turns = 8 * _row_tiles(rows), _turns(config)
-    sums = _groups(config, rows, layout) * turns * config.outputs * (padded + 1) * 4
-    stage = padded * config.inputs * 2 + config.outputs // STRIP * (config.inputs // layout.inputs) * layout.bytes
-    if config.in_turn:  # sums of x over 32 inputs, in two forms
-        stage += _row_tiles(rows) * (config.inputs * 2 + 256)
-    stage = -(-stage // 1024) * 1024
-    # A turn has stages of its own.
-    count = min((WHOLE_SHARED - 1024 - sums) // stage, quantized_wgmma.MOST_STAGES) // turns * turns
-    return count, 1024 + count * stage + sums
-
-
-def sizes(rows: int, inputs: int, config: TileConfig, gate: str, bias: bool, layout: Layout) -> dict[str, jit.Size]:
-    """What quantized_gemm.cu is compiled for."""
-    tiles = _row_tiles(rows)
-    return dict(
-        **layout.constants,
-        I=inputs,
-        M=config.outputs,
-        KC=config.inputs,
-        STAGES=stages(config, rows, layout)[0],
-        TILES=tiles,
-        MT=_strips_of_a_warp(config.outputs, tiles),
-        GROUPS=_groups(config, rows, layout),
-        TURNS=_turns(config),
-        SUMMERS=_summers(config),
-        MULTIPLY="gemm_summed" if config.in_turn else "gemm_plain",
-        **gate_sizes(gate),
-        BIAS=int(bias),
-    )
 
 
 def takes_turns(sizes: Iterable[tuple[str, int]]) -> bool:
     """Whether quantized_gemm.cu's warps may take turns: by super-blocks of 256 inputs with minima of 32 each."""
     return {("FACTORED", TURN_INPUTS), ("GROUP", 32), ("MINIMA", 1)} <= set(sizes)
-
-
-def _turns(config: TileConfig) -> int:
-    """Warps that take chunks of a strip in turn."""
-    most = TURN_WARPS // (config.outputs // STRIP)
-    return next(count for count in (8, 4, 2, 1) if count <= most) if config.in_turn else 1
-
-
-def _summers(config: TileConfig) -> int:
-    """Warps that sum x up: of few outputs a chunk is multiplied soon. Each has stages of its own, too."""
-    return min(_turns(config), 4 if config.outputs <= 32 else 2 if config.outputs <= 64 else 1) if config.in_turn else 0
-
-
-def _threads(config: TileConfig, rows: int, layout: Layout) -> int:
-    """That multiply."""
-    warps = config.outputs // STRIP // _strips_of_a_warp(config.outputs, _row_tiles(rows))
-    return warps * _groups(config, rows, layout) * _turns(config) * 32
-
-
-def _row_tiles(rows: int) -> int:
-    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-
-
-def _strips_of_a_warp(height: int, tiles: int) -> int:
-    """So that of many rows x is not read from shared memory for each strip: that is more than it gives."""
-    return 1 if tiles < 4 else next(count for count in (2, 3, 1) if height // STRIP % count == 0)
-
-
-def _groups(config: TileConfig, rows: int, layout: Layout) -> int:
-    """Warps that share a chunk of a strip: as many as make WARPS, each with a piece at least."""
-    if config.in_turn:
-        return 1
-    warps = config.outputs // STRIP // _strips_of_a_warp(config.outputs, _row_tiles(rows))
-    most = min(WARPS // warps, config.inputs // layout.inputs)
-    return max(count for count in (1, 2, 4, 8) if count <= max(most, 1))

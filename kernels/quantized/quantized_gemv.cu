@@ -1,10 +1,11 @@
-// y [R, outputs] = x [R, I] W^T for up to eight rows, at the speed at which W, in pieces of a quantised format, is read.
+// y [R, outputs] = x [R, I] W^T for up to eight rows, at the speed at which W, in packed tiles of a quantised format,
+// is read.
 //
-// WARPS of a block take the pieces of STRIPS strips of 16 outputs in turn and multiply them by tensor cores, for which
-// rows of x are columns: to widen codes for them takes half as many instructions as to make floats. The first AHEAD
-// pieces of each warp are asked for before the kernel's predecessor has ended: weights do not change. With GATED, W is
-// a gate matrix over an up matrix, a block's two strips are one of each, and y = act(gate) * up. With BIAS, bias
-// [outputs] is added.
+// WARPS of a block take the packed tiles of STRIPS n-tiles of 16 outputs in turn and multiply them by tensor cores, for
+// which rows of x are columns: to widen codes for them takes half as many instructions as to make floats. The first
+// AHEAD packed tiles of each warp are asked for before the kernel's predecessor has ended: weights do not change. With
+// GATED, W is a gate matrix over an up matrix, a block's two n-tiles are one of each, and y = act(gate) * up. With
+// BIAS, bias [outputs] is added.
 #include "mma.cuh"
 #include "pairs.cuh"
 #include "load_runs.cuh"
@@ -24,7 +25,7 @@ __device__ __forceinline__ void keep_sums(const float (&sum)[STRIPS][4], float* 
         for (int i = 0; i < 4; i++) here[o * 128 + i / 2 * 64 + i % 2] = sum[o][i];
 }
 
-// Values of the block's strips, the first of which is `first`, from its warps' sums.
+// Values of the block's n-tiles, the first of which is `first`, from its warps' sums.
 __device__ __forceinline__ void store(const float* sums, const T* bias, T* y, int first, int width) {
     auto total = [&](int strip, int out, int row, int column) {
         float value = BIAS ? to_float(bias[column]) : 0;
@@ -68,7 +69,7 @@ quantized_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int
     for (int i = threadIdx.x; i < R * I / 8; i += THREADS)
         *(uint4*)(xs + i / (I / 8) * PITCH + i % (I / 8) * 16) = ((const uint4*)x)[i];
     __syncthreads();
-    // A lane's row of x, and there its part of the first piece's inputs. Columns past R repeat the last row.
+    // A lane's row of x, and there its part of the first packed tile's inputs. Columns past R repeat the last row.
     const int row_of_x = BY_RUNS ? lane / 4 : lane % 8, part_of_x = BY_RUNS ? lane % 4 * 32 : lane / 8 * 16;
     unsigned x_from = smem_address(xs) + min(row_of_x, R - 1) * PITCH + warp * SPAN * 2 + part_of_x;
     float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1

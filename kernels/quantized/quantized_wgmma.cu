@@ -1,15 +1,16 @@
-// y [rows, width] = x [rows, I] W^T for more rows than quantized_gemm.cu takes well, W in pieces of a quantised format:
-// by Hopper's asynchronous tensor-core instructions, for sm_90a alone.
+// y [rows, width] = x [rows, I] W^T for more rows than quantized_gemm.cu takes well, W in packed tiles of a quantised
+// format: by Hopper's asynchronous tensor-core instructions, for sm_90a alone.
 //
-// A block has a tile of M outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and each
-// a part of the inputs, and they add their sums up through each other's shared memory. With SHARE 2, the two blocks of
-// a cluster have tiles of the same rows, and each brings half of x to both.
+// A block has a tile of M outputs and up to ROWS rows. With SPLIT above 1, the blocks of a cluster have one tile and
+// each a part of the inputs, and they add their sums up through each other's shared memory. With SHARE 2, the two
+// blocks of a cluster have tiles of the same rows, and each brings half of x to both.
 //
-// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES ahead;
-// as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a warp
-// makes the weights of its strip of 16 in registers while the matmuls of those before are under way. So x is read from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W
-// is a gate matrix over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64
-// inputs of `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
+// One warp has bulk copies bring chunks of KC inputs of W, and TMA the same inputs of x, to shared memory, STAGES
+// ahead; as much of W as fits before the kernel's predecessor has ended. Of GROUPS warpgroups each takes 64 outputs: a
+// warp makes the weights of its n-tile of 16 in registers while the matmuls of those before are under way. So x is read
+// from the second-level cache once for M outputs, and from shared memory once for 64. With GATED, W is a gate matrix
+// over an up matrix and y = act(gate) * up. With BIAS, bias [outputs] is added. x lies in boxes of 64 inputs of
+// `height` rows with TMA's 128-byte swizzle; rows below that are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -75,7 +76,7 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
         const unsigned stage = ring + n % STAGES * STAGE;
         mbarrier_wait(full + n % STAGES, n / STAGES);
         multiply_chunk(stage, warp, lane, n > 0, a, sum, [&] {
-            // What was loaded of the chunk before has been multiplied, so that it has been read.
+            // The chunk before has been multiplied, so its stage has been read.
             Barrier* const before = empty + (n + STAGES - 1) % STAGES;
             if constexpr (SHARE > 1)
                 mbarrier_arrive_at_if(n > 0 && lane < SHARE, before, lane % SHARE);
@@ -91,7 +92,7 @@ __device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, fl
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias, T* y, int rows,
-                int outputs, int height, int begin) {
+                int outputs, int height) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[STAGES], empty[STAGES];
@@ -100,7 +101,7 @@ quantized_wgmma(const __grid_constant__ TensorMap of_x, const unsigned char* wei
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int width = GATED ? outputs / 2 : outputs;
     const int columns = (width + OUTS * SHARE - 1) / (OUTS * SHARE);
-    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height, begin);
+    const Tile tile(blockIdx.x / (SPLIT * SHARE), (rows + height - 1) / height, columns, height);
     if (thread == 0) init_ring(full, empty, THREADS / 32 * SHARE);
     if constexpr (SHARE > 1)
         cluster_sync();

@@ -1,5 +1,5 @@
-// Pieces of several strips times 8 rows of x, PITCH bytes from row to row; x_from: this lane's row and its eight of the
-// first 32 inputs. Codes stay as they are widened the fastest, each more by what offsets()
+// Packed tiles of several n-tiles times 8 rows of x, PITCH bytes from row to row; x_from: this lane's row and its eight
+// of the first 32 inputs. Codes stay as they are widened the fastest, each more by what offsets()
 // tells, and inputs with one scale are added up before they are scaled: the sum of x takes off both offset and minimum.
 // LATER: what multiply_together() does.
 template <int PITCH, bool LATER, int STRIPS>
@@ -45,9 +45,9 @@ __device__ constexpr float times_first(f16) { return 32; }
 __device__ inline unsigned for_first(bf16, unsigned pair) { return pair; }
 __device__ inline unsigned for_first(f16, unsigned pair) { return multiply_pairs<f16>(pair, 0x50005000); }  // 32 twice
 
-// TOGETHER pieces of two strips, STRIP bytes apart, whose minima have one factor, and their scales another: those times
-// the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so that they
-// have twice the digits. sums_at: those of these pieces, 256 bytes that sum_up_inputs() makes.
+// TOGETHER packed tiles of two n-tiles, STRIP bytes apart, whose minima have one factor, and their scales another:
+// those times the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so
+// that they have twice the digits. sums_at: those of these packed tiles, 256 bytes that sum_up_inputs() makes.
 template <int PITCH, int STRIP, class P>
 __device__ inline void multiply_together(P, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][4]) {
     const int lane = threadIdx.x % 32;
@@ -76,7 +76,7 @@ __device__ inline void multiply_together(P, unsigned from, unsigned x_from, unsi
     }
 }
 
-// By a warp: the sums of each 32 of x [8, INPUTS] as multiply_together() takes them: for each 256 inputs, and for each row
+// Sums, by a warp, of each 32 of x [8, INPUTS] as multiply_together() takes them: for each 256 inputs, and for each row
 // and two of the sums, these and then what the elements lack.
 template <int PITCH, int INPUTS> __device__ inline void sum_up_inputs(unsigned x_from, T* to) {
     const int lane = threadIdx.x % 32, group = lane / 4;

@@ -1,5 +1,5 @@
 // Scales of groups of weights, and minima, with which little is lost when they are rounded: scale_search.py says how.
-// And whole super-blocks of the K types, as k_encoder.py makes them of these scales, bit for bit.
+// And whole super-blocks of the K types, as ggml_encoders.py makes them of these scales, bit for bit.
 //
 // Each lane of a vector has a group of its own in the search, so that nothing is added across lanes.
 
@@ -19,7 +19,7 @@ struct Encode {
     int64_t supers, steps;
 };
 
-// Of LANES groups, element after element.
+// Elements of LANES groups, one after the other.
 template <int SIZE> using Groups = float[SIZE][LANES];
 
 // x, which is no larger than 2^21, to a whole number.
@@ -32,7 +32,7 @@ struct Sums {
     Vec codes, squares, products;
 };
 
-// Of the codes that (x - less) * inverse has, no lower than `low`, which is none where it cannot be lower anyway.
+// Sums over the codes of (x - less) * inverse, no lower than `low`, which is none where it cannot be lower anyway.
 template <int SIZE, bool LOW> INLINE Sums sums_of(const Groups<SIZE>& x, Vec inverse, Vec less, Vec low, Vec high) {
     Sums y = {};
 #pragma GCC unroll 4
@@ -62,7 +62,7 @@ template <int SIZE> INLINE void with_minima(const Groups<SIZE>& x, float most, i
         Vec s = (N * y.products - y.codes * total) / spread, m = (s * y.codes - total) / N;
         const Vec alone = y.products / y.squares;
         s = m < 0 ? alone : s, m = m < 0 ? fill(0) : m;  // the best minimum would be below 0
-        // Of sum (code s - m - x)^2, without the sum of x^2, which is the same for all.
+        // The error sum (code s - m - x)^2, without the sum of x^2, which is the same for all.
         const Vec error = s * s * y.squares + N * m * m - 2 * (s * m * y.codes + s * y.products - m * total);
         const Ints better = (spread > 0) & (s >= 0) & (error < best);
         best = better ? error : best, scale = better ? s : scale, minimum = better ? m : minimum;
@@ -87,7 +87,7 @@ template <int SIZE> INLINE void without_minima(const Groups<SIZE>& x, float most
     }
 }
 
-// Of up to LANES groups, which lie one after the other: scales and, where they are wanted, minima. Not inlined: every
+// Searches up to LANES groups, which lie one after the other: scales and, where they are wanted, minima. Not inlined: every
 // caller has the same instructions, so the same bits.
 template <int SIZE>
 __attribute__((noinline)) void find(const float* from, int64_t count, bool minima, float most, int steps, Vec* found) {
@@ -168,7 +168,7 @@ template <typename K> INLINE void to_codes(const float* x, Super& y, float low, 
     for (int i = 0; i < SUPER; i++) y.codes[i] = (uint8_t)codes[i];
 }
 
-// k_encoder.with_minima, from the scales and minima that the search has found.
+// ggml_encoders.with_minima, from the scales and minima that the search has found.
 template <typename K>
 INLINE void super_with_minima(const float* x, const float* scales, const float* minima, Super& y) {
     constexpr int COUNT = SUPER / K::SIZE;
@@ -183,7 +183,7 @@ INLINE void super_with_minima(const float* x, const float* scales, const float* 
     to_codes<K>(x, y, 0, K::MOST, 0);
 }
 
-// k_encoder.signed, likewise: numbers are int8.
+// ggml_encoders.signed, likewise: numbers are int8.
 template <typename K> INLINE void super_signed(const float* x, const float* scales, Super& y) {
     constexpr int COUNT = SUPER / K::SIZE;
     float largest = scales[0];
@@ -196,7 +196,7 @@ template <typename K> INLINE void super_signed(const float* x, const float* scal
     to_codes<K>(x, y, -K::MOST, K::MOST - 1, K::MOST);
 }
 
-// The 12 bytes of eight scales and eight minima of 6 bits (block_bits.join_k_scales).
+// The 12 bytes of eight scales and eight minima of 6 bits (KScales.write of ggml_types.py).
 INLINE uint8_t* join_k_scales(const Super& x, uint8_t* y) {
     const uint8_t *scales = x.numbers[0], *minima = x.numbers[1];
     for (int i = 0; i < 4; i++) {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from .super_blocks_form import Form
 
 STEPS = 16  # scales that are tried
 
@@ -77,10 +76,9 @@ def signed_reference(groups: Tensor, most: int) -> Tensor:
     return found
 
 
-def encode(form: Form, weight: Tensor, blocks: Tensor) -> None:
-    """Fill ggml's blocks of a weight [O, I], of Q2_K to Q6_K, where `ops.reads` takes that."""
-    encoder = ops.typed("scale_search", f"encode_{form.encoder}", weight.dtype)
-    encoder(weight, blocks, weight.numel() // form.super, STEPS)
+def encode(type: str, weight: Tensor, blocks: Tensor, supers: int) -> None:
+    """Fill ggml's blocks, so many, of a weight [O, I], of Q2_K to Q6_K, where `ops.reads` takes that."""
+    ops.typed("scale_search", f"encode_{type}", weight.dtype)(weight, blocks, supers, STEPS)
 
 
 def codes_of(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:

@@ -7,7 +7,7 @@ an equal part of each tensor of the packed form, and what reads the outputs of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,28 +15,16 @@ from torch.nn.functional import pad
 
 from .. import host_memory
 from . import target
+from .codec import StackCodec
 
 BLOCK = 16  # outputs that packed forms keep together
 Encoded = Callable[[int], Sequence[Tensor]]  # the encoded tensors of the next n experts, [n * O, ...] each
 
 
-class Codec(Protocol):
-    """A file of this folder. One whose `pack` makes several forms has FORMS: functions like it, to be tried in turn
-    until one makes the same form of all experts' weights."""
-
-    @property
-    def pack(self) -> Callable[..., Any]:
-        """A weight's encoded tensors → a named tuple, of tensors and what has to be known of them."""
-
-    @property
-    def dequantize(self) -> Callable[[Any, torch.dtype, int, int], Tensor]:
-        """(packed, dtype, first, last): outputs first to last, [last - first, I]; first is a block's."""
-
-
 class Stack(NamedTuple):
     """Weights [E, O, I]."""
 
-    codec: Codec
+    codec: StackCodec
     packed: Any  # of [E * P, I]
     shape: tuple[int, int, int]
 
@@ -67,7 +55,7 @@ def padded(outputs: int) -> int:
 
 
 def stack(
-    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
+    codec: StackCodec, encoded: Encoded, shape: tuple[int, int, int], at_once: int = 1, in_host: bool = False
 ) -> Stack:
     """Packs so many experts after the others, the last perhaps fewer, so that no more of them are there twice.
 
@@ -78,11 +66,11 @@ def stack(
 
 
 def parted(
-    codec: Codec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
+    codec: StackCodec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
 ) -> tuple[Stack, Stack]:
     """`stack` of the first experts and of the others, in one form. The first stay on the device that packs them."""
     parts = (range(first), False), (range(first, shape[0]), in_host)
-    for form in getattr(codec, "FORMS", (codec.pack,)):
+    for form in codec.FORMS:
         both = _packed(form, encoded, shape, at_once, in_host, parts)
         if both:
             one, other = (
@@ -100,7 +88,7 @@ def _packed(
     in_host: bool,
     parts: Sequence[tuple[range, bool]],
 ) -> list[Any]:
-    """Of each part, which experts and whether in host memory. Empty: not all experts' weights have one form."""
+    """Packs each part: its experts, and whether in host memory. Empty: not all experts' weights have one form."""
     made: Any = None
     rooms: list[list[Any]] = []
     experts, room_of_one = shape[0], padded(shape[1])

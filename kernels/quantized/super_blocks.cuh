@@ -1,17 +1,18 @@
 // super_blocks: ggml's types with scales of two levels: (code - ZERO) * scale - minimum, where scale and minimum of a
-// group of inputs are whole numbers of 8 bits times two f16 factors of a super-block. Without MINIMA there are no minima.
+// group of inputs are whole numbers of 8 bits times two f16 factors of a super-block. Without MINIMA there are no
+// minima.
 //
-// A piece is 16 outputs by 64 inputs, as tensor cores take them from registers: for each of 32 lanes 4 * BITS bytes of
-// codes, 16 or at last 8 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and g + 8: the
-// factors of their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes for outputs g
-// and g + 8 a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two groups' scales. Pieces
-// of the same FACTORED inputs have the same factors. super_blocks_cuda.py makes pieces.
+// A packed tile is 16 outputs by 64 inputs, as tensor cores take them from registers: for each of 32 lanes 4 * BITS
+// bytes of codes, 16 or at last 8 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and
+// g + 8: the factors of their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes
+// for outputs g and g + 8 a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two
+// groups' scales. Packed tiles of the same FACTORED inputs have the same factors. cuda_layouts.py describes pieces.
 //
 // Codes of 4 bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of
-// output g + 8 in bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and 28.
-// Codes of 6 bits: so the lower 4; the upper 2 of inputs 16 s + 2 t, + 8, + 1 and + 9 of output g + 8 h in a byte each of
-// word 4 + s / 2, from its bit s % 2 * 2 + 4 h on. Codes of 8 bits: in word 2 s + h those of output g + 8 h and of inputs
-// 16 s + 2 t, + 8, + 1 and + 9.
+// output g + 8 in bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and
+// 28. Codes of 6 bits: so the lower 4; the upper 2 of inputs 16 s + 2 t, + 8, + 1 and + 9 of output g + 8 h in a byte
+// each of word 4 + s / 2, from its bit s % 2 * 2 + 4 h on. Codes of 8 bits: in word 2 s + h those of output g + 8 h and
+// of inputs 16 s + 2 t, + 8, + 1 and + 9.
 #include "bytes.cuh"
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
@@ -26,7 +27,7 @@ struct Piece {  // a lane's part
     unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
 };
 
-// Bytes at a distance from a piece's begin, in memory and in shared memory.
+// Bytes at a distance from a packed tile's begin, in memory and in shared memory.
 struct Memory {
     const unsigned char* from;
 
@@ -68,7 +69,7 @@ __device__ inline Piece read_piece(const Bytes& bytes, int lane, const unsigned*
     return y;
 }
 
-// A lane's parts of pieces in memory.
+// A lane's parts of packed tiles in memory.
 struct Pieces {
     const unsigned char* from;
     int lane;
@@ -84,8 +85,8 @@ struct Pieces {
 // From shared memory.
 __device__ inline Piece shared_piece(unsigned from, int lane, int = -1) { return read_piece(Shared{from}, lane); }
 
-// What TOGETHER pieces share, and all of their numbers as first operands of an mma: lane 4 g + t has those of groups 2 t
-// and 2 t + 1, of outputs g and g + 8.
+// Parts that TOGETHER tiles share, and all of their numbers as first operands of an mma: lane 4 g + t has those of
+// groups 2 t and 2 t + 1, of outputs g and g + 8.
 struct Super {
     unsigned factors[2], scales[2], minima[2];
 };
@@ -114,13 +115,13 @@ template <int KIND> __device__ inline float2 of_two_levels(const Piece& piece, i
 __device__ inline float2 scales(const Piece& piece, int step) { return of_two_levels<0>(piece, step); }
 __device__ inline float2 minima(const Piece& piece, int step) { return of_two_levels<MINIMA>(piece, step); }
 
-// What `raised_codes` have too much.
+// The surplus of `raised_codes`.
 template <class E> constexpr float RAISED = 0;
 template <> constexpr float RAISED<bf16> = ZERO == 128 ? 0 : 128 + ZERO;
 template <> constexpr float RAISED<f16> = ZERO == 128 ? 0 : 1024 + ZERO;
 
-// Codes that are more by RAISED, exactly, of inputs 16 step to 16 step + 15, as the first operand of an mma: to subtract
-// it from sums, by the sum of x, takes less than to subtract it from codes.
+// Codes that are more by RAISED, exactly, of inputs 16 step to 16 step + 15, as the first operand of an mma: to
+// subtract it from sums, by the sum of x, takes less than to subtract it from codes.
 template <class E> __device__ inline void raised_codes(const unsigned (&words)[WORDS], int step, unsigned (&a)[4]) {
     if constexpr (BITS == 4) {
 #pragma unroll
@@ -151,7 +152,7 @@ template <class E> __device__ inline void codes(const Piece& piece, int step, un
     }
 }
 
-// Of a pair of groups: a lane's part of the tables.
+// A lane's part of the tables for two groups.
 struct Pair {
     unsigned factors[KINDS * SUPERS], numbers[KINDS];
 };

@@ -1,151 +1,128 @@
-"""ggml's types with scales of two levels: Q4_0, Q4_1, Q5_1, Q2_K to Q6_K and IQ4_XS.
+"""Codecs of ggml's types that are packed into super-blocks: Q4_0, Q4_1, Q5_1, Q2_K to Q6_K and IQ4_XS.
 
-A weight is (code - zero) * scale - minimum. Groups of 16 or 32 inputs have a scale and a minimum, whole numbers of
-8 bits times two f16 numbers of their super-block of 32 or 256 inputs. All this is kept, so what is multiplied is what
-gguf-py's quants.py dequantises, bit for bit in f32. Codes have 4, 6 or 8 bits.
+Codes of 4, 6 or 8 bits, whole numbers of 8 bits and f16 factors are kept as blocks have them, so what is multiplied is
+what gguf-py's quants.py dequantises, bit for bit in f32.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import jit
 from ..cpp import ops
-from . import (
-    blocks_cpu,
-    dequantize_pieces,
-    group_encoder,
-    panels,
-    pieces_cuda,
-    scale_search,
-    super_blocks_cpu,
-    super_blocks_cuda,
-    target,
-)
-from .super_blocks_form import Form
+from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packing_cpu, panels, pieces_cuda, target
+from .codec import Form
+from .ggml_types import TYPES, Decoded, Type, weights
 
-CHUNK = 1 << 23  # elements that are decoded or encoded at once: what that takes is small beside a matrix
-CPU_CHUNK = 1 << 18  # that torch encodes on CPUs at once: they stay in a cache
-
-
-class Decoded(NamedTuple):
-    """A weight [O, I], or some outputs of one. Of S super-blocks and G groups."""
-
-    codes: Tensor  # uint8 [O, I]
-    factors: Tensor  # f16 [O, S, 2], of scales and of minima
-    scales: Tensor  # int8 [O, G]
-    minima: Tensor  # int8 [O, G]
+CHUNK = 1 << 23  # elements that are decoded at once: what that takes is small beside a matrix
 
 
 class Plain(NamedTuple):
-    """Where no kernel takes another layout: ggml's own blocks."""
+    """ggml's own blocks, where no kernel takes another layout."""
 
     blocks: Tensor  # uint8 [O, I / super * bytes]
-    form: Form
-    decode: Callable[[Tensor], Decoded]
+    type: Type
 
     @property
     def outputs(self) -> int:
         return len(self.blocks)
 
+    def dequantize(self, dtype: torch.dtype, first: int, last: int) -> Tensor:
+        some = _decoded(self.blocks[first:last], self.type)
+        return torch.cat([weights(one, self.type.form).to(dtype) for one in some])
 
-Packed = Plain | super_blocks_cpu.Packed | pieces_cuda.Packed
 
+class SuperBlocks:
+    """The codec of one type."""
 
-def encode(form: Form, encode_groups: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[Tensor]:
-    """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes].
+    dequantize, linear = staticmethod(panels.dequantize), staticmethod(panels.linear)
 
-    encode_groups: from f32 [O, super-blocks, groups, group] to uint8 [O, super-blocks, bytes].
-    """
-    outputs, inputs = weight.shape
-    shape = inputs // form.super, form.super // form.group, form.group
-    blocks = weight.new_empty(outputs, shape[0] * form.bytes, dtype=torch.uint8)
-    if form.encoder and ops.reads(weight):
-        fill = scale_search.encode if form.super > form.group else group_encoder.encode
-        fill(form, weight, blocks)
+    def __init__(self, type: Type):
+        self.type, self.name = type, type.name
+        self.FORM: Form | None = type.form
+        self.GROUP = type.form.super
+        self.FORMS: tuple[Callable[..., Any], ...] = (self.pack,)
+
+    def encode(self, weight: Tensor) -> tuple[Tensor]:
+        """weight [O, I] of any float dtype → ggml's blocks uint8 [O, I / super * bytes]."""
+        return (ggml_encoders.encode(self.type, weight),)
+
+    def from_blocks(self, blocks: Tensor) -> tuple[Tensor]:
+        """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
         return (blocks,)
-    rows = max(1, (CHUNK if weight.is_cuda else CPU_CHUNK) // max(inputs, 1))
-    for first in range(0, outputs, rows):
-        part = weight[first : first + rows].float()
-        blocks[first : first + rows] = encode_groups(part.reshape(len(part), *shape)).flatten(1)
-    return (blocks,)
+
+    def pack(self, blocks: Tensor) -> Any:
+        """Pack blocks as `linear` reads them fastest on the device that will (target.py)."""
+        form, type = self.type.form, self.type
+        outputs, inputs = len(blocks), blocks.shape[1] // type.bytes * form.super
+        if target.of(blocks) == "cuda" and cuda_layouts.takes_super_blocks(inputs, form):
+            parts = [cuda_layouts.pack_super_blocks(one, form).pieces for one in _decoded(blocks, type)]
+            return pieces_cuda.Packed(torch.cat(parts), outputs, cuda_layouts.super_blocks(form))
+        if target.of(blocks) == "cpu" and blocks.numel() and ops.available():
+            layout = cpu_layouts.super_blocks(form)
+            if packing_cpu.takes(blocks):
+                made = packing_cpu.pack(self.packer, blocks, inputs // form.super, layout.bytes)
+            else:
+                made = torch.cat([cpu_layouts.pack_super_blocks(one, form).blocks for one in _decoded(blocks, type)])
+            return cpu_layouts.Packed(made, outputs, layout)
+        return Plain(blocks, type)
+
+    @property
+    def packer(self) -> str:
+        """The C++ that packs super-blocks of this type for CPUs."""
+        return self.name
+
+    def kept_bits(self, inputs: int, device: torch.device) -> float:
+        """Bits of a weight as `pack` keeps it there, with its share of the rest, as far as the sizes tell."""
+        form = self.type.form
+        if device.type == "cuda" and cuda_layouts.takes_super_blocks(inputs, form):
+            return cuda_layouts.super_blocks(form).bits
+        if device.type == "cpu" and ops.available():
+            return cpu_layouts.super_blocks(form).bits
+        return self.type.bytes * 8 / form.super
+
+    @property
+    def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
+        return pieces_cuda.variants
 
 
-def from_blocks(blocks: Tensor) -> tuple[Tensor]:
-    """blocks uint8 [O, bytes], as ggml's files hold them: they are kept for `pack`."""
-    return (blocks,)
+class Q4_0(SuperBlocks):
+    """Q4_0 is kept as GPTQ's codes in groups of 32, where kernels take these: in less memory than super-blocks."""
+
+    def pack(self, blocks: Tensor) -> Any:
+        supers = blocks.shape[1] // self.type.bytes
+        if target.of(blocks) != "cuda" and not self._is_int4(supers * self.GROUP):
+            return super().pack(blocks)
+        if packing_cpu.takes(blocks):
+            layout = cpu_layouts.int4(self.GROUP, False)
+            return cpu_layouts.Packed(packing_cpu.pack(self.name, blocks, supers, layout.bytes), len(blocks), layout)
+        codes, factors, ones, _ = self.type.decode(blocks.contiguous().view(len(blocks), -1, self.type.bytes))
+        return affine.pack(codes, factors[..., 0].float(), self.type.form.zero * ones.short())
+
+    @property
+    def packer(self) -> str:
+        return "q4_0_supers"
+
+    def _is_int4(self, inputs: int) -> bool:
+        return inputs % cuda_layouts.INT4_INPUTS == 0 and ops.available()
+
+    def kept_bits(self, inputs: int, device: torch.device) -> float:
+        if device.type == "cuda" or self._is_int4(inputs):
+            return affine.kept_bits(4, self.GROUP, inputs, True, device)
+        return super().kept_bits(inputs, device)
 
 
-def pack(form: Form, decode: Callable[[Tensor], Decoded], blocks: Tensor) -> Packed:
-    """What `linear` likes best on the device that reads it (target.py).
-
-    decode: of super-blocks, uint8 [..., form.bytes].
-    """
-    outputs, inputs = len(blocks), blocks.shape[1] // form.bytes * form.super
-    if target.of(blocks) == "cuda" and super_blocks_cuda.takes(inputs, form):
-        layout = super_blocks_cuda.layout(form)
-        parts = [super_blocks_cuda.pack(*one, form) for one in _decoded(blocks, form, decode)]
-        return pieces_cuda.Packed(torch.cat(parts), outputs, layout)
-    if super_blocks_cpu.takes(blocks):
-        parts = [super_blocks_cpu.pack(*one, form) for one in _decoded(blocks, form, decode)]
-        return super_blocks_cpu.Packed(torch.cat(parts), outputs, form)
-    return Plain(blocks, form, decode)
-
-
-def _decoded(blocks: Tensor, form: Form, decode: Callable[[Tensor], Decoded]) -> Iterator[Decoded]:
-    """By so many outputs as a chunk has, a multiple of 16."""
-    width = blocks.shape[1] // form.bytes * form.super
+def _decoded(blocks: Tensor, type: Type) -> Iterator[Decoded]:
+    """Decodes chunk by chunk, each of a multiple of 16 outputs."""
+    width = blocks.shape[1] // type.bytes * type.form.super
     for part in blocks.split(max(16, CHUNK // max(width, 1) // 16 * 16)):
-        yield decode(part.contiguous().view(len(part), -1, form.bytes))
+        yield type.decode(part.contiguous().view(len(part), -1, type.bytes))
 
 
-def form_of(codec: object) -> Form | None:
-    """A codec's form, where it packs weights into super-blocks: those have `decode`."""
-    return getattr(codec, "FORM", None) if hasattr(codec, "decode") else None
-
-
-def kept_bits(form: Form, inputs: int, device: torch.device) -> float:
-    """What `pack` keeps of a weight with its share of the rest, as far as the sizes tell."""
-    if device.type == "cuda" and super_blocks_cuda.takes(inputs, form):
-        return super_blocks_cuda.layout(form).bytes / (2 * super_blocks_cuda.INPUTS)  # of sixteen outputs
-    if device.type == "cpu" and super_blocks_cpu.available():
-        return super_blocks_cpu.super_bytes(form) * 8 / (super_blocks_cpu.BLOCK * form.super)
-    return form.bytes * 8 / form.super
-
-
-def weights(decoded: Decoded, form: Form) -> Tensor:
-    """f32 [O, I], as gguf-py computes them."""
-    codes, factors, scales, minima = decoded
-    each = form.super // form.group
-    of_scales, of_minima = (factors[..., i].float().repeat_interleave(each, 1) for i in (0, 1))
-    groups = codes.view(*scales.shape, form.group).float() - form.zero
-    groups *= (of_scales * scales).unsqueeze(2)
-    groups -= (of_minima * minima).unsqueeze(2)
-    return groups.view(codes.shape)
-
-
-def dequantize(packed: Packed, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
-    """Outputs first to last of the weight, [last - first, I]: computed in f32, rounded once in 16 bits.
-
-    first: a multiple of 16.
-    """
-    last = packed.outputs if last is None else min(last, packed.outputs)
-    if isinstance(packed, super_blocks_cpu.Packed):
-        return blocks_cpu.dequantize(packed.of_blocks, dtype, first, last)
-    if isinstance(packed, pieces_cuda.Packed):
-        part = packed.part(first, last)
-        if dtype != torch.float32:
-            return dequantize_pieces.dequantize(part, dtype)
-        form, *decoded = super_blocks_cuda.unpack(part)
-        return weights(Decoded(*decoded), form)
-    some = packed.blocks[first:last]
-    made = [weights(one, packed.form).to(dtype) for one in _decoded(some, packed.form, packed.decode)]
-    return torch.cat(made)
-
-
-linear = functools.partial(panels.linear, dequantize)
-variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU
+q2_k, q3_k, q4_k, q5_k, q6_k = (SuperBlocks(TYPES[f"q{bits}_k"]) for bits in range(2, 7))
+q4_0 = Q4_0(TYPES["q4_0"])
+q4_1, q5_1, iq4_xs = (SuperBlocks(TYPES[name]) for name in ("q4_1", "q5_1", "iq4_xs"))

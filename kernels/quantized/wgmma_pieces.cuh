@@ -1,5 +1,5 @@
-// What kernels of Hopper's asynchronous 16-bit matmuls share that make the first operand, the weights, in registers
-// from pieces in shared memory, chunk by chunk of KC inputs.
+// Parts shared by Hopper kernels of asynchronous 16-bit matmuls that make the first operand, the weights, in registers
+// from packed tiles in shared memory, chunk by chunk of KC inputs.
 
 // Weights of inputs 16 step to 16 step + 15. An f16 holds not every scale, so there each weight is rounded once. In
 // bf16 scales and minima are rounded, too: to multiply pairs takes less than half as many instructions.
@@ -17,11 +17,11 @@ template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int st
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Has tensor cores multiply a chunk of x, which lies in boxes of 64 inputs, by OF_WARP strips of 16 outputs for each
-// warp, which lie behind it, each OF_CHUNK pieces: the last matmuls are under way at the end. sum: of outputs lane / 4
-// of a strip and 8 below, pairs of rows lane % 4 * 2 of each eight. add: whether to what they hold. a: of 32 inputs of
-// a strip each: the matmuls of some are under way while the others' weights are made. release() is called once those
-// of the chunk before have ended.
+// Has tensor cores multiply a chunk of x, which lies in boxes of 64 inputs, by OF_WARP n-tiles of 16 outputs for each
+// warp, which lie behind it, each OF_CHUNK packed tiles: the last matmuls are under way at the end. sum: of outputs
+// lane / 4 of a n-tile and 8 below, pairs of rows lane % 4 * 2 of each eight. add: whether to what they hold. a: of 32
+// inputs of a n-tile each: the matmuls of some are under way while the others' weights are made. release() is called
+// once those of the chunk before have ended.
 template <int OF_WARP, class Release>
 __device__ __forceinline__ void multiply_chunk(unsigned stage, int warp, int lane, bool add, unsigned (&a)[2][2][4],
                                                float (&sum)[OF_WARP][ROWS / 2], const Release& release) {

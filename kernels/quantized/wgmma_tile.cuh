@@ -1,4 +1,4 @@
-// What kernels of Hopper's asynchronous matmuls share: a block's tile of M outputs, whose sums [ROWS, M] f32 lie in shared
+// Parts shared by kernels of Hopper's asynchronous matmuls: a block's tile of M outputs, whose sums [ROWS, M] f32 lie in shared
 // memory with a pitch of PITCH, and how they are stored as y [rows, width].
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int BAND = 16;
@@ -7,11 +7,11 @@ struct Tile {
     int first, row, rank;  // output of y, row, part of the inputs
 
     // This block's of a cluster's tiles `at`: neighbours share W, and BAND runs of rows take all columns before others
-    // do, so that the second-level cache has their x. columns: runs of OUTS * SHARE outputs, from `begin` on.
-    __device__ Tile(int at, int row_tiles, int columns, int height, int begin = 0) {
+    // do, so that the second-level cache has their x. columns: runs of OUTS * SHARE outputs.
+    __device__ Tile(int at, int row_tiles, int columns, int height) {
         const int runs = (row_tiles + OVER - 1) / OVER, band = at / (BAND * columns) * BAND;
         const int here = min(BAND, runs - band), rest = at - band * columns;
-        first = begin + (rest / here * SHARE + blockIdx.x % SHARE) * OUTS;
+        first = (rest / here * SHARE + blockIdx.x % SHARE) * OUTS;
         row = ((band + rest % here) * OVER + blockIdx.x / SHARE % OVER) * height, rank = blockIdx.x % SPLIT;
     }
 };

@@ -1,4 +1,4 @@
-// quantized_experts.cu loads a strip through registers, a whole piece at a time.
+// quantized_experts.cu loads a n-tile through registers, a whole packed tile at a time.
 constexpr int STREAMED = SPAN;  // inputs
 typedef Piece Streamed;
 struct Stream {

@@ -1,5 +1,5 @@
-// Pieces with four words of codes for each of 32 lanes, and then SCALE_WORDS words of scales for outputs g and g + 8: where
-// lane 4 g + t has its part.
+// Packed tiles with four words of codes for each of 32 lanes, and then SCALE_WORDS words of scales for outputs g and g
+// + 8: where lane 4 g + t has its part.
 
 constexpr bool MINIMA = false, BY_RUNS = false;
 
@@ -7,7 +7,7 @@ struct Piece {  // a lane's part
     unsigned words[4], scales[SCALE_WORDS];
 };
 
-// A lane's parts of pieces in memory.
+// A lane's parts of packed tiles in memory.
 struct Pieces {
     const unsigned char *words, *scales;
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class EntryCopies:
-    """Of tensors [entries, ...] that stay where they are, contiguous and f32."""
+    """Copies of entries of tensors [entries, ...] that stay where they are, contiguous and f32."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = [x.view(len(x), -1) for x in tensors]

@@ -1,4 +1,4 @@
-"""Copies of entries of many tensors in one launch, in Triton (copy_entries.py says what is copied)."""
+"""Copies of entries of many tensors in one launch, in Triton (copy_entries.py defines what is copied)."""
 
 from __future__ import annotations
 

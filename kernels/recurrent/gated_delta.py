@@ -1,15 +1,19 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) and the causal convolution before it.
 
 Each value head keeps a matrix S [key, value] of its sequence. A token decays it, replaces what it holds under the
-token's key by the token's value, as far as beta says, and reads it:
+token's key by the token's value, scaled by beta, and reads it:
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 
-A single token of a sequence is computed so. Of several, chunks of CHUNK tokens are computed at once, in the form of the
-paper's section 3.3: within a chunk the updates are one triangular system, and only chunks follow each other.
+The tokens of a sequence that decodes are computed so. Of prompts, chunks of CHUNK tokens are computed at once, in the
+form of the paper's section 3.3: within a chunk the updates are one triangular system, and only chunks follow each
+other.
 
-States are kept by rows of a batch (`RecurrentState` in rank/model/cache_spec.py). A sequence whose first token is in
-the step begins with zeros, whatever its row holds.
+States are kept by rows of a batch (`RecurrentState` in rank/model/cache_spec.py), of each row in a ring: the state
+behind the token at position p is entry p modulo the ring's length, and a step of a sequence that decodes leaves one
+behind each of its tokens. So a later step may start behind any of them, and reads nothing of the tokens after. The
+convolution's inputs are kept likewise. A sequence whose first token is in the step begins with zeros, whatever its row
+holds.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have i
 
 
 class DeltaSizes(NamedTuple):
-    """Of this rank's part of a layer. Each key head serves the same number of value heads, which follow each other."""
+    """Sizes of this rank's part of a layer. Each key head serves the same number of value heads, which follow each
+    other."""
 
     key_heads: int
     value_heads: int
@@ -46,12 +51,12 @@ class DeltaSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values, one after the other."""
+        """Channels of the convolution: queries, keys and values, one after the other."""
         return 2 * self.keys + self.values
 
 
 class Gates(NamedTuple):
-    """What decides, for each token and value head, how fast a state is forgotten and how far it is overwritten."""
+    """Gates that decide, for each token and value head, how fast a state is forgotten and how far it is overwritten."""
 
     b: Tensor  # [T, value heads]: beta = sigmoid(b)
     a: Tensor  # [T, value heads]: g = -exp(A_log) softplus(a + dt_bias)
@@ -64,67 +69,72 @@ class Gates(NamedTuple):
 
 
 class Rows(Protocol):
-    """What is read of a Batch (rank/model/batch.py): B sequences, of which the first num_decodes have one token."""
+    """The part of a Batch that is read here (rank/model/batch.py): B sequences, the first num_decodes of query_len
+    tokens each."""
 
     rows: Tensor  # [B] int64; -1: no sequence, of captured steps
     lengths: Tensor  # [B] int32: tokens of the sequence after this step
     query_starts: Tensor  # [B + 1] int32
     query_lens: list[int]
     num_decodes: int
+    query_len: int
     scratch: dict[Any, Any]
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
     """SiLU of each channel's convolution over the newest K tokens, this one last: [T, C].
 
-    x: [T, C]. weight: [C, K]. state: [rows, K - 1, C], the inputs of the tokens before, which are replaced.
+    x: [T, C]. weight: [C, K]. state: [rows, K - 1 or more, C], rings of the inputs of the tokens before: an input
+    replaces the oldest.
     """
     if not x.is_cuda:
-        if _single(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
+        if _all_decode(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
             return conv_step_cpu(x, weight, state, batch)
         return causal_conv_reference(x, weight, state, batch)
     from . import gated_delta_chunks_triton, gated_delta_triton
 
-    if _single(batch):
+    if _all_decode(batch):
         return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
     return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch)
 
 
-def _single(batch: Rows) -> bool:
-    """Whether each sequence has one token."""
+def _all_decode(batch: Rows) -> bool:
     return batch.num_decodes == len(batch.query_lens)
 
 
 def conv_step_cpu(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
-    """causal_conv of one token of each sequence, in C++."""
+    """causal_conv of sequences that decode, in C++."""
     assert state.is_contiguous() and state.dtype == torch.float32
     out = x.new_empty(x.shape)
     ops.typed("gated_delta", "conv_step", x.dtype)(
-        x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(x), x.stride(0),
-        weight.stride(0), *weight.shape,
+        x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows), batch.query_len,
+        x.stride(0), weight.stride(0), *weight.shape, state.shape[1],
     )  # fmt: skip
     return out
 
 
 def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
     """Tokens stand behind their sequence's K - 1 older inputs, so that every tap is one gather."""
-    taps = weight.shape[1]
+    taps, kept = weight.shape[1], state.shape[1]
     of, before = _places(x, taps - 1, batch)
-    older = torch.where(_fresh(batch)[:, None, None], 0, state[batch.rows]).to(x.dtype)
+    firsts = (batch.lengths - batch.query_starts.diff()).long()
+    at = firsts[:, None] - (taps - 1) + torch.arange(taps - 1, device=x.device)  # positions, [B, taps - 1]
+    older = torch.where(at[..., None] < 0, 0, state[batch.rows[:, None], at % max(kept, 1)]).to(x.dtype)
     line = x.new_empty(len(x) + len(of) * (taps - 1), x.shape[1])
     line[before] = older.flatten(0, 1)
     at = torch.arange(len(x), device=x.device) + of.repeat_interleave(_counts(batch), output_size=len(x))
     line[at + taps - 1] = x
     y = sum(line[at + k].float() * weight[:, k].float() for k in range(taps))
-    ends = batch.query_starts[1:].long() + of
-    newest = line[(ends[:, None] + torch.arange(taps - 1, device=x.device)).flatten()]
-    state[batch.rows] = newest.view(len(of), taps - 1, -1).to(state.dtype)
+    left = (batch.query_starts[1:].repeat_interleave(_counts(batch)) - torch.arange(len(x), device=x.device)).long()
+    newest = left <= kept  # of each sequence
+    positions = batch.lengths.repeat_interleave(_counts(batch))[newest] - left[newest]
+    state[batch.rows.repeat_interleave(_counts(batch))[newest], positions % max(kept, 1)] = x[newest].to(state.dtype)
     assert isinstance(y, Tensor)
     return F.silu(y).to(x.dtype)
 
 
 def _places(x: Tensor, columns: int, batch: Rows) -> tuple[Tensor, Tensor]:
-    """By how much each sequence's tokens are moved on, [B], and where the older inputs stand, [B * columns]."""
+    """The shift of each sequence's tokens, [B], and where the older inputs stand, [B * columns]."""
     of = torch.arange(len(batch.rows), device=x.device) * columns
     before = (batch.query_starts[:-1].long() + of)[:, None] + torch.arange(columns, device=x.device)
     return of, before.flatten()
@@ -134,38 +144,37 @@ def _counts(batch: Rows) -> Tensor:
     return batch.query_starts.diff().long()
 
 
-def _fresh(batch: Rows) -> Tensor:
-    """[B] bool: sequences whose first token is in this step."""
-    return batch.lengths <= batch.query_starts.diff()
-
-
 def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
-    """What each value head reads, [T, value heads, value dim].
+    """The inputs of each value head, [T, value heads, value dim].
 
-    qkv: [T, channels], behind the convolution. state: [rows, value heads, key dim, value dim] f32, which is updated.
+    qkv: [T, channels], behind the convolution. state: [rows, entries, value heads, key dim, value dim] f32, rings of as
+    many states, which are updated: of sequences that decode by each token, of others by the last one.
     """
+    assert batch.query_len <= state.shape[1], "caches are made for steps of fewer tokens"
     if not qkv.is_cuda:
         rows = all(x.stride(1) == 1 and x.dtype == qkv.dtype for x in (qkv, gates.b, gates.a))
-        if _single(batch) and sizes.key_dim <= DELTA_KEYS and rows and ops.takes(qkv):
+        if _all_decode(batch) and sizes.key_dim <= DELTA_KEYS and rows and ops.takes(qkv):
             return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton
 
     out = torch.empty(len(qkv), sizes.value_heads, sizes.value_dim, dtype=qkv.dtype, device=qkv.device)
-    decodes = out[: batch.num_decodes]
-    gated_delta_triton.delta_step(qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS, decodes)
+    decodes = out[: batch.num_decodes * batch.query_len]
+    gated_delta_triton.delta_step(
+        qkv, gates, state, batch.rows, batch.lengths, sizes, L2_EPS, decodes, batch.query_len
+    )  # fmt: skip
     if batch.num_decodes < len(batch.query_lens):
         gated_delta_chunks_triton.delta_chunks(qkv, gates, state, batch, sizes, L2_EPS, out)
     return out
 
 
 def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
-    """gated_delta of one token of each sequence, in C++."""
+    """gated_delta of sequences that decode, in C++."""
     assert state.is_contiguous() and gates.A_log.is_contiguous() and gates.dt_bias.is_contiguous()
     out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
     ops.typed("gated_delta", "delta_step", qkv.dtype)(
-        qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(qkv), qkv.stride(0),
-        gates.b.stride(0), gates.a.stride(0), *sizes, L2_EPS,
+        qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows),
+        batch.query_len, qkv.stride(0), gates.b.stride(0), gates.a.stride(0), *sizes, state.shape[1], L2_EPS,
     )  # fmt: skip
     return out
 
@@ -173,18 +182,21 @@ def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes:
 def gated_delta_reference(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: DeltaSizes) -> Tensor:
     q, k, v = _heads(qkv, sizes)
     g, beta = gates.decays()
-    n, fresh = batch.num_decodes, _fresh(batch)[:, None, None, None]
+    n, query_len, entries = batch.num_decodes, batch.query_len, state.shape[1]
+    firsts = (batch.lengths - batch.query_starts.diff()).long()
+    before = torch.where(firsts[:, None, None, None] <= 0, 0, state[batch.rows, (firsts - 1) % entries])
     out = torch.empty_like(v)
-    if n:
-        rows = batch.rows[:n]
-        before = torch.where(fresh[:n], 0, state[rows])
-        out[:n], state[rows] = recurrent_step(q[:n], k[:n], v[:n], g[:n], beta[:n], before)
+    rows, s = batch.rows[:n], before[:n]
+    for j in range(query_len if n else 0):
+        some = slice(j, n * query_len, query_len)
+        out[some], s = recurrent_step(q[some], k[some], v[some], g[some], beta[some], s)
+        state[rows, (firsts[:n] + j) % entries] = s
     if n < len(batch.query_lens):
-        rows = batch.rows[n:]
-        before = torch.where(fresh[n:], 0, state[rows])
         chunks = batch.scratch.get("chunks") or Chunks.of(batch.query_lens[n:], qkv.device)
         batch.scratch["chunks"] = chunks
-        out[n:], state[rows] = chunked(q[n:], k[n:], v[n:], g[n:], beta[n:], before, chunks)
+        rest = slice(n * query_len, None)
+        out[rest], s = chunked(q[rest], k[rest], v[rest], g[rest], beta[rest], before[n:], chunks)
+        state[batch.rows[n:], (batch.lengths[n:].long() - 1) % entries] = s
     return out.to(qkv.dtype)
 
 
@@ -247,8 +259,8 @@ def chunked(
     total = g.cumsum(2)  # [M, H, CHUNK, 1]: logarithms of what is left of a state after each token
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = (total - total.mT).masked_fill(~lower, -torch.inf).exp()
-    # What each token writes, less what earlier tokens of the chunk have written under its key: of the state before the
-    # chunk it is linear, so one system is solved for both parts.
+    # The update of each token, less what earlier tokens of the chunk have written under its key: of the state before
+    # the chunk it is linear, so one system is solved for both parts.
     system = (k * beta) @ k.mT * decay
     written = torch.linalg.solve_triangular(
         system, torch.cat((v, k * total.exp()), 3) * beta, upper=False, unitriangular=True

@@ -1,4 +1,4 @@
-"""Prompts of the gated delta net on GPUs, in Triton (gated_delta.py says what is computed): chunks of CHUNK tokens.
+"""Prompts of the gated delta net on GPUs, in Triton (gated_delta.py documents the computation): chunks of CHUNK tokens.
 
 Chunks first compute what needs no state, all at once: the inverse of their triangular system, and with it what each
 token writes (`u`) and reads of the state before the chunk (`w`). Then a program for some columns of each state goes
@@ -57,7 +57,8 @@ def conv_chunks(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
     table = chunk_table(batch)
     conv_chunk_kernel[len(table), triton.cdiv(channels, CHANNELS)](
         x, weight, state, batch.rows, batch.lengths, batch.query_starts, table, out, x.stride(0), weight.stride(0),
-        channels, taps - 1, triton.next_power_of_2(max(taps - 1, 1)), CHUNK, CHANNELS, num_warps=8,
+        channels, taps - 1, state.shape[1], triton.next_power_of_2(max(state.shape[1], 1)), CHUNK, CHANNELS,
+        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -65,16 +66,18 @@ def conv_chunks(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor
 @triton.jit
 def conv_chunk_kernel(
     x, weight, state, rows, lengths, starts, table, out, x_row, weight_row,
-    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
+    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """EACH channels of one chunk. A sequence's first chunk also writes its new state: it alone reads the old one."""
+    """EACH channels of one chunk. A sequence's first chunk also writes its new state: it alone reads the old one. KEPT:
+    entries of the state's ring; PADDED: a power of two."""
     chunk = table + 2 * tl.program_id(0)
     sequence, first = tl.load(chunk), tl.load(chunk + 1).to(tl.int64)
     start, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    begun = tl.load(lengths + sequence) > end - start  # else it begins here, whatever its row holds
+    before = tl.load(lengths + sequence) - (end - start)  # tokens; a position is a token's index less start, and this
     channels = tl.program_id(1) * EACH + tl.arange(0, EACH)
     there = channels < CHANNELS
-    kept = state + tl.load(rows + sequence) * (COLUMNS * CHANNELS) + channels[None, :]
+    kept = state + tl.load(rows + sequence) * (KEPT * CHANNELS) + channels[None, :]
     t = first + tl.arange(0, TOKENS)
     real = (t < end)[:, None] & there[None, :]
     total = tl.zeros([TOKENS, EACH], tl.float32)
@@ -82,19 +85,20 @@ def conv_chunk_kernel(
         at = (t - (COLUMNS - k))[:, None]
         tap = tl.load(weight + channels.to(tl.int64) * weight_row + k, mask=there, other=0.0).to(tl.float32)
         seen = tl.load(x + at * x_row + channels[None, :], mask=real & (at >= start), other=0.0).to(tl.float32)
-        old = real & (at < start) & begun
-        seen += tl.load(kept + (COLUMNS + at - start) * CHANNELS, mask=old, other=0.0)
+        if k < COLUMNS:
+            position = at - start + before
+            old = real & (at < start) & (position >= 0)
+            seen += tl.load(kept + position % KEPT * CHANNELS, mask=old, other=0.0)
         total += seen * tap[None, :]
     total = total / (1.0 + tl.exp(-total))
     tl.store(out + t[:, None] * CHANNELS + channels[None, :], total.to(out.dtype.element_ty), mask=real)
-    if COLUMNS > 0 and first == start:
+    if KEPT > 0 and first == start:
         columns = tl.arange(0, PADDED)[:, None]
-        written = (columns < COLUMNS) & there[None, :]
-        place = end - COLUMNS + columns
-        newest = tl.load(x + place * x_row + channels[None, :], mask=written & (place >= start), other=0.0)
-        older = tl.load(kept + (end - start + columns) * CHANNELS, mask=written & (place < start) & begun, other=0.0)
+        place = end - KEPT + columns
+        written = (columns < KEPT) & (place >= start) & there[None, :]
+        newest = tl.load(x + place * x_row + channels[None, :], mask=written, other=0.0)
         tl.debug_barrier()  # other threads of this program read the old state above
-        tl.store(kept + columns * CHANNELS, newest.to(tl.float32) + older, mask=written)
+        tl.store(kept + (place - start + before) % KEPT * CHANNELS, newest.to(tl.float32), mask=written)
 
 
 def delta_chunks(
@@ -105,7 +109,8 @@ def delta_chunks(
     b, a, heads = gates.b, gates.a, sizes.value_heads
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and state.is_contiguous() and out.is_contiguous()
     decodes = batch.num_decodes
-    table = chunk_table(batch)  # of those of one token, too: one chunk each
+    assert batch.query_len <= CHUNK
+    table = chunk_table(batch)  # of those that decode, too: one chunk each
     key, value = (triton.next_power_of_2(max(n, 16)) for n in (sizes.key_dim, sizes.value_dim))
     exact = qkv.dtype == torch.float32
     precision = "tf32x3" if exact else "tf32"  # three GEMMs of TF32 are about as exact as one of f32
@@ -126,7 +131,8 @@ def delta_chunks(
     columns = min(columns, value)
     state_kernel[len(batch.query_lens) - decodes, heads, triton.cdiv(sizes.value_dim, columns)](
         qkv, u, w, within, factors, batch.rows, batch.lengths, batch.query_starts, state, out, decodes,
-        qkv.stride(0), factors.stride(0), *shape, columns, CHUNK, precision, num_warps=warps, num_stages=1,
+        qkv.stride(0), factors.stride(0), *shape, columns, state.shape[1], CHUNK, precision, num_warps=warps,
+        num_stages=1,
     )  # fmt: skip
 
 
@@ -137,7 +143,7 @@ def system_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk and value head compute without the state before it. KEYS and VALUES: the padded sizes.
+    """The part of one chunk and value head that needs no state before it. KEYS and VALUES: the padded sizes.
 
     The tokens' writes are (I + A)^-1 diag(beta) (V - diag(exp(total)) K S), of which u is the first part and w S the
     second. factors: of a query's reading of S, of a key's writing into it, and what is left of S after the chunk.
@@ -224,20 +230,22 @@ def invert(system, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.cons
 def state_kernel(
     qkv, u, w, within, factors, rows, lengths, starts, state, out, decodes, qkv_row, factors_row,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    VALUES: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """VALUES columns of one value head's state through all chunks of one sequence."""
+    """VALUES columns of one value head's state through all chunks of one sequence. ENTRIES: of the states' ring."""
     dtype = qkv.dtype.element_ty
     sequence, head = decodes + tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     places, dims = tl.arange(0, TOKENS), tl.arange(0, KEYS)
     there, keys = columns < VALUE, dims < KEY
     start, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
-    begun = tl.load(lengths + sequence) > end - start  # else it begins here, whatever its row holds
-    base = state + (tl.load(rows + sequence) * VALUE_HEADS + head) * (KEY * VALUE)
+    length = tl.load(lengths + sequence).to(tl.int64)
+    before = length - (end - start)  # 0: it begins here, whatever its row holds
+    base = state + (tl.load(rows + sequence) * ENTRIES * VALUE_HEADS + head) * (KEY * VALUE)
     at = base + dims[:, None] * VALUE + columns[None, :]
     mask = keys[:, None] & there[None, :]
-    s = tl.load(at, mask=mask & begun, other=0.0)
+    entry: tl.constexpr = VALUE_HEADS * KEY * VALUE
+    s = tl.load(at + (before + ENTRIES - 1) % ENTRIES * entry, mask=mask & (before > 0), other=0.0)
     for first in range(start, end, TOKENS):
         t = first + places
         real = t < end
@@ -249,12 +257,12 @@ def state_kernel(
         left = tl.load(factors + 2 * factors_row + first * VALUE_HEADS + head)
         values = mine[:, None] * VALUE + columns[None, :]
         whole = real[:, None] & there[None, :]
-        before = s.to(dtype)
+        kept = s.to(dtype)
         new = tl.load(u + values, mask=whole, other=0.0).to(tl.float32)
-        new -= tl.dot(read, before, input_precision=PRECISION)
-        o = tl.dot(q, before, input_precision=PRECISION) * q_scale[:, None]
+        new -= tl.dot(read, kept, input_precision=PRECISION)
+        o = tl.dot(q, kept, input_precision=PRECISION) * q_scale[:, None]
         earlier = tl.load(within + mine[:, None] * TOKENS + places[None, :], mask=real[:, None], other=0.0)
         o += tl.dot(earlier, new.to(dtype), input_precision=PRECISION)
         tl.store(out + values, o.to(dtype), mask=whole)
         s = s * left + tl.dot(tl.trans(k), (new * k_scale[:, None]).to(dtype), input_precision=PRECISION)
-    tl.store(at, s, mask=mask)
+    tl.store(at + (length - 1) % ENTRIES * entry, s, mask=mask)

@@ -48,14 +48,14 @@ def store(x: Tensor, codes: Tensor, scales: Tensor, part: int, slots: Tensor) ->
 
 
 def gather(codes: Tensor, scales: Tensor, part: int, slots: Tensor) -> Tensor:
-    """What `slots` [n] of the codes hold: [n, heads, dim] f32."""
+    """The numbers in `slots` [n] of the codes: [n, heads, dim] f32."""
     rows = codes.view(torch.uint8).view(-1, *codes.shape[2:]).index_select(0, slots).view(E4M3)
     size = scales.shape[3]
     return dequantize(rows, scales[slots // size, :, part, slots % size], torch.float32)
 
 
 def gather_latents(cache: Tensor, scales: Tensor, slots: Tensor, latent: int, dtype: torch.dtype) -> Tensor:
-    """What `slots` [n] of a cache of latents [blocks, block_size, latent + rope] hold: [n, latent + rope]."""
+    """The numbers in `slots` [n] of a cache of latents [blocks, block_size, latent + rope]: [n, latent + rope]."""
     if cache.is_cuda:
         from . import fp8_triton
 

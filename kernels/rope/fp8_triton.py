@@ -14,7 +14,7 @@ _LOWEST, _HIGHEST = tl.constexpr(LOWEST), tl.constexpr(HIGHEST)
 
 @triton.jit
 def scales_at(scales, slots, head, part: tl.constexpr, valid, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """What the codes of these slots are multiplied by, f32; of no slot 0."""
+    """Scales of these slots' codes, f32; 0 for no slot."""
     at = ((slots // BLOCK * HEADS + head) * 2 + part) * BLOCK + slots % BLOCK
     return (tl.load(scales + at, mask=valid, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -81,7 +81,7 @@ def blocks_kernel(
 
 
 def gather_blocks(codes: Tensor, scales: Tensor, part: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """These blocks [n] int32 of keys (part 0) or values as numbers: [n, block_size, kv_heads, dim]. What no token has
+    """Numbers of these blocks [n] int32 of keys (part 0) or values: [n, block_size, kv_heads, dim]. What no token has
     been written to may be anything."""
     size, heads, dim = codes.shape[1:]
     out = torch.empty(len(blocks), size, heads, dim, dtype=dtype, device=codes.device)

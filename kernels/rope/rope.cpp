@@ -85,5 +85,4 @@ template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts)
     }
 }
 
-OP(rope_f32, rope_and_store_kv<float>, Rope)
-OP(rope_bf16, rope_and_store_kv<bf16>, Rope)
+TYPED_OP(rope, rope_and_store_kv, Rope)

@@ -151,7 +151,7 @@ __device__ inline void quantise(e4m3* to, unsigned char* scale, Head& h, int lan
     if (lane == 0) *scale = exponent;
 }
 
-// What a lane needs of its token's cos and sin [ROTATED]: both halves are alike, the first half of sin is negated.
+// A lane's part of its token's cos and sin [ROTATED]: both halves are alike, the first half of sin is negated.
 struct Angles {
     float cos[PAIRS][V], sin[PAIRS][V];
 };

@@ -35,7 +35,7 @@ class CosSin(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Of a layer, as PagedKV asks for it (Kwon et al. 2023, arXiv 2309.06180)."""
+    """The KV cache of a layer, as PagedKV asks for it (Kwon et al. 2023, arXiv 2309.06180)."""
 
     keys: Tensor  # [blocks, block_size, kv_heads, head_dim]
     values: Tensor
@@ -48,6 +48,16 @@ class QKNorm(NamedTuple):
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor
     eps: float
+
+
+class CurrentKV(NamedTuple):
+    """A step's keys and values before they are normed and rotated, and where they go."""
+
+    k: Tensor  # [T, kv_heads, head_dim], as v; it may be overwritten
+    v: Tensor
+    cos_sin: CosSin
+    norms: QKNorm | None  # of the queries, too
+    slots: Tensor  # [T] int64, block * block_size + offset, none twice; tokens with a negative one are not written
 
 
 def cos_sin(table: Tensor, positions: Tensor) -> CosSin:
@@ -91,36 +101,18 @@ def apply_rotary_reference(x: Tensor, cos_sin: CosSin) -> Tensor:
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), -1)
 
 
-def rope_and_store_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: CosSin,
-    norms: QKNorm | None,
-    cache: tuple[Tensor, ...],
-    slots: Tensor,
-) -> Tensor:
-    """q [T, heads, head_dim] normed and rotated; k, v [T, kv_heads, head_dim], k likewise, go to `slots` of the cache.
-
-    cache: as KVCache has it. slots: [T] int64, block * block_size + offset, none twice; tokens with a negative one are
-    not written. q and k may be overwritten.
-    """
+def rope_and_store_kv(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:
+    """q [T, heads, head_dim] normed and rotated; new keys, likewise, and values go to their slots of the cache, as
+    KVCache has it. q may be overwritten."""
     if q.is_cuda:
-        return rope_and_store_kv_cuda(q, k, v, cos_sin, norms, cache, slots)
-    if supports_cpu(q, k, v, cos_sin, cache):
-        return rope_and_store_kv_cpu(q, k, v, cos_sin, norms, cache, slots)
-    return rope_and_store_kv_reference(q, k, v, cos_sin, norms, cache, slots)
+        return rope_and_store_kv_cuda(q, new, cache)
+    if supports_cpu(q, new, cache):
+        return rope_and_store_kv_cpu(q, new, cache)
+    return rope_and_store_kv_reference(q, new, cache)
 
 
-def rope_and_store_kv_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: CosSin,
-    norms: QKNorm | None,
-    cache: tuple[Tensor, ...],
-    slots: Tensor,
-) -> Tensor:
+def rope_and_store_kv_reference(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:
+    k, v, cos_sin, norms, slots = new
     if norms is not None:
         q = rms_norm_reference(q, norms.q_weight, norms.eps)
         k = rms_norm_reference(k, norms.k_weight, norms.eps)
@@ -139,24 +131,16 @@ def store_kv_reference(k: Tensor, v: Tensor, cache: tuple[Tensor, ...], slots: T
     values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
 
 
-def supports_cpu(q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, cache: tuple[Tensor, ...]) -> bool:
-    dim = q.shape[2]
-    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
+def supports_cpu(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> bool:
+    dim, cos_sin = q.shape[2], new.cos_sin
+    side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, new.k, new.v))
     kept = fp8_cache.E4M3 if len(cache) == 3 else q.dtype
     plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == kept
-    return side_by_side and plain and v.shape[2] == dim <= CPU_MOST_DIM and ops.takes(q)
+    return side_by_side and plain and new.v.shape[2] == dim <= CPU_MOST_DIM and ops.takes(q)
 
 
-def rope_and_store_kv_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: CosSin,
-    norms: QKNorm | None,
-    cache: tuple[Tensor, ...],
-    slots: Tensor,
-) -> Tensor:
-    """Tokens with a negative slot are not written."""
+def rope_and_store_kv_cpu(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:
+    k, v, cos_sin, norms, slots = new
     tokens, heads, dim = q.shape
     q_weight, k_weight, eps = norms if norms is not None else (None, None, 0.0)
     keys, values, scales = KVCache(*cache)
@@ -168,16 +152,9 @@ def rope_and_store_kv_cpu(
     return q
 
 
-def rope_and_store_kv_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: CosSin,
-    norms: QKNorm | None,
-    cache: tuple[Tensor, ...],
-    slots: Tensor,
-) -> Tensor:
+def rope_and_store_kv_cuda(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:
     """q, k and v have heads side by side; their rows may be parts of wider ones."""
+    k, v, cos_sin, norms, slots = new
     tokens, heads, dim = q.shape
     kv_heads, rotated = k.shape[1], cos_sin.cos.shape[-1]
     keys, values, scales = KVCache(*cache)
@@ -194,21 +171,7 @@ def rope_and_store_kv_cuda(
     q_weight, k_weight, eps = norms if norms is not None else (q, k, 0.0)
     blocks = -(-tokens * -(-(heads + 2 * kv_heads) // per) // 4)
     kernel(
-        (blocks, 1, 1),
-        128,
-        q,
-        k,
-        v,
-        *rows,
-        cos_sin.cos,
-        cos_sin.sin,
-        q_weight,
-        k_weight,
-        eps,
-        keys,
-        values,
-        values if scales is None else scales,
-        slots,
-        tokens,
-    )
+        (blocks, 1, 1), 128, q, k, v, *rows, cos_sin.cos, cos_sin.sin, q_weight, k_weight, eps, keys, values,
+        values if scales is None else scales, slots, tokens,
+    )  # fmt: skip
     return q

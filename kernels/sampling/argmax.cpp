@@ -87,8 +87,7 @@ static void elect(const Elect& a, int part, int) {
     }
 }
 
-OP(find_f32, find<float>, Argmax)
-OP(find_bf16, find<bf16>, Argmax)
+TYPED_OP(find, find, Argmax)
 OP(choose_f32, choose, Argmax)
 OP(candidates_f32, candidates, Candidates)
 OP(elect_f32, elect, Elect)

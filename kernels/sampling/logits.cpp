@@ -17,16 +17,13 @@ template <typename T> void finish(const Finish& a, int part, int parts) {
     bool plain = before == 1 && !a.softcap;
     for (int64_t s = 0; s < a.rows; s++) {
         T* x = (T*)a.x + s * a.width;
-        for (int64_t i = first; i < last && !plain; i += LANES) {
-            int64_t left = last - i;
-            Vec v = left < LANES ? load(x + i, left) : load(x + i);
-            v = v * before;
-            if (a.softcap) v = tanh(v) * after;
-            left < LANES ? store(x + i, v, left) : store(x + i, v);
-        }
+        if (!plain)
+            strips(first, last, STRIP {
+                Vec v = load(x + i, n) * before;
+                store(x + i, a.softcap ? tanh(v) * after : v, n);
+            });
         for (int64_t i = last > first ? last : first; i < end; i++) x[i] = narrow<T>(-__builtin_inff());
     }
 }
 
-OP(finish_f32, finish<float>, Finish)
-OP(finish_bf16, finish<bf16>, Finish)
+TYPED_OP(finish, finish, Finish)

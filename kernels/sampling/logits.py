@@ -1,4 +1,4 @@
-"""What comes after the head's GEMM: a factor on the logits, a soft cap (Gemma 2, arXiv 2408.00118), and padding."""
+"""Operations after the head's GEMM: a factor on the logits, a soft cap (Gemma 2, arXiv 2408.00118), and padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in model: a checkpoint in Hugging Face layout beside the scripts that trained it.
+"""The built-in model: a checkpoint in Hugging Face layout with the scripts that trained it.
 
 Only :data:`DIRECTORY` is for run time; the training scripts here are never imported by the server.
 """

@@ -6,24 +6,26 @@ The batch process, which has the server process's place, decides when the job is
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
-from ... import errors
+from ... import errors, logs
 from ...errors import USAGE, FatalError
-from ...rank.options import Options, flag
+from ...logs import say
+from ...rank.flags import BATCH
+from ...rank.options import SERVER_ONLY, Options, flag
 from ...rank.server.batch.config import VARIABLE, BatchConfig
 from ...rank.server.config import ServerConfig
-from ..job import mpi_env, rank_bootstrap, sbatch, server_process, supervisor, visible_devices
+from ..job import mpi_env, rank_bootstrap, sbatch, secret_variables, server_process, supervisor, visible_devices
+from ..job.job_end import end_time
 from ..options import option_sources
 from ..options.help import options_help, show_config
 from ..options.resolve import in_force, joined, resolve
@@ -32,16 +34,10 @@ HELP = "answer a file of requests, in as many starts as it takes"
 USAGE_LINE = """phalanx batch [DIR] -i FILE -o FILE [options]: answer a file of requests in OpenAI's batch format
 Start it again to go on where it was: after exit code 75, and after any kill.
 """
-BATCH = ["-m", "phalanx.rank.server.batch"]
-SERVER_ONLY = (
-    "host", "port", "api_key", "api_key_file", "tls_cert", "tls_key", "allowed_origins", "allowed_hosts", "queue_size",
-    "access_log", "idle_exit", "response_store", "conversation_store", "record_conversation", "requests_per_key",
-    "file_store", "ui_server", "mcp_config", "models_config",
-)  # fmt: skip
+PROCESS = ["-m", "phalanx.rank.server.batch"]
 RESERVE = 30.0  # seconds before the end, or a tenth of the time where that is less
 DECIDED = (errors.OK, errors.ERROR, errors.USAGE, errors.MODEL, errors.UNFINISHED)
-_GROUP = "Batch"
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_flag = partial(flag, group="Batch", scope=(BATCH,))
 
 
 class BatchOptions(Options, frozen=True, kw_only=True):
@@ -49,32 +45,30 @@ class BatchOptions(Options, frozen=True, kw_only=True):
 
     input: Annotated[
         str,
-        flag("--input", "-i", group=_GROUP, metavar="FILE", help="requests: a file, a directory of .jsonl files, or -"),
+        _flag("--input", "-i", metavar="FILE", help="requests: a file, a directory of .jsonl files, or -"),
     ] = ""  # fmt: skip
-    output: Annotated[
-        str, flag("--output", "-o", group=_GROUP, metavar="FILE", help="answers; it appears when all are there")
-    ] = ""
+    output: Annotated[str, _flag("--output", "-o", metavar="FILE", help="answers; it appears when all are there")] = ""
     errors: Annotated[
-        str, flag("--errors", group=_GROUP, metavar="FILE", help="what failed, with line numbers; none: OUTPUT.errors…")
+        str, _flag("--errors", metavar="FILE", help="what failed, with line numbers; none: OUTPUT.errors…")
     ] = ""
-    summary: Annotated[str, flag("--summary", group=_GROUP, metavar="FILE", help="figures of the run, as JSON")] = ""
-    ordered: Annotated[
-        bool, flag("--ordered", group=_GROUP, off=("--no-ordered",), help="answers in the order of the input")
-    ] = False
+    summary: Annotated[str, _flag("--summary", metavar="FILE", help="figures of the run, as JSON")] = ""
+    ordered: Annotated[bool, _flag("--ordered", off=("--no-ordered",), help="answers in the order of the input")] = (
+        False
+    )
     overwrite: Annotated[
         bool,
-        flag("--overwrite", group=_GROUP, off=("--no-overwrite",), help="begin anew, without what was done before"),
+        _flag("--overwrite", off=("--no-overwrite",), help="begin anew, without what was done before"),
     ] = False
     fail_on_error: Annotated[
-        bool, flag("--fail-on-error", group=_GROUP, off=("--no-fail-on-error",), help="end with 1 if a request failed")
+        bool, _flag("--fail-on-error", off=("--no-fail-on-error",), help="end with 1 if a request failed")
     ] = False
     deadline: Annotated[
         str,
-        flag("--deadline", group=_GROUP, metavar="TIME",
+        _flag("--deadline", metavar="TIME", slurm_decides=True,
              help="be done by then: 90, 30m, 4h, or 2026-11-20T18:00; none: as Slurm tells"),
     ] = ""  # fmt: skip
     reserve: Annotated[
-        float, flag("--reserve", group=_GROUP, metavar="S", low=0, help="seconds free before it; 0: 30, or a tenth")
+        float, _flag("--reserve", metavar="S", low=0, help="seconds free before it; 0: 30, or a tenth")
     ] = 0.0
 
 
@@ -86,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         argv, script = sbatch.wanted(argv)
         chosen = option_sources.read(BatchOptions, argv, os.environ, strict=first)
+        if chosen.options.log_format == "json":
+            logs.use_json("launcher")
         place = joined(chosen.options, place)
         shown = chosen.help or chosen.show_config or script
         if shown:
@@ -94,12 +90,14 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not first:
             assert place is not None
+            secret_variables.forget()
             rank_bootstrap.join(_plain(chosen.options), place)
         for note in chosen.notes:
-            supervisor.say(note)
+            say(note)
         _refuse(chosen)
         config = configure(chosen.options, place)
         options = resolve(_plain(chosen.options), place)
+        secret_variables.forget()
         if _is_done(config):
             if place is not None and place.size > 1:
                 rank_bootstrap.finish(options, place)
@@ -118,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(chosen: option_sources.ParsedOptions[BatchOptions], script: bool, place: mpi_env.RankPlace | None) -> None:
-    """What --help, --sbatch and --show-config print instead of running."""
+    """The output of --help, --sbatch and --show-config."""
     if chosen.help:
         print(USAGE_LINE + options_help(BatchOptions, SERVER_ONLY))
     elif script:
@@ -129,7 +127,7 @@ def _show(chosen: option_sources.ParsedOptions[BatchOptions], script: bool, plac
 
 
 def _plain(options: BatchOptions) -> Options:
-    """What the ranks get."""
+    """The options that the ranks get."""
     return Options(**{name: getattr(options, name) for name in Options.__struct_fields__})
 
 
@@ -165,7 +163,7 @@ def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchCo
     if inside:
         raise FatalError(f"{inside[0]} would be read as input at the next start: write it to another directory", USAGE)
     end, left = end_time(options.deadline, os.environ, time.time())
-    terminal = place is None and os.isatty(2)
+    terminal = place is None and os.isatty(2) and not logs.is_json()
     return BatchConfig(
         server=ServerConfig(model_dir="", link="", listen_fd=-1),
         input=source,
@@ -195,32 +193,6 @@ def _target(name: str, path: str) -> str:
     return path
 
 
-def end_time(deadline: str, environ: dict[str, str] | os._Environ[str], now: float) -> tuple[float, float]:
-    """When the job will be ended, as Unix time, and in how many seconds; (0, 0) where nothing ends it."""
-    end = mpi_env.end_time(environ)
-    if deadline == "none" or not (deadline or end):
-        return 0.0, 0.0
-    name = "SLURM_JOB_END_TIME"
-    if deadline:
-        name, end = f"--deadline {deadline}", _time(deadline, now)
-    if end <= now:
-        raise FatalError(f"{name} is over already", USAGE)
-    return end, end - now
-
-
-def _time(text: str, now: float) -> float:
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text):
-        number = float(found[1]) * _UNITS[found[2]]
-        return number if number > 1e9 else now + number  # so large it is no duration but Unix time
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        raise FatalError(
-            f"--deadline {text!r}: seconds from now (90, 30m, 4h), a time such as 2026-11-20T18:00, or none is needed",
-            USAGE,
-        ) from None
-
-
 def measured(options: Options, ranks: int) -> list[str]:
     """This host's GPUs that compute, as the variable names them; none where this process does not see all of them."""
     if options.device == "cpu" or not mpi_env.gpus():
@@ -242,7 +214,7 @@ def _is_done(config: BatchConfig) -> bool:
     from ...rank.server.batch import output
 
     if there[0] == config.output and output.is_complete(config.input, config.output, config.errors):
-        supervisor.say(f"{config.output} has every answer already: nothing to do")
+        say(f"{config.output} has every answer already: nothing to do")
         return True
     raise FatalError(f"{there[0]} is there already, and not of this input: remove it, or give --overwrite", USAGE)
 
@@ -251,11 +223,11 @@ def start(config: BatchConfig, settings: ServerConfig) -> subprocess.Popen[bytes
     """The batch process, with our standard input if it is to read that."""
     settings = msgspec.structs.replace(settings, queue_size=1 << 30)
     config = msgspec.structs.replace(config, server=settings)
-    given = {VARIABLE: msgspec.json.encode(config).decode()}
     # Until the process can hear it; the supervisor repeats it, and the ranks hold it back.
     old = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        return server_process.spawn(BATCH, given, os.environ, [], None if config.input == "-" else subprocess.DEVNULL)
+        stdin = None if config.input == "-" else subprocess.DEVNULL
+        return server_process.spawn(PROCESS, VARIABLE, config, os.environ, [], stdin)
     finally:
         signal.signal(signal.SIGUSR1, old)
 
@@ -300,7 +272,7 @@ class Supervisor(supervisor.Supervisor):
         if self._stopping:
             return
         if code not in DECIDED and code < 0:
-            supervisor.say(f"the batch process was killed by signal {-code}; the same command goes on where it was")
+            say(f"the batch process was killed by signal {-code}; the same command goes on where it was", "error")
         if self._ranks is None:
             self._code = code if code in DECIDED else errors.RANK_FAILED
         elif code in DECIDED:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from ... import child_python
 from ...errors import MODEL, STOPPED, USAGE, FatalError
+from ...logs import say
+from ...rank import untrusted_files
 from ...rank.gguf import mixes
 from ...rank.gguf.checkpoint import is_gguf
 from ...rank.options import ISQ_SPELLINGS, flag
 from .. import hf_hub
-from ..job import linux, mpi_env
-from ..job.linux import say
+from ..job import linux, mpi_env, secret_variables
 from ..options import option_sources
 from ..options.help import shown
+
+if TYPE_CHECKING:
+    from ...rank.server.text_process import RemoteText
 
 HELP = "quantise a model into a checkpoint of few bits"
 USAGE_TEXT = """phalanx convert SRC DST --to FORMAT [options]: quantise a model into a checkpoint that loads at once
@@ -39,7 +44,7 @@ before and after. fp8 stores e4m3 in blocks of 128 x 128. Of these four, embeddi
 are. It runs on one GPU where there is one, else on all cores.
 """
 _GROUP = "Convert"
-PROGRAM = ("-m", "phalanx.rank.model.convert")
+PROGRAM = ("-m", "phalanx.rank.convert")
 CALIBRATED = "gptq", "awq", "marlin"
 ROUNDING = "bits", "group", "sym", "desc_act", "calibration", "samples", "seqlen", "dtype"  # options of these alone
 IN_FILES = (  # of GGUF
@@ -47,6 +52,8 @@ IN_FILES = (  # of GGUF
     "f16", "bf16",
 )  # fmt: skip
 _SPELLINGS = ISQ_SPELLINGS | {name.upper(): name for name in ("iq4_nl", "iq4_xs")}
+PIECE = 1 << 20  # characters that are tokenised at a time
+SECONDS, MEMORY = 60.0, 6 << 30  # that reading the tokenizer and the template may take, and each use of the tokenizer
 HELD_OUT = 8  # windows of the text that only the perplexity is measured on
 
 
@@ -179,20 +186,54 @@ def _find(model: str) -> Path:
 
 
 def _tokenizer(source: Path) -> dict[str, Any]:
-    """What a GGUF file has of it in its metadata, with the chat template."""
+    """The tokenizer in a GGUF file's metadata, with the chat template."""
     from ...rank.server.text import gguf_keys  # not for --help: it takes a third of a second
 
     config = _config(source)
+    config = config.get("text_config") or config
+    if "vocab_size" not in config:
+        raise FatalError(f"{source / 'config.json'} has no vocab_size, which a GGUF file needs", MODEL)
+    with _text(source) as text:
+        return text.run(gguf_keys.keys_of_text, str(source), config["vocab_size"])
+
+
+@contextlib.contextmanager
+def _text(source: Path) -> Iterator[RemoteText]:
+    """The model's tokenizer and template, in a process with limits: they are its authors', and may take any time."""
+    from ...rank.server.api_error import ApiError
+    from ...rank.server.text.load import TextSettings
+    from ...rank.server.text_process import Limits, RemoteText
+
+    limits = Limits(
+        seconds=SECONDS, seconds_when_killing=SECONDS, memory=MEMORY, loading_seconds=SECONDS, loading_memory=MEMORY
+    )
     try:
-        return gguf_keys.keys(source, config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise FatalError(f"the tokenizer of {source} cannot be written: {error}", MODEL) from None
+        text = RemoteText(TextSettings(str(source)), limits)
+    except (OSError, ValueError) as error:
+        raise FatalError(f"the tokenizer of {source} cannot be read: {error}", MODEL) from None
+    try:
+        yield text
+    except ApiError as error:
+        why = error.message
+        if error.code == "text_limits":
+            why = f"it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB, or crashes"
+        raise FatalError(f"the tokenizer of {source} cannot be used: {why}", MODEL) from None
+    finally:
+        text.close()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in chunks that end with lines, where these are not too long."""
+    at = 0
+    while at < len(text):
+        end = text.rfind("\n", at, at + PIECE) + 1 if len(text) - at > PIECE else len(text)
+        end = end or at + PIECE
+        yield text[at:end]
+        at = end
 
 
 def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """The calibration text as token ids in pieces of equal length, and others that are held out."""
-    from ...rank.server.text.load import Text  # not for --help: it takes a third of a second
-
+    """The calibration text as token ids in chunks of equal length, and others that are held out."""
     try:
         text = Path(options.calibration).expanduser().read_text(encoding="utf-8") if options.calibration else _manual()
     except (OSError, UnicodeDecodeError) as error:
@@ -201,10 +242,8 @@ def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]]
     config = _config(source)
     context = config.get("text_config", config).get("max_position_embeddings") or options.seqlen
     length = min(options.seqlen, context)
-    try:
-        ids = Text(str(source)).tokenizer.encode(text, False)
-    except (OSError, ValueError) as error:
-        raise FatalError(f"the tokenizer of {source} cannot be read: {error}", MODEL) from None
+    with _text(source) as model_text:
+        ids = [id for piece in _pieces(text) for id in model_text.tokenizer.encode(piece, False)]
     windows = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
     if len(windows) < 2:
         raise FatalError(
@@ -220,11 +259,11 @@ def read_windows(options: ConvertOptions, source: Path) -> tuple[list[list[int]]
 
 def _config(source: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode((source / "config.json").read_bytes(), type=dict[str, Any])
+        return untrusted_files.read_json(source, "config.json")
     except OSError as error:
         raise FatalError(f"{source / 'config.json'}: {error.strerror}", MODEL) from None
-    except msgspec.DecodeError as error:
-        raise FatalError(f"{source / 'config.json'} is not valid JSON: {error}", MODEL) from None
+    except ValueError as error:
+        raise FatalError(f"{source / 'config.json'} {error}", MODEL) from None
 
 
 def _manual() -> str:
@@ -261,7 +300,8 @@ def _run(
     with tempfile.NamedTemporaryFile("wb", suffix=".json") as file:
         file.write(msgspec.json.encode(question))
         file.flush()
-        process = subprocess.Popen([sys.executable, *PROGRAM, file.name], preexec_fn=_child())
+        environ = secret_variables.without(os.environ)
+        process = subprocess.Popen(child_python.command(*PROGRAM, file.name), env=environ, preexec_fn=_child())
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so ends a job's time
         try:
             code = process.wait()

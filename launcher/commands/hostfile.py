@@ -1,4 +1,4 @@
-"""`phalanx hostfile`: the current allocation of Slurm, PBS or LSF as a file for mpirun."""
+"""`phalanx hostfile`: the current allocation of Slurm, PBS, LSF or Flux as a file for mpirun."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Annotated
 import msgspec
 
 from ... import errors
+from ...logs import say
 from ...rank.options import flag
 from ..job import allocation, mpirun
-from ..job.linux import say
 from ..options import option_sources
 from ..options.help import shown
 
-HELP = "write the current Slurm, PBS or LSF allocation as a file for mpirun"
-USAGE = """phalanx hostfile [options]: write the hosts of the current Slurm, PBS or LSF allocation as mpirun reads them
+HELP = "write the current Slurm, PBS, LSF or Flux allocation as a file for mpirun"
+USAGE = """phalanx hostfile [options]: write the hosts of the current Slurm, PBS, LSF or Flux allocation for mpirun
 
   phalanx hostfile --slots 8 -o hosts
   mpirun -np 16 -hostfile hosts --bind-to none --map-by slot phalanx serve --w DIR --d 0,1,2,3,4,5,6,7

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 
 from ... import errors
+from ...logs import say
 from ...rank.options import flag
 from .. import hf_hub
-from ..job.linux import say
 from ..options import option_sources
 from ..options.help import shown
 

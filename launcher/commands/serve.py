@@ -11,10 +11,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
+from ... import logs
+from ...logs import say
 from ...rank.options import Options
 from ...rank.server import tls
 from .. import http_client
-from ..job import mpi_env, rank_bootstrap, sbatch, server_process, supervisor
+from ..job import mpi_env, rank_bootstrap, sbatch, secret_variables, server_process, supervisor
 from ..options import models_file, option_sources
 from ..options.help import options_help, show_config
 from ..options.resolve import DEMO, in_force, joined, resolve
@@ -35,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         chosen = option_sources.read(Options, argv, os.environ, strict=first)
         if chosen.options.models_config and models_file.load_dotenv(chosen.options.models_config, os.environ):
             chosen = option_sources.read(Options, argv, os.environ, strict=first)
+        if chosen.options.log_format == "json":
+            logs.use_json("launcher")
         place = joined(chosen.options, place)
         shown = chosen.help or chosen.show_config or script
         if script and not chosen.help:
@@ -46,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if first:
             for note in chosen.notes:
-                supervisor.say(note)
+                say(note)
             if chosen.show_config:
                 print(show_config(chosen, in_force(chosen.options, place)))
                 return 0
             if chosen.options.models_config:
                 models = models_file.read(chosen.options)
                 for note in models.notes:
-                    supervisor.say(note)
+                    say(note)
             options = resolve(models.first() if models is not None else chosen.options, place)
         elif chosen.show_config:
             return 0
@@ -63,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if place is not None and not shown and not getattr(stop, "everywhere", False):
             rank_bootstrap.give_up(stop, place)
         raise
+    secret_variables.forget()
     if place is not None:
         rank_bootstrap.join(options if first else chosen.options, place, models=models)
     return serve(options, models)
@@ -71,20 +76,21 @@ def main(argv: Sequence[str]) -> int:
 def serve(options: Options, models: models_file.Models | None = None) -> int:
     """Not under MPI: supervise."""
     listener, options = server_process.open_for_clients(options)
-    directory = ""
+    directory = registered = ""
     try:
         directory = server_process.job_directory()
         link = os.path.join(directory, "link")
-        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
+        bar = sys.stderr.isatty() and not logs.is_json()
+        columns = shutil.get_terminal_size().columns if bar else 0
         start = supervisor.launch_spec(options, link, columns)
         _announce(options, listener.url)
-        child = server_process.start(server_process.config(options, link, listener, [], models), os.environ)
+        settings = server_process.config(options, link, listener, [], models)
+        registered = settings.registry_file
+        child = server_process.start(settings, os.environ)
         job = supervisor.Supervisor(start, child, options.restarts, serving=lambda: _serving(options, listener, link))
         return job.run()
     finally:
-        server_process.unlink(listener)
-        if directory:
-            server_process.remove(directory)
+        server_process.clear(listener, directory, registered)
 
 
 def _announce(options: Options, url: str) -> None:
@@ -92,11 +98,11 @@ def _announce(options: Options, url: str) -> None:
     ranks = "one rank" if options.ranks == 1 else f"{options.ranks} ranks"
     shared = f", ep {options.ep}" if options.ep > 1 else ""
     how = f" (tp {options.tp}, pp {options.pp}{shared})" if options.ranks > 1 else ""
-    supervisor.say(f"serving {what} on {ranks}{how} at {url}; loading")
+    say(f"serving {what} on {ranks}{how} at {url}; loading")
 
 
 def _serving(options: Options, listener: server_process.Listener, link: str) -> bool:
-    """Whether a request may be open, which ending at once would lose. Where nobody can tell, one may be."""
+    """Whether a request may be open, which ending at once would lose. Where that is unknown, one may be."""
     if not os.path.exists(link):
         return False  # the server process opens that socket when it begins to answer
     if not listener.url.startswith("http"):

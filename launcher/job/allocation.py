@@ -1,18 +1,21 @@
-"""Reads a batch system's allocation from the environment: hosts, and ranks per host. Slurm, PBS and LSF.
+"""Reads a batch system's allocation from the environment: hosts, and ranks per host. Slurm, PBS, LSF and Flux.
 
-Sources: the manual pages of sbatch ("OUTPUT ENVIRONMENT VARIABLES") and scontrol (host lists), of qsub (PBS_NODEFILE)
-and of bsub (LSB_DJOB_HOSTFILE, LSB_HOSTS, LSB_MCPU_HOSTS). Only this file and mpi_env.py read such variables.
+Sources: the manual pages of sbatch ("OUTPUT ENVIRONMENT VARIABLES") and scontrol (host lists), of qsub (PBS_NODEFILE),
+of bsub (LSB_DJOB_HOSTFILE, LSB_DJOB_RANKFILE, LSB_HOSTS, LSB_MCPU_HOSTS), and flux-environment(7), flux-hostlist(1).
+Only this file and mpi_env.py read such variables.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ...errors import USAGE, FatalError
 
+FLUX_PATIENCE = 30.0  # seconds
 Slots = list[tuple[str, int]]  # hosts in the allocation's order with their slots; the first one runs rank 0
 
 
@@ -36,13 +39,14 @@ def find(environ: Mapping[str, str], slots: int = 0) -> Allocation:
 
     Raises FatalError outside an allocation, and where the variables make no sense.
     """
-    for found in (_slurm(environ, slots), _pbs(environ), _lsf(environ)):
+    for found in (_slurm(environ, slots), _pbs(environ), _lsf(environ), _flux(environ)):
         if found is not None:
             hosts = [(host, slots or count) for host, count in found.hosts]
             return msgspec.structs.replace(found, hosts=hosts)
     raise FatalError(
         "this is no allocation: neither SLURM_JOB_NODELIST (Slurm) nor PBS_NODEFILE (PBS) nor LSB_DJOB_HOSTFILE, "
-        "LSB_HOSTS or LSB_MCPU_HOSTS (LSF) is set; run it inside a job (salloc, qsub -I, bsub -Is, or a batch script), "
+        "LSB_HOSTS or LSB_MCPU_HOSTS (LSF) nor FLUX_URI (Flux) is set; run it inside a job (salloc, qsub -I, bsub -Is, "
+        "flux alloc, or a batch script), "
         "or write the file by hand as hostfiles/hostfile shows",
         USAGE,
     )
@@ -119,8 +123,9 @@ def _pbs(environ: Mapping[str, str]) -> Allocation | None:
 
 def _lsf(environ: Mapping[str, str]) -> Allocation | None:
     job = environ.get("LSB_JOBID", "")
-    if environ.get("LSB_DJOB_HOSTFILE"):
-        return Allocation(_counted(_lines("LSB_DJOB_HOSTFILE", environ)), "LSB_DJOB_HOSTFILE", job)
+    for name in ("LSB_DJOB_HOSTFILE", "LSB_DJOB_RANKFILE"):
+        if environ.get(name):
+            return Allocation(_counted(_lines(name, environ)), name, job)
     if text := environ.get("LSB_MCPU_HOSTS", "").strip():
         words = text.split()
         if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
@@ -132,6 +137,23 @@ def _lsf(environ: Mapping[str, str]) -> Allocation | None:
     if text := environ.get("LSB_HOSTS", "").strip():
         return Allocation(_counted(text.split()), "LSB_HOSTS", job)
     return None
+
+
+def _flux(environ: Mapping[str, str]) -> Allocation | None:
+    """Flux's commands tell what other systems have in variables. They say no number of tasks."""
+    if not environ.get("FLUX_URI"):
+        return None
+    words = ["flux", "hostlist", "--local"]
+    try:
+        done = subprocess.run(
+            words, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=FLUX_PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise FatalError(f"{' '.join(words)}: {error}", USAGE) from None
+    hosts = expand(done.stdout)
+    if done.returncode or not hosts:
+        raise FatalError(f"{' '.join(words)}: {done.stderr.strip()[-300:] or 'it names no host'}", USAGE)
+    return Allocation([(host, 1) for host in hosts], " ".join(words), environ.get("FLUX_JOB_ID", ""))
 
 
 def _lines(name: str, environ: Mapping[str, str]) -> list[str]:

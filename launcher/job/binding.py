@@ -2,7 +2,7 @@
 
 CPU ranks of a host share the cores evenly; first touch places their memory. A rank with a GPU gets the cores and, while
 it has some, the memory of the GPU's NUMA node, or of the node that MAP_NUMA_NODE names for its local rank. A node of -1
-means that the rank is not bound, which the log says. visible_devices.py maps CUDA's index to the machine's GPU.
+means that the rank is not bound, which is logged. visible_devices.py maps CUDA's index to the machine's GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ... import linux_calls
 from ...errors import USAGE, FatalError
 from . import visible_devices
 from .linux import text_of
@@ -66,7 +67,7 @@ def allowed() -> list[int]:
                 for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
                     if text := text_of(place / name):
                         return cpu_list(text)
-    return cpu_list(text_of(SYS / "devices/system/cpu/online")) or sorted(os.sched_getaffinity(0))
+    return cpu_list(text_of(SYS / "devices/system/cpu/online")) or sorted(linux_calls.processors())
 
 
 def quota() -> float:
@@ -138,8 +139,26 @@ def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
     return int(nodes[place.local_rank])
 
 
+def node_folders(sys: Path) -> dict[int, Path]:
+    """The NUMA nodes that are online, with their folders in sysfs."""
+    found = {int(path.name[4:]): path for path in (sys / "devices/system/node").glob("node[0-9]*")}
+    return dict(sorted(found.items()))
+
+
+def with_cores(node: int) -> int:
+    """The node, or if it has memory only, as GPUs' own nodes of a Grace host do, the nearest one that has cores."""
+    folders = node_folders(SYS)
+    if node not in folders or text_of(folders[node] / "cpulist"):
+        return node
+    distances = dict(zip(folders, map(int, text_of(folders[node] / "distance").split()), strict=False))
+    near = [other for other in distances if text_of(folders[other] / "cpulist")]
+    return min(near, key=lambda other: distances[other], default=node)
+
+
 def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
     """All cores of a NUMA node. Ranks that compute on GPUs may share them."""
+    if (near := with_cores(node)) != node:
+        node, source = near, f"the nearest with cores to {node}, {source}"
     here = cpu_list(text_of(SYS / f"devices/system/node/node{node}/cpulist")) if node >= 0 else []
     mine = sorted(set(here) & set(cpus))
     if not mine:
@@ -152,8 +171,8 @@ def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
 
 
 def _unbound(place: RankPlace, cpus: list[int], why: str) -> Share:
-    """Of a rank that computes on a GPU: it stays on the CPUs that it has, and has threads for its part of these."""
-    inherited = sorted(os.sched_getaffinity(0) & set(cpus)) or cpus
+    """The binding of a GPU's rank: it stays on the CPUs that it has, with threads for its part of these."""
+    inherited = sorted(linux_calls.processors() & set(cpus)) or cpus
     sharing = max(1, round(place.local_size * len(inherited) / max(len(inherited), len(cpus))))
     return Share((), max(1, len(by_core(inherited)) // sharing), f"not bound: {why}")
 
@@ -169,13 +188,13 @@ def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
         if not address:
             return _unbound(place, cpus, f"the place of GPU {gpu} is not known: {why}")
         return on_node(numa_node(address), f"of GPU {gpu} at {address}", place, cpus)
-    return share_of(place, cpus, sorted(os.sched_getaffinity(0)), quota())
+    return share_of(place, cpus, sorted(linux_calls.processors()), quota())
 
 
 def apply(share: Share, environ: dict[str, str]) -> str:
     """Bind this process, also across exec, and set torch's thread count in `environ`. Returns a text for the log."""
     if share.cpus:
-        os.sched_setaffinity(0, share.cpus)
+        linux_calls.bind(share.cpus)
     environ.setdefault("OMP_NUM_THREADS", str(share.threads))
     if share.node < 0:
         return share.words

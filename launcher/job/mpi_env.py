@@ -17,14 +17,15 @@ from . import allocation, visible_devices
 # Variables by which MPI recognises that a process belongs to a job. Processes that must not join get none of them.
 _MPI_PREFIXES = (
     "OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "MPI_LOCAL", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "JSM_",
+    "FLUX_JOB_", "FLUX_TASK_", "FLUX_PMI_", "FLUX_KVS_",
 )  # fmt: skip
 _STEP_PREFIXES = ("SLURM_STEP", "SLURM_PMI", "SLURM_MPI")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_GTIDS")
 
-# Where an mpirun uses srun to reach the nodes, SLURM_LOCALID counts mpirun's daemons: so it comes last.
+# SLURM_LOCALID comes last: it counts mpirun's daemons where mpirun uses srun to reach the nodes.
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK",
-    "SLURM_LOCALID",
+    "FLUX_TASK_LOCAL_ID", "SLURM_LOCALID",
 )  # fmt: skip
 _LOCAL_SIZE = (
     "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE",
@@ -52,19 +53,24 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
     """This process's place in an MPI job; None where no MPI launcher started it.
 
     OMPI_*: Open MPI 4 and 5. PMI_* and MPI_LOCAL*: MPICH, Intel MPI. PMIX_RANK or PMI_* with SLURM_*: srun. PALS_*:
-    Cray's mpiexec. JSM_*: LSF's jsrun.
+    Cray's mpiexec. JSM_*: LSF's jsrun. FLUX_*: flux run, beside PMI_* or PMIX_RANK (flux-environment(7)).
     """
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "JSM_NAMESPACE_RANK")
     size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     own = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ  # by mpirun, perhaps in a Slurm step
     launcher = "srun" if "SLURM_STEP_ID" in environ and not own else "mpirun"
+    if "FLUX_TASK_RANK" in environ and not own:
+        launcher = "flux run"
     if size is None:
-        size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE", "JSM_NAMESPACE_SIZE")
+        names = "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PALS_SIZE", "JSM_NAMESPACE_SIZE"
+        size = _number(environ, *names)
     if rank is None or size is None:
         return None
     local_rank = _number(environ, *_LOCAL_RANK)
     local_size = _number(environ, *_LOCAL_SIZE)
-    if local_size is None:
+    if local_size is None and launcher == "flux run":
+        local_size = -(-size // (_number(environ, "FLUX_JOB_NNODES") or 1))
+    elif local_size is None:
         local_size = _slurm_local_size(environ, size)
     return RankPlace(rank, size, rank if local_rank is None else local_rank, local_size, launcher)
 
@@ -135,7 +141,7 @@ def end_time(environ: Mapping[str, str]) -> float:
 
 def batch_job(environ: Mapping[str, str]) -> str:
     """The batch system's name for this job; "" outside one."""
-    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
         if environ.get(name):
             return environ[name]
     return ""

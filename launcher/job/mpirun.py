@@ -6,12 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from ... import child_python, linux_calls
 from ...errors import USAGE, FatalError
 
 # Only mpi4py knows which library it loads: MPI4PY_LIBMPI, the virtual environment's or the system's.
@@ -48,7 +48,8 @@ class Mpi(msgspec.Struct, frozen=True):
 
 def find(environ: Mapping[str, str]) -> Mpi:
     """The MPI of this Python environment. Raises FatalError, with the remedy, where none can start ranks."""
-    probe = subprocess.run([sys.executable, "-c", _PROBE, _LIBRARY], env=dict(environ), capture_output=True, text=True)
+    line = child_python.command("-c", _PROBE, _LIBRARY)
+    probe = subprocess.run(line, env=dict(environ), capture_output=True, text=True)
     if probe.returncode:
         why = probe.stderr.strip().rpartition("\n")[2]
         raise FatalError(f"several ranks need an MPI library, and none can be loaded ({why}); {INSTALL}", USAGE)
@@ -88,7 +89,7 @@ def _identify(text: str) -> tuple[str, str]:
 
 
 def _candidates(library: str, environ: Mapping[str, str]) -> list[str]:
-    """Programs named mpirun: beside the library first (PREFIX/lib/libmpi.so, PREFIX/lib/x86_64-…/libmpi.so)."""
+    """Programs named mpirun: next to the library first (PREFIX/lib/libmpi.so, PREFIX/lib/x86_64-…/libmpi.so)."""
     found = []
     for parent in list(Path(library).parents)[1:4] if library else []:
         for name in ("mpirun", "mpiexec"):
@@ -130,7 +131,7 @@ def environment(mpi: Mpi, ranks: int, environ: Mapping[str, str]) -> dict[str, s
         wanted |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm" if mpi.major >= 5 else "self,vader"}
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        if ranks > len(os.sched_getaffinity(0)):
+        if ranks > len(linux_calls.processors()):
             # With fewer cores than ranks a spinning rank would keep the core from the rank that it waits for.
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if mpi.major < 5:

@@ -18,16 +18,18 @@ from typing import NoReturn
 
 import msgspec
 
+from ... import child_python, logs
 from ...errors import RANK_FAILED, RANK_KILLED, USAGE, FatalError
+from ...logs import say
 from ...rank.options import JOB_ENV, Job, Options, decode_job, encode_job
 from ...rank.server.config import ServerConfig
 from ..options.models_file import Models
-from . import binding, linux, mpi_env, server_process, visible_devices
+from ..options.resolve import rank_options
+from . import binding, linux, mpi_env, secret_variables, server_process, visible_devices
 from .mpi_env import RankPlace
 
 # The supervisor's process id, set by it. A rank whose parent is the supervisor has lost its mpirun.
 PARENT_ENV = "PHALANX_PARENT"
-KEY_ENV = "PHALANX_API_KEY"
 RANK = ["-m", "phalanx.rank"]
 ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys.argv[1]))"]
 Jobs = Callable[[ServerConfig], "subprocess.Popen[bytes]"]
@@ -53,7 +55,7 @@ def main() -> int:
     except FatalError as stop:
         give_up(stop, place)
         if str(stop):
-            linux.say(str(stop))
+            say(str(stop), "error")
         else:
             linux.let_another_speak()
         return stop.code
@@ -71,11 +73,12 @@ def join(options: Options, place: RankPlace, jobs: Jobs | None = None, models: M
         if place.rank == 0:
             if len(options.devices) > 1 and options.device != "cpu" and given_one(place):
                 listed = ",".join(str(one) for one in options.devices)
-                linux.say(f"each rank computes on the one GPU that it sees: --d {listed} chooses nothing")
+                say(f"each rank computes on the one GPU that it sees: --d {listed} chooses nothing")
             link = _start_server(options, jobs, models)
         else:
             hold_drain()
-        exec_rank(Job(options=options, announced_size=place.size, server_socket=link), place, own=True)
+        job = Job(options=options, announced_size=place.size, server_socket=link, server_watched=True)
+        exec_rank(job, place, own=True)
     except FatalError as stop:
         give_up(stop, place)
         raise
@@ -96,8 +99,8 @@ def give_up(stop: FatalError, place: RankPlace) -> None:
     if place.size == 1 or mpi_env.ends_together(os.environ):
         return
     if str(stop):
-        linux.say(str(stop))
-    os.execve(sys.executable, [sys.executable, *ABORT, str(stop.code)], os.environ)
+        say(str(stop), "error")
+    os.execve(sys.executable, child_python.command(*ABORT, str(stop.code)), os.environ)
 
 
 def hold_drain() -> None:
@@ -109,15 +112,14 @@ def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
     """Bind this process and exec the rank. own: as in device_index."""
     gpu = device_index(job.options, place, own)
     share = binding.choose(place, gpu, os.environ)
-    environ = dict(os.environ)
-    environ.pop(KEY_ENV, None)
+    environ = secret_variables.without(os.environ)
     bound = binding.apply(share, environ)
     if mpi_env.ends_together(os.environ):
         # Open MPI ends a rank that loses its connection to another and names neither: delay it for the watchdog.
         environ.setdefault("OMPI_MCA_opal_abort_delay", ABORT_DELAY)
     job = msgspec.structs.replace(
         job,
-        options=without_key(job.options),
+        options=rank_options(job.options),
         rank=place.rank,
         local_rank=place.local_rank,
         server_socket=job.server_socket if place.rank == 0 else "",
@@ -128,12 +130,7 @@ def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
     if place.rank == 0:
         _await_socket(job.server_socket)
     environ[JOB_ENV] = encode_job(job)
-    os.execve(sys.executable, [sys.executable, *RANK], environ)
-
-
-def without_key(options: Options) -> Options:
-    """The options for mpirun and the ranks. They need no API key, so they cannot leak it."""
-    return msgspec.structs.replace(options, api_key="", api_key_file="")
+    os.execve(sys.executable, child_python.command(*RANK), environ)
 
 
 def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
@@ -143,7 +140,7 @@ def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
     sees one GPU, it is this rank's. comm/gpu_owners.py checks later that no other rank has it too.
     """
     available = mpi_env.gpus()
-    if options.device == "cpu" or (options.device == "auto" and not available):
+    if options.device in ("cpu", "mps") or (options.device == "auto" and not available):
         return -1
     index = place.local_rank
     given = own and given_one(place)
@@ -212,7 +209,7 @@ def _start_server(options: Options, jobs: Jobs | None, models: Models | None) ->
     if os.fork() == 0:
         code = 1
         try:
-            watch_server(child, rank, directory, listener)
+            watch_server(child, rank, directory, listener, settings.registry_file)
             if mpirun:
                 kill_stuck_mpirun(*mpirun)
             code = 0
@@ -228,7 +225,11 @@ def _start_server(options: Options, jobs: Jobs | None, models: Models | None) ->
 
 
 def watch_server(
-    child: subprocess.Popen[bytes], rank: int, directory: str, listener: server_process.Listener | None = None
+    child: subprocess.Popen[bytes],
+    rank: int,
+    directory: str,
+    listener: server_process.Listener | None = None,
+    registry_file: str = "",
 ) -> None:
     """The watcher: copies the server's output to mpirun's stderr, and kills the server if it outlives rank 0 for long.
 
@@ -253,13 +254,12 @@ def watch_server(
             data = os.read(output, 65536)
             if not data:
                 watched.remove(output)
-            linux.write(2, data)
+            logs.writer(2).write(data)
         if not ready:
             linux.kill_group(child.pid, signal.SIGKILL)
             deadline = float("inf")
-    if listener is not None:
-        server_process.unlink(listener)
-    server_process.remove(directory)
+    logs.flush()
+    server_process.clear(listener, directory, registry_file)
 
 
 def _mpirun() -> tuple[int, int] | None:
@@ -292,7 +292,8 @@ def kill_stuck_mpirun(mpirun: int, ended: int) -> None:
     with contextlib.suppress(OSError):
         family = [mpirun, *linux.children(mpirun)]  # including its ssh clients, which would wait as long
         with contextlib.suppress(OSError):
-            linux.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND), text.encode())
+            # Its own open file: O_NONBLOCK keeps this process from waiting for whoever reads mpirun.
+            os.write(os.open(f"/proc/{mpirun}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK), text.encode())
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

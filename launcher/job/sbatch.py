@@ -12,8 +12,6 @@ from ..options.option_sources import ParsedOptions
 from ..options.resolve import ranks_of
 
 FLAG = "--sbatch"
-# Options that srun decides, or that are refused under it.
-_LEFT_OUT = ("ranks", "restarts", "deadline")
 
 _HEAD = """\
 #!/bin/bash
@@ -54,7 +52,7 @@ _BATCH = f"""\
 
 # SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
 {_RUN}
-# The journal beside the output remembers what is done: the same script goes on there. docs/exit-codes.md has the codes.
+# The journal next to the output remembers what is done: the same script goes on there. Codes: docs/exit-codes.md.
 case $code in
     75) scontrol requeue "$SLURM_JOB_ID" ;;                 # unfinished: the time was over
     70 | 71 | 137)                                          # a rank failed: not again and again
@@ -104,7 +102,7 @@ def command(verb: str, chosen: ParsedOptions[Any]) -> str:
     table: dict[str, Spec] = specs(chosen.options.__class__)
     words = ["phalanx", verb]
     for name, spec in table.items():
-        if chosen.origins[name] == "default" or name in _LEFT_OUT or spec.flag.secret:
+        if chosen.origins[name] == "default" or spec.flag.slurm_decides or spec.flag.secret:
             continue
         value = getattr(chosen.options, name)
         shortest = next((one for one in spec.flag.flags if one.startswith("--")), spec.flag.flags[0])

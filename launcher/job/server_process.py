@@ -10,27 +10,34 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
+import time
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from ... import child_python
 from ...errors import USAGE, FatalError
+from ...logs import say
 from ...rank.options import Options
-from ...rank.server import server_registry, tls
-from ...rank.server.config import VARIABLE, ServerConfig, model_settings
+from ...rank.server import server_registry, tls, tracing
+from ...rank.server.config import PREDECESSOR, PUSH_GROUP, VARIABLE, ServerConfig, model_settings, named_alike
 from .. import builtin_model
 from ..options.models_file import Models
-from . import mpi_env
-from .linux import say
+from ..options.resolve import rank_options
+from . import mpi_env, resubmission, secret_variables
 
 SERVER = ["-m", "phalanx.rank.server"]
 BACKLOG = 1024
 NULL = subprocess.DEVNULL
 NO_KEY = "none"  # of --api-key
 _LOOPBACK = ("127.", "::1", "localhost")
+
+
+class PortTaken(FatalError):
+    """Somebody else listens there."""
 
 
 class Listener(msgspec.Struct):
@@ -46,6 +53,7 @@ class Listener(msgspec.Struct):
 
 def open_for_clients(options: Options) -> tuple[Listener, Options]:
     """The bound socket, and the options with the API keys that are in force."""
+    check_traces(options.otlp_endpoint)
     if options.tls_key and not options.tls_cert:
         raise FatalError(f"--tls-key {options.tls_key}: its certificate is missing, --tls-cert FILE", USAGE)
     if options.tls_cert:
@@ -55,7 +63,7 @@ def open_for_clients(options: Options) -> tuple[Listener, Options]:
             tls.server_context(options.tls_cert, options.tls_key)
         except ValueError as error:
             raise FatalError(f"--tls-cert, --tls-key: {error}", USAGE) from None
-    listener = listen(options.host, options.port)
+    listener = _listen_anywhere(options) if options.resubmit else listen(options.host, options.port)
     if options.tls_cert:
         listener.url = listener.url.replace("http://", "https://", 1)
     try:
@@ -83,7 +91,8 @@ def listen(host: str, port: int) -> Listener:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise FatalError(_why_not(error, host, port), USAGE) from None
+        refused = PortTaken if error.errno == errno.EADDRINUSE else FatalError
+        raise refused(_why_not(error, host, port), USAGE) from None
     shown, port = listener.getsockname()[:2]
     local = shown.startswith(_LOOPBACK)
     if shown in ("0.0.0.0", "::"):
@@ -101,7 +110,9 @@ def _with_key(listener: Listener, options: Options) -> Options:
             say("listening to other machines without a key: --api-key-file FILE lets only its holders in")
         return msgspec.structs.replace(options, api_key="")
     job = mpi_env.batch_job(os.environ)
-    if options.api_key or listener.path or not (listener.open_to_all or job):
+    if options.api_key and (not options.resubmit or options.api_key_file):
+        return options
+    if listener.path or not (options.api_key or listener.open_to_all or job):
         return options
     try:
         server_registry.make_directory(server_registry.directory())
@@ -111,6 +122,8 @@ def _with_key(listener: Listener, options: Options) -> Options:
             f"FILE, or let everybody in with --api-key {NO_KEY}",
             USAGE,
         ) from None
+    if options.resubmit:
+        return msgspec.structs.replace(options, api_key=resubmission.shared_key(options, os.environ))
     why = "other machines reach it" if listener.open_to_all else "other users may be on this node"
     say(
         f"made an API key, as {why}: {_job_file()} has it, for you alone, and phalanx chat finds it there "
@@ -121,6 +134,18 @@ def _with_key(listener: Listener, options: Options) -> Options:
 
 def _job_file() -> Path:
     return server_registry.directory() / f"{mpi_env.hostname()}-{os.getpid()}.json"
+
+
+def _listen_anywhere(options: Options) -> Listener:
+    """Listens at another port where the job before this one, or another of the service, has the one asked for."""
+    try:
+        return listen(options.host, options.port)
+    except FatalError as taken:
+        if not isinstance(taken, PortTaken):
+            raise
+        listener = listen(options.host, 0)
+        say(f"port {options.port} is taken, so this is {listener.url}: phalanx gateway finds it there")
+        return listener
 
 
 def _split(host: str, port: int) -> tuple[str, int]:
@@ -210,9 +235,38 @@ def remove(directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def clear(listener: Listener | None, directory: str, registry_file: str) -> None:
+    """Remove what a server process that was killed left behind; "": there is none."""
+    if listener is not None:
+        unlink(listener)
+    if directory:
+        remove(directory)
+    if registry_file:
+        server_registry.remove(Path(registry_file))
+
+
 def _own_name(listener: Listener | None) -> list[str]:
     """The name given by --host, for the allowed hosts. `*` is left out: there it would allow any host."""
     return [listener.name] if listener and listener.name not in ("", "*") else []
+
+
+def push_url(url: str, instance: str) -> str:
+    """The address that figures are pushed to. A URL without a path is a Pushgateway's, where this server has a group of
+    its own."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise FatalError(f"--metrics-push {url}: it has to be a URL that begins with http:// or https://", USAGE)
+    if parts.path.strip("/"):
+        return url
+    return urllib.parse.urlunsplit(parts._replace(path=PUSH_GROUP + urllib.parse.quote(instance, safe="")))
+
+
+def check_traces(url: str) -> None:
+    """Raises FatalError where traces cannot be sent to --otlp-endpoint."""
+    try:
+        tracing.check(url)
+    except ValueError as error:
+        raise FatalError(str(error), USAGE) from None
 
 
 def config(
@@ -220,63 +274,74 @@ def config(
 ) -> ServerConfig:
     """The server process's configuration. link: its socket for rank 0. cpus: those it may run on."""
     keys = [(" ".join(line.split()[:-1]), line.split()[-1]) for line in options.api_key.split("\n") if line.strip()]
+    push = options.metrics_push
+    if push:
+        port = listener.socket.getsockname()[1] if listener and not listener.path else os.getpid()
+        push = push_url(push, f"{mpi_env.hostname()}:{port}")
+    handover = resubmission.plan(options, os.environ, time.time()) if listener else None
     own = builtin_model.SERVED_NAME if options.model == str(builtin_model.DIRECTORY) else ""
-    return ServerConfig(
-        **model_settings(options),
+    fields = named_alike(ServerConfig, options) | model_settings(options)
+    fields |= dict(
         link=link,
         listen_fd=listener.socket.fileno() if listener else -1,
         url=f"{listener.url}/v1" if listener and listener.url.startswith("http") else "",
         served_model_name=options.served_model_name or own,
-        strict=options.strict,
         api_keys=[key for _, key in keys],
         key_names={key: name for name, key in keys if name},
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
         allowed_origins=list(options.allowed_origins),
         allowed_hosts=[*options.allowed_hosts, *_own_name(listener)],
-        queue_size=options.queue_size,
-        requests_per_key=options.requests_per_key,
-        response_store=options.response_store,
-        conversation_store=options.conversation_store,
-        record_conversation=options.record_conversation,
-        ui_server=options.ui_server,
+        load_options="" if models is not None else msgspec.json.encode(rank_options(options)).decode(),
+        metrics_push=push,
         file_store=os.path.abspath(options.file_store) if options.file_store else "",
         restarts_expected=options.restarts > 0,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
         models=models.configs(options) if models is not None else [],
         idle_unload=models.idle_unload if models is not None else 0.0,
-        mcp_config=options.mcp_config,
-        access_log=options.access_log,
-        log_level=options.log_level,
         cpus=cpus,
         parent_pid=os.getpid(),
-        idle_exit=options.idle_exit,
         registry_file=str(_job_file()) if listener else "",
         batch_job=mpi_env.batch_job(os.environ),
-        end_time=mpi_env.end_time(os.environ),
+        end_time=handover.end if handover is not None else mpi_env.end_time(os.environ),
+        handover=handover,
+        predecessor=os.environ.get(PREDECESSOR, ""),
     )
+    return ServerConfig(**fields)
 
 
 def start(settings: ServerConfig, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the server process with the HTTP socket."""
-    return spawn(SERVER, {VARIABLE: msgspec.json.encode(settings).decode()}, environ, [settings.listen_fd])
+    return spawn(SERVER, VARIABLE, settings, environ, [settings.listen_fd])
 
 
 def spawn(
-    module: list[str], given: Mapping[str, str], environ: Mapping[str, str], fds: list[int], stdin: int | None = NULL
+    module: list[str],
+    variable: str,
+    config: msgspec.Struct,
+    environ: Mapping[str, str],
+    fds: list[int],
+    stdin: int | None = NULL,
 ) -> subprocess.Popen[bytes]:
     """Start the server process, or a batch process in its place: in a session of its own, with its output in a pipe.
 
     It must not inherit mpirun's output, or mpirun would wait for it after rank 0 is gone. It must not inherit MPI's
-    variables either, or a library in it would join the MPI job.
+    variables either, or a library in it would join the MPI job. Its configuration may hold keys, which an environment
+    would show for as long as it runs: so that goes through a pipe, which `variable` names.
     """
-    return subprocess.Popen(
-        [sys.executable, *module],
-        env={**mpi_env.without_mpi(environ), **given},
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=fds,
-        start_new_session=True,
-    )
+    read, write = os.pipe()
+    with open(write, "wb", buffering=0) as pipe:
+        try:
+            child = subprocess.Popen(
+                child_python.command(*module),
+                env={**secret_variables.without(mpi_env.without_mpi(environ)), variable: str(read)},
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[*fds, read],
+                start_new_session=True,
+            )
+        finally:
+            os.close(read)
+        left = memoryview(msgspec.json.encode(config))
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which its starter sees
+            while left:
+                left = left[pipe.write(left) :]
+    return child

@@ -1,6 +1,7 @@
 """The supervisor: starts a job's ranks from outside MPI, passes signals on, restarts them and cleans up.
 
-It has one thread: children with a parent-death signal die with the thread that started them.
+It starts all children from one thread: those with a parent-death signal die with the thread that started them. It
+reads their output at all times and hands it to the log's writers (logs.py), so no reader can stop a rank or mpirun.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import IO
 
 import msgspec
 
-from ... import errors
+from ... import child_python, errors, logs
+from ...logs import say
 from ...rank.options import JOB_ENV, Job, Options, encode_job
-from . import linux, mpi_env, mpirun, rank_bootstrap
-from .linux import say
+from ..options.resolve import rank_options
+from . import linux, mpi_env, mpirun, rank_bootstrap, secret_variables
 from .output_filter import OutputFilter
 
 BOOTSTRAP = ["-m", "phalanx.launcher.job.rank_bootstrap"]
@@ -56,18 +58,21 @@ class LaunchSpec(msgspec.Struct):
     mpich: bool = False
 
 
-def launch_spec(options: Options, link: str, columns: int = 0) -> LaunchSpec:
-    """The LaunchSpec of a job. One rank, or ranks that are threads, need no mpirun. columns: the terminal's width."""
+def launch_spec(options: Options, link: str, columns: int = 0, watched: bool = True) -> LaunchSpec:
+    """The LaunchSpec of a job. One rank, or ranks that are threads, need no mpirun.
+
+    columns: the terminal's width. watched: the process at the link and rank 0 exchange heartbeats.
+    """
     single = options.multithread or options.ranks == 1
     job = Job(
-        options=rank_bootstrap.without_key(options),
+        options=rank_options(options),
         announced_size=1 if single else options.ranks,
         server_socket=link,
+        server_watched=watched,
         columns=columns,
     )
-    environ = dict(os.environ) | {JOB_ENV: encode_job(job)}
-    environ.pop(rank_bootstrap.KEY_ENV, None)
-    program = [sys.executable, *BOOTSTRAP]
+    environ = secret_variables.without(os.environ) | {JOB_ENV: encode_job(job)}
+    program = child_python.command(*BOOTSTRAP)
     if single:
         # With the variables of an allocation's shell the rank would take itself for one of several.
         return LaunchSpec(program, mpi_env.without_mpi(environ), False)
@@ -107,6 +112,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end and clean up. Returns its exit code."""
+        logs.unblock()
         linux.adopt_orphans()
         wakeup, wake = socket.socketpair()
         wakeup.setblocking(False)
@@ -127,6 +133,7 @@ class Supervisor:
             wakeup.close()
             wake.close()
             self._selector.close()
+            logs.flush()
 
     def _run_once(self) -> None:
         left = self._deadline - time.monotonic()
@@ -184,11 +191,11 @@ class Supervisor:
                 self._selector.unregister(stream)
                 stream.close()
             shown = data if output_filter is None else output_filter.feed(data) if data else output_filter.flush()
-            linux.write(to, shown)
+            logs.writer(to).write(shown)
 
         self._selector.register(stream, selectors.EVENT_READ, copy)
 
-    # What can happen.
+    # Events of a job.
 
     def _signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -248,7 +255,7 @@ class Supervisor:
 
     def _say_if_killed(self, code: int) -> None:
         if code < 0:
-            say(f"the server process was killed by signal {-code}")
+            say(f"the server process was killed by signal {-code}", "error")
 
     def _await_killed_server(self) -> None:
         """Name a killed server process. Its sockets close before it has ended, so rank 0 may be gone first."""
@@ -281,7 +288,7 @@ class Supervisor:
 
     def _announce_end(self, code: int) -> None:
         why = f" ({self._filter.casualty})" if self._filter.casualty else ""
-        say(f"the job ended with exit code {code}: {NAMES.get(code, 'see above')}{why}")
+        say(f"the job ended with exit code {code}: {NAMES.get(code, 'see above')}{why}", "error")
 
     # The end.
 
@@ -356,9 +363,11 @@ def main() -> int:
     try:
         if os.getppid() != request.parent:
             return errors.STOPPED
-        return Supervisor(launch_spec(request.options, request.link), parent=request.parent).run()
+        # The user's program has the server's place: it may stop, or compute for long without its event loop.
+        start = launch_spec(request.options, request.link, watched=False)
+        return Supervisor(start, parent=request.parent).run()
     except errors.FatalError as stop:
-        say(str(stop))
+        say(str(stop), "error")
         return stop.code
     finally:
         if os.getppid() != request.parent:  # the parent was killed and could not clean up

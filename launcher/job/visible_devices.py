@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from ...rank import nvml
 
 PROC = Path("/proc")
 DEV = Path("/dev")
@@ -108,7 +109,7 @@ def locate(index: int, environ: Mapping[str, str]) -> tuple[str, str]:
 def _by_uuid(name: str, gpus: list[Gpu]) -> tuple[str, str]:
     whole = _parent(name) if name.startswith("MIG-") else name
     if not whole:
-        return "", f"nvidia-smi -L does not tell which GPU {name} is a part of"
+        return "", f"NVML does not tell which GPU {name} is a part of"
     fitting = [gpu.address for gpu in gpus if gpu.uuid.lower().startswith(whole.lower())]
     if len(fitting) == 1:
         return fitting[0], ""
@@ -119,19 +120,4 @@ def _parent(mig: str) -> str:
     """The UUID of the GPU that a MIG device is part of; "" if unknown."""
     if mig.startswith("MIG-GPU-"):  # MIG-GPU-UUID/GPU instance/compute instance, of drivers before 470
         return mig.removeprefix("MIG-").partition("/")[0]
-    parent, found = "", set()
-    for uuid in re.findall(r"UUID: ([^)\s]+)", smi("-L")):
-        if uuid.startswith("GPU-"):
-            parent = uuid
-        elif uuid.lower().startswith(mig.lower()):
-            found.add(parent)
-    return found.pop() if len(found) == 1 else ""
-
-
-def smi(*arguments: str) -> str:
-    """The output of nvidia-smi; "" where there is none, or where it fails."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=15)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    return nvml.mig_parent(mig)

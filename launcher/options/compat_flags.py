@@ -1,59 +1,72 @@
-"""Flags of candle-vLLM, vLLM, SGLang and llama.cpp that are no options here: what their users are told instead.
+"""Flags of candle-vLLM, vLLM, SGLang and llama.cpp that are no options here: compat_flags.toml, and who asks it.
 
-A flag that means what an option means is another name of it. One that would change nothing is passed over with a note.
-One that would change the answer, or asks for what there is not, is refused with what to do about it. Nothing is ignored
-in silence.
+A flag that means what an option means is another name of it. One that would change nothing is ignored with a note. One
+that would change the answer, or asks for what there is not, is rejected with what to do about it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
-from .compat import answers, memory, model, ranks, server
-from .compat.flag import CompatFlag
-
-OTHER_NAMES = {
-    # SGLang's, and vLLM's short ones
-    "-tp": "--tp", "--tp-size": "--tp",
-    "-pp": "--pp", "--pp-size": "--pp",
-    "-dp": "--dp", "--dp-size": "--dp",
-    "--ep-size": "--ep",
-    "-q": "--quantization",
-    "--model-path": "--model",
-    "--context-length": "--max-model-len",
-    "--max-running-requests": "--max-num-seqs",
-    "--max-queued-requests": "--queue-size",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--page-size": "--block-size",
-    "--disable-radix-cache": "--disable-prefix-cache",
-    "--mem-fraction-static": "--kv-fraction",
-    # llama.cpp's
-    "-m": "--model",
-    "-a": "--served-model-name", "--alias": "--served-model-name",
-    "-s": "--seed",
-    "--temp": "--temperature",
-    "--repeat-penalty": "--repetition-penalty",
-    "--predict": "--max-tokens", "--n-predict": "--max-tokens",
-    "--chat-template-file": "--chat-template",
-    "--cache-prompt": "--prefix-cache", "--no-cache-prompt": "--no-prefix-cache",
-    "--cors-origins": "--allowed-origins",
-    "--ssl-cert-file": "--tls-cert", "--ssl-key-file": "--tls-key",
-    "--ui": "--ui-server", "--webui": "--ui-server", "--no-ui": "--no-ui-server", "--no-webui": "--no-ui-server",
-}  # fmt: skip
-
-_OF_FREE = "is read as --kv-fraction: a share of the memory free after loading"
-# Options that the server they come from gives a slightly different meaning.
-DIFFERENCES = {
-    "--gpu-memory-utilization": _OF_FREE,
-    "--mem-fraction-static": _OF_FREE,
-    "--repeat-penalty": "is read as --repetition-penalty: it counts the whole text",
-}
+SWITCH = re.compile(r"on|off|auto|true|false|-?[\d.]+", re.IGNORECASE)
+NUMBER = re.compile(r"-?[\d.]+")
 
 
-# A name that ends with * stands for all that begin so.
-COMPAT_FLAGS = {**ranks.FLAGS, **memory.FLAGS, **model.FLAGS, **answers.FLAGS, **server.FLAGS}
+class CompatFlag(msgspec.Struct, frozen=True):
+    """The answer to a flag. `takes`: "X", "[X]" or "N ..", as compat_flags.toml explains, or "" for no value.
+
+    A rejected flag ends the start; but with the values in `harmless`, which ask for what there is, it is ignored.
+    """
+
+    text: str
+    takes: str = ""
+    refused: bool = False
+    harmless: tuple[str, ...] = ()
+
+    def refuses(self, value: str | None) -> bool:
+        return self.refused and value not in self.harmless
+
+    def value(self, words: list[str]) -> str | None:
+        """Takes the flag's value out of the words that follow it."""
+        if self.takes == "N ..":
+            while words and NUMBER.fullmatch(words[0]):
+                words.pop(0)
+        mine = False
+        if words and self.takes == "X":
+            mine = not words[0].startswith("-") or NUMBER.fullmatch(words[0]) is not None
+        elif words and self.takes == "[X]":
+            mine = SWITCH.fullmatch(words[0]) is not None
+        return words.pop(0) if mine else None
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """Flags with the same answer, each written with what it takes."""
+
+    note: str
+    ignored: list[str] = []
+    rejected: list[str] = []
+    unless: tuple[str, ...] = ()  # values with which a rejected one is ignored
+
+    def answers(self) -> Iterator[tuple[str, CompatFlag]]:
+        for flag in (*self.ignored, *self.rejected):
+            name, _, takes = flag.partition(" ")
+            yield name, CompatFlag(self.note, takes, flag in self.rejected, self.unless if takes else ())
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    architectures: list[str]
+    names: dict[str, str]
+    differences: dict[str, str]
+    flags: list[_Entry]
+
+
+_FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_File)
+ARCHITECTURES, OTHER_NAMES, DIFFERENCES = _FILE.architectures, _FILE.names, _FILE.differences
+COMPAT_FLAGS = {name: answer for entry in _FILE.flags for name, answer in entry.answers()}
 _FAMILIES = {name.removesuffix("*"): entry for name, entry in COMPAT_FLAGS.items() if name.endswith("*")}
 
 
@@ -70,10 +83,3 @@ def find(name: str) -> CompatFlag | None:
     if name.startswith("--no-") and positive is not None and positive.takes in ("", "[X]"):
         return CompatFlag("it is off anyway" if positive.refused else positive.text)
     return next((entry for begin, entry in _FAMILIES.items() if name.startswith(begin)), None)
-
-
-# candle-vLLM's model subcommands, once needed after the weights' path.
-ARCHITECTURES = (
-    "llama", "llama3", "mistral", "phi2", "phi3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3", "yi",
-    "stable-lm", "glm4", "deep-seek",
-)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `--help` and `--show-config` print."""
+"""The output of `--help` and `--show-config`."""
 
 from __future__ import annotations
 

@@ -18,18 +18,12 @@ from typing import Any
 import msgspec
 
 from ...errors import USAGE, FatalError
+from ...rank.flags import ENGINE
 from ...rank.options import Options, specs
-from ...rank.server.config import ModelConfig, SamplingDefaults, model_settings
+from ...rank.server.config import ModelConfig, model_settings
 from . import option_sources
-from .resolve import model_path
+from .resolve import model_path, rank_options
 
-# What may differ from model to model. The others are the job's or the server's, which live on.
-OWN = (
-    "model", "dtype", "isq", "quantization", "max_model_len", "load_format", "load", "stage", "generation_config",
-    "chat_template", "thinking", "mem", "kvcache_mem_cpu", "kv_cache_dtype", "kv_fraction",
-    "num_experts_offload_per_rank", "expert_memory", "expert_placement", "expert_deferral", "cpu_offload_gb",
-    "block_size", "max_num_seqs", "max_num_batched_tokens", "prefix_cache", *SamplingDefaults.__struct_fields__,
-)  # fmt: skip
 # candle-vLLM's names that are no option's.
 ALSO = {"kvcache_mem_gpu": "mem", "prefill_chunk_size": "max_num_batched_tokens"}
 NO_EFFECT = {
@@ -66,7 +60,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Models(msgspec.Struct):
-    """What a file means: the model to begin with comes first."""
+    """The models of a file: the one to begin with comes first."""
 
     entries: list[Entry]
     options: list[Options]  # of each
@@ -74,7 +68,7 @@ class Models(msgspec.Struct):
     notes: list[str]  # what has no effect, and why
 
     def first(self) -> Options:
-        """What the job is started with."""
+        """The options that the job is started with."""
         return msgspec.structs.replace(self.options[0], served_model_name=self.entries[0].name)
 
     def configs(self, resolved: Options) -> list[ModelConfig]:
@@ -82,7 +76,7 @@ class Models(msgspec.Struct):
         ranks = {name: getattr(resolved, name) for name in ("ranks", "tp", "pp", "dp")}
         found = []
         for entry, own in zip(self.entries, self.options, strict=True):
-            options = msgspec.structs.replace(own, **ranks, api_key="", api_key_file="")
+            options = rank_options(msgspec.structs.replace(own, **ranks))
             found.append(
                 ModelConfig(
                     name=entry.name,
@@ -95,10 +89,10 @@ class Models(msgspec.Struct):
 
 
 def read(options: Options) -> Models:
-    """What --models-config names, over the options of the command line. Raises FatalError in words."""
+    """The models of --models-config, over the options of the command line. Raises FatalError."""
     path = Path(options.models_config).expanduser().absolute()
     file = _content(path)
-    for name in ("model", "served_model_name"):
+    for name in ("model", "weight_file", "served_model_name"):
         if getattr(options, name):
             raise FatalError(f"--models-config: {path} names the models: leave --{name.replace('_', '-')} out", USAGE)
     if options.file_store:
@@ -118,15 +112,13 @@ def read(options: Options) -> Models:
 
 
 def _content(path: Path) -> File:
-    import yaml  # here: only who uses it pays for it
-
     try:
-        return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), File, strict=False)
+        return msgspec.convert(option_sources.read_yaml(path), File, strict=False)
     except OSError as error:
         raise _wrong(path, str(error.strerror)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _wrong(path, f"not YAML: {' '.join(str(error).split())}") from None
-    except msgspec.ValidationError as error:
+    except RecursionError:  # an alias within itself
+        raise _wrong(path, "it is nested too deeply") from None
+    except (ValueError, msgspec.ValidationError) as error:
         raise _wrong(path, str(error)) from None
 
 
@@ -135,7 +127,7 @@ def _wrong(path: Path, why: str) -> FatalError:
 
 
 def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Options:
-    """A model's options: what its entry says, over the command line's."""
+    """A model's options: its entry's, over the command line's."""
     given: dict[str, Any] = {}
     for name, value in {**entry.params, **entry.options}.items():
         if name in NO_EFFECT:
@@ -159,9 +151,10 @@ def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Optio
         directory = model_path(own)
     except FatalError as stop:
         raise _wrong(path, f"model {entry.name!r}: {stop}") from None
-    if foreign := [name for name in specs() if name not in OWN and getattr(own, name) != getattr(base, name)]:
+    job = (name for name, spec in specs().items() if ENGINE not in spec.flag.scope)
+    if foreign := [name for name in job if getattr(own, name) != getattr(base, name)]:
         raise _wrong(path, f"model {entry.name!r}: {foreign[0]} is the whole job's: give it on the command line")
-    return msgspec.structs.replace(own, model=directory)
+    return msgspec.structs.replace(own, model=directory, weight_file="")
 
 
 def _prompt_cache(path: Path, entry: Entry, value: Any, notes: list[str]) -> bool:
@@ -195,8 +188,14 @@ def dotenv(path: Path) -> dict[str, str]:
 
 
 def load_dotenv(models_config: str, environ: MutableMapping[str, str]) -> Mapping[str, str]:
-    """Variables of the .env beside the file that are not set yet: HF_TOKEN, options as PHALANX_…"""
+    """Set HF_TOKEN and options (PHALANX_…) from the .env next to the file, unless they are set already.
+
+    Other variables (LD_PRELOAD, PYTHONPATH, HF_ENDPOINT) and options that name what is run would run code of whoever
+    wrote the directory, or send the token elsewhere.
+    """
+    harmless = [spec for spec in specs().values() if not spec.flag.runs_code]
+    names = {name for spec in harmless for name in (spec.env, spec.flag.variable)} | {"HF_TOKEN"}
     beside = Path(models_config).expanduser().absolute().parent / ".env"
-    new = {name: value for name, value in dotenv(beside).items() if name not in environ}
+    new = {name: value for name, value in dotenv(beside).items() if name in names and name not in environ}
     environ.update(new)
     return new

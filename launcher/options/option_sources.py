@@ -1,4 +1,5 @@
-"""Reads an option struct from the command line, the environment and a YAML file, and says where each value came from.
+"""Reads an option struct from the command line, the environment and a YAML file, and records where each value came
+from.
 
 The table of options is the struct itself (`rank/options.py`); this file only knows the sources and how to complain.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -15,6 +17,7 @@ import msgspec
 
 from ...errors import USAGE, FatalError
 from ...rank.options import Options, Spec, specs
+from . import speculative_config
 from .compat_flags import ARCHITECTURES, COMPAT_FLAGS, DIFFERENCES, OTHER_NAMES, CompatFlag, find
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -23,12 +26,12 @@ TRUE, FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 # Variables of the program itself, not options.
 INTERNAL = (
     "PHALANX_JOB", "PHALANX_SERVER", "PHALANX_BATCH", "PHALANX_ORDER", "PHALANX_PARENT", "PHALANX_DOCTOR",
-    "PHALANX_PROBE",
+    "PHALANX_PROBE", "PHALANX_PREDECESSOR", "PHALANX_SERVICE",
 )  # fmt: skip
 
 
 class UsageError(FatalError):
-    """A wrong option. `everywhere` says that every rank of the job sees it, because all have this command line."""
+    """A wrong option. `everywhere`: every rank of the job sees it, because all have this command line."""
 
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message, USAGE)
@@ -36,7 +39,7 @@ class UsageError(FatalError):
 
 
 class ParsedOptions(msgspec.Struct, Generic[T]):
-    """What was chosen, and what there is to say about it."""
+    """The chosen options, and notes about them."""
 
     options: T
     origins: dict[str, str]
@@ -46,7 +49,7 @@ class ParsedOptions(msgspec.Struct, Generic[T]):
 
 
 class _Origin(msgspec.Struct, frozen=True):
-    """Where a value stands: `name` as the user wrote it, `place` in words."""
+    """The source of a value: `name` as the user wrote it, `place` for messages."""
 
     name: str
     place: str
@@ -146,8 +149,20 @@ class _Line:
                 if spec.item is str and spec.name in self.found:  # given again: one more
                     text = [self.found[spec.name][1], text]
                 self.found[spec.name] = (_command_line(name), text)
+                if spec.flag.secret and text != "none":
+                    self.notes.append(
+                        f"{name}: every user of this machine can read it in the list of processes; "
+                        + (f"give {name}-file FILE or {spec.env} in the environment"
+                           if f"{name}-file" in self._on else f"give it as {spec.env} in the environment")
+                    )  # fmt: skip
                 if name in DIFFERENCES:
                     self.notes.append(f"{name} {DIFFERENCES[name]}")
+        elif name in ("--speculative-config", "-sc") and self._places:
+            text = self._value(name, value, words, "JSON")
+            try:
+                self.found |= {key: (_command_line(name), one) for key, one in speculative_config.options(text).items()}
+            except ValueError as error:
+                raise UsageError(f"{name} {text}: {error}", everywhere=True) from None
         elif self._places and (entry := find(name)) is not None:
             self._compat_flag(entry, name, entry.value(words) if value is None else value)
         else:
@@ -196,7 +211,7 @@ class _Line:
 
     def _close(self, bare: str, own: list[str]) -> list[str]:
         """The flag of which this is a misspelling: word by word, or else --ctx-size would be taken for --block-size.
-        It may be another server's, too: those are answered in words."""
+        It may be another server's, too: those get a clear error."""
 
         def alike(one: str, other: str) -> float:
             short, long = sorted((one, other), key=len)
@@ -234,16 +249,26 @@ def _stray_variables(table: dict[str, Spec], environ: Mapping[str, str]) -> list
     return notes
 
 
-def _file_layer(table: dict[str, Spec], path: str) -> dict[str, tuple[_Origin, object]]:
-    import yaml  # here: only who uses --config pays for it
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """The value that a YAML file holds. Raises OSError, and ValueError with its fault."""
+    import yaml  # here: only a command that is given such a file pays for it
 
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            return yaml.safe_load(file)
+    except RecursionError:
+        raise ValueError("not YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def _file_layer(table: dict[str, Spec], path: str) -> dict[str, tuple[_Origin, object]]:
+    try:
+        content = read_yaml(path)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {path}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -11,7 +11,7 @@ import msgspec
 from ...errors import MODEL, USAGE, FatalError
 from ...rank.gguf import checkpoint
 from ...rank.gguf.checkpoint import is_gguf
-from ...rank.options import Options, degrees
+from ...rank.options import SERVER_ONLY, Options, degrees, specs
 from ...rank.server.mcp import config as mcp_config
 from .. import hf_hub
 from ..builtin_model import DIRECTORY as DEMO
@@ -47,6 +47,12 @@ def resolve(options: Options, place: RankPlace | None) -> Options:
     return msgspec.structs.replace(
         options, model=model, weight_file="", served_model_name=name, api_key=api_key, api_key_file="", **numbers
     )
+
+
+def rank_options(options: Options) -> Options:
+    """The options as ranks get them: without those of the server, such as API keys, which they then cannot leak."""
+    table = specs()
+    return msgspec.structs.replace(options, **{name: table[name].default for name in SERVER_ONLY})
 
 
 def _check_host_memory(options: Options) -> None:
@@ -98,7 +104,7 @@ def _check_under_mpi(options: Options, place: RankPlace) -> None:
 
 
 def ranks_of(options: Options) -> int:
-    """How many ranks are wanted, where nobody has started them yet."""
+    """How many ranks are wanted, where they are not started yet."""
     given = [degree for degree in (options.tp, options.pp, options.dp) if degree]
     return options.ranks or (math.prod(given) if given else max(1, len(options.devices)))
 

@@ -1,1 +1,1 @@
-"""GGUF files: what a checkpoint in one file, or in several shards, says of its model. Neither torch nor numpy."""
+"""GGUF files: what a checkpoint in one file, or in several shards, tells about its model. Neither torch nor numpy."""

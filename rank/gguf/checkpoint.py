@@ -35,13 +35,13 @@ def shards(path: Path) -> list[Path]:
 
 
 def name(path: Path) -> str:
-    """What people call the model: the file's name without its ending and its number as a shard."""
+    """The model's common name: the file's name without its ending and its number as a shard."""
     found = SHARD.fullmatch(path.name)
     return found[1] if found else path.stem
 
 
 def headers(path: Path) -> list[Header]:
-    """Of all shards. Raises FatalError where one is missing, damaged or another's."""
+    """Opens all shards. Raises FatalError where one is missing, damaged or another's."""
     files = shards(path)
     for file in files:
         if not file.is_file():
@@ -54,13 +54,13 @@ def headers(path: Path) -> list[Header]:
 
 
 def config(path: Path) -> dict[str, Any]:
-    """What config.json of the same model would say. Raises FatalError where the architecture is not supported."""
+    """The config.json that the same model would have. Raises FatalError where the architecture is not supported."""
     m = Metadata(headers(path))
     architecture = _architecture(m)
     keys = architecture.config(m)
     orders, types = orders_of(architecture, keys), {}
     for name, tensor in m.matrices():
-        # Of 3 axes: of all experts of a layer
+        # Three axes: all experts of a layer
         if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and _keeps_groups(orders.get(part_of(name)), tensor):
             types[_rename(architecture, name).removesuffix(".weight")] = tensor.type.name
     quantization = {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
@@ -137,18 +137,18 @@ def _rename(architecture: Any, name: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """What a layer's tensor is, without its number and its ending."""
+    """The kind of a layer's tensor, without its number and its ending."""
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def orders_of(architecture: Any, keys: dict[str, Any]) -> dict[str, Order]:
-    """By parts of names: what the file has in another order than the model."""
+    """Parts of tensors' names that the file has in another order than the model."""
     found = {part: Order(keys["head_dim"] // 2, 2) for part in getattr(architecture, "PAIRED", ())}
     return found | (architecture.orders(keys) if hasattr(architecture, "orders") else {})
 
 
 def added_to(architecture: Any, name: str) -> float:
-    """What files add to each element of a tensor."""
+    """The number that files add to each element of a tensor."""
     changed = name.endswith("norm.weight") and part_of(name) not in getattr(architecture, "UNCHANGED", ())
     return float(getattr(architecture, "ADDED", 0.0)) if changed else 0.0
 
@@ -211,7 +211,7 @@ def _rows(name: str, under: str, tensor: Tensor) -> dict[str, Entry]:
 
 
 def _dtype(m: Metadata) -> str:
-    """What most of the file's plain matrices are; bfloat16 where there are none."""
+    """The dtype of most of the file's plain matrices; bfloat16 where there are none."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     sizes = dict.fromkeys(names, 0)
     for _, tensor in m.matrices():

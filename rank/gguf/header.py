@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...errors import MODEL, FatalError
+from .. import untrusted_files
 from .types import TYPES, Type
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # of the tensors' data, where general.alignment says nothing else
 LONGEST = 1 << 30  # bytes of a string or an array: damaged files would ask for any memory
+MOST_ELEMENTS = 1 << 24  # of an array; the largest vocabularies have 262,144 tokens
 MOST_AXES = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT, STRING, ARRAY = 6, 8, 9
@@ -45,22 +47,30 @@ def read(file: Path, texts: bool = False) -> Header:
     """texts: with the tokenizer's arrays, which are large. Raises FatalError, code MODEL, where the file is none, or is
     damaged, truncated or of a kind that is not known."""
     try:
-        found = file.stat()
-        return _read(file, found.st_size, found.st_mtime_ns, texts)
+        return _read(*state(file), texts)
     except OSError as error:
         raise FatalError(f"{file} cannot be read: {error.strerror}", MODEL) from None
     except ValueError as error:
         raise FatalError(f"{file} is damaged or truncated: {error}", MODEL) from None
 
 
+def state(file: Path) -> tuple[Path, int, int]:
+    """The file with its size and time of change: what its contents are known by in a cache. Raises FatalError."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise FatalError(f"{file} cannot be read: {error.strerror}", MODEL) from None
+    return file, found.st_size, found.st_mtime_ns
+
+
 @functools.lru_cache(1)  # each of several questions about a file reads its header
 def _read(file: Path, size: int, changed: int, texts: bool) -> Header:
-    with file.open("rb") as opened:
+    with untrusted_files.open_weights(file) as opened:
         return _Reader(opened, size, texts).header(file)
 
 
 class _Reader:
-    """Raises ValueError where the file does not go on as its own numbers say."""
+    """Raises ValueError where the file contradicts its own numbers."""
 
     def __init__(self, file: BinaryIO, size: int, texts: bool):
         self._file, self._size, self._texts = file, size, texts
@@ -70,7 +80,7 @@ class _Reader:
     def header(self, file: Path) -> Header:
         magic = self._take(4)
         if magic != MAGIC:
-            raise FatalError(f"{file} is not a GGUF file: it begins with {magic!r}, not with {MAGIC!r}", MODEL)
+            raise FatalError(f"{file} is not a GGUF file: it does not begin with {MAGIC!r}", MODEL)
         version = self._number("I")
         if version not in VERSIONS:
             why = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
@@ -128,7 +138,7 @@ class _Reader:
 
     def _take(self, count: int) -> bytes:
         if count > LONGEST:
-            raise ValueError(f"{self._what} would be {count} bytes long")
+            raise ValueError(f"{self._what} would be longer than {LONGEST} bytes")
         data = self._file.read(count) if count <= self._size else b""
         if len(data) < count:
             raise ValueError(f"it ends within {self._what}")
@@ -150,17 +160,32 @@ class _Reader:
             return self._scalar(kind)()
         self._kind = kind = self._number("I")
         count = self._number("Q")
+        if count > MOST_ELEMENTS:
+            raise ValueError(f"{self._what} would have more than {MOST_ELEMENTS} elements")
         if code := SCALARS.get(kind):
             data = self._take(count * struct.calcsize(f"<{code}"))
             return list(struct.unpack(f"<{count}{code}", data)) if keep else None
-        one = self._scalar(kind)
+        if kind != STRING:
+            raise ValueError(f"{self._what} is of an unknown kind, {kind}")
         if count > self._size:  # each has a byte at least
             raise ValueError(f"it ends within {self._what}")
-        if keep:
-            return [one() for _ in range(count)]
+        return self._strings(count, keep)
+
+    def _strings(self, count: int, keep: bool) -> list[str] | None:
+        """A loop with no call that can be spared: a vocabulary has hundreds of thousands."""
+        read, whole, longest = self._file.read, int.from_bytes, min(self._size, LONGEST)
+        found: list[bytes] = []
         for _ in range(count):
-            self._take(self._number("Q"))
-        return None
+            head = read(8)
+            size = whole(head, "little")
+            if len(head) < 8 or size > longest or len(data := read(size)) < size:
+                raise ValueError(f"it ends within {self._what}")
+            if keep:
+                found.append(data)
+        try:
+            return [data.decode() for data in found] if keep else None
+        except UnicodeDecodeError:
+            raise ValueError(f"{self._what} is no text") from None
 
     def _scalar(self, kind: int) -> Callable[[], Any]:
         if kind == STRING:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...errors import MODEL, FatalError
+from .. import untrusted_files
 from .header import Header, Tensor
+
+MOST_LAYERS: Final = 1 << 10  # no model comes near
 
 
 class Metadata:
@@ -20,9 +23,11 @@ class Metadata:
         self.values: dict[str, Any] = shards[0].metadata
         self._shards = shards
         self.architecture: str = self._of("general.architecture", str)
+        if self.integer("block_count", 0) > MOST_LAYERS:
+            raise FatalError(f"{self.file}: its block_count is more than the {MOST_LAYERS} that it may be", MODEL)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Where files have a number for each layer, these have to be equal."""
+        """Numbers that files list for each layer have to be equal."""
         value = self.values.get(f"{self.architecture}.{key}")
         if isinstance(value, list) and value and all(one == value[0] for one in value):
             return int(value[0])
@@ -80,7 +85,7 @@ class Metadata:
             if tensor.type.name != "F32" or len(tensor.shape) > 1:
                 raise FatalError(f"{shard.file}: {name} is no vector of F32", MODEL)
             try:
-                with shard.file.open("rb") as opened:
+                with untrusted_files.open_weights(shard.file) as opened:
                     opened.seek(tensor.start)
                     data = opened.read(tensor.stop - tensor.start)
                 return list(struct.unpack(f"<{tensor.shape[0]}f", data))

@@ -10,15 +10,20 @@ from typing import NamedTuple
 
 from .types import BY_NAME
 
+# Names of --isq for the types that weights can be quantised to while they are loaded.
+IN_SITU = {
+    "q2k": "Q2_K", "q3k": "Q3_K", "q4_0": "Q4_0", "q4_1": "Q4_1", "q4k": "Q4_K", "q5_0": "Q5_0", "q5_1": "Q5_1",
+    "q5k": "Q5_K", "q6k": "Q6_K", "q8_0": "Q8_0",
+}  # fmt: skip
 MIXES = {"q3km": "Q3_K", "q4km": "Q4_K", "q5km": "Q5_K"}  # what most tensors have
-# Of rows that are no whole super-blocks.
+# The type for rows that are no whole super-blocks.
 SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 WIDE = "F32", "F16", "BF16", "Q8_0"  # which the output has, too
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")
 
 
 class Sizes(NamedTuple):
-    """What the choice depends on."""
+    """The facts that the choice depends on."""
 
     layers: int
     experts: int = 0
@@ -55,12 +60,12 @@ def _values(mix: str, usual: str, layer: int, sizes: Sizes) -> str:
         return "Q8_0"
     more = layer < 2 if mix == "q3km" else _has_more(layer, sizes.layers)
     found = {"q3km": ("Q4_K", "Q5_K")}.get(mix, (usual, "Q6_K"))[more]
-    # Of the models of 70B, whose values are an eighth of their queries.
+    # Models of 70B, whose values are an eighth of their queries.
     return "Q5_K" if sizes.layers == 80 and sizes.queries > 1 and found == "Q4_K" else found
 
 
 def _has_more(layer: int, layers: int) -> bool:
-    """Of the first and the last eighth of the layers all, of those between one in three."""
+    """All layers of the first and the last eighth, and one in three of those between."""
     first = layers // 8
     return layer < first or layer >= 7 * layers // 8 or (layer - first) % 3 == 2
 

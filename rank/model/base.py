@@ -16,11 +16,11 @@ from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
 from .batch import Batch
 from .cache_spec import CacheSpec
-from .config import Config, spelled
+from .config import MOST, Config, spelled
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.offload import Offload
-from .experts.stacks import APART
 from .formats import ChooseFormat, dense
+from .formats._stacks import APART
 from .layer_offload import LayerOffload
 from .layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from .layers.linear import Linear
@@ -75,6 +75,11 @@ class Args:
     def head_bias(self) -> bool:
         return False
 
+    @property
+    def draft_layer(self) -> int:
+        """The index of a layer that is of the kind of those that predict further tokens."""
+        return self.num_hidden_layers - 1
+
     def rope(self, index: int) -> Parameters:
         """The rope parameters of a layer."""
         return self.rope_parameters
@@ -94,9 +99,11 @@ class Args:
                 values[field.name] = value
                 least = 1 if field.name in POSITIVE else 0
                 divides = field.name in DIVIDE
-                if not _is_of(value, kind) or (kind == "int" and value < least) or (divides and not value > 0):
+                off = kind == "int" and _is_of(value, kind) and not least <= value <= MOST
+                if not _is_of(value, kind) or off or (divides and not value > 0):
                     name = spelled(field.name, config.model_type)
                     expected = f"int, at least {least}" if kind == "int" else kind + ", above 0" * divides
+                    expected += f" and at most {MOST}" if off else ""
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
             elif field.name in given and kind != str(field.type):
                 values[field.name] = None
@@ -116,7 +123,9 @@ def expect(key: str, value: object, *supported: object) -> None:
 
 
 def _is_of(value: Any, kind: str) -> bool:
-    """kind: an annotation such as int, list[str] or dict[str, Any]."""
+    """kind: an annotation such as int, int | str, list[str] or dict[str, Any]."""
+    if " | " in kind:
+        return any(_is_of(value, one) for one in kind.split(" | "))
     if kind.startswith("list["):
         return isinstance(value, list) and all(_is_of(one, kind[5:-1]) for one in value)
     if isinstance(value, bool):  # which Python takes for an int
@@ -132,7 +141,7 @@ class Layer(nn.Module):
         super().__init__()
 
     def cache_spec(self) -> CacheSpec:
-        """What the layer keeps of its sequences: what its one sublayer with a cache does."""
+        """The cache that the layer keeps of its sequences: what its one sublayer with a cache does."""
         (attention,) = [sublayer for sublayer in self.children() if hasattr(sublayer, "cache_spec")]
         return cast(Any, attention).cache_spec()
 
@@ -164,7 +173,10 @@ class Decoder(nn.Module):
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream [T, hidden] before the first layer, on the first stage."""
         assert self.embed_tokens is not None
-        return self.embed_tokens(batch.ids)
+        embedded = self.embed_tokens(batch.ids)
+        if batch.embeddings is not None:
+            embedded[batch.embeddings.at] = batch.embeddings.values
+        return embedded
 
 
 class Model(nn.Module):
@@ -191,6 +203,9 @@ class Model(nn.Module):
     layer_offload: LayerOffload | None = None  # this stage's layers in host memory
     dtype: torch.dtype
     weight_bytes: int  # on this rank
+    # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py); the number of
+    # all layers stands for the end. `forward` has what it keeps side by side behind the residual stream itself.
+    aux_layers: tuple[int, ...] = ()
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 
     def __init__(
@@ -200,8 +215,10 @@ class Model(nn.Module):
         max_model_len: int,
         names: Collection[str] = (),
         format_of: ChooseFormat = dense,
+        table_of: ChooseFormat = dense,
     ):
-        """names: of the checkpoint's tensors. format_of: chooses each linear's weight format."""
+        """names: of the checkpoint's tensors. format_of: chooses each linear's weight format; table_of: the
+        embedding's."""
         super().__init__()
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied = self._is_tied(args, names)
@@ -210,7 +227,7 @@ class Model(nn.Module):
         ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
-        self._build(names, format_of)
+        self._build(names, format_of, table_of)
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
@@ -222,7 +239,7 @@ class Model(nn.Module):
         return ParallelLMHead(args.vocab_size, args.hidden_size, mesh, scale, softcap, args.head_bias)
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Of each layer of this stage, in order."""
+        """The cache specs of this stage's layers, in order."""
         return [cast(Layer, layer).cache_spec() for layer in self.model.layers.values()]
 
     def forward(self, batches: Sequence[Batch], hidden: Tensor | None = None) -> Tensor:
@@ -244,24 +261,34 @@ class Model(nn.Module):
             self.layer_offload.begin(len(batches))
         if self.offload is not None:
             self.offload.begin(batches)
-        runs = [self._run(stream, batch) for stream, batch in zip(streams, batches, strict=True)]
+        kept: list[list[Tensor]] = [[] for _ in streams]
+        runs = [self._run(*of) for of in zip(streams, batches, kept, strict=True)]
         if len(runs) == 1:
             for _ in runs[0]:
                 pass
         else:
             self._interleave(streams, runs)
         values = [stream.read() for stream in streams]
+        if self.aux_layers:
+            values = [torch.cat((value, *aux), 1) for value, aux in zip(values, kept, strict=True)]
         return torch.cat(values) if len(values) > 1 else values[0]
 
-    def _run(self, stream: ResidualStream, batch: Batch) -> Iterator[Normed]:
-        """Run one microbatch through this stage's layers, and yield at each norm."""
+    def _run(self, stream: ResidualStream, batch: Batch, kept: list[Tensor]) -> Iterator[Normed]:
+        """Run one microbatch through this stage's layers, and yield at each norm. kept: gets the residual streams
+        before `aux_layers`."""
         ropes = self.rope(batch.positions)
         for index, layer in self.model.layers.items():
+            self._keep_aux(int(index), stream, kept)
             run = layer(stream, ropes[int(index)], batch)
             for normed in run if self.layer_offload is None else self.layer_offload.around(int(index), run):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed
+        self._keep_aux(len(self.model.layers), stream, kept)
+
+    def _keep_aux(self, layer: int, stream: ResidualStream, kept: list[Tensor]) -> None:
+        if layer in self.aux_layers:
+            kept.append(stream.read().clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def _interleave(streams: list[ResidualStream], runs: list[Iterator[Normed]]) -> None:
@@ -289,7 +316,7 @@ class Model(nn.Module):
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of the last stage's forward after the final norm, as the head reads them."""
         assert self.model.norm is not None
-        return self.model.norm(hidden)
+        return self.model.norm(hidden[:, : self.hidden_size].contiguous() if self.aux_layers else hidden)
 
     @classmethod
     def rename(cls, name: str) -> str:
@@ -300,17 +327,21 @@ class Model(nn.Module):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """The other way: a tensor's name as the checkpoint would have it, for messages."""
+        """The reverse of renaming: a tensor's name as the checkpoint would have it, for messages."""
         if name.removesuffix(".weight").endswith(STACKED):
             name = name.removesuffix(".weight")
         for theirs, ours in reversed(cls.RENAMED.items()):
             name = name.replace(ours, theirs)
         return name
 
-    def _build(self, names: Collection[str], format_of: ChooseFormat) -> None:
+    def stored_path(self, path: str) -> str:
+        """The path under which a checkpoint has a module, by its path here."""
+        return path
+
+    def _build(self, names: Collection[str], format_of: ChooseFormat, table_of: ChooseFormat) -> None:
         """Decide, from the names of a checkpoint's tensors, which tensors fill each module, and in which format."""
         stored = frozenset(name.rpartition(".")[0] for name in names)  # the modules that it has tensors of
-        for path, layer in self.named_modules():
+        for path, layer in [(self.stored_path(path), layer) for path, layer in self.named_modules()]:
             if isinstance(layer, Linear):
                 layer.build(self._sources(path, layer, stored), format_of)
             elif isinstance(layer, FusedExperts):
@@ -319,6 +350,8 @@ class Model(nn.Module):
                 up = self._expert_sources(f"{path}.gate_up_proj", layer.gate_up_proj, stored)
                 down = self._expert_sources(f"{path}.down_proj", layer.down_proj, stored)
                 layer.build(up, down, format_of)
+            elif isinstance(layer, VocabParallelEmbedding):
+                layer.build(path, table_of)
             elif isinstance(layer, ShardedModule) and not layer.sources:
                 several = len(layer.outputs) > 1
                 layer.sources = tuple(self._merged_sources(path, layer.outputs)) if several else (Source(path),)
@@ -346,7 +379,7 @@ class Model(nn.Module):
 
     @staticmethod
     def _merged_sources(path: str, outputs: Sequence[Shard]) -> list[Source]:
-        """Of outputs that one tensor holds one after the other."""
+        """Sources of outputs that one tensor holds one after the other."""
         ends = list(itertools.accumulate(shard.size for shard in outputs))
         return [Source(path, end - shard.size, ends[-1]) for end, shard in zip(ends, outputs, strict=True)]
 
@@ -370,8 +403,8 @@ class TextOfMultimodal(Model):
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
-        """By what the checkpoint has, where that is known: the whole's config.json may say either by its class's
-        default, whatever its text_config says."""
+        """Decided by what the checkpoint has, where that is known: the whole's config.json may imply either by its
+        class's default, whatever its text_config has."""
         return "lm_head.weight" not in names if names else args.tie_word_embeddings
 
     @classmethod

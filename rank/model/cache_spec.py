@@ -1,4 +1,4 @@
-"""What a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
+"""Caches that a layer keeps of its sequences from step to step. rank/worker/kv_cache.py makes room for it.
 
 A kind of cache is a class here that lists the tensors of a block, and those of a sequence as a whole; the layer that
 asks for it gets them in that order. Keys and values are two of a block, a latent is one, a recurrent state is of a
@@ -33,9 +33,14 @@ class CacheSpec(Protocol):
         """The tensors of a block of so many tokens. dtype: of what is kept, the model's or e4m3, which has scales
         (kernels/rope/fp8_cache.py)."""
 
-    def row(self) -> tuple[TensorSpec, ...]:
-        """The tensors of a sequence. Whoever writes them starts anew where a sequence's first token has position 0: a
-        row's tensors are not cleared between two sequences."""
+    @property
+    def window(self) -> int:
+        """The newest tokens that the layer reads of those in blocks, which may be freed behind them; 0: all."""
+
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        """The tensors of a sequence, from which it goes on behind any of the newest query_len tokens. Whoever writes
+        them restarts where a sequence's first token has position 0: a row's tensors are not cleared between two
+        sequences."""
 
 
 class PagedKV(NamedTuple):
@@ -44,28 +49,46 @@ class PagedKV(NamedTuple):
     kv_heads: int
     key_dim: int
     value_dim: int
-    window: int = 0  # the layer reads the newest `window` tokens only; 0: all. Blocks before them are not freed yet.
+    window: int = 0  # the layer reads the newest `window` tokens only; 0: all
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """Keys [tokens, kv_heads, key_dim], values [tokens, kv_heads, value_dim]; for e4m3 [kv_heads, 2, tokens]."""
         kept = (TensorSpec((tokens, self.kv_heads, dim), dtype) for dim in (self.key_dim, self.value_dim))
         return *kept, *_scales(self.kv_heads, tokens, dtype)
 
-    def row(self) -> tuple[TensorSpec, ...]:
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         return ()
 
 
 class PagedLatent(NamedTuple):
-    """What multi-head latent attention keeps of every token (arXiv 2405.04434), on each rank of a tensor group alike:
-    the latent of all heads' keys and values, and the key with its position that they share."""
+    """The cache of multi-head latent attention for every token (arXiv 2405.04434), on each rank of a tensor group
+    alike: the latent of all heads' keys and values, and the key with its position that they share."""
 
     width: int  # of both, side by side
+
+    @property
+    def window(self) -> int:
+        return 0
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """[tokens, width]; for e4m3 [1, 2, tokens]."""
         return TensorSpec((tokens, self.width), dtype), *_scales(1, tokens, dtype)
 
-    def row(self) -> tuple[TensorSpec, ...]:
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+class SharedCache(NamedTuple):
+    """No cache of its own: the layer reads that of another one."""
+
+    @property
+    def window(self) -> int:
+        return 0
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return ()
+
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         return ()
 
 
@@ -74,13 +97,13 @@ def _scales(heads: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ..
 
 
 def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
-    """Of what caches keep. chosen: --kv-cache-dtype; dtype: the model's."""
+    """The dtype of what caches keep. chosen: --kv-cache-dtype; dtype: the model's."""
     return E4M3 if chosen == "fp8" else dtype
 
 
 class RecurrentState(NamedTuple):
-    """What a gated delta net keeps of a sequence (arXiv 2412.06464), of this rank's heads: the newest inputs of its
-    convolution, and a matrix from keys to values for each value head."""
+    """The state that a gated delta net keeps of a sequence (arXiv 2412.06464), of this rank's heads: the newest inputs
+    of its convolution, and a matrix from keys to values for each value head."""
 
     columns: int  # tokens that the convolution looks back
     channels: int
@@ -88,13 +111,19 @@ class RecurrentState(NamedTuple):
     key_dim: int
     value_dim: int
 
+    @property
+    def window(self) -> int:
+        return 0
+
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         return ()
 
-    def row(self) -> tuple[TensorSpec, ...]:
-        """The convolution's inputs [columns, channels], and the state [heads, key_dim, value_dim]. Both are f32: errors
-        of a recurrence add up, and the inputs are few."""
-        shapes = (self.columns, self.channels), (self.heads, self.key_dim, self.value_dim)
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        """The convolution's inputs [columns + query_len - 1, channels], and the states [query_len, heads, key_dim,
+        value_dim]: rings, in which a token's entry follows from its position. Both are f32: errors of a recurrence add
+        up, and the inputs are few."""
+        inputs, states = self.columns + query_len - 1, (query_len, self.heads, self.key_dim, self.value_dim)
+        shapes = (inputs, self.channels), states
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
 
@@ -102,5 +131,6 @@ def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in spec.block(tokens, dtype))
 
 
-def row_bytes(spec: CacheSpec) -> int:
-    return sum(tensor.nbytes for tensor in spec.row())
+def row_bytes(spec: CacheSpec, query_len: int = 1) -> int:
+    """Bytes of what a layer keeps of a sequence as a whole. query_len: as of CacheSpec.row."""
+    return sum(tensor.nbytes for tensor in spec.row(query_len))

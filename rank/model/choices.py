@@ -1,4 +1,4 @@
-"""What config.json and the options decide before a weight is read: formats, dtype, length."""
+"""Choices made from config.json and the options before a weight is read: formats, dtype, length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..safetensors_header import Index
 from . import stored_formats
 from .base import Model
 from .config import Config
-from .formats import ChooseFormat, MakePart, Part, dense, in_situ
-from .formats._half_floats import MakeHalfFloats
+from .formats import DENSE, ChooseFormat, Format, dense, in_situ
+from .formats._plain import HalfFloats
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ def choose_format(
 
 
 def sizes_of(config: Config) -> mixes.Sizes:
-    """What the mixes of formats ask for."""
+    """Facts that the mixes of formats need."""
     experts = next((config.raw[key] for key in EXPERTS if config.raw.get(key)), 0)
     return mixes.Sizes(config.num_layers, experts, config.num_heads // config.num_kv_heads)
 
 
 def names_of(config: Config, model: type[Model], index: Index | None = None) -> frozenset[str]:
-    """The names of the checkpoint's tensors, as far as they are known: a GGUF file's are beside its config."""
+    """The names of the checkpoint's tensors, as far as they are known: a GGUF file's stand in its config."""
     if index is None and is_gguf(config.path):
         index = read_index(config.path)
     return frozenset(map(model.rename, index.files)) if index else frozenset()
@@ -84,17 +84,17 @@ def choose_plain(
     """
     if dtype != "auto" or device.type != "cpu" or config.dtype not in HALVES or not compiled:
         return dense
-    kept, usual = MakeHalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
+    kept, usual = HalfFloats(DTYPES[config.dtype]), HALVES[config.dtype]
 
-    def choose(path: str) -> MakePart:
+    def choose(path: str) -> Format:
         """Stacked experts are stored by their path alone."""
-        return kept if stored.get(f"{path}.weight", stored.get(path, usual)) == usual else Part
+        return kept if stored.get(f"{path}.weight", stored.get(path, usual)) == usual else DENSE
 
     return choose
 
 
 def stored_dtypes(model: type[Model], index: Index | None) -> dict[str, str]:
-    """Of the checkpoint's tensors, as safetensors name them; empty where there are no files."""
+    """Dtypes of the checkpoint's tensors, as safetensors name them; empty where there are no files."""
     if index is None:
         return {}
     entries = {model.rename(name): index.headers[file].get(name) for name, file in index.files.items()}

@@ -6,19 +6,21 @@ of rope_theta and rope_scaling, `dtype` instead of torch_dtype. Of a multimodal 
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import MODEL, USAGE, FatalError
-from .. import safetensors_header
+from .. import safetensors_header, untrusted_files
 from ..checkpoint_files import config_file, is_gguf
 from ..gguf import checkpoint
+from ..gguf.metadata import MOST_LAYERS
 from . import stored_formats
 from .architectures import config_keys, supported
 
+MOST = 1 << 31  # no size or count of a model is larger, and products of two fit into 64 bits
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Rope types whose factor extends the context beyond max_position_embeddings. Of the others, max_position_embeddings
 # is the extended length already (llama3), or they do not extend it.
@@ -28,13 +30,24 @@ ROPE_NUMBERS = (
     "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow",
 )  # fmt: skip
+# Upper limits; others have MOST. A factor that was computed, as from a GGUF file, may be an ulp above 1.
+ROPE_LIMITS = {"rope_theta": 1e18, "partial_rotary_factor": 1 + 1e-9}
 ROPE_LISTS = "short_factor", "long_factor", "mrope_section"
+# The largest whole number under a key by a word in it; the first that fits. No model comes near: they keep a config of
+# a stranger from building layers or tables without end.
+LARGEST = (
+    (re.compile("layers"), MOST_LAYERS),
+    (re.compile("experts|heads|kernel|groups$"), 1 << 12),
+    (re.compile("size|dim|rank"), 1 << 24),
+    (re.compile(""), 1 << 40),
+)
+MOST_POSITIONS = 1 << 27
 # The types of layers, as config.json's layer_types has them.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# Keys of a multimodal model that stand beside its text_config and hold for the text model.
+# Keys of a multimodal model that stand outside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
-# The files of older quantised checkpoints that say what is in config.json's quantization_config otherwise: their
+# The files of older quantised checkpoints that have what is in config.json's quantization_config otherwise: their
 # methods, and how names of tensors end that such checkpoints alone have.
 QUANTIZATION_FILES = {
     "quantize_config.json": ("gptq", (".qweight", ".B")),
@@ -81,6 +94,8 @@ def read_config(path: str | Path) -> Config:
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
     raw = _text_config(raw, path)
+    for key, value in raw.items():
+        _check_sizes(key, value, spelled(key, raw["model_type"]), path)
     quantization, ignored = raw.get("quantization_config") or raw.get("quantization"), ""
     if not quantization:
         quantization, ignored = _quantization_beside(path)
@@ -133,20 +148,17 @@ def check_degrees(config: Config, tp: int, pp: int) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return untrusted_files.read_json(path.parent, path.name)
     except FileNotFoundError:
         raise FatalError(f"{path.parent} has no {path.name}: not a model directory", MODEL) from None
     except OSError as error:
         raise FatalError(f"{path} cannot be read: {error.strerror}", MODEL) from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise FatalError(f"{path} is not valid JSON: {error}", MODEL) from None
-    if not isinstance(value, dict):
-        raise FatalError(f"{path} holds a JSON {type(value).__name__}, not an object", MODEL)
-    return value
+    except ValueError as error:
+        raise FatalError(f"{path} {error}", MODEL) from None
 
 
 def _quantization_beside(path: Path) -> tuple[dict[str, Any], str]:
-    """How weights are quantised by a file beside config.json, where that does not say it; and the name of such a file
+    """How weights are quantised by a file next to config.json, where that leaves it open; and the name of such a file
     that is ignored, as a model that was dequantised may still have it."""
     ignored = ""
     for name, (method, ends) in QUANTIZATION_FILES.items():
@@ -163,7 +175,7 @@ def _quantization_beside(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tensor_names(path: Path) -> Collection[str]:
-    """Of the checkpoint's tensors; none where weights are missing or damaged, of which loading tells."""
+    """Names of the checkpoint's tensors; none where weights are missing or damaged, of which loading tells."""
     try:
         files = safetensors_header.weight_files(path)
         return safetensors_header.read_header(path / files[""]) if "" in files else files
@@ -178,9 +190,24 @@ def _integer(raw: dict[str, Any], key: str, path: Path, default: int | None = No
     name = spelled(key, raw["model_type"])
     if value is None:
         raise FatalError(f"{config_file(path)} has no {name}", MODEL)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FatalError(f"{config_file(path)}: {name} is {value!r}, not a positive integer", MODEL)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise FatalError(f"{config_file(path)}: {name} is {value!r}, not a positive integer of at most {MOST}", MODEL)
     return value
+
+
+def _check_sizes(key: str, value: Any, shown: str, path: Path) -> None:
+    """Raises FatalError where a whole number is larger than any model's, also in lists and objects. shown: the key as
+    the file has it."""
+    if isinstance(value, dict):
+        for inner, one in value.items():
+            _check_sizes(inner, one, f"{shown}.{inner}", path)
+    elif isinstance(value, list):
+        for one in value:
+            _check_sizes(key, one, shown, path)
+    elif isinstance(value, int):
+        limit = next(limit for words, limit in LARGEST if words.search(key))
+        if value > limit:
+            raise FatalError(f"{config_file(path)}: {shown} is {value}, more than the {limit} that it may be", MODEL)
 
 
 def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -251,14 +278,19 @@ def _check_rope(key: str, value: Any, path: Path) -> None:
     if key == "rope_type":
         fits, expected = isinstance(value, str), "a name"
     elif key in ROPE_LISTS:
-        fits, expected = isinstance(value, list), "a list"
-    elif key in ROPE_NUMBERS:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        expected = "a positive number"
+        fits, expected = isinstance(value, list) and all(_is_number(one, MOST) for one in value), "a list of numbers"
     else:
-        fits, expected = isinstance(value, int | float), "a number"
+        most = ROPE_LIMITS.get(key, MOST)
+        fits, expected = _is_number(value, most) or isinstance(value, bool), f"a number of at most {most:g}"
+        if key in ROPE_NUMBERS:
+            fits, expected = _is_number(value, most) and value > 0, f"a positive number of at most {most:g}"
     if not fits:
         raise FatalError(f"{config_file(path)}: rope parameter {key} is {value!r}, not {expected}", MODEL)
+
+
+def _is_number(value: Any, most: float) -> bool:
+    """Whether it is a number of at most this size; NaN and infinity are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
 
 
 def _dtype(raw: dict[str, Any], path: Path) -> str:
@@ -273,13 +305,18 @@ def _dtype(raw: dict[str, Any], path: Path) -> str:
 def _max_positions(raw: dict[str, Any], path: Path) -> int:
     """The context length: linear and dynamic rope extend max_position_embeddings, yarn extends the original length."""
     positions = _integer(raw, "max_position_embeddings", path, default=2048)
-    if FULL in raw["rope_parameters"]:  # of these models it is the extended length
-        return positions
-    rope = raw["rope_parameters"]
-    factor = float(rope.get("factor", 1.0))
-    if rope["rope_type"] in STRETCHING:
-        return int(positions * factor)
-    if rope["rope_type"] == "yarn":
-        # max_position_embeddings is the extended length in some checkpoints, the original one in others.
-        return max(positions, int(rope["original_max_position_embeddings"] * factor))
+    if FULL not in raw["rope_parameters"]:  # of models with both it is the extended length
+        rope = raw["rope_parameters"]
+        factor = float(rope.get("factor", 1.0))
+        if rope["rope_type"] in STRETCHING:
+            positions = int(positions * factor)
+        elif rope["rope_type"] == "yarn":
+            # max_position_embeddings is the extended length in some checkpoints, the original one in others.
+            positions = max(positions, int(rope["original_max_position_embeddings"] * factor))
+    if positions > MOST_POSITIONS:
+        raise FatalError(
+            f"{config_file(path)}: {positions} positions, with what rope's factor adds, are more than the "
+            f"{MOST_POSITIONS} that a sequence may have",
+            MODEL,
+        )
     return positions

@@ -1,6 +1,6 @@
 """Weights of whole layers in host memory (`--cpu-offload-gb`), copied to the device while the layers before compute.
 
-Slots on the device take turns: the tensors of the k-th layer of those in host memory lie in slot k % slots, always at
+Layers share slots on the device: the tensors of the k-th layer of those in host memory lie in slot k % slots, always at
 the same addresses, so CUDA graphs may hold them. A CUDA stream of its own copies a layer there as soon as the one that
 had the slot is computed; the step waits for the copy where the layer begins. Captured steps have the copies in them.
 
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ...errors import MEMORY, FatalError
 from ...kernels import host_memory
 from .. import layer_places
-from .formats import Part
 from .formats._packed import PackedPart
+from .formats._part import Part
 from .layers.linear import Linear
 from .layers.mla import LatentUp
 from .weights.slicing import ShardedModule
@@ -41,7 +41,8 @@ class _Copy(NamedTuple):
 
 
 class LayerOffload:
-    """Of one rank: made before the weights are loaded; `park` takes each part as it is loaded, then comes `attach`."""
+    """Layer offload of one rank: made before the weights are loaded; `park` takes each part as it is loaded, then comes
+    `attach`."""
 
     def __init__(self, layers: dict[int, nn.Module], size: int, dtype: torch.dtype, device: torch.device):
         """layers: of this stage, by their index. size: bytes of their weights that may be in host memory at most; the
@@ -72,9 +73,9 @@ class LayerOffload:
                 put(host_memory.pinned(tensor))
 
     def attach(self, aside: bool) -> str:
-        """Once all weights are loaded: give the layers their places on the device. What the log should say.
+        """Once all weights are loaded: give the layers their places on the device. A line for the log.
 
-        aside: copies have a CUDA stream of their own, which captured steps in pieces cannot have. Raises FatalError
+        aside: copies have a CUDA stream of their own, which steps captured in segments cannot have. Raises FatalError
         where memory could not be pinned.
         """
         if not self._parts:
@@ -108,7 +109,7 @@ class LayerOffload:
         )
 
     def _seconds(self, number: int) -> float:
-        """Of one layer's copies."""
+        """Seconds of one layer's copies."""
         started = time.perf_counter()
         self._copy(number)
         if self.device.type == "cuda":
@@ -151,8 +152,8 @@ class LayerOffload:
 
 
 def left_of_host(need: int, what: str, device: torch.device, room: int | None) -> int | None:
-    """What is left of the host's memory where the device is a GPU. Raises FatalError where it is less than nothing."""
-    if device.type == "cpu" or room is None:
+    """The host memory left where the device is a GPU. Raises FatalError where it is less than nothing."""
+    if device.type != "cuda" or room is None:
         return room
     if need > room:
         raise FatalError(

@@ -24,17 +24,21 @@ from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, choices, load_memory, stored_formats
-from .base import Model
+from .base import Args, Model
 from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
 from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
-from .experts.stacks import OrderedStack, StackOfParts
-from .formats._in_situ import InSitu
+from .formats import dense
+from .formats._in_situ import InSituPart
+from .formats._packed import PackedPart
+from .formats._part import Part
+from .formats._stacks import StackOfParts
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
 from .layers.mla import LatentUp
+from .stored_formats.gptq import OrderedStack
 from .weights import ggml
 from .weights.dummy import Dummy
 from .weights.filler import Filler
@@ -44,13 +48,24 @@ from .weights.striped import Striped
 
 log = logging.getLogger(__name__)
 
-# Tensors of checkpoints that are computed here instead: no warning says that they are not read.
+# Tensors of checkpoints that are computed here instead: without a warning that they are unread.
 HARMLESS = (
     "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "act_fn.beta", "act_fn.eps",
 )  # fmt: skip
-FURTHER = "mtp."  # how names begin of Qwen's tensors that predict further tokens
+FURTHER = "mtp.", "model.mtp_layers."  # how names begin of tensors that predict further tokens: Qwen's, MiMo's
 
 Progress = Callable[[int, int], None]  # called with bytes done and all bytes
+
+
+class Classes(NamedTuple):
+    """The classes by which a checkpoint is read."""
+
+    args: type[Args]
+    model: type[Model]
+
+
+# From a config and the names of the tensors, where these are known: the classes of a draft model.
+ChooseClasses = Callable[[Config, frozenset[str]], Classes]
 
 
 def load(
@@ -68,37 +83,42 @@ def load(
     quantization: str = "auto",
     experts: ExpertRoom = ON_DEVICE,
     layers: int = 0,
+    draft: ChooseClasses | None = None,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
     dtype: auto, f32, bf16 or f16. max_model_len: 0 for the model's own. load_format: auto, or dummy for random weights.
     way: direct (each rank reads its own slices), striped (one reads each byte and sends it to others) or auto. progress
     gets this rank's bytes or, striped, the job's. room: bytes of the device for weights; None: unlimited. host_room: of
-    a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. Raises FatalError.
+    a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. draft: of a draft model
+    (rank/model/drafts), whose experts stay on the device, and whose max_model_len is its target's. Raises FatalError.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
     device = torch.device(device)
     speaks = mesh.world.rank == 0  # one rank logs for all
     chosen = choose_dtype(dtype, config, device)
-    if speaks:
+    if speaks and draft is None:
         _tell_checkpoint(config, chosen)
     index = None
     if load_format != "dummy":
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
-    length = model_length(max_model_len, config, speaks)
-    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype), device)
+    length = model_length(max_model_len, config, speaks) if draft is None else max_model_len  # the target's
+    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype), device, draft=draft)
     mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
-    _check_experts(model, mesh, experts)
+    if draft is None:
+        _check_experts(model, mesh, experts)
     if speaks and isq != "none":
         _tell_other_formats(model, isq)
     parts = list(model.slices())
-    source = Dummy() if index is None else _open(model, parts, config, index, way, mesh.world, speaks)
+    tells = speaks and draft is None
+    source = Dummy() if index is None else _open(model, parts, config, index, way, mesh.world, tells)
     stored = DTYPES[config.dtype]
     memory = partial(load_memory.weight_memory, model.sharded_modules(), source, DTYPES[chosen], stored, device)
     of = model, memory, None if layers else room, DTYPES[chosen], device, mesh.world
-    experts = experts or overflowing(*of)._replace(defers=experts.defers, later=experts.later)
+    if draft is None:
+        experts = experts or overflowing(*of)._replace(defers=experts.defers)
     need = load_memory.place_together(
         model, mesh, (experts, layers), (DTYPES[chosen], stored), device, (room, host_room), source
     )
@@ -123,16 +143,27 @@ class Wanted(NamedTuple):
     dtype: str
 
 
-def _build(config: Config, length: int, index: Index | None, wanted: Wanted, device: torch.device, mesh: Mesh) -> Model:
+def _build(
+    config: Config, length: int, index: Index | None, wanted: Wanted, device: torch.device, mesh: Mesh,
+    draft: ChooseClasses | None = None,
+) -> Model:  # fmt: skip
     """This rank's model, without memory, for sequences of up to `length`."""
     module = architectures.find(config.model_type)
-    names = choices.names_of(config, module.Model, index)
+    own = Classes(module.Args, module.Model)
+    classes = own if draft is None else draft(config, choices.names_of(config, module.Model, index))
+    names = choices.names_of(config, classes.model, index)
     compiled = device.type == "cpu" and ops.available()
-    stored = choices.stored_dtypes(module.Model, index)
+    stored = choices.stored_dtypes(classes.model, index)
     plain = choices.choose_plain(wanted.dtype, config, device, compiled, stored)
     left = choices.without_codes(names, stored)
     format_of = choices.choose_format(config, wanted.isq, wanted.quantization, left, plain)
-    return module.Model(module.Args.from_config(config), mesh, length, names, format_of)
+    table_of = format_of if compiled else dense
+    model = classes.model(classes.args.from_config(config), mesh, length, names, format_of, table_of)
+    if device.type == "mps":  # which has no kernels for quantised weights
+        for one in model.modules():
+            if isinstance(one, PackedPart):
+                one.expanded = True
+    return model
 
 
 def _filler(model: Model, device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> Filler:
@@ -161,8 +192,8 @@ def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
 def _fill_together(
     model: Model, world: HostComm, source: Dummy | Checkpoint | Striped, fill: Callable[[], None]
 ) -> None:
-    """Where experts are in host memory, what follows is collective over world: so no rank goes on alone. One that fails
-    in striped loading does not speak, as it leaves the others in messages of that."""
+    """Fills the model; collective over world where experts are in host memory, so that no rank goes on alone. One that
+    fails in striped loading does not speak, as it leaves the others in messages of that."""
 
     def work() -> int:
         fill()
@@ -181,8 +212,6 @@ def _attach(model: Model, world: HostComm) -> None:
         world.barrier()  # striped loading ends on one rank before the others have filled their parts of what they share
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
         told.append(model.offload.attach())
-        world.barrier()  # it measures, and no rank pins meanwhile
-        told.append(model.offload.split())
     if model.layer_offload is not None:
         told.append(model.layer_offload.attach(aside=model.offload is None))
     for text in filter(None, told if world.rank == 0 else ()):
@@ -221,7 +250,7 @@ def _tell_other_formats(model: Model, isq: str) -> None:
     inputs are not whole groups."""
     stacks = [one.stored for one in model.modules() if isinstance(one, StackedLinear)]
     parts = [*model.modules(), *(one.part for one in stacks if isinstance(one, StackOfParts))]
-    found = [part.name() for part in parts if isinstance(part, InSitu) and part.name() != isq]
+    found = [part.name for part in parts if isinstance(part, InSituPart) and part.name != isq]
     if isq in mixes.MIXES:
         counts = ", ".join(f"{found.count(name)} in {name}" for name in sorted(set(found)))
         log.info("--isq %s: linears, or parts of them: %s", isq, counts)
@@ -292,7 +321,11 @@ def _fill(source: Dummy | Checkpoint | Striped, parts: list[Slice], filler: Fill
         done, total = 0, sum(map(filler.nbytes, parts))
         progress(done, total)
         for part in parts:
-            source.fill(part, filler.target(part))
+            lent = source.lend(part) if isinstance(source, Checkpoint) and filler.borrows(part) else None
+            if lent is not None:
+                filler.lend(part, lent)
+            else:
+                source.fill(part, filler.target(part))
             filler.arrived(part, part.numel)
             done += filler.nbytes(part)
             progress(done, total)
@@ -306,7 +339,7 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     elsewhere = set(range(config.num_layers)) - set(map(int, model.model.layers))
     if config.quantization:
         harmless = (*harmless, *stored_formats.find(config.quantization).HARMLESS)
-    # Of the two forms of a quantised tensor one is read.
+    # One of the two forms of a quantised tensor is read.
     names = [name for name in source.names if not name.endswith(checkpoint.BLOCKS)]
     read |= {pattern.removesuffix(checkpoint.BLOCKS) + ".weight" for pattern in read}
     unread = [name for name in names if not name.endswith(harmless) and _layer(name) not in elsewhere]
@@ -315,7 +348,7 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     if config.raw.get("num_nextn_predict_layers"):
         further += [name for name in unread if _layer(name) >= config.num_layers]
     if further:
-        log.info("layers that predict further tokens are left out: %d tensors", len(further))
+        log.info("%d tensors of layers that predict further tokens are left to --speculate mtp", len(further))
     unread = [name for name in unread if name not in set(further)]
     if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
         log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
@@ -336,7 +369,7 @@ def _tell_dequantised(parts: list[Slice], source: Checkpoint) -> None:
 
 def _tell_without_kernel(model: Model) -> None:
     """Log how many linears and stacks of experts no kernel for quantised weights takes."""
-    held = [getattr(one, "packed", None) for one in model.modules()]
+    held = [one.packed for one in model.modules() if isinstance(one, Part | StackedLinear)]
     kept = [one.packed if isinstance(one, Stack) else one for one in held]
     found = [one for one in kept if isinstance(one, affine.Affine) and one.codes.numel()]
     if found:

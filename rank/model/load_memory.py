@@ -1,4 +1,4 @@
-"""What loading takes of a device's and of the host's memory, and what is said where that is too much."""
+"""Memory that loading takes of the device and of the host, and errors where it is too much."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from ...comm.base import HostComm
-from ...comm.hosts import name_hosts
 from ...comm.mesh import Mesh
 from ...errors import MEMORY, FatalError, lacks_memory
 from .base import Model
@@ -29,9 +28,9 @@ def place(
     host_room: int | None,
     sharers: int = 1,
 ) -> tuple[int, int | None]:
-    """Choose which of the stage's layers are in host memory, beside the experts of `model.offload`. Returns the bytes
-    that they take of the device's memory, less those of `weight_memory` that they do not, and what they leave of the
-    host's. Raises FatalError where they do not fit there.
+    """Choose which of the stage's layers are in host memory, in addition to the experts of `model.offload`. Returns the
+    bytes that they take of the device's memory, less those of `weight_memory` that they do not, and what they leave of
+    the host's. Raises FatalError where they do not fit there.
 
     dtypes: the model's and the checkpoint's. sharers: ranks of this node whose experts are the same memory.
     """
@@ -39,26 +38,24 @@ def place(
     if offload is not None:
         _check_fixed(offload, host_room)
         host = offload.host_bytes // sharers
-        need = offload.resident_bytes + (host if device.type == "cpu" else 0)
+        need = offload.resident_bytes + (0 if device.type == "cuda" else host)
         there, here = (_read(model, stored, packed_there) for packed_there in (True, False))
-        # Slots get memory when nothing is read any more, but for what fixed experts take.
+        # Slots get memory when nothing is read any more, except what permanently resident experts take.
         need -= min(there, offload.resident_bytes - offload.fixed * offload.slot_bytes)
         host_room = left_of_host(host + here + offload.parting_bytes, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)
-        need += parked.slot_bytes - (0 if device.type == "cpu" else parked.host_bytes)
+        need += parked.slot_bytes - (parked.host_bytes if device.type == "cuda" else 0)
         host_room = left_of_host(parked.host_bytes, "layers", device, host_room)
-    if offload is not None:
-        offload.host_left = None if host_room is None else host_room - offload.room.later
     return need, host_room
 
 
 def fix(offload: Offload, read: int, room: int | None, group: HostComm | None) -> None:
     """Choose how many experts of each layer are on the device alone, as the host has no room for them.
 
-    read: bytes that loading takes of the host besides. room: that are free there; None: unlimited. group: ranks of this
-    node whose experts are the same memory; collective over it.
+    read: bytes that loading takes of the host in addition. room: that are free there; None: unlimited. group: ranks of
+    this node whose experts are the same memory; collective over it.
     """
     count = offload.fewest_fixed(room, read, 1 if group is None else group.size)
     if group is not None:  # all free memory is not seen at the same time
@@ -128,28 +125,16 @@ def place_together(
     if int(mesh.world.all_reduce(torch.tensor([int(refused)]))):
         # Each has its own then: more of them are fixed, or all of it may be too much.
         need = planned(None if refused else group)
-    _even_out(model.offload, mesh.world)
     return need
 
 
-def _even_out(offload: Offload, world: HostComm) -> None:
-    """Leave each rank an equal part of what all ranks of its node leave there, as the cache will find it. Else a
-    pipeline stage of few experts would take what one of many lacks for its cache. Collective over world."""
-    if offload.host_left is None:  # on all ranks
-        return
-    hosts = name_hosts(world)
-    lefts = world.all_gather(torch.tensor([offload.host_left], dtype=torch.int64)).flatten().tolist()
-    here = [left for left, host in zip(lefts, hosts, strict=True) if host == hosts[world.rank]]
-    offload.host_left = max(0, sum(here) // len(here))
-
-
 class OthersRefuse(FatalError):
-    """Another rank cannot go on, and says why."""
+    """Another rank cannot go on, and logs the reason."""
 
 
 def together(world: HostComm, work: Callable[[], int]) -> int:
-    """What `work` returns. Where it raises FatalError or lacks memory on one rank, others raise OthersRefuse, as what
-    comes next may be collective. Collective over world."""
+    """Returns the result of `work`. Where it raises FatalError or lacks memory on one rank, others raise OthersRefuse,
+    as what comes next may be collective. Collective over world."""
     made: int = 0
     stop: Exception | None = None
     try:
@@ -202,7 +187,7 @@ def check(
     if room is not None and need > room:
         where = "on its GPU" if device.type == "cuda" else "for it"
         raise too_large(need, f"{where} {room / 1e9:.2f} GB are free")
-    left = room - need if device.type == "cpu" and room is not None else host_room
+    left = room - need if device.type != "cuda" and room is not None else host_room
     if isinstance(source, Striped) and left is not None and source.buffers > left:
         raise FatalError(
             f"striped loading takes {source.buffers / 1e6:.1f} MB of the host's memory on this rank while it reads, "

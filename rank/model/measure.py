@@ -1,4 +1,4 @@
-"""What ranks would hold of a model, as its own code builds it on the meta device: no weights, no GPU, no memory.
+"""Memory that ranks would hold of a model, as its own code builds it on the meta device: no weights, no GPU, no memory.
 
 `python -m phalanx.rank.model.measure QUESTION` prints the answer as JSON, for programs that import no torch, such as
 `phalanx fit`, whose `measured.py` has the types of both. What serving refuses ends it with one line and the code.
@@ -24,7 +24,7 @@ from ...comm.mesh import Mesh
 from ...errors import FatalError
 from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
-from ...kernels.quantized import e4m3, e4m3_wide
+from ...kernels.quantized import cuda_layouts, e4m3
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
@@ -32,8 +32,10 @@ from .choices import DTYPES, choose_dtype, choose_format, choose_plain, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
 from .experts.fused import FusedExperts, StackedLinear
 from .formats import ChooseFormat, dense
-from .formats import fp8 as in_situ_fp8
+from .formats._in_situ import InSituPart
+from .formats._stacks import StackOfParts
 from .layer_offload import may_move
+from .layers.embedding import VocabParallelEmbedding
 from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
@@ -61,13 +63,15 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(question["device"])
     chosen = choose_dtype(question["dtype"], config, device)
     kept = question["kv_cache_dtype"]
+    compiled = device.type == "cpu" and any(compiler.compilers())
     as_stored = choose_plain(question["dtype"], config, device, any(compiler.compilers()), {})
     format_of = choose_format(config, question["isq"], plain=as_stored)
+    formats = format_of, format_of if compiled else dense
     asked = question["tp"] or 1
     # It may refuse.
-    models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), format_of)}
+    models: dict[int, Model | None] = {asked: build(config, GroupRank(0, asked), GroupRank(0, 1), *formats)}
     for tp in tensor_degrees(config.num_heads, config.num_kv_heads):
-        models[tp] = models.get(tp) or cut(config, tp, format_of)
+        models[tp] = models.get(tp) or cut(config, tp, formats)
     ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
     plain = build(config, GroupRank(0, 1), GroupRank(0, 1))
     return {
@@ -84,7 +88,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
             [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
         ],
         "ranks": {
-            tp: rank_of(model, config, tp, DTYPES[chosen], device, format_of, kept)
+            tp: rank_of(model, config, tp, DTYPES[chosen], device, formats, kept)
             for tp, model in ranks.items()
             if tp <= question["most"] or tp == question["tp"]
         },
@@ -92,7 +96,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_bytes(model: Model, dtype: torch.dtype) -> int:
-    """Of a checkpoint of this dtype. Scales of codes have that too, if it is of 16 bits, and 16 bits else."""
+    """Bytes of a checkpoint of this dtype. Scales of codes have that too, if it is of 16 bits, and 16 bits else."""
     held = {}
     for module in model.sharded_modules():
         quantised = isinstance(module, StoredPart)
@@ -107,21 +111,23 @@ def _width_of_floats(dtype: torch.dtype) -> tuple[bool, int]:
     return dtype.is_floating_point, dtype.itemsize
 
 
-def cut(config: Config, tp: int, format_of: ChooseFormat) -> Model | None:
+def cut(config: Config, tp: int, formats: tuple[ChooseFormat, ChooseFormat]) -> Model | None:
     """The model of a rank of a tensor group of tp; None where that does not leave the format's groups whole."""
     try:
-        return build(config, GroupRank(0, tp), GroupRank(0, 1), format_of)
+        return build(config, GroupRank(0, tp), GroupRank(0, 1), *formats)
     except FatalError:
         return None
 
 
-def build(config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense) -> Model:
-    """A rank's Model as `load` builds it, without memory."""
+def build(
+    config: Config, tensor: GroupRank, pipe: GroupRank, format_of: ChooseFormat = dense, table_of: ChooseFormat = dense
+) -> Model:
+    """A rank's Model as `load` builds it, without memory. format_of: of linears, table_of: of the embedding."""
     module = architectures.find(config.model_type)
     alone = cast(HostComm, GroupRank(0, 1))
     mesh = Mesh(alone, 0, cast(HostComm, tensor), cast(HostComm, pipe), cast(HostComm, pipe))
     args, names = module.Args.from_config(config), names_of(config, module.Model)
-    return module.Model(args, mesh, POSITIONS, names, format_of)
+    return module.Model(args, mesh, POSITIONS, names, format_of, table_of)
 
 
 def rank_of(
@@ -130,11 +136,11 @@ def rank_of(
     tp: int,
     dtype: torch.dtype,
     device: torch.device,
-    format_of: ChooseFormat,
+    formats: tuple[ChooseFormat, ChooseFormat],
     kv_dtype: str,
 ) -> dict[str, Any]:
-    """What a rank of a tensor group of `tp` holds: each layer, and what a stage has besides by its place. whole: that
-    rank's model without stages."""
+    """Memory of a rank of a tensor group of `tp`: each layer, and what a stage has in addition by its place. whole:
+    that rank's model without stages."""
     tensor, count = GroupRank(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
     kinds: list[dict[str, Any]] = []
     layers = []
@@ -142,6 +148,7 @@ def rank_of(
         held = {
             "weights": weights(layer, dtype, device),
             "kv": block_bytes(spec, 1, cache_dtype(kv_dtype, dtype)),  # of one token
+            "window": spec.window,
             "state": row_bytes(spec),  # of one sequence
             "inner": widest(layer),
             "scores": scores(layer),
@@ -152,7 +159,7 @@ def rank_of(
     ends = {"whole": whole}
     if count > 1:  # each layer a stage of its own, so that little is built
         places = {"first": 0, "last": count - 1} | ({"middle": 1} if count > 2 else {})
-        ends |= {place: build(config, tensor, GroupRank(at, count), format_of) for place, at in places.items()}
+        ends |= {place: build(config, tensor, GroupRank(at, count), *formats) for place, at in places.items()}
     return {
         "kinds": kinds,
         "layers": layers,
@@ -169,7 +176,8 @@ def weights(
     are another's, as a tied head's are; of experts' those of one expert, and how many there are. without: a part that
     is left out."""
     inside = set() if without is None else set(without.modules())
-    found = []
+    found: list[dict[str, Any]] = []
+    counted = set[nn.Module]()  # parts; a tied head may have the embedding's
     for name, one in module.named_modules():
         if one in inside or not isinstance(one, Linear | ShardedModule):
             continue
@@ -181,7 +189,10 @@ def weights(
             elements = one.num_weights  # parameters are packs of codes
         if isinstance(one, StackedLinear) and one.stored is not None:
             elements = one.num_weights
-        shared = all(part.shared for part in held)
+        if isinstance(one, VocabParallelEmbedding):
+            elements = one.vocab.width * one.inputs.width
+        shared = all(part.shared or part in counted for part in held)
+        counted.update(held)
         copies = one.experts.width if isinstance(one, StackedLinear) else 1
         found.append(
             {
@@ -199,8 +210,8 @@ def weights(
 
 
 def in_8_bits(one: nn.Module, layer: nn.Module, device: torch.device) -> bool:
-    """Whether Hopper's tensor cores multiply it so, of many rows (kernels/quantized/e4m3_wgmma.py and
-    kernels/moe/e4m3_experts.py): all of a linear, and all experts of the layer."""
+    """Whether Hopper's tensor cores multiply it so, for large M (kernels/quantized/e4m3_wgmma.py and
+    kernels/moe/moe.py): all of a linear, and all experts of the layer."""
     held: list[tuple[object, Shard]] = []
     if isinstance(one, StackedLinear):
         held = [(stack.stored, stack.inputs) for stack in layer.modules() if isinstance(stack, StackedLinear)]
@@ -211,11 +222,11 @@ def in_8_bits(one: nn.Module, layer: nn.Module, device: torch.device) -> bool:
 
 def _shares_scales(form: object, inputs: Shard) -> bool:
     """Whether it is e4m3 of which 128 inputs or more share a scale."""
-    form = getattr(form, "part", form)  # of a stack of experts in a format of linears
-    form = getattr(form, "scheme", form)
-    if isinstance(form, fp8.Scheme):
-        return e4m3_wide.takes(inputs.width, form.unit(inputs))
-    return isinstance(form, in_situ_fp8.Part) and e4m3_wide.takes(inputs.width, e4m3.unit_of(inputs.width))
+    if isinstance(form, fp8.Part | fp8.ExpertStack):
+        return cuda_layouts.takes_wide(inputs.width, form.scheme.unit(inputs))
+    part = form.part if isinstance(form, StackOfParts) else form
+    is_e4m3 = isinstance(part, InSituPart) and part.codec is e4m3
+    return is_e4m3 and cuda_layouts.takes_wide(inputs.width, e4m3.unit_of(inputs.width))
 
 
 def _of_experts(one: StackedLinear, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

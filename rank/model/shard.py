@@ -46,8 +46,8 @@ def spread(size: int, rank: int, ranks: int) -> Shard:
 
 
 def in_groups(size: int, rank: int, ranks: int, group: int = GROUP) -> Shard:
-    """As `even`, but groups stay whole wherever the size is a multiple of them, and pieces where that makes no rank's
-    part much longer: the last ranks have less to do."""
+    """Splits evenly, but groups stay whole wherever the size is a multiple of them, and units where that makes no
+    rank's part much longer: the last ranks have less to do."""
     units = [one for one in (group, PIECE) if one % group == 0 and whole_groups(size, ranks, one)]
     widths = [-(-size // (unit * ranks)) * unit for unit in units or (1,)]
     width = widths[-1] if widths[-1] <= widths[0] * LONGER else widths[0]

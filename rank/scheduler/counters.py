@@ -1,4 +1,4 @@
-"""What a scheduler counts since the start, for protocol.Stats."""
+"""A scheduler's counters since the start, for protocol.Stats."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class HostTier:
         sequences wait for its copies."""
         self.count, self.least, self.most = count, least, most
         self.places = Places(count)
-        # Of the plan that is being written: the block that is copied to each host block. A tier smaller than what one
+        # The block copied to each host block by the plan that is being written. A tier smaller than what one
         # plan evicts gives a host block more than once, and the last copy alone counts: they have no order.
         self._out: dict[int, int] = {}
         self._in: list[int] = []  # host and device block in turn
@@ -75,7 +75,7 @@ class HostTier:
         self.places.check("host block")
 
     def stats(self) -> dict[str, int]:
-        """Of protocol.Stats."""
+        """Counters for protocol.Stats."""
         return {
             "host_blocks_total": self.count,
             "host_blocks_used": self.num_used,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,14 +12,16 @@ import msgspec
 
 from ... import errors
 from .. import protocol
-from .grammar import Grammar, Grammars
+from .grammar import Grammar, GrammarError, Grammars
 from .replica import POLL_INTERVAL, Replica
 from .router import Router
 from .server_link import ServerLink
 
+log = logging.getLogger(__name__)
 STATS_EVERY = 0.5  # seconds between statistics for the server
+REPORT_EVERY = 60.0  # seconds between the log's lines about speculation, at least
 AUDIT_AFTER = 1.0  # seconds without a sequence before the block audit
-COMPILE_POLL = 2e-3  # seconds between looks at grammars that are compiled while nothing else is to be done
+GRAMMAR_POLL = 2e-3  # seconds between looks at the grammar processes while nothing else is to be done
 DONE = object()
 
 
@@ -40,6 +43,7 @@ class StepLoop:
         self._stats_due = 0.0
         self._was_idle = True
         self._audit: Iterator[None] = iter(())
+        self._said = 0.0, 0  # when the log had a line about speculation, and how many drafts there had been
         self._patience: float | None = None  # seconds to wait before the audit goes on; None: it is complete
 
     def run(self) -> int:
@@ -81,10 +85,7 @@ class StepLoop:
             self._patience = None if next(self._audit, DONE) is DONE else 0.0
         for message in messages:
             if isinstance(message, protocol.Request):
-                if message.grammar:
-                    self._grammars.compile(message)
-                else:
-                    self._add(message)
+                self._admit(message)
             elif isinstance(message, protocol.Vocabulary):
                 self._grammars.know(message)
             elif isinstance(message, protocol.Abort):
@@ -95,24 +96,45 @@ class StepLoop:
                 self.switch = message
             else:
                 self._draining, self._code = True, message.code
-        for request, grammar in self._grammars.take():
-            self._add(request, grammar)
+        made, ended = self._grammars.take()
+        for request, grammar in made:
+            self._admit(request, grammar)
+        deltas = [delta for one in ended for replica in self.replicas for delta in replica.scheduler.end(one)]
+        if deltas:
+            self.link.send(protocol.Deltas(deltas))
         if self.link.signalled:
             self.link.signalled = False
             self.link.send(protocol.Draining())  # the server knows the open requests and answers with Drain
 
     @property
     def _pause(self) -> float:
-        """How long to wait for messages where there is something to do: grammars are compiled in another thread."""
-        return COMPILE_POLL if self._grammars.pending and all(replica.idle for replica in self.replicas) else 0.0
+        """How long to wait for messages where there is something to do: grammar processes may be all that works."""
+        return GRAMMAR_POLL if self._grammars.busy and not any(replica.busy for replica in self.replicas) else 0.0
 
-    def _add(self, request: protocol.Request, grammar: Grammar | str | None = None) -> None:
+    def _admit(self, request: protocol.Request, grammar: Grammar | GrammarError | None = None) -> None:
+        """Queue a request, or have its grammar compiled first. grammar: compiled, or why it is not.
+
+        An exception fails this request alone: no value of a request may end the job.
+        """
         try:
-            if isinstance(grammar, str):
-                raise ValueError(grammar)
-            self.router.add(request, grammar)
-        except ValueError as error:  # the server checks lengths; a faulty one must not stop the job
-            self.link.send(protocol.Deltas([protocol.Delta(request.id, finish="error", error=str(error), status=400)]))
+            if isinstance(grammar, GrammarError):
+                raise grammar
+            if request.grammar and grammar is None:
+                self._grammars.compile(request)
+            else:
+                self.router.add(request, grammar)
+            return
+        except GrammarError as error:
+            why, status = str(error), error.status
+        except ValueError as error:  # the server checks lengths
+            why, status = str(error), 400
+        except Exception as error:
+            log.exception("a request cannot be scheduled")
+            why, status = f"the scheduler failed on this request: {type(error).__name__}: {error}", 500
+        self._grammars.abort([request.id])
+        if isinstance(grammar, Grammar):
+            grammar.drop()
+        self.link.send(protocol.Deltas([protocol.Delta(request.id, finish="error", error=why, status=status)]))
 
     def _check_idle(self) -> None:
         """Check the accounting once the last sequence has ended.
@@ -122,9 +144,25 @@ class StepLoop:
         """
         for replica in self.replicas:
             replica.scheduler.check_empty()
-        self.link.send(protocol.Deltas([], self._stats()))
+        stats = self._stats()
+        self._report(stats)
+        self.link.send(protocol.Deltas([], stats))
         self._audit = itertools.chain.from_iterable(replica.scheduler.audit() for replica in self.replicas)
         self._patience = AUDIT_AFTER
+
+    def _report(self, stats: protocol.Stats) -> None:
+        """Log what speculation is worth, now and then."""
+        then, before = self._said
+        drafts = tokens = right = 0
+        for more, guessed, *accepted in stats.speculation.values():
+            drafts, tokens, right = drafts + more, tokens + guessed, right + sum(accepted)
+        if drafts == before or time.monotonic() < then + REPORT_EVERY or not stats.plain_seconds:
+            return
+        self._said = time.monotonic(), drafts
+        log.info(
+            "speculation: %d of %d guessed tokens were right; steps that verified some gave tokens %.2f times as fast "
+            "as others", right, tokens, stats.plain_seconds / stats.speculation_seconds,
+        )  # fmt: skip
 
     def _finish(self, blocked: list[Replica]) -> None:
         """Send the server the results of one step of each blocked replica, as far as they are here.
@@ -148,6 +186,11 @@ class StepLoop:
 
     def _stats(self) -> protocol.Stats:
         total: Counter[str] = Counter()
+        speculation: dict[str, list[int]] = {}
         for replica in self.replicas:
-            total.update(msgspec.structs.asdict(replica.stats()))
-        return protocol.Stats(**total)
+            counts = msgspec.structs.asdict(replica.stats())
+            for source, found in counts.pop("speculation").items():
+                pairs = itertools.zip_longest(speculation.get(source, []), found, fillvalue=0)
+                speculation[source] = [a + b for a, b in pairs]
+            total.update(counts)
+        return protocol.Stats(**total, speculation=speculation)

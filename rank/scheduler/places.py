@@ -9,7 +9,7 @@ Hash = bytes  # of a block's tokens and all before them
 
 
 class Places(OrderedDict[Hash, int]):
-    """Of the prefixes that have one, least recently used first. The others of so many places are free, or taken."""
+    """Places by prefix, least recently used first. The others of so many places are free, or taken."""
 
     def __init__(self, count: int):
         super().__init__()

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from .. import protocol
-from .grammar import masks
+from .grammar import accept, draft, masks
 from .scheduler import Scheduler
 from .step import ScheduledStep
 
@@ -38,7 +38,7 @@ class Executor(Protocol):
         """Progress outstanding sends; False when none is left."""
 
     def counters(self) -> dict[str, int]:
-        """Of protocol.Stats, what ranks count; empty where they are other processes."""
+        """Counters of the ranks for protocol.Stats; empty where they are other processes."""
 
 
 class Replica:
@@ -65,6 +65,9 @@ class Replica:
         self._in_flight.append((planned, self.executor.start(planned.plan)))
         if planned.constrained:
             self._unmasked.append(planned)
+            if planned.query_len > 1:  # nothing is in flight of sequences with drafts: their next masks are there
+                drafted = ((one.sequence.grammar, one.drafts) for one in planned.constrained if one.drafts)
+                draft((grammar, drafts) for grammar, drafts in drafted if grammar is not None)
             self._send_masks()
         return len(self._in_flight) < self.depth
 
@@ -91,13 +94,22 @@ class Replica:
         """Wait for the oldest step and apply its output. Returns what it added to each sequence."""
         done, result = self._in_flight.popleft()
         result.wait(None)
-        deltas = self.scheduler.update(done, result.output())
+        output = result.output()
+        if done.constrained:
+            accept(done.accepted(done.tokens(output), output.failed))
+        deltas = self.scheduler.update(done, output)
         self._send_masks()
         return deltas
 
     def _send_masks(self) -> None:
-        """Send the masks of steps in flight, in order, as far as all tokens before are known."""
-        while self._unmasked and self._unmasked[0].masks_ready:
+        """Send the masks of steps in flight, in order, as far as all tokens before are known.
+
+        The ranks wait for them, with everybody's sequences: a sequence whose mask is late leaves its steps.
+        """
+        while self._unmasked and self._unmasked[0].masks_due:
             step = self._unmasked.popleft()
-            bits = masks([one.sequence for one in step.constrained])
+            for sequence in step.maskless:
+                self.scheduler.withdraw(sequence, [other for other, _ in self._in_flight])
+            sampled = [(one.sampled, len(one.drafts)) for one in step.constrained]
+            bits = masks([one.sequence for one in step.constrained], step.dropped, sampled)
             self.executor.mask(protocol.Masks(step.plan.step, bits))

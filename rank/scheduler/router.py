@@ -10,7 +10,7 @@ from .blocks import Hash, extend_chain
 from .grammar import Grammar
 from .replica import Replica
 
-# What an open sequence adds to its replica's load, in prompt tokens that cost as much. Each of its coming hundreds of
+# The load that an open sequence adds to its replica, in prompt tokens that cost as much. Each of its coming hundreds of
 # tokens makes a step a little longer.
 OPEN_SEQUENCE = 64
 REMEMBERED = 1 << 16  # prompt blocks whose replica is remembered, as they may not be computed yet
@@ -46,9 +46,7 @@ class Router:
         """How many of the prompt's tokens this replica has in its prefix cache, or will have when it schedules the
         request."""
         blocks = self.replicas[index].scheduler.blocks
-        hits = blocks.match(hashes)
-        blocks.snapshots.trim(hits, hashes)
-        known = len(hits)
+        known = blocks.snapshots.trim(blocks.match(hashes).matched, hashes)
         while known < len(hashes) and self._sent.get(hashes[known]) == index:
             known += 1
         return known * blocks.size

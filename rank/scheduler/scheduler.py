@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 from .. import protocol
-from .blocks import IN_HOST, Blocks, Hash
+from .blocks import Blocks, Hash, Prefix
 from .counters import Counters
 from .grammar import Grammar
 from .sequence import Sequence
+from .speculation import Speculation
 from .step import PlannedStep, ScheduledStep
+
+NO_MEMORY = "the GPU had not enough memory to sample this request's tokens: ask again, or with fewer logprobs"
 
 
 class Scheduler:
@@ -28,8 +33,17 @@ class Scheduler:
     its end once later ones are preempted. It is never preempted itself.
     """
 
-    def __init__(self, blocks: Blocks, max_num_seqs: int, token_budget: int, max_model_len: int, stages: int = 1):
+    def __init__(
+        self,
+        blocks: Blocks,
+        max_num_seqs: int,
+        token_budget: int,
+        max_model_len: int,
+        stages: int = 1,
+        speculation: Speculation | None = None,
+    ):
         self.blocks = blocks
+        self.speculation = speculation
         self.stages = stages
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -40,6 +54,10 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._freed_rows: list[int] = []  # rows to announce with the next plan
+        self._rejected: list[int] = []  # to announce with it, as protocol.Plan has them
+        self._unread = 0  # steps whose results have not arrived ...
+        self._speculative = 0  # ... and those of them whose lengths are not known
+        self._ended_at = 0.0  # when the last step's results were here; 0: nothing has been waiting since
         self.backlog = 0  # tokens that all sequences still have to compute, as far as is known
         self._step = 0
         self._arrivals = 0
@@ -59,10 +77,10 @@ class Scheduler:
             raise ValueError(f"{request.id}: up to {length} tokens, at most {self.max_model_len} fit, or a used id")
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals, list(hashes), grammar)
-        self._by_id[sequence.id] = sequence
         sequence.expected = expected
+        bisect.insort(self.waiting, sequence, key=_order)  # first: where anything raises, nothing is changed
+        self._by_id[sequence.id] = sequence
         self.backlog += sequence.remaining - expected
-        bisect.insort(self.waiting, sequence, key=_order)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Drop these sequences. Unknown ids are no error: a sequence may end while the message is on its way."""
@@ -86,27 +104,77 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before outstanding results arrive."""
         step = PlannedStep()
-        budget = self._schedule_running(step, self.token_budget)
+        group = self._decode_group()
+        if self.speculation is not None and not self._speculate(step, group):
+            return None
+        budget = self._schedule_running(step, {sequence.id for sequence in group}, self._reserved(step, group))
         self._admit(step, budget)
-        if not step.decodes and not step.chunks:
+        if not step.decodes and not step.chunks and not step.verified:
             return None
         return self._make_plan(step)
 
-    def _schedule_running(self, step: PlannedStep, budget: int) -> int:
+    def _speculate(self, step: PlannedStep, group: list[Sequence]) -> bool:
+        """Give a step that decodes these sequences drafts, where they pay and need no preemption. False: steps in
+        flight have to end first, as drafts follow tokens that are known. With several stages only sequences with drafts
+        wait, and leave the group."""
+        assert self.speculation is not None
+        if self._speculative and self.stages == 1:
+            return False
+        step.query_len, step.proposed = self.speculation.choose(group)
+        step.wanted = self.speculation.model_drafts
+        if step.query_len > 1 and not self._fits(group, step.query_len):
+            step.query_len = 1
+        if step.query_len == 1:
+            return True
+        if self.stages == 1 and self._unread:
+            return False
+        group[:] = [sequence for sequence in group if not (sequence.in_flight and sequence.id in step.proposed)]
+        return True
+
+    def _fits(self, group: list[Sequence], query_len: int) -> bool:
+        """Whether there are blocks for so many tokens of each of these sequences."""
+        until = ((one, self._until(one.num_computed + query_len)) for one in group)
+        blocks = sum(sum(self.blocks.lacking(one.tables, tokens)) for one, tokens in until if tokens > one.room)
+        return blocks <= self.blocks.num_free and query_len * len(group) < self.token_budget
+
+    def _verifies(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Whether a decoding sequence has query_len tokens in this step. With one stage all have, where they fit, as
+        steps are replayed in which all have as many."""
+        return (
+            step.query_len > 1
+            and not sequence.in_flight
+            and (self.stages == 1 or sequence.id in step.proposed)
+            and not sequence.sampling.pooling
+            and sequence.num_computed + step.query_len <= self.max_model_len
+        )
+
+    def _reserved(self, step: PlannedStep, group: list[Sequence]) -> int:
+        """Tokens of the decoding sequences of a step."""
+        if step.query_len == 1:
+            return len(group)
+        return sum(step.query_len if self._verifies(sequence, step) else 1 for sequence in group)
+
+    def _schedule_running(self, step: PlannedStep, group: set[str], reserved: int) -> int:
         """Spend the budget over the running sequences in order. Returns what is left.
 
-        One token is reserved for each decoding sequence, so that a long prompt cannot stall the others.
+        group: the ids of the decoding sequences, for whose tokens so much is reserved: a long prompt cannot stall them.
         """
-        group = self._decode_group()
-        reserved = len(group)
         # With more sequences than budget all still decode, and a prompt gets one token.
-        budget = max(budget, reserved + 1)
+        budget = max(self.token_budget, reserved + 1)
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.ends_by_length:  # preempted in this call; or only its last id is awaited
+                continue
+            if sequence.awaits_mask:
                 continue
             remaining = sequence.remaining
             if remaining == 1:
                 if sequence.id not in group:
+                    continue
+                if self._verifies(sequence, step):
+                    reserved -= step.query_len
+                    if self._grow(sequence, step.query_len, step):
+                        self._add_verified(sequence, step)
+                        budget -= step.query_len
                     continue
                 reserved -= 1
             count = min(remaining, budget - reserved)
@@ -117,21 +185,22 @@ class Scheduler:
                 budget -= count
         return budget - reserved
 
-    def _decode_group(self) -> set[str]:
-        """The ids of the decoding sequences of the next step.
+    def _decode_group(self) -> list[Sequence]:
+        """The decoding sequences of the next step.
 
         With one pipeline stage these are all. With more, a sequence's next token needs the one that the last stage has
         yet to sample. So the sequences are divided evenly over `stages` steps: while the last stage computes one
         group, the first computes another. Where there is no other work, waiting gains nothing and all may go.
         """
-        decoding = [s for s in self.running if s.remaining == 1 and not s.ends_by_length]
+        decoding = [s for s in self.running if s.remaining == 1 and not s.ends_by_length and not s.awaits_mask]
         if self.stages > 1:
             most = -(-len(decoding) // self.stages)
+            decoding = [s for s in decoding if not s.verifying]
             due = [s for s in decoding if not s.in_flight or self._step + 1 - s.sampled_at >= self.stages]
             if not due and all(s.remaining <= 1 for s in self.running):
                 due = [s for s in decoding if s.in_flight < 2]  # more steps ahead would be wasted when it ends
             decoding = due[:most]
-        return {s.id for s in decoding}
+        return decoding
 
     def _grow(self, sequence: Sequence, count: int, step: PlannedStep) -> bool:
         """Allocate the blocks for `count` more tokens and preempt later sequences if needed.
@@ -139,19 +208,31 @@ class Scheduler:
         Returns False if the sequence itself was preempted. Sequences are served in order, so a preempted one is never
         part of the step yet.
         """
-        needed = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
-        if needed <= 0:
+        until = self._until(sequence.num_computed + count)
+        if until <= sequence.room:
             return True
-        while needed > self.blocks.num_free:
+        if self.blocks.windows:
+            self.blocks.release(sequence.tables, sequence.num_computed)
+        needed = self.blocks.lacking(sequence.tables, until)
+        while sum(needed) > self.blocks.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        for block in self.blocks.allocate(needed):
-            sequence.blocks.append(block)
-            step.block_rows.append(sequence.row)
-            step.block_ids.append(block)
+        number = sequence.row
+        for table, count in zip(sequence.tables, needed, strict=True):
+            blocks = self.blocks.allocate(count)
+            table += blocks
+            step.block_ids += blocks
+            step.block_rows += [number] * count
+            number += self.max_num_seqs
+        sequence.room = self.blocks.room(sequence.tables)
         return True
+
+    def _until(self, tokens: int) -> int:
+        """How many tokens of a sequence need a block, where so many are computed."""
+        lookahead = 0 if self.speculation is None else self.speculation.lookahead
+        return min(tokens + lookahead, self.max_model_len) if lookahead else tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free its row and blocks and queue it again. Later it recomputes what the prefix cache no longer has."""
@@ -163,30 +244,35 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _admit(self, step: PlannedStep, budget: int) -> None:
-        """Admit waiting sequences in order, until one does not fit."""
+        """Admit waiting sequences in order, until one does not fit. Those whose masks are late are passed over."""
         while budget > 0 and self.waiting and self._free_rows:
-            sequence = self.waiting[0]
+            sequence = next((one for one in self.waiting if one.in_flight or not one.awaits_mask), None)
+            if sequence is None:
+                break
             if sequence.in_flight:  # preempted while an id was on its way; that id is needed to compute it again
                 break
             hits, count = self._find_prefix(sequence, step, budget)
-            computed = len(hits) * self.blocks.size
-            needed, in_host = self._blocks_for(computed + count) - len(hits), IN_HOST in hits
-            spare = len(self.running)  # a block for each: without it the new one would soon be preempted
-            full = needed + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits)
+            computed = hits.matched * self.blocks.size
+            needed, in_host = self.blocks.lacking(hits.tables, self._until(computed + count)), hits.in_host > 0
+            spare = len(self.running) * len(self.blocks.groups)  # else the new one would soon be preempted
+            full = sum(needed) + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits.blocks())
             if full or (in_host and self.blocks.tier.busy):
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             self.counters.swapped_in += in_host and sequence.cached_tokens >= 0
-            sequence.blocks = self.blocks.hold(hits, sequence.hashes) + self.blocks.allocate(needed)
+            sequence.tables = self.blocks.hold(hits, sequence.hashes)
+            for table, more in zip(sequence.tables, needed, strict=True):
+                table += self.blocks.allocate(more)
+            sequence.room = self.blocks.room(sequence.tables)
             sequence.row = heapq.heappop(self._free_rows)
             sequence.num_computed = computed
-            if hits:
-                self.blocks.snapshots.load(sequence.hashes[len(hits) - 1], sequence.row)
+            if hits.matched:
+                self.blocks.snapshots.load(sequence.hashes[hits.matched - 1], sequence.row)
             self.backlog += sequence.expected - computed
             sequence.expected = 0
-            sequence.num_cached_blocks = len(hits)
+            sequence.num_cached_blocks = hits.matched
             if sequence.cached_tokens < 0:
-                sequence.cached_tokens = computed
+                sequence.cached_tokens, sequence.admitted = computed, time.monotonic()
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
             step.new.append(sequence.introduced())
@@ -194,24 +280,36 @@ class Scheduler:
             self._add_chunk(sequence, count, step)
             budget -= count
 
-    def _find_prefix(self, sequence: Sequence, step: PlannedStep, budget: int) -> tuple[list[int], int]:
-        """The cached blocks that a waiting sequence begins with, and how many tokens it then computes."""
+    def _find_prefix(self, sequence: Sequence, step: PlannedStep, budget: int) -> tuple[Prefix, int]:
+        """The cached prefix that a waiting sequence begins with, and how many tokens it then computes."""
         if self.blocks.prefix_cache:
             sequence.extend_hashes(self.blocks.size)
         usable = sequence.hashes[: sequence.usable_blocks(self.blocks.size)]
         hits = self.blocks.match(usable)
-        ends = len(hits), (sequence.prompt_len - 1) // self.blocks.size, len(usable)  # where it leaves state snapshots
+        # where it leaves state snapshots
+        ends = hits.matched, (sequence.prompt_len - 1) // self.blocks.size, len(usable)
         while True:
-            self.blocks.snapshots.trim(hits, usable)
-            borders = self.blocks.snapshots.borders(len(hits), *ends)
+            while (border := self.blocks.snapshots.trim(hits.matched, usable)) < hits.matched:
+                hits = self.blocks.match(usable[:border])
+            borders = self.blocks.snapshots.borders(hits.matched, *ends)
             sequence.borders = [border * self.blocks.size for border in borders]
-            computed = len(hits) * self.blocks.size
+            computed = hits.matched * self.blocks.size
             count = sequence.chunk(computed, min(sequence.length - computed, budget))
-            # Where all rows have one token, one kernel writes and reads the cache: none may read what another writes.
-            single = count == 1 and not step.chunks
-            if not single or not any(block in step.cached for block in hits):
+            # One kernel writes and reads the cache where all rows have one token: none may read what another writes.
+            single = count == 1 and not step.chunks if step.query_len == 1 else count == step.query_len
+            if not single or step.cached.isdisjoint(hits.blocks()):
                 return hits, count
-            hits.pop()
+            hits = self.blocks.match(usable[: hits.matched - 1])
+
+    def _add_verified(self, sequence: Sequence, step: PlannedStep) -> None:
+        """Have the step sample query_len tokens of a sequence. Of these one counts until its result is here."""
+        sequence.num_computed += 1
+        sequence.length += 1
+        sequence.sampled_at = self._step + 1
+        sequence.verifying = True
+        step.verified.append(sequence)
+        if entered := self._cache_blocks(sequence):
+            step.cached.update(entered)
 
     def _add_chunk(self, sequence: Sequence, count: int, step: PlannedStep) -> None:
         sequence.num_computed += count
@@ -225,51 +323,67 @@ class Scheduler:
             step.decodes.append(sequence)
         else:
             step.chunks.append((sequence, count))
-        before = sequence.num_cached_blocks
-        self._cache_blocks(sequence)
-        if sequence.num_cached_blocks > before:  # true once per block
-            step.cached.update(sequence.blocks[before : sequence.num_cached_blocks])
+        if entered := self._cache_blocks(sequence):  # true once per block
+            step.cached.update(entered)
         if sequence.num_computed in sequence.borders:
             self.blocks.snapshots.save(sequence.row, sequence.hashes[sequence.num_computed // self.blocks.size - 1])
 
-    def _cache_blocks(self, sequence: Sequence) -> None:
-        """Enter full blocks of known tokens into the prefix cache.
+    def _cache_blocks(self, sequence: Sequence) -> Iterable[int]:
+        """Enter full blocks of known tokens into the prefix cache. Returns those that are new there.
 
         That happens when the step that fills a block is planned. It is safe: plans are executed in order, and a step
         writes keys and values before any sequence reads them. `_admit` handles the exception, steps in which all rows
         have one token. Only blocks with a hash are entered, as a generated token's id must be known.
         """
         if not self.blocks.prefix_cache:
-            return
+            return ()
         full = min(sequence.num_computed, len(sequence.tokens)) // self.blocks.size
         if full <= sequence.num_cached_blocks:
-            return
+            return ()
         sequence.extend_hashes(self.blocks.size)
-        for i in range(sequence.num_cached_blocks, full):
-            self.blocks.cache(sequence.blocks[i], sequence.hashes[i])
-        sequence.num_cached_blocks = full
+        first, sequence.num_cached_blocks = sequence.num_cached_blocks, full
+        return self.blocks.cache_full(sequence.tables, sequence.hashes, first, full)
 
     def _make_plan(self, step: PlannedStep) -> ScheduledStep:
         self._step += 1
         self.counters.steps += 1
         freed, self._freed_rows = self._freed_rows, []
+        rejected, self._rejected = protocol.pack_u16(self._rejected), []
         copies = *self.blocks.tier.take_copies(), *self.blocks.snapshots.take_copies()
-        return step.finished(self._step, freed, *copies)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.blocks.size)
+        planned = step.finished(self._step, freed, rejected, *copies)
+        self._unread += 1
+        self._speculative += planned.speculative
+        return planned
 
     # -- results
 
     def update(self, done: ScheduledStep, output: protocol.StepOutput) -> list[protocol.Delta]:
         """Add a step's sampled tokens, a list for each of done.sampled, and finish sequences that have ended."""
-        deltas = []
-        logprobs, next_index = output.logprobs, 0
-        for i, (sequence, tokens) in enumerate(zip(done.sampled, output.tokens(), strict=True)):
-            index, next_index = next_index, next_index + len(tokens)
-            if sequence.finished:  # ended or aborted after this step was planned: the tokens are dropped
+        deltas, added, drafted, accepted = list[protocol.Delta](), 0, 0, 0
+        logprobs, next_index, verified = output.logprobs, 0, len(done.drafts)
+        drafts = protocol.unpack_u32(output.drafts)
+        self._unread -= 1
+        self._speculative -= done.speculative
+        for i, (sequence, tokens) in enumerate(zip(done.sampled, done.tokens(output), strict=True)):
+            index, next_index = next_index, next_index + (done.query_len if i < verified else len(tokens))
+            if i == verified:
+                drafted = accepted = 0
+            # Ended or aborted after this step was planned, or without a mask: the tokens are dropped.
+            if sequence.finished or sequence in done.dropped:
                 continue
+            if i in output.failed:
+                deltas.append(protocol.Delta(sequence.id, finish="error", error=NO_MEMORY, status=503))
+                self._finish(sequence)
+                continue
+            if i < verified:
+                assert self.speculation is not None
+                drafted, accepted = len(done.drafts[i]), len(tokens) - 1
+                self.speculation.verified(sequence, drafted, accepted)
+                sequence.verifying = False
+                if sequence.row >= 0 and len(tokens) < done.query_len:
+                    self._rejected += sequence.row, done.query_len - len(tokens)
             shown, finish, stop = self._append(sequence, tokens)
+            added += len(tokens)
             given = []
             if logprobs:
                 given = [logprobs[j] for j in range(index, index + len(shown)) if j in logprobs]
@@ -281,6 +395,9 @@ class Scheduler:
                     finish=finish,
                     stop_token=stop,
                     cached_tokens=0 if sequence.reported else sequence.cached_tokens,
+                    admitted=0.0 if sequence.reported else sequence.admitted,
+                    drafted=drafted,
+                    accepted=accepted,
                     embedding=output.embeddings.get(i, b""),
                     prompt_logprobs=output.prompt_logprobs.get(i, []),
                     error=sequence.grammar.error if sequence.grammar is not None else "",
@@ -290,6 +407,14 @@ class Scheduler:
             sequence.reported = True
             if finish:
                 self._finish(sequence)
+            elif drafts:
+                assert self.speculation is not None
+                self.speculation.made(sequence, drafts[i * done.plan.wanted : (i + 1) * done.plan.wanted].tolist())
+        if self.speculation is not None:
+            now = time.monotonic()
+            if self._ended_at and done.decodes_only and (done.query_len > 1 or not done.plan.wanted):
+                self.speculation.took(len(done.sampled), done.query_len, added, now - self._ended_at)
+            self._ended_at = 0.0 if self.idle else now
         return deltas
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, int]:
@@ -300,7 +425,7 @@ class Scheduler:
         finish, stop, shown = "", -1, True
         for count, token in enumerate(tokens, 1):
             sequence.tokens.append(token)
-            shown = sequence.grammar is None or not sequence.grammar.over
+            shown = not sequence.over_before()
             finish, stop = self._finish_reason(sequence, token)
             if finish:
                 tokens = tokens[:count]
@@ -320,25 +445,48 @@ class Scheduler:
             self.backlog += tokens
             return
         sequence.num_computed += tokens
-        if self._blocks_for(sequence.num_computed) > len(sequence.blocks):
-            room = len(sequence.blocks) * self.blocks.size
-            raise RuntimeError(f"{sequence.id}: a step computed {sequence.num_computed} tokens, {room} have a block")
+        if sequence.num_computed > sequence.room:
+            raise RuntimeError(
+                f"{sequence.id}: a step computed {sequence.num_computed} tokens, {sequence.room} have a block"
+            )
 
     def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str, int]:
         outputs = len(sequence.tokens) - sequence.prompt_len
-        ended = sequence.grammar.over if sequence.grammar is not None else ""
-        if not ended and token in sequence.sampling.stop_token_ids and outputs > sequence.sampling.min_tokens:
+        if not sequence.over_before() and sequence.ends_with(token, outputs):
             return "stop", token
-        if sequence.grammar is not None and (ended := ended or sequence.grammar.accept(token)):
-            return ended, -1
+        if sequence.grammar is not None and sequence.grammar.over and outputs >= sequence.grammar.ended_at:
+            return sequence.grammar.over, -1
         if outputs >= sequence.sampling.max_tokens:
             return "length", -1
         return "", -1
 
+    def end(self, grammar: Grammar) -> list[protocol.Delta]:
+        """End the sequence of a grammar that was over later than its step; its delta, where it has not ended yet."""
+        sequence = self._by_id.get(grammar.request.id)
+        if sequence is None or sequence.grammar is not grammar:
+            return []
+        self._finish(sequence)
+        return [protocol.Delta(sequence.id, finish=grammar.over, error=grammar.error, status=grammar.status)]
+
+    def withdraw(self, sequence: Sequence, steps: Iterable[ScheduledStep]) -> None:
+        """Take a sequence out of these steps, in flight, which do not get its mask in time: it is computed again."""
+        for step in steps:
+            if sequence in step.sampled:
+                step.dropped.append(sequence)
+        self.backlog -= sequence.in_flight
+        sequence.length -= sequence.in_flight
+        sequence.verifying = False
+        if sequence.row >= 0:
+            self._preempt(sequence)
+
     def _finish(self, sequence: Sequence) -> None:
         del self._by_id[sequence.id]
+        if self.speculation is not None:
+            self.speculation.ended(sequence)
         self.backlog -= sequence.remaining - sequence.expected
         sequence.finished = True
+        if sequence.grammar is not None:
+            sequence.grammar.drop()
         if sequence.row >= 0:
             self.running.remove(sequence)
             self._free_row(sequence)
@@ -349,8 +497,8 @@ class Scheduler:
         heapq.heappush(self._free_rows, sequence.row)
         self._freed_rows.append(sequence.row)
         sequence.row = -1
-        self.blocks.free(sequence.blocks)
-        sequence.blocks = []
+        self.blocks.free_all(sequence.tables)
+        sequence.tables, sequence.room = [], 0
 
     # -- checks and statistics
 
@@ -370,7 +518,7 @@ class Scheduler:
 
     def audit(self, steps: Iterable[ScheduledStep] = ()) -> Iterator[None]:
         """`check` in steps, a slice of blocks each. No step may be planned before its end; it may be dropped."""
-        awaited = Counter(sequence for step in steps for sequence in step.sampled if not sequence.finished)
+        awaited = Counter(one for step in steps for one in step.sampled if not (one.finished or one in step.dropped))
         found = {sequence: sequence.in_flight for sequence in self._by_id.values() if sequence.in_flight}
         if found != awaited:
             raise RuntimeError(
@@ -381,18 +529,19 @@ class Scheduler:
             raise RuntimeError(f"row accounting is broken: {sorted(rows)}")
         if self.backlog != sum(s.remaining - s.expected for s in self._by_id.values()):
             raise RuntimeError(f"the backlog of {self.backlog} tokens is not what the sequences have to compute")
-        yield from self.blocks.audit(s.blocks for s in self.running)
+        yield from self.blocks.audit(table for s in self.running for table in s.tables)
 
     def stats(self) -> protocol.Stats:
+        counted: dict[str, Any] = self.blocks.tier.stats() | self.blocks.snapshots.stats() | asdict(self.counters)
+        if self.speculation is not None:
+            counted |= self.speculation.stats()
         return protocol.Stats(
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_total=self.blocks.count,
             blocks_used=self.blocks.num_used,
             blocks_cached=self.blocks.num_cached,
-            **self.blocks.tier.stats(),
-            **self.blocks.snapshots.stats(),
-            **asdict(self.counters),
+            **counted,
         )
 
 

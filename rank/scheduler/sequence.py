@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..protocol import NewSequence, Request, pack_u32, unpack_u32
-from .blocks import Hash, extend_chain
+from .blocks import NONE, Hash, extend_chain
 from .grammar import Grammar
 
 
@@ -24,14 +24,18 @@ class Sequence:
         self.prompt_len = self.length = len(self.tokens)
         self.max_length = self.prompt_len + self.sampling.max_tokens
         self.row = -1  # its row in the workers' BatchState; -1 while it waits
-        self.blocks: list[int] = []
+        self.tables: list[list[int]] = []  # its blocks, of each cache group
+        self.room = 0  # tokens for which it has blocks
         self.num_computed = 0
         self.sampled_at = 0  # the step that sampled its newest token
         self.hashes = hashes  # of the known tokens' full blocks, as far as they were needed
-        self.num_cached_blocks = 0  # leading blocks that were passed to Blocks.cache
+        self.num_cached_blocks = 0  # hashes whose blocks were passed to Blocks.cache_full
         self.borders: list[int] = []  # tokens after which it leaves a state snapshot: no chunk goes beyond
         self.expected = 0  # tokens that the prefix cache will probably have; 0 once it is admitted
         self.cached_tokens = -1  # prompt tokens found in the prefix cache; -1 until first admitted
+        self.admitted = 0.0  # when that was, by time.monotonic()
+        self.prediction: list[int] = unpack_u32(request.prediction).tolist()
+        self.verifying = False  # a step in flight has drafts of it: how many tokens that adds is not known
         self.reported = False  # its first delta has been sent
         self.finished = False
 
@@ -39,6 +43,24 @@ class Sequence:
     def in_flight(self) -> int:
         """Sampled tokens whose ids have not arrived yet."""
         return self.length - len(self.tokens)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether no step may be planned that samples it, before the mask of what may follow is there.
+
+        Where masks come in time, a step is planned before its tokens, and so its mask, are known.
+        """
+        grammar = self.grammar
+        return grammar is not None and not (grammar.planned_ahead if self.in_flight else grammar.ready)
+
+    def ends_with(self, token: int, outputs: int) -> bool:
+        """Whether this token, the output's number `outputs`, is a stop token that ends it."""
+        return token in self.sampling.stop_token_ids and outputs > self.sampling.min_tokens
+
+    def over_before(self) -> bool:
+        """Whether no token could follow the one before its newest: the newest counts for nothing."""
+        grammar = self.grammar
+        return grammar is not None and bool(grammar.over) and grammar.ended_at < len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:
@@ -51,15 +73,16 @@ class Sequence:
         return self.length >= self.max_length
 
     def introduced(self) -> NewSequence:
-        """It as the ranks are told of it, once it has a row and blocks."""
+        """The facts of it that ranks need, once it has a row and blocks."""
         return NewSequence(
             row=self.row,
             tokens=pack_u32(self.tokens),
             prompt_len=self.prompt_len,
             num_computed=self.num_computed,
-            blocks=pack_u32(self.blocks),
+            blocks=_packed(self.tables[0]),
             sampling=self.sampling,
             constrained=self.grammar is not None,
+            further_blocks=[_packed(table) for table in self.tables[1:]],
         )
 
     def usable_blocks(self, block_size: int) -> int:
@@ -76,3 +99,8 @@ class Sequence:
     def extend_hashes(self, block_size: int) -> None:
         """Hash those full blocks of the known tokens that are not hashed yet."""
         extend_chain(self.hashes, self.tokens, block_size, self.salt)
+
+
+def _packed(table: list[int]) -> bytes:
+    """A block table; any block stands for unused ones."""
+    return pack_u32([0 if block == NONE else block for block in table] if NONE in table else table)

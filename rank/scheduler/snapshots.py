@@ -28,7 +28,7 @@ class Snapshots:
         """count: for how many there is room. 0: no layer keeps a state, and prefixes need none."""
         self.count = count
         self.places = Places(count)
-        # Of the plan that is being written:
+        # Entries of the plan that is being written:
         self._new: dict[Hash, int] = {}
         self._saves: list[int] = []  # row and snapshot in turn
         self._loads: list[int] = []  # snapshot and row in turn
@@ -39,10 +39,11 @@ class Snapshots:
     def num_used(self) -> int:
         return len(self.places) + len(self._new)
 
-    def trim(self, hits: list[int], hashes: Sequence[Hash]) -> None:
-        """Drop matched blocks behind the last border that has a snapshot. hashes: the chain that was matched."""
-        while self.count and hits and hashes[len(hits) - 1] not in self.places:
-            hits.pop()
+    def trim(self, hits: int, hashes: Sequence[Hash]) -> int:
+        """How many of so many matched hashes are before the last border that has a snapshot."""
+        while self.count and hits and hashes[hits - 1] not in self.places:
+            hits -= 1
+        return hits
 
     def borders(self, hits: int, *ends: int) -> list[int]:
         """After how many blocks a sequence leaves a snapshot, which has `hits` when it begins. ends: those where it is
@@ -87,7 +88,7 @@ class Snapshots:
         self.places.check("snapshot", len(self._new))
 
     def stats(self) -> dict[str, int]:
-        """Of protocol.Stats."""
+        """Counters for protocol.Stats."""
         return {
             "snapshots_total": self.count,
             "snapshots_used": self.num_used,

@@ -11,9 +11,10 @@ from .constraint import Constraint, checked, json_schema
 from .decoding import show
 from .text.argument_schema import Unwritable
 from .text.lark import Lark, without
-from .text.load import Text
+from .text.load import ModelText
 from .text.reasoning import ReasoningFormat
 from .text.tool_formats import CallableTool, ToolCallFormat
+from .text.unmarked_call import unmarked_calls, without_unmarked_calls
 
 LARGEST_TOOLS = 1 << 20  # bytes of their schemas together; llguidance checks about 400 KB a second
 LARGEST_ANSWER = 1 << 22  # bytes of the whole grammar
@@ -34,13 +35,15 @@ class Calls(NamedTuple):
 
 
 class Thoughts(NamedTuple):
-    """Where they are in the text that the model writes."""
+    """The place of thoughts in the text that the model writes."""
 
     format: ReasoningFormat
     begun: bool  # the prompt has opened them; otherwise they may come or not
 
 
-def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | None, thoughts: Thoughts | None) -> str:
+def answer_grammar(
+    text: ModelText, constraint: Constraint | None, calls: Calls | None, thoughts: Thoughts | None
+) -> str:
     """For rank 0; "" where everything is allowed. Raises ApiError 400 for what cannot be enforced."""
     wanted = checked(constraint) if constraint is not None else None
     if calls is not None and text.tool_format is None and (calls.required or constraint is not None):
@@ -73,7 +76,7 @@ def answer_grammar(text: Text, constraint: Constraint | None, calls: Calls | Non
 
 
 def plain_grammar(constraint: Constraint | None) -> str:
-    """Of a text that is shown as it comes."""
+    """The grammar of a text that is shown as it comes."""
     return "" if constraint is None else json.dumps({"grammars": [checked(constraint)]})
 
 
@@ -102,6 +105,7 @@ def _answers_with_calls(
     known = [marker for marker in form.opens if marker in lark.added]
     begins = ["", *(form.opens if free else known)] if form.bare else [*known, *form.opens][:1]
     before = _pieces(lark, form, reasoning) if free else ""
+    text = _text(form, reasoning, tools)
     found = []
     for marker in begins:
         try:
@@ -109,23 +113,26 @@ def _answers_with_calls(
         except Unwritable as error:
             raise bad("tools", f"tools: a schema of parameters cannot be enforced: {error}") from None
         if free and marker:
-            found.append(f"{before} {lark.ended(_text(form, reasoning), marker)} {written}")
+            found.append(f"{before} {lark.ended(text, marker)} {written}")
         else:
             found.append(f"{lark.marker(marker) if marker else ''} {written}")
     if free:
-        found.append(f"{before} {lark.define(lark.name('TEXT'), _text(form, reasoning))}")
+        found.append(f"{before} {lark.define(lark.name('TEXT'), text)}")
+        if form.unmarked:
+            found.append(unmarked_calls(lark, tools))
     return found
 
 
-def _text(form: ToolCallFormat, reasoning: ReasoningFormat | None) -> str:
+def _text(form: ToolCallFormat, reasoning: ReasoningFormat | None, tools: list[CallableTool]) -> str:
     """The terminal of a text without markers, which begins no call."""
     markers = (*form.opens, *(reasoning.dropped if reasoning is not None else ()))
     begins = rf"([^\s{re.escape(form.bare)}](?s:.*))?" if form.bare else "(?s:.*)"
-    return f"/{begins}/ & {without(markers)}"
+    no_call = f" & {without_unmarked_calls(tools)}" if form.unmarked else ""
+    return f"/{begins}/ & {without(markers)}{no_call}"
 
 
 def _pieces(lark: Lark, form: ToolCallFormat, reasoning: ReasoningFormat | None) -> str:
-    """What may come before the text that is the last: texts up to markers that are not shown, and thoughts again."""
+    """Rules for what may come before the last text: texts up to markers that are not shown, and thoughts again."""
     if reasoning is None or not reasoning.dropped:
         return ""
     shown = lark.until(reasoning.dropped, form.opens)
@@ -143,8 +150,9 @@ def _callable(lark: Lark, tools: list[dict[str, Any]]) -> list[CallableTool]:
         if not NAME.fullmatch(function["name"]):
             shown = show(function["name"])
             raise bad("tools", f"tools: calls of {shown} cannot be enforced: name it in letters, digits, _, - and .")
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        # One without parameters takes none, as OpenAI has it.
+        schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
         strict = bool(function.get("strict"))
-        part = checked(json_schema(f"tools: parameters of {function['name']}", schema, lenient=not strict))
+        part = checked(json_schema(f"tools: parameters of {function['name']}", schema, strict))
         found.append(CallableTool(lark, function["name"], part, strict))
     return found

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from .api_error import ApiError, PromptTooLong
 from .items import Change, Item, Items
 from .renderer import Renderer, sse
 from .session import Session, Update
+from .text.events import Reasoning
 
 ERRORS = {
     400: "invalid_request_error",
@@ -26,6 +28,11 @@ ERRORS = {
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+def rfc3339(seconds: float) -> str:
+    """A time as Anthropic writes it."""
+    return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
+
+
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's clients expect it. Agents look for these very words about a long
     prompt, and shorten it then."""
@@ -36,22 +43,29 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class Limited(Protocol):
+class Asked(Protocol):
+    """The parts of a request that the answer depends on."""
+
     max_tokens: int
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts are wanted."""
 
 
 class MessageRenderer(Renderer):
     """/v1/messages. There is one choice."""
 
-    def __init__(self, session: Session, request: Limited, tokenizer: object):
+    def __init__(self, session: Session, request: Asked, tokenizer: object):
         super().__init__(session)
         self._limit = request.max_tokens
+        self._thinks = request.thinks
         self._items = Items()
 
     async def collect(self) -> dict[str, Any]:
         async for updates in self.session:
             for update in updates:
-                self._items.add(update.events)
+                self._add(update)
         return self._message([_whole(item) for item in self._items.all]) | self._stop() | {"usage": self._usage()}
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -63,12 +77,17 @@ class MessageRenderer(Renderer):
     def error(self, error: ApiError) -> bytes:
         return sse("error", **{key: value for key, value in error_body(error).items() if key != "type"})
 
+    def _add(self, update: Update) -> list[Change]:
+        """Thoughts that were not asked for are left out: clients take the first block for the text."""
+        events = update.events
+        return self._items.add(events if self._thinks else [one for one in events if not isinstance(one, Reasoning)])
+
     def _parts(self, update: Update) -> list[bytes]:
         parts = []
         if update.first:
             started = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
             parts.append(sse("message_start", message=started))
-        changes = self._items.add(update.events)
+        changes = self._add(update)
         if update.finish:
             changes += self._items.finish()
         parts += [_event(change) for change in changes]
@@ -97,7 +116,7 @@ class MessageRenderer(Renderer):
         return {"stop_reason": STOP_REASONS.get(choice.finish), "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic counts what the cache had beside the rest of the input, not within it."""
+        """Anthropic counts cached tokens separately from the rest of the input."""
         (choice,) = self.session.choices
         return {
             "input_tokens": self.session.prompt_tokens - choice.cached_tokens,

@@ -1,4 +1,7 @@
-"""The server process's configuration, which the launcher hands over as JSON in the environment: PHALANX_SERVER."""
+"""The server process's configuration. The launcher hands it over as JSON in a pipe, as it may hold API keys.
+
+PHALANX_SERVER has the number of the pipe's file descriptor.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from ..options import Options
 
 T = TypeVar("T")
 VARIABLE = "PHALANX_SERVER"
+PUSH_GROUP = "/metrics/job/phalanx/instance/"  # of a Pushgateway: what precedes the name of one server of ours
+PREDECESSOR = "PHALANX_PREDECESSOR"  # the name of the registry's file of the job that has submitted this one
+SERVICE = "PHALANX_SERVICE"  # the name that a job and its successors share
 
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
-    """For requests that do not say. None: the model's generation_config.json decides, then OpenAI's default."""
+    """For requests that leave it open. None: the model's generation_config.json decides, then OpenAI's default."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -28,24 +34,26 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What each of several models has of its own."""
+    """Settings of one of several models."""
 
     model_dir: str
     sampling: SamplingDefaults = msgspec.field(default_factory=SamplingDefaults)
     generation_config: bool = True  # the model directory's generation_config.json counts
     chat_template: str = ""  # path of a template that replaces the model's
+    tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
+    reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     thinking: bool | None = None  # enable_thinking of requests that do not say
+
+
+def named_alike(config: type[msgspec.Struct], options: Options) -> dict[str, Any]:
+    """The options that a configuration takes under their own names."""
+    return {name: getattr(options, name) for name in config.__struct_fields__ if name in options.__struct_fields__}
 
 
 def model_settings(options: Options) -> dict[str, Any]:
     """The fields of ModelSettings."""
-    return {
-        "model_dir": options.model,
-        "sampling": SamplingDefaults(**{name: getattr(options, name) for name in SamplingDefaults.__struct_fields__}),
-        "generation_config": options.generation_config,
-        "chat_template": options.chat_template,
-        "thinking": options.thinking,
-    }
+    sampling = SamplingDefaults(**named_alike(SamplingDefaults, options))
+    return named_alike(ModelSettings, options) | {"model_dir": options.model, "sampling": sampling}
 
 
 class ModelConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +62,20 @@ class ModelConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
     name: str
     options: str  # rank/options.py's Options as JSON, which rank 0 gets to load it
     notes: str = ""
+
+
+class HandoverConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How and when to hand over. Times are Unix times."""
+
+    command: list[str]  # submits the successor, and prints its number
+    script: str = ""  # for the command's standard input
+    look: list[str] = []  # tells whether job {job} is still there; []: nothing does
+    directory: str  # to submit from
+    environ: dict[str, str]
+    end: float  # when the job is ended
+    submit_at: float
+    drain_at: float  # with or without a successor
+    stop_at: float  # what is still open then ends with an error
 
 
 class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
@@ -71,27 +93,34 @@ class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
     allowed_origins: list[str] = []  # whose web pages may call this server, such as http://localhost:3000; "*": any
     allowed_hosts: list[str] = []  # names of this server besides those it knows, for when it has no key; "*": any
     queue_size: int = 1024  # open sequences beyond max_num_seqs before 429
-    requests_per_key: int = 0  # open ones of a key before 429; 0: no limit
+    requests_per_key: int = 0  # open ones of a key before 429; 0: half of the connections if there are other keys
+    client_priorities: bool = False  # requests may have a priority
     response_store: int = 1024  # of /v1/responses how many are kept in memory; 0: none
     conversation_store: int = 1024  # how many conversations are kept in memory for requests that ask; 0: none
     record_conversation: bool = False  # of requests with a conversation_id that do not say
+    admin: bool = False  # key holders may put the model to sleep, and set the log's level
+    load_options: str = ""  # rank/options.py's Options as JSON, to load the only model again; "": there are several
+    metrics_push: str = ""  # URL to which the figures are sent; "": nowhere
+    otlp_endpoint: str = ""  # URL to which spans are sent; "": nowhere
     ui_server: bool = False  # serve the page of http/ui at /
     file_store: str = ""  # directory of /v1/files and /v1/batches; "": there are none
     restarts_expected: bool = False  # a new scheduler may come after one is lost: stay and answer 503 meanwhile
-    tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
-    reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     keep_alive_interval: float = 10.0  # seconds of silence on a stream before a comment is sent
     models: list[ModelConfig] = []  # of several models; the first is loaded at the start. []: there is one
     idle_unload: float = 0.0  # seconds without a request after which the model is unloaded; 0: never
     mcp_config: str = ""  # path of mcp.json; "": no tool servers
     access_log: bool = False
     log_level: str = "info"
+    log_format: str = "text"  # or "json"
     cpus: list[int] = []  # cores to run on; [] keeps the inherited ones
     parent_pid: int = 0  # who must be the parent, checked after PDEATHSIG is set; 0 skips the check
+    timeout: float = 0.0  # seconds of silence after which rank 0 and this process give each other up; 0: never
     idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
     registry_file: str = ""  # where to write how this server is found (server_registry.py); "": nowhere
     batch_job: str = ""  # the batch system's name for the job, for that file
     end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
+    handover: HandoverConfig | None = None  # to a successor, before that time
+    predecessor: str = ""  # the name of the registry's file of the job that has submitted this one
 
     def of(self, model: ModelConfig) -> ServerConfig:
         """The configuration for one of several models."""
@@ -105,8 +134,14 @@ class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
 
 
 def take(kind: type[T], variable: str, verb: str) -> T:
-    """The configuration from the environment, which is emptied of it: it may hold the API key."""
-    text = os.environ.pop(variable, None)
-    if text is None:
-        raise ValueError(f"{variable} is not set: `phalanx {verb}` starts this process, it is not started by hand")
+    """The configuration from the pipe whose file descriptor the variable names."""
+    number = os.environ.pop(variable, "")
+    try:
+        with open(int(number), "rb") as pipe:
+            text = pipe.read()
+    except (OSError, ValueError):
+        why = f"{number!r} is no open file descriptor" if number else "it is not set"
+        raise ValueError(
+            f"{variable}: {why}: `phalanx {verb}` starts this process, it is not started by hand"
+        ) from None
     return msgspec.json.decode(text, type=kind)

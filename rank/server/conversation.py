@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Part(msgspec.Struct):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: str
     text: str | None = None
@@ -44,7 +45,7 @@ class Call(msgspec.Struct):
     custom: CustomInput | UnsetType = UNSET
 
     def called(self) -> Function:
-        """As the model has called it. `check` has seen that there is one."""
+        """The call as the model made it. `check` has seen that there is one."""
         if self.custom is not UNSET:
             return Function(self.custom.name, {"input": self.custom.input})
         assert self.function is not UNSET
@@ -54,24 +55,34 @@ class Call(msgspec.Struct):
 class Message(msgspec.Struct):
     role: str
     content: str | list[str | Part] | None = None
+    refusal: str | None = None  # of an assistant that answers with nothing else
     name: str | None = None
     tool_calls: list[Call] | None = None
+    function_call: Function | None = None  # the one call of messages from before there were tool_calls
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same under vLLM's newer name
 
+    def text(self) -> str:
+        """The content as one text; empty where there is none."""
+        content = self.content or self.refusal or ""
+        if isinstance(content, str):
+            return content
+        return "\n".join(part if isinstance(part, str) else part.words() for part in content)
+
     def characters(self) -> int:
         """Nearly how many are to be tokenised."""
-        content = self.content or ""
-        parts = [content] if isinstance(content, str) else content
-        calls = len(msgspec.json.encode(self.tool_calls)) if self.tool_calls else 0
-        texts = [one if isinstance(one, str) else one.words() for one in parts]
-        return calls + len(self.reasoning_content or self.reasoning or "") + sum(map(len, texts))
+        calls = self.tool_calls or self.function_call
+        thoughts = self.reasoning_content or self.reasoning or ""
+        return (len(msgspec.json.encode(calls)) if calls else 0) + len(thoughts) + len(self.text())
 
     def check(self, at: str) -> None:
         """`at` is where it is, for the error's words."""
         if self.role not in ROLES:
             raise bad(f"{at}.role", f"{at}.role is {show(self.role)}: expected one of {', '.join(ROLES)}")
+        for name in ("tool_calls", "function_call"):
+            if getattr(self, name) and self.role != "assistant":
+                raise bad(f"{at}.{name}", f"{at}.{name} is there with the role {self.role}: an assistant calls tools")
         for j, call in enumerate(self.tool_calls or ()):
             if call.function is UNSET and call.custom is UNSET:
                 raise bad(f"{at}.tool_calls[{j}].function", f"{at}.tool_calls[{j}].function is missing")
@@ -80,6 +91,28 @@ class Message(msgspec.Struct):
                 raise bad(
                     f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
                 )
+            if isinstance(part, Part) and part.text is None and part.refusal is None:
+                name = "refusal" if part.type == "refusal" else "text"
+                raise bad(f"{at}.content[{j}].{name}", f"{at}.content[{j}].{name} is missing")
+
+
+def with_tool_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls in tool_calls and results of the role tool.
+
+    Older clients send function_call, and results of the role function, which name the function and no call.
+    """
+    made: list[Message] = []
+    for number, message in enumerate(messages):
+        if message.function_call is not None and not message.tool_calls:
+            # Nine alphanumeric characters: templates of Mistral take no other id.
+            call = Call(message.function_call, f"call{number % 100_000:05d}")
+            message = msgspec.structs.replace(message, tool_calls=[call])
+        elif message.role == "function":
+            called = [call for one in made for call in one.tool_calls or () if call.called().name == message.name]
+            id = message.tool_call_id or (called[-1].id if called else None)
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=id)
+        made.append(message)
+    return made
 
 
 class ToolFunction(msgspec.Struct):

@@ -13,6 +13,7 @@ import msgspec
 from .api_error import bad
 from .constraint import checked, grammar, regex
 from .decoding import explain, show
+from .hosted_tools import log_left_out
 from .text.argument_schema import GRAMMAR
 
 INPUT = "input"
@@ -24,7 +25,7 @@ class Grammar(msgspec.Struct):
 
 
 class Format(msgspec.Struct):
-    """What the input must be: type text, or grammar with a grammar."""
+    """The form of the input: type text, or grammar with a grammar."""
 
     type: str = "text"
     grammar: Grammar | None = None
@@ -46,7 +47,7 @@ def is_custom(tool: Any) -> bool:
 
 
 def custom_names(tools: list[dict[str, Any]] | None) -> frozenset[str]:
-    """Of the custom ones among a chat's tools."""
+    """Names of the custom tools among a chat's tools."""
     return frozenset(tool["custom"]["name"] for tool in tools or () if is_custom(tool))
 
 
@@ -75,6 +76,11 @@ def check_custom(tool: dict[str, Any], at: str) -> None:
         raise bad(here, f"{here}.grammar is missing: give its syntax, lark or regex, and its definition")
     if form.grammar.syntax not in ("lark", "regex"):
         raise bad(here, f"{here}.grammar.syntax is {show(form.grammar.syntax)}: expected lark or regex")
+    if form.grammar.syntax == "lark":
+        log_left_out(
+            "custom tools with a lark grammar",
+            "a model whose calls have texts as JSON is shown the grammar, and its calls are not held to it",
+        )
 
 
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -110,12 +116,8 @@ def enforced(tool: dict[str, Any], raw: bool) -> dict[str, Any]:
         schema = {"type": "string", "pattern": f"^({text})$"}
     else:
         part = checked(grammar(field, text))
-        if not raw:
-            raise bad(
-                "tools",
-                f"{field} cannot be enforced: this model writes texts in calls as JSON, which a lark grammar does not "
-                'describe. Use the syntax "regex", or leave the format out',
-            )
+        if not raw:  # agents send such tools to every model: it sees the grammar, and the client checks the input
+            return function
         schema = {"type": "string", GRAMMAR: part["lark_grammar"]}
     return {**function, "function": {**function["function"], "parameters": _schema(schema), "strict": True}}
 

@@ -11,9 +11,11 @@ import msgspec
 
 from . import unsupported
 from .api_error import ApiError, bad
+from .fields import allowed
 
 HALF = re.compile("[\ud800-\udfff]")  # of two escapes that are one character
 LOOKED_AT = 1 << 20  # bytes of a broken body, as the event loop waits for it
+JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}  # of types, as msgspec has them
 MOST_DIGITS = 300  # of an integer that msgspec reads
 
 
@@ -33,6 +35,8 @@ def show(value: Any) -> str:
     """A value as JSON, cut to a line."""
     try:
         text = msgspec.json.encode(value).decode()
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -81,7 +85,7 @@ def _unreadable(body: bytes, error: Exception) -> ApiError:
 
 
 def _why_none(value: Any) -> str:
-    """What a value has that cannot be read; "" for nothing."""
+    """The part of a value that cannot be read; "" if there is none."""
     left = [value]
     while left:
         one = left.pop()
@@ -99,7 +103,7 @@ def nested_too_deeply() -> ApiError:
 
 
 def not_utf8(body: bytes) -> str:
-    """What is wrong in a body or a line, and where; msgspec's error counts from the beginning of a string."""
+    """The fault in a body or a line, and its position; msgspec's error counts from the beginning of a string."""
     try:
         return body.decode()
     except UnicodeDecodeError as error:
@@ -111,22 +115,45 @@ def convert(raw: dict[str, Any], kind: type[Kind]) -> Kind:
     if (found := unsupported.first(raw, kind.refused)) is not None:
         name, why = found
         raise bad(name, f"{name} is {show(raw[name])}: {why}")
-    try:
-        request = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise explain(str(error), raw) from None
+    request = _converted(raw, kind)
     request.check()
     return request
 
 
-def explain(message: str, raw: Any, root: str = "") -> ApiError:
-    """msgspec's message with the field and its value put first."""
+def _converted(raw: dict[str, Any], kind: type[Kind]) -> Kind:
+    """The struct. An integer may be written as 5.0, as JSON has one kind of number."""
+    whole: set[str] = set()  # fields whose numbers were made integers
+    while True:
+        try:
+            return msgspec.convert(raw, kind)
+        except msgspec.ValidationError as error:
+            found = re.search(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)", str(error))
+            if found is None or found[1] in whole:
+                raise explain(str(error), raw, kind=kind) from None
+            whole.add(found[1])
+            raw = {**raw, found[1]: _whole(raw[found[1]])}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1 << 63 else value
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return {key: _whole(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def explain(message: str, raw: Any, root: str = "", kind: type[msgspec.Struct] | None = None) -> ApiError:
+    """msgspec's message with the field and its value put first. kind: the request, whose limits are named then."""
     missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", message)
     if missing:
         param = ".".join(filter(None, [root, missing[2], missing[1]]))
         return bad(param, f"{param} is missing")
-    what, _, path = message.partition(" - at `$")
+    what, _, path = re.sub(r" - at `key` in ", " - at ", message).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
+    if expected := _limit(what):
+        path = re.sub(r"(\[(\d+|\.\.\.)\])+$", "", path)  # the list or object as a whole
+        if kind is not None and path in kind.__struct_fields__:
+            expected = allowed(kind, path) or expected
     value = raw
     for key in re.findall(r"\w+|\.\.\.", path):
         try:
@@ -134,4 +161,25 @@ def explain(message: str, raw: Any, root: str = "") -> ApiError:
         except (KeyError, IndexError, TypeError, ValueError):
             break  # `...` stands for some key of a mapping
     param = ".".join(filter(None, [root, path])) or "body"
+    if expected:
+        return bad(param, f"{param} is {show(value)}: {expected}")
+    if what.startswith("Expected `"):
+        what = re.sub(r"\w+", lambda found: JSON_NAMES.get(found[0], found[0]), what)
     return bad(param, f"{param} is {show(value)}: {what[:1].lower()}{what[1:]}")
+
+
+SIDES = {">=": "at least", "<=": "at most"}
+LENGTHS = {"str": ("text", "characters"), "array": ("list", "entries"), "object": ("object", "entries")}
+
+
+def _limit(what: str) -> str:
+    """The limit that a value breaks, as msgspec's message has it; "" if its type is wrong."""
+    if found := re.fullmatch(r"Expected `\w+` ([<>]=) (\S+)", what):
+        return f"a number of {SIDES[found[1]]} {found[2].removesuffix('.0')} is needed"
+    if found := re.fullmatch(r"Expected `(\w+)` of length ([<>]=) (\d+)", what):
+        kind, parts = LENGTHS[found[1]]
+        size = "that is not empty" if found[3] == "1" else f"of {SIDES[found[2]]} {found[3]} {parts}"
+        return f"a {kind} {size} is needed"
+    if found := re.fullmatch(r"Expected `str` matching regex '(.*)'", what):
+        return f"a text that matches {found[1]} is needed"
+    return "another value is needed" if what.startswith("Invalid enum value") else ""

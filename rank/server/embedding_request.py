@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
 from . import unsupported
 from .api_error import bad
-from .decoding import Body, show
-from .schema import MAX_SEQUENCES, check_ranges
+from .decoding import Body
+from .fields import AddSpecialTokens, CacheSalt, ModelName, Positive, Priority, doc
+from .schema import MAX_SEQUENCES
 from .token_fields import texts_or_tokens
 
-POOLINGS = ("mean", "last", "cls")
+Pooling = Literal["mean", "last", "cls"]
+POOLINGS = get_args(Pooling)
 
 
 class EmbeddingRequest(Body, kw_only=True):
@@ -18,16 +20,18 @@ class EmbeddingRequest(Body, kw_only=True):
 
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.EMBEDDING
 
-    input: str | list[str | int | list[int]]
-    model: str | None = None
-    encoding_format: str | None = None  # float or base64
-    embedding_type: str | None = None  # one of POOLINGS
-    normalize: bool | None = None  # to length 1, unless false
-    dimensions: int | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    add_special_tokens: bool | None = None
+    input: Annotated[str | list[str | int | list[int]], doc("a text, token ids, or a list of either, up to 4096")]
+    model: ModelName | None = None
+    encoding_format: Annotated[Literal["float", "base64"] | None, doc("how a vector is written")] = None
+    embedding_type: Annotated[Pooling | None, doc(
+        "which hidden states make the vector, `cls` the first; else as the model says"
+    )] = None  # fmt: skip
+    normalize: Annotated[bool | None, doc("to length 1, unless false")] = None
+    dimensions: Annotated[Positive | None, doc("keep the first so many, for models trained for that")] = None
+    user: Annotated[str | None, doc("ignored")] = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    add_special_tokens: AddSpecialTokens | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Each input as text or token ids."""
@@ -43,11 +47,6 @@ class EmbeddingRequest(Body, kw_only=True):
         return len(self.prompts())
 
     def check(self) -> None:
-        check_ranges(self)
         count = len(self.prompts())
         if count > MAX_SEQUENCES:
             raise bad("input", f"input has {count} texts: at most {MAX_SEQUENCES} are allowed in a request")
-        for name, allowed in (("encoding_format", ("float", "base64")), ("embedding_type", POOLINGS)):
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise bad(name, f"{name} is {show(value)}: expected {' or '.join(allowed)}")

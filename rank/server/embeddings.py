@@ -20,15 +20,16 @@ from .text_engine import TextEngine
 async def embed(
     sessions: TextEngine,
     request: EmbeddingRequest,
+    owner: str,
     ended: Callable[[str, list[list[int]]], None] = lambda *_: None,
     tokenised: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """OpenAI's object with the vectors of all inputs; a task that is cancelled frees its sequences. Raises ApiError.
 
-    `ended` is told how the sequences ended, "stop", "error" or "cancelled", and their tokens. `tokenised` is called
-    once the texts are not needed any more.
+    owner: whose it is, as Call.owner has it. `ended` gets how the sequences ended, "stop", "error" or "cancelled",
+    and their tokens. `tokenised` is called once the texts are not needed any more.
     """
-    prompts, pooling = await sessions.prepare(request, _inputs)
+    prompts, pooling = await sessions.prepare(request, _inputs, owner)
     sessions.admit(len(prompts))
     tokenised()
     requests = [
@@ -57,7 +58,7 @@ async def embed(
     finally:
         stream.abort()
         ended(finish, prompts)
-    data = await sessions.in_pool(_data, [vectors[one.id] for one in requests], request)
+    data = await sessions.in_pool(owner, lambda: _data([vectors[one.id] for one in requests], request))
     used = sum(map(len, prompts))
     return {
         "object": "list",
@@ -76,7 +77,7 @@ def _inputs(model: LoadedModel, request: EmbeddingRequest) -> tuple[list[list[in
             f"this model pools by {pooling}, which is not supported: only {', '.join(POOLINGS)} are, "
             "which give other vectors",
         )
-    return embedding_inputs(model.text, request, model.ready), pooling
+    return model.text.run(embedding_inputs, request, model.ready), pooling
 
 
 def _data(vectors: list[bytes], request: EmbeddingRequest) -> list[dict[str, Any]]:

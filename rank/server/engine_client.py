@@ -6,22 +6,23 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
-import struct
 from collections.abc import Callable
 
-from ... import errors
+from ... import errors, linux_calls
 from .. import protocol
 from .api_error import ApiError
 
 log = logging.getLogger(__name__)
-UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-STOPPING = "the server is stopping"
+AGAIN = "send the request again"
+STOPPING = f"the server is stopping; {AGAIN}"
+GRACE = 3.0  # seconds
 RETRY_AFTER = 5  # seconds; loading a model takes longer, but asking is cheap
 
 
 class Stream:
-    """What the scheduler sends for the sequences of one submit.
+    """A stream of what the scheduler sends for the sequences of one submit.
 
     Iterating yields lists of deltas: all that came since the last look, so a reader that was held up catches up in
     one round. It ends when every sequence has finished, and raises ApiError when the scheduler is lost.
@@ -87,8 +88,11 @@ class EngineClient:
     and "failed" (gone for good).
     """
 
-    def __init__(self, path: str, restarts_expected: bool = False):
+    def __init__(self, path: str, restarts_expected: bool = False, timeout: float = 0.0):
+        """timeout: seconds of silence after which rank 0 is killed; heartbeats tell it the same of us. 0: neither."""
         self.path = path
+        self._timeout = timeout
+        self._next_heartbeat: asyncio.TimerHandle | None = None
         self.restarts_expected = restarts_expected
         self.state = "loading"
         self.progress = protocol.Progress("starting", 0, 0)
@@ -96,11 +100,13 @@ class EngineClient:
         self.stats = protocol.Stats()
         self.fatal: protocol.Fatal | None = None
         self.draining = False
+        self.asleep = False  # the model is unloaded until it is woken
         self.switch_error = ""  # of the last switch
         self._drain = protocol.Drain()
         self.on_lost: Callable[[], None] = lambda: None
         self.on_draining: Callable[[], None] = self.drain  # the ranks were asked to; whoever is here says when
-        self._ready_event = asyncio.Event()
+        self._ready_event = asyncio.Event()  # set while `ready` is there, or will never be
+        self._switched = asyncio.Event()  # the ranks have done what the last `switch` asked, or will never do it
         self._streams: dict[str, Stream] = {}
         self._vocabulary: protocol.Vocabulary | None = None  # the one that the scheduler knows
         self._busy_at = 0.0  # on the loop's clock: when something was last running, or could not run
@@ -123,9 +129,35 @@ class EngineClient:
         os.chmod(self.path, 0o600)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _EngineProtocol(self), sock=sock)
+        if self._timeout:
+            self._exchange_heartbeats(loop.time())
+
+    def _exchange_heartbeats(self, due: float) -> None:
+        """Send one now, and the next after a while; kill rank 0 where its own stay away. due: when this should run.
+
+        Of several ranks the others give rank 0 up GRACE seconds earlier, and know its name and host.
+        """
+        loop = asyncio.get_running_loop()
+        now, rank = loop.time(), self._scheduler
+        if rank is not None:
+            rank.transport.write(protocol.frame(protocol.Heartbeat()))
+            if now - due > self._timeout / 2:  # this process was stopped: the silence of others means nothing
+                rank.heard = now
+            elif rank.watched and now - rank.heard > self._timeout + GRACE:
+                rank.watched = False
+                why = f"rank 0 (pid {rank.pid}) did not answer for {now - rank.heard:.0f} s and was killed"
+                log.error("phalanx: %s", why)
+                self.fatal = protocol.Fatal(why, errors.RANK_STUCK)
+                if rank.pid > 0:  # 0: in another container's namespace of process ids; os.kill(0) ends our own group
+                    with contextlib.suppress(OSError):  # its end of the socket is open, so the id is still its own
+                        os.kill(rank.pid, signal.SIGKILL)
+        due = now + protocol.heartbeat_period(self._timeout)
+        self._next_heartbeat = loop.call_at(due, self._exchange_heartbeats, due)
 
     def close(self) -> None:
         """Stop listening, drop the scheduler and fail what is open."""
+        if self._next_heartbeat is not None:
+            self._next_heartbeat.cancel()
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(FileNotFoundError):
@@ -178,8 +210,9 @@ class EngineClient:
         if known and self._scheduler is not None:
             self._scheduler.transport.write(protocol.frame(protocol.Abort(known)))
 
-    async def switch(self, model: int, options: str) -> str:
-        """Have the ranks serve another model; "" for `options`: none. Call it when nothing is open.
+    async def switch(self, model: int, options: str, weights: str = "") -> str:
+        """Have the ranks serve another model; "" for `options`: none. Call it when nothing is open. weights: as of
+        protocol.Switch.
 
         Returns why it could not be loaded, where it could not. Raises ApiError where the job has ended.
         """
@@ -188,9 +221,10 @@ class EngineClient:
         self.state, self.ready, self.switch_error = "loading", None, ""
         self.progress = protocol.Progress("switching models", 0, 0)
         self._ready_event.clear()
+        self._switched.clear()
         self._vocabulary = None  # the scheduler forgets it with the model
-        self._scheduler.transport.write(protocol.frame(protocol.Switch(model, options)))
-        await self._ready_event.wait()
+        self._scheduler.transport.write(protocol.frame(protocol.Switch(model, options, weights)))
+        await self._switched.wait()
         if self.state not in ("ready", "unloaded"):
             raise self.unavailable()
         return self.switch_error
@@ -208,6 +242,11 @@ class EngineClient:
 
     def unavailable(self) -> ApiError:
         """Why no request is taken now."""
+        return self._unavailable().not_taken()
+
+    def _unavailable(self) -> ApiError:
+        if self.asleep and self.state in ("unloaded", "loading"):
+            return ApiError(503, "the model sleeps until /wake_up", code="sleeping", retry_after=RETRY_AFTER)
         if self.state == "loading":
             p = self.progress
             done = f", {p.done} of {p.total}" if p.total else ""
@@ -233,8 +272,16 @@ class EngineClient:
             )
         return ApiError(503, f"the job ended{reason}", code="failed")
 
+    def give_up(self, message: str) -> None:
+        """End every open sequence with an error, on the ranks too."""
+        ids = list(self._streams)
+        self.fail_all(message, "draining", 1)
+        if ids and self._scheduler is not None:
+            self._scheduler.transport.write(protocol.frame(protocol.Abort(ids)))
+
     def fail_all(self, message: str, code: str = "failed", retry_after: int | None = None) -> None:
-        """Every open sequence ends with this error."""
+        """Every open sequence ends with this error, which allows the client to send the request again."""
+        message = message if "again" in message else f"{message}; {AGAIN}"
         streams = dict.fromkeys(self._streams.values())
         self._streams.clear()
         for stream in streams:
@@ -266,6 +313,7 @@ class EngineClient:
 
     def lost(self) -> None:
         self.ready = None
+        self.asleep = False  # ranks that start anew load the model
         self._ready_event.clear()
         self.stats = protocol.Stats()
         restarting = self.restarts_expected and not self.draining
@@ -274,10 +322,14 @@ class EngineClient:
         self.fail_all(error.message, error.code or "failed", error.retry_after)
         if self.state == "failed":
             self._ready_event.set()  # who waits for Ready waits in vain
+            self._switched.set()
         self.on_lost()
 
     def received(self, message: protocol.ToServer) -> None:
-        if isinstance(message, protocol.Deltas):
+        if isinstance(message, protocol.Heartbeat):
+            if self._scheduler is not None:
+                self._scheduler.watched = True
+        elif isinstance(message, protocol.Deltas):
             streams = self._streams
             for delta in message.deltas:
                 # Sequences that were aborted a moment ago may still speak.
@@ -296,12 +348,13 @@ class EngineClient:
             if not self.draining:
                 self.state = "ready"
             self._ready_event.set()
+            self._switched.set()
         elif isinstance(message, protocol.Draining):
             self.on_draining()
         elif isinstance(message, protocol.Unloaded):
             if not self.draining:
                 self.state = "unloaded"
-            self._ready_event.set()
+            self._switched.set()
         elif isinstance(message, protocol.SwitchFailed):
             self.switch_error = message.message  # the model from before follows
         else:
@@ -321,12 +374,14 @@ class _EngineProtocol(asyncio.Protocol):
         self._link = link
         self._frames = protocol.Frames(protocol.ToServer)
         self._accepted = False
+        self.pid = 0  # of rank 0
+        self.watched = False  # it sends heartbeats
+        self.heard = 0.0  # on the loop's clock: when something came
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        credentials = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
-        _, uid, _ = UCRED.unpack(credentials)
+        self.pid, uid = linux_calls.peer(transport.get_extra_info("socket"))
         if uid != os.getuid():
             log.warning(
                 "refused a connection of user %d on %s: only user %d's job may connect",
@@ -342,6 +397,7 @@ class _EngineProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._accepted:
             return
+        self.heard = asyncio.get_running_loop().time()
         try:
             messages = self._frames.feed(data)
         except Exception as error:  # not our protocol: nothing after it can be trusted

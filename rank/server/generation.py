@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import msgspec
 
 from .. import protocol
 from .answer_grammar import Calls, Thoughts, answer_grammar, plain_grammar
-from .api_error import bad
+from .api_error import ApiError, bad
 from .conversation import tool_name
 from .custom_tools import custom_names, enforced
+from .fields import MAX_LOGPROBS, MAX_PROMPT_ENTRIES
 from .prompts import Prompt, chat_prompt, completion_prompts, context_of
 from .sampling_params import max_tokens, sampling_params
-from .schema import ChatRequest, Common, CompletionRequest
-from .text.load import Text
+from .schema import WHOLE_VOCABULARY, ChatRequest, Common, CompletionRequest
+from .text.load import ModelText
 from .text.output_parser import OutputParser
 from .text.reasoning import ReasoningFormat
 from .text.tool_formats import ToolCallFormat, Tools
 from .token_fields import token_limits
 from .tool_choice import tool_choice
 
+P = ParamSpec("P")
+
 
 class LoadedModel(NamedTuple):
-    """What a request's prompts and parameters depend on besides the request."""
+    """The model that a request's prompts and parameters depend on."""
 
-    text: Text
+    text: ModelText
     ready: protocol.Ready
     defaults: dict[str, Any]  # of sampling
     thinking: bool | None  # enable_thinking of requests that do not say
@@ -57,22 +60,59 @@ class Called(NamedTuple):
 
 
 NOTHING = Called()
-Make = Callable[[LoadedModel, Any], Generation]  # from a request of its kind
+# A Generation whose grammar has to be checked first, which may take long.
+Unchecked = Callable[[], Generation]
+Make = Callable[[LoadedModel, Any], Generation | Unchecked]  # from a request of its kind
 
 
-def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation:
+def chat_generation(model: LoadedModel, request: ChatRequest) -> Generation | Unchecked:
     """The next message of a conversation. Takes as long as its texts are; raises ApiError."""
-    prompt = chat_prompt(model.text, request, model.ready, model.thinking)
+    prompt = model.text.run(chat_prompt, request, model.ready, model.thinking)
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.offered() or ()}
     tool_format = model.text.tool_format if tools else None
-    grammar = answer_grammar(
-        model.text, request.constraint(), _calls(model.text, request), _thoughts(model, request, prompt.thinking)
-    )
-    called = Called(tool_format, tools, custom_names(request.tools))
-    return _generation(model, request, [prompt], grammar, model.text.reasoning, called)
+    if tool_format is not None and request.constraint() is not None:
+        tool_format = tool_format._replace(unmarked=False)  # JSON without markers is what the request wants
+    rest = model.text.reasoning, Called(tool_format, tools, custom_names(request.tools))
+    if request.constraint() is None and not request.chosen():
+        return _generation(model, request, [prompt], "", *rest)
+
+    def checked() -> Generation:
+        grammar = _limited(model.text, chat_grammar, request, model.thinking, prompt.thinking)
+        return _generation(model, request, [prompt], grammar, *rest)
+
+    return checked
 
 
-def _calls(text: Text, request: ChatRequest) -> Calls | None:
+def chat_grammar(text: ModelText, request: ChatRequest, default_thinking: bool | None, begun: bool) -> str:
+    """The grammar of the next message. begun: the prompt has opened thoughts.
+
+    A short schema may ask for minutes of work and gigabytes: this runs where that is limited.
+    """
+    thoughts = _thoughts(text, request, default_thinking, begun)
+    return answer_grammar(text, request.constraint(), _calls(text, request), thoughts)
+
+
+def completion_grammar(text: ModelText, request: CompletionRequest) -> str:
+    """The grammar of a continuation, as chat_grammar."""
+    return plain_grammar(request.constraint())
+
+
+def _limited(text: ModelText, make: Callable[Concatenate[ModelText, P], str], *args: P.args, **more: P.kwargs) -> str:
+    """The grammar that `make` gives. Raises ApiError 400 where that takes too much time or memory."""
+    try:
+        return text.run(make, *args, **more)
+    except ApiError as error:
+        if error.code != "text_limits":
+            raise
+        raise ApiError(
+            400,
+            "the answer's grammar takes too much time or memory to check: make the schema, the pattern, the grammar or "
+            "the tools simpler",
+            code="text_limits",
+        ) from None
+
+
+def _calls(text: ModelText, request: ChatRequest) -> Calls | None:
     """The tools that the answer may call, and whether it must."""
     tools = [enforced(tool, text.tool_format is not None and text.tool_format.raw) for tool in request.chosen()]
     if not tools:
@@ -83,18 +123,20 @@ def _calls(text: Text, request: ChatRequest) -> Calls | None:
     return Calls(tools, choice.mode == "required", request.parallel_calls())
 
 
-def _thoughts(model: LoadedModel, request: ChatRequest, begun: bool) -> Thoughts | None:
+def _thoughts(text: ModelText, request: ChatRequest, default_thinking: bool | None, begun: bool) -> Thoughts | None:
     """How the answer may begin with thoughts; None where it does not."""
-    reasoning = model.text.reasoning
+    reasoning = text.reasoning
     asked = request.thinks()
-    thinks = model.thinking if asked is None else asked
+    thinks = default_thinking if asked is None else asked
     return None if reasoning is None or (thinks is False and not begun) else Thoughts(reasoning, begun)
 
 
-def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation:
+def completion_generation(model: LoadedModel, request: CompletionRequest) -> Generation | Unchecked:
     """The continuations of texts, which are shown as they come."""
-    grammar = plain_grammar(request.constraint())
-    return _generation(model, request, completion_prompts(model.text, request, model.ready), grammar)
+    prompts = model.text.run(completion_prompts, request, model.ready)
+    if request.constraint() is None:
+        return _generation(model, request, prompts, "")
+    return lambda: _generation(model, request, prompts, _limited(model.text, completion_grammar, request))
 
 
 def _generation(
@@ -109,6 +151,7 @@ def _generation(
     if grammar and (request.allowed_token_ids or request.bad_words):  # together they might leave no token
         name = "allowed_token_ids" if request.allowed_token_ids else "bad_words"
         raise bad(name, f"{name} and calls that are enforced (tool_choice, strict) exclude each other: leave one out")
+    _check_prompt_entries(request, prompts, ready.vocab_size)
     tokenizer, stops = text.tokenizer, request.stops()
     # A special token has no text, so a stop string that names one is matched by its id.
     named = [tokenizer.added.get(stop) for stop in stops]
@@ -140,3 +183,16 @@ def _generation(
         grammar=grammar,
         vocabulary=text.vocabulary(ready.vocab_size) if grammar else None,
     )
+
+
+def _check_prompt_entries(request: Common, prompts: list[Prompt], vocab_size: int) -> None:
+    """Refuse log probabilities of the whole vocabulary for more tokens than the server can write at once."""
+    count = sum(len(prompt.tokens) for prompt in prompts)
+    if request.prompt_likeliest() == WHOLE_VOCABULARY and count * vocab_size > MAX_PROMPT_ENTRIES:
+        most = MAX_PROMPT_ENTRIES // vocab_size
+        raise bad(
+            "prompt_logprobs",
+            f"prompt_logprobs is -1, for all {vocab_size} tokens of the vocabulary beside each of the prompt's {count} "
+            f"tokens: an answer has at most {MAX_PROMPT_ENTRIES} of them, for {most} tokens of this model; send "
+            f"no more, or ask for up to {MAX_LOGPROBS} tokens beside each",
+        )

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import FatalError
 from .. import protocol
 from .api_error import ApiError
 from .config import ServerConfig
@@ -125,7 +126,7 @@ class Models:
         return "failed" if engine.model in self.failed else "unloaded"
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each model its state, why it failed, and how many requests wait for it."""
+        """Each model's state, why it failed, and how many requests wait for it."""
         waits = [waiter.model for waiter in self._waiting]
         return [
             {
@@ -168,7 +169,7 @@ class Models:
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     async def _rest(self) -> None:
-        """Nobody waits: unload the model when nobody has used it for long."""
+        """No request waits: unload the model once it has been unused for long."""
         limit, loop = self.config.idle_unload, asyncio.get_running_loop()
         if self.link.ready is not self._seen:  # it was loaded since the last look
             self._seen, self._used_at = self.link.ready, loop.time()
@@ -202,6 +203,8 @@ class Models:
             if engine.text is None:
                 await engine.load()
             why = await self._load(model, engine.options)
+        except FatalError as error:
+            why = str(error)
         except Exception as error:  # whatever a damaged file makes the libraries raise; others still get their turns
             why = f"its tokenizer cannot be read: {error}"
         finally:

@@ -7,26 +7,43 @@ server process's work.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
-
-import msgspec
 
 from .. import protocol
 from .custom_tools import custom_names
+from .json_line import encode
 from .renderer import Renderer
 from .schema import ChatRequest, CompletionRequest
 from .session import Choice, Session, Update
 from .text.events import Answer, Event, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import TokenTable
 
-encode = msgspec.json.encode
 LOWEST = -9999.0  # in place of -inf, which JSON does not have
 
 
 def _logprob(value: float) -> float | None:
     """None of a prompt's first token, which nothing precedes."""
     return None if math.isnan(value) else max(value, LOWEST)
+
+
+def token_text(tokenizer: TokenTable, token: int) -> tuple[str, bytes]:
+    """A token's text and its bytes."""
+    piece = tokenizer.piece(token)
+    try:
+        return piece.decode(), piece
+    except UnicodeDecodeError:  # part of a character: its bytes, so that two such tokens have two names
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
+
+
+def logprob_entry(entry: protocol.TokenLogprob, name: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
+    """A token's log probability with the top log probabilities. name: maps a token to its text and bytes."""
+
+    def one(token: int, value: float) -> dict[str, Any]:
+        text, piece = name(token)
+        return {"token": text, "logprob": _logprob(value), "bytes": list(piece)}
+
+    return {**one(entry.token, entry.logprob), "top_logprobs": [one(token, value) for token, value in entry.top]}
 
 
 def tool_call(call: ToolCall, custom: bool = False) -> dict[str, Any]:
@@ -51,13 +68,13 @@ class _Collected:
 
 
 class OpenAiRenderer(Renderer):
-    """What chat completions and completions share."""
+    """The renderer's parts that chat completions and completions share."""
 
     prefix: str  # of ids
     whole: str  # the `object` field of a whole answer ...
     part: str  # ... and of a chunk
 
-    def __init__(self, session: Session, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer):
+    def __init__(self, session: Session, request: ChatRequest | CompletionRequest, tokenizer: TokenTable):
         super().__init__(session)
         self.request = request
         self.tokenizer = tokenizer
@@ -72,7 +89,7 @@ class OpenAiRenderer(Renderer):
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def about(self, kind: str) -> dict[str, Any]:
-        """What a whole answer and each chunk begin with; `kind` is its `object`."""
+        """The first fields of a whole answer and of each chunk; `kind` is its `object`."""
         return {
             "id": self.id,
             "object": kind,
@@ -84,7 +101,7 @@ class OpenAiRenderer(Renderer):
     def see(self, updates: list[Update]) -> None:
         """Called with all updates before they are shown."""
 
-    # What the endpoints fill in.
+    # Fields that the endpoints fill in.
 
     def text_chunk(self, index: int, event: Event) -> bytes | None:
         """The choice's JSON for an update of this event alone; None for events that are not mere text."""
@@ -140,7 +157,7 @@ class OpenAiRenderer(Renderer):
                 choice["finish_reason"] = update.finish
                 choice["stop_reason"] = update.choice.stop_reason
             if i == 0 and update.first and self.token_ids:
-                choice["prompt_token_ids"] = update.choice.prompt.tokens
+                choice["prompt_token_ids"] = list(update.choice.prompt.tokens)
             events.append(self._chunk([choice]))
         return events
 
@@ -167,6 +184,7 @@ class OpenAiRenderer(Renderer):
         async for updates in session:
             self.see(updates)
             for update in updates:
+                self.hold_logprobs(entry for entry, _ in update.logprobs)
                 collected[update.choice.index].add(update)
         choices = []
         for choice in session.choices:
@@ -180,17 +198,22 @@ class OpenAiRenderer(Renderer):
             }
             if self.token_ids:
                 entry["token_ids"] = got.tokens
-                entry["prompt_token_ids"] = choice.prompt.tokens
+                entry["prompt_token_ids"] = list(choice.prompt.tokens)
             if self.request.prompt_logprobs is not None:
+                self.hold_logprobs(choice.prompt_logprobs)
                 entry["prompt_logprobs"] = self._prompt_logprobs(choice)
             choices.append(entry)
-        return {**self.about(self.whole), "choices": choices, "usage": session.usage()}
+        return {**self.about(self.whole), "choices": choices, "usage": session.usage(), **self.of_prompt(choices)}
+
+    def of_prompt(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a whole answer that are about its prompt."""
+        return {}
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
-        """As vLLM has them: of each token of the prompt an object, by the ids of tokens; none of the first."""
+        """The prompt's log-probabilities as vLLM writes them: an object for each token but the first, by token ids."""
         found: list[dict[str, Any] | None] = [None]
         for entry in choice.prompt_logprobs:
-            likely = entry.top[: self.request.prompt_logprobs]
+            likely = entry.top[: self.request.prompt_likeliest()]
             ranks = {token: rank for rank, (token, _) in enumerate(likely, 1)}
             values = dict([*likely, (entry.token, entry.logprob)])
             found.append(
@@ -198,19 +221,17 @@ class OpenAiRenderer(Renderer):
                     str(token): {
                         "logprob": _logprob(value),
                         "rank": ranks.get(token),
-                        "decoded_token": self._token_text(token)[0],
+                        "decoded_token": token_text(self.tokenizer, token)[0],
                     }
                     for token, value in values.items()
                 }
             )
         return found
 
-    def _token_text(self, token: int) -> tuple[str, bytes]:
-        piece = self.tokenizer.piece(token)
-        try:
-            return piece.decode(), piece
-        except UnicodeDecodeError:  # part of a character: its bytes, so that two such tokens have two names
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), piece
+    def _token_name(self, token: int) -> tuple[str, bytes]:
+        """How a token is named in log probabilities, and its bytes."""
+        text, piece = token_text(self.tokenizer, token)
+        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else text, piece
 
 
 class ChatRenderer(OpenAiRenderer):
@@ -220,7 +241,7 @@ class ChatRenderer(OpenAiRenderer):
     whole = "chat.completion"
     part = "chat.completion.chunk"
 
-    def __init__(self, session: Session, request: ChatRequest, tokenizer: Tokenizer):
+    def __init__(self, session: Session, request: ChatRequest, tokenizer: TokenTable):
         super().__init__(session, request, tokenizer)
         self._shows_reasoning = request.shows_reasoning()
         self._custom = custom_names(request.tools)
@@ -263,6 +284,11 @@ class ChatRenderer(OpenAiRenderer):
     def _empty_part(self) -> dict[str, Any]:
         return {"delta": {}}
 
+    def of_prompt(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chat has one prompt: vLLM's clients look for its fields next to the choices."""
+        names = ("prompt_logprobs", "prompt_token_ids")
+        return {name: choices[0][name] for name in names if name in choices[0]}
+
     def body(self, choice: Choice, answer: Answer) -> dict[str, Any]:
         content = answer.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -276,18 +302,8 @@ class ChatRenderer(OpenAiRenderer):
     def logprobs(self, entries: list[tuple[protocol.TokenLogprob, int]]) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
-        content = [
-            {
-                **self._entry(entry.token, entry.logprob),
-                "top_logprobs": [self._entry(token, value) for token, value in entry.top],
-            }
-            for entry, _ in entries
-        ]
+        content = [logprob_entry(entry, self._token_name) for entry, _ in entries]
         return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, piece = self._token_text(token)
-        return {"token": text, "logprob": _logprob(logprob), "bytes": list(piece)}
 
 
 class TextRenderer(OpenAiRenderer):
@@ -318,7 +334,7 @@ class TextRenderer(OpenAiRenderer):
         if self.request.logprobs is None:
             return None
         return {
-            "tokens": [self._token_text(entry.token)[0] for entry, _ in entries],
+            "tokens": [self._token_name(entry.token)[0] for entry, _ in entries],
             "token_logprobs": [_logprob(entry.logprob) for entry, _ in entries],
             "top_logprobs": [None if math.isnan(entry.logprob) else self._top(entry) for entry, _ in entries],
             "text_offset": [offset for _, offset in entries],
@@ -327,6 +343,6 @@ class TextRenderer(OpenAiRenderer):
     def _top(self, entry: protocol.TokenLogprob) -> dict[str, float | None]:
         # The sampled token is always among them, as OpenAI documents it.
         limit = None if self.request.logprob_token_ids else self.request.logprobs
-        top = {self._token_text(token)[0]: _logprob(value) for token, value in entry.top[:limit]}
-        top.setdefault(self._token_text(entry.token)[0], _logprob(entry.logprob))
+        top = {self._token_name(token)[0]: _logprob(value) for token, value in entry.top[:limit]}
+        top.setdefault(self._token_name(entry.token)[0], _logprob(entry.logprob))
         return top

@@ -10,69 +10,30 @@ import msgspec
 
 from .. import protocol
 from .api_error import ApiError, PromptTooLong, bad
-from .conversation import Message
+from .conversation import Message, with_tool_calls
 from .embedding_request import EmbeddingRequest
-from .schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest
+from .schema import ChatRequest, Common, CompletionRequest
+from .text.control import MARK
 from .text.load import Text
 from .text.tokenizer import detokenizer
 
-MAX_IDS = 1 << 20  # token ids of all prompts of a request, and some more where the context is long
 LARGEST = 8 << 20  # characters of one text: tokenising takes up to 200 bytes of memory and 1 µs for each
 
 
 class Prompt(msgspec.Struct):
     """One prompt's tokens."""
 
-    tokens: list[int]
+    tokens: Sequence[int]  # a list, and an array once they are sent: that takes a ninth of the memory
     thinking: bool = False  # it ends within an opened reasoning block
     echo: str = ""  # its text, where the request wants it back
     offsets: list[int] = []  # where each token's text begins in `echo`, where log probabilities are wanted too
     answer: bool = True  # false: nothing but the prompt is wanted
+    prediction: list[int] = []  # tokens that the answer will probably have
 
 
 def context_of(ready: protocol.Ready) -> int:
     """Tokens that a prompt and its answer may have together."""
     return min(ready.max_model_len, ready.kv_tokens)
-
-
-def check_values(body: bytes, context: int) -> None:
-    """Refuse a body of more values than any request needs, while they are bytes and not objects: 10 MB of [1],[1],...
-    take the event loop for seconds, and 50 times their memory.
-
-    Each text, list and object of a chat is a token at least, nearly, so many of them could not be answered anyway. Ids
-    of prompts are cheaper.
-    """
-    lists = 2 * (MAX_SEQUENCES + context)
-    most = {"texts": 4 * lists, "lists and objects": lists, "values": MAX_IDS + 4 * context}
-    # Within a text a quotation mark has a backslash before it: what it says changes none of these numbers.
-    marks = body.count(b'"') - body.count(b'\\"')  # at least one for each text, at most two
-    found = {"texts": marks // 2}
-    if found["texts"] <= most["texts"]:
-        if body.count(b"[") + body.count(b"{") <= lists and body.count(b",") <= most["values"]:  # nearly all bodies
-            return
-        found["lists and objects"], found["values"] = _count_outside_texts(body)
-    for kind, count in found.items():
-        if count > most[kind]:
-            raise ApiError(
-                400,
-                f"the request's body has {count} {kind}, but this model's context is {context} tokens, for which at "
-                f"most {most[kind]} are read; send less, or several requests",
-                code="context_length_exceeded",
-            )
-
-
-def _count_outside_texts(body: bytes) -> tuple[int, int]:
-    """Lists and objects; commas. By parts, as their pieces take memory."""
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")  # the marks that are left begin and end texts
-    lists = commas = 0
-    within = False
-    for at in range(0, len(bare), 1 << 16):
-        pieces = bare[at : at + (1 << 16)].split(b'"')
-        outside = b"".join(pieces[within::2])
-        lists += outside.count(b"[") + outside.count(b"{")
-        commas += outside.count(b",")
-        within ^= len(pieces) % 2 == 0
-    return lists, commas
 
 
 def check_number(messages: int, context: int) -> None:
@@ -120,11 +81,11 @@ def completion_prompts(text: Text, request: CompletionRequest, ready: protocol.R
             tokens = text.tokenizer.encode(prompt, request.add_special_tokens is not False)
         else:
             tokens = prompt
-        tokens = tokens[-cut:]
+        tokens = _cut(tokens, cut, request)
         _check_tokens(tokens, ready.vocab_size, "prompt")
         echo, offsets = "", []
         if request.echo:
-            # Of a text, the tokenizer's own tokens (such as one that begins it) are no part.
+            # Tokens that the tokenizer adds (such as one that begins a text) are no part of a text.
             whole = isinstance(prompt, str) and not cut
             skip = text.tokenizer.special if whole else frozenset()
             echo = str(prompt) if whole else text.tokenizer.decode(tokens)
@@ -134,9 +95,14 @@ def completion_prompts(text: Text, request: CompletionRequest, ready: protocol.R
 
 
 def _kept_tokens(request: Common, context: int) -> int:
-    """How many tokens of a prompt are kept, its last ones; 0: all of them."""
+    """How many tokens of a prompt are kept; 0: all of them."""
     asked = request.truncate_prompt_tokens or 0
     return max(1, context - max(request.limit() or 1, 1)) if asked < 0 else asked
+
+
+def _cut(tokens: list[int], kept: int, request: Common) -> list[int]:
+    """The last tokens, or the first ones where truncation_side is right."""
+    return tokens[:kept] if kept and request.truncation_side == "right" else tokens[-kept:]
 
 
 def _offsets(text: Text, tokens: list[int], skip: frozenset[int], length: int) -> list[int]:
@@ -174,13 +140,23 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
 
 
 def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> Prompt:
-    """The conversation as the model's template writes it; default_thinking is for requests that do not say."""
+    """The conversation as the model's template writes it; default_thinking is for requests that leave it open."""
     rendered, thinking = render_chat(text, request, ready, default_thinking)
     cut = _kept_tokens(request, context_of(ready))
     check_length(text, rendered, context_of(ready), "messages", cut > 0)
-    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))[-cut:]
+    tokens = _cut(text.tokenizer.encode(rendered, bool(request.add_special_tokens)), cut, request)
     _check_tokens(tokens, ready.vocab_size, "messages")
-    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0)
+    prediction = _predicted(text, request, context_of(ready))
+    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction)
+
+
+def _predicted(text: Text, request: ChatRequest, context: int) -> list[int]:
+    """The tokens of a chat's prediction: as many as an answer may have."""
+    if request.prediction is None:
+        return []
+    predicted = request.prediction.text()
+    check_length(text, predicted, context, "prediction")
+    return list(text.tokenizer.encode(predicted, False))[:context]
 
 
 def render_chat(
@@ -193,39 +169,98 @@ def render_chat(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
         )
     tools = request.offered()
-    if tools and not text.template.takes_tools:
+    if tools and not text.takes_tools:
         raise bad("tools", "this model's chat template does not take tools: leave them out")
     continued = bool(request.continue_final_message)
     generate = request.add_generation_prompt if request.add_generation_prompt is not None else not continued
     knows_developer = "developer" in text.template.source
     messages = [_mark(text, message) for message in template_messages(request.conversation(), knows_developer)]
     tools, variables = text.marker.mark(tools), text.marker.mark(_variables(request, default_thinking))
-    check = None if request.truncate_prompt_tokens else _stop_at(text, context_of(ready))
-    rest = (tools, generate, continued, variables, check)
-    try:
-        rendered = text.template.render(messages, *rest)
-    except ApiError as error:
-        merged = _merged(messages)
-        if merged is None or error.code == "context_length_exceeded":
-            raise
-        try:
-            rendered = text.template.render(merged, *rest)
-        except ApiError:
-            raise error from None
+    shape = text.shape(tools)
+
+    def written(messages: list[dict[str, Any]]) -> str:
+        check = None if request.truncate_prompt_tokens else _stop_at(text, context_of(ready))
+        assert text.template is not None
+        return text.template.render(
+            [shape.apply(message) for message in messages], tools, generate, continued, variables, check
+        )
+
+    rendered = _first_accepted(written, messages)
     thinking = False
     if text.reasoning is not None:
-        last = (messages[-1]["content"] or "") if continued else ""  # a message of calls may have none
+        last = messages[-1]["content"] if continued else ""
         thinking = rendered.rstrip().endswith(text.reasoning.opens) or text.reasoning.opened(last)
     return rendered, thinking
 
 
-def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """All system messages as one at the beginning, as many templates take no other; None where it is so already."""
-    system = [message["content"] or "" for message in messages if message["role"] == "system"]
+def rendered_text(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> str:
+    """The prompt's text as people read it."""
+    return render_chat(text, request, ready, default_thinking)[0].replace(MARK, "")
+
+
+def _first_accepted(written: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """The prompt of the messages as they are, or else in the first order that the template accepts. Raises the ApiError
+    for the messages as they are where it accepts none."""
+    try:
+        return written(messages)
+    except ApiError as error:
+        if error.code == "context_length_exceeded":
+            raise
+        refused, tried = error, messages
+    for change in (_with_one_system_message, _with_joined_turns, _with_joined_results, _with_user_first):
+        changed = change(tried)
+        if changed == tried:
+            continue
+        tried = changed
+        try:
+            return written(tried)
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                raise
+    raise refused
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All system messages as one at the beginning: many templates take no other."""
+    system = [message["content"] for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
-    if not system or (len(system) == 1 and messages[0]["role"] == "system"):
-        return None
-    return [{"role": "system", "content": "\n\n".join(system)}, *others]
+    return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others
+
+
+def _with_joined_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Consecutive messages of the user, or of the assistant, as one: many templates want the two to alternate."""
+    return _joined(messages, lambda before, role: before == role and role in ("user", "assistant"))
+
+
+def _with_joined_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins the user's text behind the results of tools to the last result: templates that want turns to
+    alternate do not count results."""
+    return _joined(messages, lambda before, role: before == "tool" and role == "user")
+
+
+def _with_user_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat that the assistant begins, with an empty turn of the user before it."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), None)
+    if first is None or messages[first]["role"] != "assistant":
+        return messages
+    return [*messages[:first], {"role": "user", "content": ""}, *messages[first:]]
+
+
+def _joined(messages: list[dict[str, Any]], joins: Callable[[str, str], bool]) -> list[dict[str, Any]]:
+    """joins: whether a message of the second role becomes a part of one of the first before it."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        if made and joins(made[-1]["role"], message["role"]):
+            both = made[-1], message
+            made[-1] = dict(made[-1])
+            for name in ("content", "reasoning_content"):
+                if texts := [one[name] for one in both if one.get(name)]:
+                    made[-1][name] = "\n\n".join(texts)
+            if calls := [call for one in both for call in one.get("tool_calls", ())]:
+                made[-1]["tool_calls"] = calls
+        else:
+            made.append(message)
+    return made
 
 
 def _stop_at(text: Text, context: int) -> Callable[[str], None] | None:
@@ -260,7 +295,7 @@ def _mark(text: Text, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _variables(request: ChatRequest, default_thinking: bool | None) -> dict[str, Any]:
-    """What the template may ask for besides messages and tools."""
+    """The template's variables other than messages and tools."""
     thinking = request.thinks()
     if thinking is None:
         thinking = default_thinking
@@ -271,7 +306,8 @@ def _variables(request: ChatRequest, default_thinking: bool | None) -> dict[str,
         variables["reasoning_effort"] = effort
     if request.verbosity is not None:
         variables["verbosity"] = request.verbosity
-    return {**variables, **(request.chat_template_kwargs or {})}
+    given = {name: value for name, value in (request.chat_template_kwargs or {}).items() if value is not None}
+    return {**variables, **given}
 
 
 def _check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
@@ -281,17 +317,13 @@ def _check_tokens(tokens: list[int], vocab_size: int, param: str) -> None:
 
 
 def template_messages(messages: Sequence[Message], knows_developer: bool = False) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content, arguments of calls as objects."""
+    """Messages in one shape, which MessageShape turns into the template's: text content, which may be empty, and
+    arguments of calls as objects."""
     rendered = []
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "\n".join(part if isinstance(part, str) else part.words() for part in content)
-        elif content is None and not message.tool_calls:
-            content = ""
+    for message in with_tool_calls(messages):
         # Most templates know "system"; OpenAI renamed it.
         role = "system" if message.role == "developer" and not knows_developer else message.role
-        entry: dict[str, Any] = {"role": role, "content": content}
+        entry: dict[str, Any] = {"role": role, "content": message.text()}
         thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
         named = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thoughts}
         entry |= {name: value for name, value in named.items() if value is not None}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .conversation import Call, CustomInput, Function, Message
-from .conversation_store import Conversation, ConversationStore
+from .conversation_store import Turn
 from .openai_format import ChatRenderer
+from .responses_request import items_of
 from .schema import ChatRequest
 from .session import Session, Update
 from .text.events import Answer
-from .text.tokenizer import Tokenizer
+from .text.tokenizer import TokenTable
 
 
 class RecordedChat(ChatRenderer):
@@ -20,27 +21,24 @@ class RecordedChat(ChatRenderer):
         self,
         session: Session,
         request: ChatRequest,
-        tokenizer: Tokenizer,
-        store: ConversationStore,
-        conversation: Conversation,
+        tokenizer: TokenTable,
+        turn: Turn,
+        items: list[dict[str, Any]],
     ):
-        """`request` has the messages of the whole conversation, which `store` has let begin."""
-        self._store = store
-        self._conversation = conversation
+        """items: the whole conversation, whose messages `request` has."""
+        self._turn = turn
+        self._asked = items
         self._answer = Answer()
-        self._held = True  # no other answer is made in it
         super().__init__(session, request, tokenizer)
 
     def about(self, kind: str) -> dict[str, Any]:
-        return {**super().about(kind), "conversation_id": self._conversation.id}
+        return {**super().about(kind), "conversation_id": self._turn.conversation.id}
 
     def see(self, updates: list[Update]) -> None:
         for update in updates:
             self._answer.add(update.events)
             if update.finish:
-                assert isinstance(self.request, ChatRequest)
-                self._store.end(self._conversation, [*self.request.conversation(), self._message()])
-                self._release()  # now: the client may ask again as soon as it has the last event
+                self._turn.end([*self._asked, *items_of([self._message()])])
 
     def _message(self) -> Message:
         answer = self._answer
@@ -55,9 +53,4 @@ class RecordedChat(ChatRenderer):
 
     def close(self) -> None:
         super().close()
-        self._release()
-
-    def _release(self) -> None:
-        if self._held:
-            self._held = False
-            self._store.release(self._conversation)
+        self._turn.release()

@@ -1,6 +1,6 @@
 """How well texts fit a query: by a reranker's yes and no, or by the cosines of embeddings.
 
-Qwen3-Reranker is a causal model that is asked whether a document fits; the score is the probability of "yes" beside
+Qwen3-Reranker is a causal model that is asked whether a document fits; the score is the probability of "yes" against
 "no" (Zhang et al. 2025, arXiv 2506.05176, and the model's card).
 """
 
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from .. import protocol
-from .api_error import ApiError
+from .api_error import ApiError, bad
 from .embedding_request import EmbeddingRequest
 from .embeddings import embed
+from .fields import MAX_LOGPROBS
 from .generation import Generation, LoadedModel
 from .prompts import Prompt, check_length, context_of
-from .schema import MAX_LOGPROBS
 from .session import Session
+from .text.load import Text
 from .text.output_parser import OutputParser
 from .text_engine import Sized, TextEngine
 
@@ -44,32 +45,41 @@ class Pairs(Sized, Protocol):
 
 
 async def scores(
-    engine: TextEngine, request: Pairs, ended: Ended, over: Callable[[Session], None], tokenised: Callable[[], None]
+    engine: TextEngine,
+    request: Pairs,
+    owner: str,
+    ended: Ended,
+    over: Callable[[Session], None],
+    tokenised: Callable[[], None],
 ) -> tuple[list[float], int]:
-    """A score for each pair, and the prompts' tokens.
+    """A score for each query and document, and the prompts' tokens.
 
-    `ended` is told of embeddings, `over` of a session's end. `tokenised` is called once the texts are not needed.
+    owner: whose the request is, as Call.owner has it. `ended` is called for embeddings, `over` at a session's end.
+    `tokenised` is called once the texts are not needed.
     """
     names = [*engine.names, *Path(engine.config.model_dir).parts[-3:]]  # the hub's cache has a name above two others
     if any("rerank" in name.lower() for name in names):
-        return await _judged(engine, request, over, tokenised)
+        return await _judged(engine, request, owner, over, tokenised)
+    if request.instruction:
+        raise bad("instruction", "instruction is for rerankers, this model compares embeddings: leave it out")
     pairs = request.pairs()
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     inputs = EmbeddingRequest(input=[*texts], model=request.model, priority=request.priority)
-    body = await embed(engine, inputs, ended, tokenised)
+    body = await embed(engine, inputs, owner, ended, tokenised)
     vectors = {text: one["embedding"] for text, one in zip(texts, body["data"], strict=True)}
-    cosines = await engine.in_pool(lambda: [sum(map(mul, vectors[query], vectors[text])) for query, text in pairs])
+    cosines = await engine.in_pool(
+        owner, lambda: [sum(map(mul, vectors[query], vectors[text])) for query, text in pairs]
+    )
     return cosines, body["usage"]["prompt_tokens"]
 
 
 async def _judged(
-    engine: TextEngine, request: Pairs, over: Callable[[Session], None], tokenised: Callable[[], None]
+    engine: TextEngine, request: Pairs, owner: str, over: Callable[[Session], None], tokenised: Callable[[], None]
 ) -> tuple[list[float], int]:
-    tokenizer = engine.ready()[0].tokenizer
-    yes, no = (tokenizer.token_id(word) for word in ("yes", "no"))
+    yes, no = await engine.in_pool(owner, lambda: engine.ready()[0].run(answer_tokens))
     if yes is None or no is None:
         raise ApiError(400, "this model is no reranker: its vocabulary has no tokens for yes and no", "model")
-    with contextlib.closing(await engine.generate(request, _questions)) as session:
+    with contextlib.closing(await engine.generate(request, _questions, owner)) as session:
         tokenised()
         found = [0.0] * len(session.choices)
         try:
@@ -84,11 +94,14 @@ async def _judged(
     return found, session.prompt_tokens
 
 
-def _questions(model: LoadedModel, request: Pairs) -> Generation:
-    """One token for each pair."""
-    text, context = model.text, context_of(model.ready)
+def answer_tokens(text: Text) -> tuple[int | None, int | None]:
+    """The tokens of yes and no."""
+    return text.tokenizer.token_id("yes"), text.tokenizer.token_id("no")
+
+
+def question_prompts(text: Text, pairs: list[tuple[str, str]], task: str, context: int) -> list[Prompt]:
+    """The question to the model about each query and document. Raises ApiError where it is too long."""
     prompts = []
-    pairs, task = request.pairs(), request.instruction or TASK
     for one in dict.fromkeys([task, *(one for pair in pairs for one in pair)]):
         check_length(text, one, context, "documents")
     for query, document in pairs:
@@ -103,6 +116,13 @@ def _questions(model: LoadedModel, request: Pairs) -> Generation:
                 "context_length_exceeded",
             )
         prompts.append(Prompt(tokens))
+    return prompts
+
+
+def _questions(model: LoadedModel, request: Pairs) -> Generation:
+    """One token for each query and document."""
+    task = request.instruction or TASK
+    prompts = model.text.run(question_prompts, request.pairs(), task, context_of(model.ready))
     sampling = protocol.SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS)
     return Generation(
         prompts=prompts,

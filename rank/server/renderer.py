@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NamedTuple
 
-import msgspec
-
+from .. import protocol
 from .api_error import ApiError
+from .json_line import encode
 from .session import Session
+
+LOGPROB = 120  # bytes of a token's log probability in memory
 
 
 def sse(name: str, /, **fields: Any) -> bytes:
     """One event: its name and its data, whose type is the name again."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode({"type": name, **fields}))
+
+
+class LongEvent(NamedTuple):
+    """An event with a long body that is kept elsewhere, too: it is written when it is sent."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+Event = bytes | LongEvent
+
+
+def encoded(event: Event) -> bytes:
+    """An event as it is sent."""
+    return event if isinstance(event, bytes) else sse(event.name, **event.fields)
 
 
 class Renderer:
@@ -34,6 +51,18 @@ class Renderer:
         """Nobody reads on: what is not finished is given up."""
         self.session.close()
 
+    def hold_logprobs(self, entries: Iterable[protocol.TokenLogprob]) -> None:
+        """Count them until the answer is whole. Raises ApiError where there is no room."""
+        size = sum(LOGPROB * (1 + len(one.top)) for one in entries)
+        if size and not self.session.hold(size):
+            raise ApiError(
+                429,
+                "the log probabilities of this API key's requests hold all the memory that they may: ask for fewer, or "
+                "for a stream",
+                code="busy",
+                retry_after=1,
+            )
+
     def error(self, error: ApiError) -> bytes:
         """The event for an error after the first event. It is the last one."""
-        return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+        return b"data: " + encode(error.body()) + b"\n\n"

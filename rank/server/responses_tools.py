@@ -1,4 +1,4 @@
-"""What tool servers add to OpenAI's responses: the list of a server's tools, calls, and requests for a person's word.
+"""Items of tool servers in OpenAI's responses: a server's list of tools, calls, and requests for approval.
 
 https://platform.openai.com/docs/guides/tools-connectors-mcp
 """

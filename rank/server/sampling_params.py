@@ -97,7 +97,7 @@ def sampling_params(
         logit_bias=bias,
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
         logprobs=request.likeliest(),
-        prompt_logprobs=request.prompt_likeliest(),
+        prompt_logprobs=min(request.prompt_likeliest(), vocab_size),
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
         stop_token_ids=tuple(token for token in dict.fromkeys(ends) if token < vocab_size),
         min_tokens=min(request.min_tokens or 0, limit),

@@ -6,57 +6,65 @@ known one with a wrong value is an error that names the field, the value and wha
 
 from __future__ import annotations
 
-import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from . import unsupported
 from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
-from .conversation import Message
+from .conversation import Message, Part
 from .custom_tools import as_function
-from .decoding import Body, show
+from .decoding import show
+from .fields import (
+    MAX_SEED,
+    MAX_STOPS,
+    AddSpecialTokens,
+    CacheSalt,
+    Choices,
+    Count,
+    LogitBias,
+    MinP,
+    ModelName,
+    NamedTokens,
+    Penalty,
+    Positive,
+    Priority,
+    PromptLogprobs,
+    RepetitionPenalty,
+    Seed,
+    Tail,
+    Temperature,
+    TokenId,
+    TopK,
+    TopLogprobs,
+    TopP,
+    doc,
+)  # fmt: skip
 from .token_fields import TokenFields, texts_or_tokens
 from .tool_choice import check_tools, chosen
 
-TOKEN_ID = re.compile(r"[0-9]{1,10}")  # int() refuses to read thousands of digits
-MAX_CHOICES = 128
 MAX_SEQUENCES = 4096
-MAX_STOPS = 64
-MAX_BIASES = 1 << 16
-MAX_LOGPROBS = 20
-MAX_NAMED = 256
 MAX_ID = 256
+WHOLE_VOCABULARY = 1 << 31  # more than any vocabulary has
 
-# Field: lowest and highest value.
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "top_k": (-1, 1 << 31),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "seed": (-(1 << 63), (1 << 64) - 1),
-    "n": (1, MAX_CHOICES),
-    "min_tokens": (0, 1 << 31),
-    "max_tokens": (0, 1 << 31),
-    "max_completion_tokens": (1, 1 << 31),
-    "max_output_tokens": (1, 1 << 31),
-    "priority": (-(1 << 31), 1 << 31),
-    "top_logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "dimensions": (1, 1 << 31),
-    "thinking_token_budget": (0, 1 << 31),
-    "truncate_prompt_tokens": (-1, 1 << 31),
-    "repeat_last_n": (-1, 1 << 16),
-}
+SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch of the reasoning
+THINKING = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}  # by thinking.type
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Prediction(msgspec.Struct):
+    """OpenAI's: a text that the answer will probably have, as when a file is edited."""
+
+    type: Literal["content"]
+    content: str | list[Part]
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.words() for part in self.content)
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -70,30 +78,36 @@ class ReasoningOptions(msgspec.Struct):
 
 
 class Sampled(TokenFields, kw_only=True):
-    """What all that generates takes, whosever API it is."""
+    """Fields of every request that generates, in all APIs."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | dict[str, Any] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    model: ModelName | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Annotated[Penalty | None, doc("0 is none")] = None
+    frequency_penalty: Annotated[Penalty | None, doc("0 is none")] = None
+    logit_bias: Annotated[LogitBias | None, doc("token ids, as texts, with values from -100 to 100")] = None
+    seed: Annotated[Seed | None, doc("the same request gets the same answer; else `--seed`, else drawn")] = None
+    stop: Annotated[str | list[str] | dict[str, Any] | None, doc(
+        "up to 64 texts; the answer ends before the first that comes"
+    )] = None  # fmt: skip
+    stop_token_ids: Annotated[list[TokenId] | None, doc("tokens that end the answer")] = None
+    ignore_eos: Annotated[bool | None, doc("go on after the model's own end")] = None
+    min_tokens: Annotated[Count | None, doc(
+        "no end before so many tokens, neither by end tokens nor by stop texts"
+    )] = None  # fmt: skip
+    include_stop_str_in_output: Annotated[bool | None, doc(
+        "the answer ends after the stop text instead of before it"
+    )] = None  # fmt: skip
+    skip_special_tokens: Annotated[bool | None, doc("false shows them in the answer")] = None
+    stream: Annotated[bool | None, doc("server-sent events")] = None
+    user: Annotated[str | None, doc("ignored")] = None
+    metadata: Annotated[dict[str, Any] | None, doc("ignored")] = None
+    store: Annotated[bool | None, doc("ignored: answers are not kept")] = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
     def stops(self) -> list[str]:
         """The stop strings; {"Single": …} and {"Multi": […]} are how candle-vLLM's examples write them."""
@@ -111,49 +125,70 @@ class Sampled(TokenFields, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_ranges(self)
         self.stops()
-        if (count := len(self.logit_bias or ())) > MAX_BIASES:
-            raise bad("logit_bias", f"logit_bias names {count} tokens: at most {MAX_BIASES} are allowed")
-        for key, value in (self.logit_bias or {}).items():
-            if not TOKEN_ID.fullmatch(key) or not -100 <= value <= 100:
-                shown = show({key: value})
-                raise bad("logit_bias", f"logit_bias is {shown}: expected token ids with values between -100 and 100")
-        if any(token < 0 for token in self.stop_token_ids or ()):
-            raise bad("stop_token_ids", f"stop_token_ids is {show(self.stop_token_ids)}: token ids are not negative")
+        if (self.seed or 0) > MAX_SEED:
+            raise bad("seed", f"seed is {show(self.seed)}: it must be at most {MAX_SEED}")
 
 
 class Common(Sampled, kw_only=True):
-    """What chat completions and completions take."""
+    """Fields of chat completions and completions."""
 
     prompt_field: ClassVar[str]  # where the prompt is
     cut_to_context: ClassVar[bool] = False  # a limit that the context does not leave is lowered instead of refused
 
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    max_tokens: int | None = None
-    stream_options: StreamOptions | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
-    response_format: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
+    n: Annotated[Choices | None, doc("choices for each prompt")] = None
+    best_of: Annotated[int | None, doc("only as large as `n`")] = None
+    use_beam_search: Annotated[bool | None, doc("only false")] = None
+    max_tokens: Annotated[Count | None, doc(
+        "longest answer; else `--max-tokens`, the model's own, or what the context leaves. 0 where only the prompt is "
+        "asked back"
+    )] = None  # fmt: skip
+    stream_options: Annotated[StreamOptions | None, doc("`include_usage`, `continuous_usage_stats`")] = None
+    echo: Annotated[bool | None, doc(
+        "`/v1/completions` only: the prompt before the answer, and its `logprobs` before the answer's"
+    )] = None  # fmt: skip
+    return_token_ids: Annotated[bool | None, doc("`token_ids` and `prompt_token_ids` of each choice")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, doc("`logprobs` name tokens as `token_id:ID`")] = None
+    add_special_tokens: AddSpecialTokens | None = None
+    response_format: Annotated[dict[str, Any] | None, doc(
+        "type `text`, `json_object`, with or without a `schema`, or `json_schema` with its `schema`; the answer keeps "
+        "to it. Keywords that cannot be enforced are passed over, with `strict` refused"
+    )] = None  # fmt: skip
+    prompt_logprobs: Annotated[PromptLogprobs | None, doc(
+        "how many likely tokens beside each token of the prompt; -1: the whole vocabulary, for as many tokens of "
+        "prompts as times the vocabulary are at most 262,144; not in streams"
+    )] = None  # fmt: skip
+    logprob_token_ids: Annotated[NamedTokens | None, doc(
+        "log probabilities of these tokens instead of the likeliest; needs `logprobs`"
+    )] = None  # fmt: skip
+    truncate_prompt_tokens: Annotated[Tail | None, doc(
+        "only the last so many tokens of a prompt are read; -1: as many as the context leaves"
+    )] = None  # fmt: skip
+    truncation_side: Annotated[Literal["left", "right"] | None, doc(
+        "with `truncate_prompt_tokens`: `left`, the prompt's beginning is cut off, or `right`, its end"
+    )] = None  # fmt: skip
+    guided_json: Annotated[str | dict[str, Any] | None, doc(
+        "a JSON schema that the answer keeps to, as an object or a text"
+    )] = None  # fmt: skip
+    guided_regex: Annotated[str | None, doc("a regular expression that the whole answer matches")] = None
+    guided_choice: Annotated[list[str] | None, doc("the answer is one of these texts")] = None
+    guided_grammar: Annotated[str | None, doc("a grammar for the answer, in llguidance's Lark or in GBNF")] = None
+    guided_whitespace_pattern: Annotated[str | None, doc(
+        "a regular expression of what `guided_json` may have between its tokens"
+    )] = None  # fmt: skip
+    structured_outputs: Annotated[StructuredOutputs | None, doc(
+        "vLLM's: one of `json`, `regex`, `choice`, `grammar`, `json_object`; JSON has at each gap nothing, a blank, or "
+        "a newline with up to 20 blanks, or what `whitespace_pattern` says, or nothing with `disable_any_whitespace`"
+    )] = None  # fmt: skip
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be. Raises ApiError."""
+        """The constraint on the answer. Raises ApiError."""
         guides = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-        if not any(guides) and self.structured_outputs is None and self.response_format is None:
+        space = self.guided_whitespace_pattern
+        if all(one is None for one in (*guides, space, self.structured_outputs, self.response_format)):
             return None
         need_llguidance()
-        found = guided("guided_", *guides)
+        found = guided("guided_", *guides, space)
         if self.structured_outputs is not None:
             found += structured_outputs(self.structured_outputs)
         if self.response_format and (form := response_format("response_format", self.response_format)):
@@ -163,15 +198,17 @@ class Common(Sampled, kw_only=True):
         return found[0] if found else None
 
     def limit(self) -> int | None:
-        """The most tokens that a choice may have, where the request says so."""
+        """A choice's max_tokens, where the request limits them."""
         return self.max_tokens
 
     def prompt_likeliest(self) -> int:
-        """As `likeliest`, beside each token of the prompt."""
-        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        """Number of likeliest tokens to list for each token of the prompt; WHOLE_VOCABULARY: all tokens."""
+        if self.prompt_logprobs is None:
+            return -1
+        return WHOLE_VOCABULARY if self.prompt_logprobs < 0 else self.prompt_logprobs
 
     def likeliest(self) -> int:
-        """How many of the likeliest tokens are wanted beside each token; -1: no log probabilities at all."""
+        """How many top log probabilities are wanted for each token; -1: no log probabilities at all."""
         return -1
 
     def parallel_calls(self) -> bool:
@@ -203,12 +240,8 @@ class Common(Sampled, kw_only=True):
             raise bad("n", f"n is {n} with log probabilities of the prompt: they are given with n 1 only")
         if self.truncate_prompt_tokens == 0:
             raise bad("truncate_prompt_tokens", "truncate_prompt_tokens is 0: it must be at least 1, or -1")
-        if len(self.logprob_token_ids or ()) > MAX_NAMED:
-            count = len(self.logprob_token_ids or ())
-            raise bad("logprob_token_ids", f"logprob_token_ids names {count} tokens: at most {MAX_NAMED} are allowed")
-        if self.logprob_token_ids and (self.likeliest() < 0 or min(self.logprob_token_ids) < 0):
-            shown = show(self.logprob_token_ids)
-            raise bad("logprob_token_ids", f"logprob_token_ids is {shown}: it needs logprobs, and ids are not negative")
+        if self.logprob_token_ids and self.likeliest() < 0:
+            raise bad("logprob_token_ids", f"logprob_token_ids is {show(self.logprob_token_ids)}: it needs logprobs")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("prompt_logprobs", "prompt_logprobs come with whole answers only: leave out stream")
         if self.min_tokens and limit and self.min_tokens > limit:
@@ -221,25 +254,53 @@ class ChatRequest(Common, kw_only=True):
     prompt_field: ClassVar[str] = "messages"
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.CHAT
 
-    messages: str | list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    thinking: bool | dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    reasoning: ReasoningOptions | None = None
-    include_reasoning: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    conversation_id: str | None = None
-    record_conversation: bool | None = None
+    messages: Annotated[str | list[Message], doc(
+        "roles are system, developer, user, assistant, tool and function; content is text or parts of type `text`. A "
+        "text alone is one message of the user"
+    )]  # fmt: skip
+    max_completion_tokens: Annotated[Positive | None, doc("goes before `max_tokens`")] = None
+    logprobs: Annotated[bool | None, doc("log probabilities of the answer's tokens")] = None
+    top_logprobs: Annotated[TopLogprobs | None, doc("how many likely tokens beside each; needs `logprobs`")] = None
+    tools: Annotated[list[dict[str, Any]] | None, doc(
+        "functions that the model may call, where its template takes tools; arguments keep to the schema where a tool "
+        "is `strict` or a call is required. Custom tools (`type` `custom`) take a text, which keeps to a `grammar`: a "
+        "`regex`, or `lark` where the model writes texts in calls as they are; else the model is only shown it. None: "
+        "those of the tool servers (`--mcp-config`), under the name `server_tool`; `[]`: none at all"
+    )] = None  # fmt: skip
+    tool_choice: Annotated[str | dict[str, Any] | None, doc(
+        "`auto`, `none`, `required`, the name of a function or a custom tool, or `allowed_tools`"
+    )] = None  # fmt: skip
+    parallel_tool_calls: Annotated[bool | None, doc("false keeps the first call only")] = None
+    thinking: Annotated[bool | dict[str, Any] | None, doc(
+        'true, false or `{"type": "enabled"}`: let the model reason; `budget_tokens` is as `thinking_token_budget`'
+    )] = None  # fmt: skip
+    enable_thinking: Annotated[bool | None, doc("the same; goes before `thinking`")] = None
+    reasoning_effort: Annotated[str | None, doc("handed to the template; `none` switches reasoning off")] = None
+    verbosity: Annotated[str | None, doc("handed to the template")] = None
+    reasoning: Annotated[ReasoningOptions | None, doc(
+        "`effort`, `enabled`, `exclude`, `max_tokens`: the same in one object; `summary` is ignored"
+    )] = None  # fmt: skip
+    include_reasoning: Annotated[bool | None, doc("false leaves the reasoning out of the answer")] = None
+    chat_template: Annotated[str | None, doc("refused: the server's option `--chat-template` sets it")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc(
+        "variables for the template; switches are true or false, not texts"
+    )] = None  # fmt: skip
+    add_generation_prompt: Annotated[bool | None, doc(
+        "whether the prompt ends where the assistant begins; true unless the last message goes on"
+    )] = None  # fmt: skip
+    continue_final_message: Annotated[bool | None, doc("go on with the last message, which is the assistant's")] = None
+    prediction: Annotated[Prediction | None, doc(
+        '`{"type": "content", "content": …}`: what the answer will probably have, which makes it come sooner '
+        "(docs/speculation.md) and never changes it"
+    )] = None  # fmt: skip
+    conversation_id: Annotated[str | None, doc(
+        "of a conversation that is recorded: one that the server has given, or the client's own; refused where the "
+        "chat is not recorded, unless `record_conversation` is false"
+    )] = None  # fmt: skip
+    record_conversation: Annotated[bool | None, doc(
+        "true: the server remembers this exchange under `conversation_id`, and `messages` are only what is new in it; "
+        "else as `--record-conversation` says"
+    )] = None  # fmt: skip
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -255,11 +316,14 @@ class ChatRequest(Common, kw_only=True):
         return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
 
     def thinks(self) -> bool | None:
-        """Whether the model is to think; None where the request does not say."""
+        """Whether the model is to think; None where the request leaves it open."""
+        for name in SWITCHES:  # they go before the fields in the template, too
+            if (switch := (self.chat_template_kwargs or {}).get(name)) is not None:
+                return bool(switch)
         if self.enable_thinking is not None:
             return self.enable_thinking
         if self.thinking is not None:
-            return self.thinking.get("type") == "enabled" if isinstance(self.thinking, dict) else self.thinking
+            return THINKING[self.thinking.get("type", "auto")] if isinstance(self.thinking, dict) else self.thinking
         if self.reasoning is not None and self.reasoning.enabled is not None:
             return self.reasoning.enabled
         return False if self.effort() == "none" else None  # few templates know this effort; most have a switch
@@ -267,7 +331,8 @@ class ChatRequest(Common, kw_only=True):
     def thinking_budget(self) -> int | None:
         """Anthropic and OpenRouter have names of their own for it."""
         if self.thinking_token_budget is None and isinstance(self.thinking, dict):
-            return self.thinking.get("budget_tokens")
+            budget = self.thinking.get("budget_tokens")
+            return int(budget) if isinstance(budget, float) and budget.is_integer() else budget
         limit = self.reasoning.max_tokens if self.reasoning is not None else None
         return limit if self.thinking_token_budget is None else self.thinking_token_budget
 
@@ -276,6 +341,7 @@ class ChatRequest(Common, kw_only=True):
 
     def characters(self) -> int:
         tools = len(msgspec.json.encode(self.tools)) if self.tools else 0
+        tools += len(self.prediction.text()) if self.prediction is not None else 0
         return tools + sum(message.characters() for message in self.conversation())
 
     def offered(self) -> list[dict[str, Any]] | None:
@@ -283,7 +349,7 @@ class ChatRequest(Common, kw_only=True):
         return [as_function(tool) for tool in self.chosen()] or None
 
     def chosen(self) -> list[dict[str, Any]]:
-        """The same as the request has them."""
+        """The tools in the request's own form."""
         return chosen(self.tools, self.tool_choice)
 
     def conversation(self) -> list[Message]:
@@ -300,6 +366,15 @@ class ChatRequest(Common, kw_only=True):
             raise bad("top_logprobs", f'top_logprobs is {self.top_logprobs}, which needs "logprobs": true')
         if self.continue_final_message and self.add_generation_prompt:
             raise bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
+        kind = self.thinking.get("type", "auto") if isinstance(self.thinking, dict) else "auto"
+        if not isinstance(kind, str) or kind not in THINKING:
+            raise bad("thinking", f"thinking.type is {show(kind)}: expected one of {', '.join(THINKING)}")
+        for name, value in (self.chat_template_kwargs or {}).items():
+            at = f"chat_template_kwargs.{name[:100]}"
+            if isinstance(value, str) and (name in SWITCHES or value.lower() in ("true", "false")):
+                raise bad(at, f"{at} is {show(value)}, a text, which templates take for true: send true or false")
+            if name in SWITCHES and not isinstance(value, int | None):
+                raise bad(at, f"{at} is {show(value)}: send true or false")
         budget = self.thinking_budget()
         if budget is not None and (not isinstance(budget, int) or budget < 0):
             raise bad("thinking_token_budget", f"the limit of the reasoning is {show(budget)}: it must be at least 0")
@@ -307,7 +382,7 @@ class ChatRequest(Common, kw_only=True):
         self.check_tools()
 
     def check_recorded(self) -> None:
-        """What a conversation that is recorded may ask for. Raises ApiError 400."""
+        """Checks that a recorded conversation asks for what can be recorded. Raises ApiError 400."""
         if self.conversation_id is not None and not 0 < len(self.conversation_id) <= MAX_ID:
             count = len(self.conversation_id)
             raise bad("conversation_id", f"conversation_id has {count} characters: expected 1 to {MAX_ID}")
@@ -339,9 +414,9 @@ class CompletionRequest(Common, kw_only=True):
     prompt_field: ClassVar[str] = "prompt"
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.COMPLETION
 
-    prompt: str | list[str | int | list[int]]
-    suffix: str | None = None
-    logprobs: int | None = None
+    prompt: Annotated[str | list[str | int | list[int]], doc("a text, token ids, or a list of either")]
+    suffix: Annotated[str | None, doc("refused: it needs a model trained to fill in the middle")] = None
+    logprobs: Annotated[TopLogprobs | None, doc("how many likely tokens beside each token of the answer")] = None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or token ids."""
@@ -369,13 +444,3 @@ class CompletionRequest(Common, kw_only=True):
             )
         if self.suffix:
             raise bad("suffix", "suffix is not supported: it needs a model trained to fill in the middle")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise bad("logprobs", f"logprobs is {show(self.logprobs)}: it must be between 0 and {MAX_LOGPROBS}")
-
-
-def check_ranges(request: Body) -> None:
-    """The numbers of a request against RANGES."""
-    for name, (low, high) in RANGES.items():
-        value = getattr(request, name, None)
-        if value is not None and not low <= value <= high:  # NaN fails too
-            raise bad(name, f"{name} is {show(value)}: it must be between {low} and {high}")

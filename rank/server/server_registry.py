@@ -1,9 +1,11 @@
-"""The file by which `phalanx chat` finds a running server: one for each job, in the user's state directory.
+"""The file by which `phalanx chat` and `phalanx gateway` find a running server: one for each job, in the user's state
+directory.
 
 That directory is usually in the home that login and compute nodes share. The file holds the API key, so it is for this
-user only. The server process writes it and removes it at its end; `over` recognises what a killed one left. In /tmp,
-where everybody may write, somebody else may have made the directory first, with a file that leads `phalanx chat`, and
-what is said there, to a server of theirs: `insecure_reason` tells.
+user only. The server process writes it, keeps its state and load current (`registration.py`), and removes it at its
+end; `over` recognises what a killed one left. A
+file of another user, or in a directory that others control, could lead `phalanx chat` and `phalanx gateway`, with
+prompts and keys, to a server of theirs: such files are passed over.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 log = logging.getLogger(__name__)
+STILL = 60.0  # seconds since the last heartbeat of a job that may be alive
 
 
 class RegisteredServer(msgspec.Struct):
@@ -37,6 +40,12 @@ class RegisteredServer(msgspec.Struct):
     certificate: str = ""  # of TLS, PEM: by which clients know the server
     batch: str = ""  # the batch system's name for the job
     end: float = 0.0  # Unix time at which the batch system ends it; 0: not known
+    models: list[str] = []  # all names that clients have for its models
+    state: str = "ready"  # or "starting", "draining": whether it takes requests
+    beat: float = 0.0  # Unix time at which the file was last written; 0: by a version that writes it once
+    load: int = 0  # sequences that run or wait
+    predecessor: str = ""  # the name of the file of the job that has submitted this one
+    has_files: bool = False  # it has those of --file-store, for which its successor waits
 
 
 def directory(environ: os._Environ[str] | dict[str, str] = os.environ) -> Path:
@@ -65,8 +74,19 @@ def namespace() -> int:
 
 
 def insecure_reason(place: Path) -> str:
-    """Why others may have put files there, or "". Only what is below a directory for everybody is looked at."""
-    for one in _below_shared(place):
+    """Why others control what is there, or "". Below a directory for everybody each directory on the way has to be this
+    user's and closed to others. Elsewhere the directory itself may be open to a group where it is this user's, or has
+    the sticky bit: no other user can put a file of this user's there, and `_read` takes no other.
+    """
+    below = _below_shared(place)
+    if not below:
+        try:
+            status = place.stat()
+        except OSError:
+            return ""
+        open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        return f"others may write to {place}" if open_to_others and status.st_uid != os.getuid() else ""
+    for one in below:
         try:
             status = one.lstat()
         except FileNotFoundError:
@@ -112,18 +132,33 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def beats(job: RegisteredServer) -> bool:
+    """Whether the job's heartbeat is so recent that it runs, however its host's clock and a slow file system differ."""
+    return abs(time.time() - job.beat) < STILL  # a clock that was set back leaves heartbeats in the future
+
+
 def over(job: RegisteredServer, host: str) -> bool:
     """Whether the job is certainly over, seen from `host`. Of another host's processes only the clock can tell."""
-    if job.end and time.time() > job.end + 600:  # clocks differ, and a batch system grants a few minutes
+    # Clocks differ, a batch system grants a few minutes, and the end may have been moved while the job ran.
+    if job.end and time.time() > job.end + 600 and not beats(job):
         return True
     return job.host == host and job.pids == namespace() and start_of(job.pid) != job.start
 
 
 def _read(path: Path) -> bytes:
-    """The file, or nothing where another user has put it into a directory below one for everybody."""
+    """The file. Raises PermissionError where another user could have written it."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        mine = os.fstat(file.fileno()).st_uid == os.getuid()
-        return file.read() if mine or not _below_shared(path.parent) else b""
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (0, os.getuid()):
+            raise PermissionError(errno.EPERM, f"it belongs to another user, whose id is {status.st_uid}")
+        if status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others may write it (mode {stat.S_IMODE(status.st_mode):o})")
+        return file.read()
+
+
+def read(path: Path) -> RegisteredServer:
+    """The job of a file. Raises OSError, and ValueError for a file of another version or that others may write."""
+    return msgspec.json.decode(_read(path), type=RegisteredServer)
 
 
 @cache
@@ -144,7 +179,10 @@ def running(place: Path, host: str) -> dict[str, RegisteredServer]:
         return {}
     for path in paths:
         try:
-            job = msgspec.json.decode(_read(path), type=RegisteredServer)
+            job = read(path)
+        except PermissionError as error:
+            _warn(f"the file of a running server {path} is passed over: {error.strerror}")
+            continue
         except (OSError, ValueError):  # gone meanwhile, or of another version
             continue
         if over(job, host):

@@ -13,12 +13,12 @@ from .api_error import ApiError
 from .engine_client import Stream
 from .generation import Generation
 from .prompts import Prompt
-from .text.events import Event
+from .text.events import Event, Text
 from .text.output_parser import OutputParser
 
 
 class Update:
-    """What one look at the stream adds to one choice."""
+    """The addition of one look at the stream to one choice."""
 
     __slots__ = ("choice", "events", "tokens", "logprobs", "finish", "first")
 
@@ -42,6 +42,8 @@ class Choice:
         "reasoning_tokens",
         "prompt_logprobs",
         "cached_tokens",
+        "drafted",
+        "accepted",
         "finish",
         "stop_reason",
         "started",
@@ -50,6 +52,8 @@ class Choice:
         "_offset",
         "_end_tokens",
         "_stop_text",
+        "_min_tokens",
+        "_unplaced",
     )
 
     def __init__(
@@ -60,13 +64,16 @@ class Choice:
         detok,
         end_tokens: tuple[int, ...],
         stop_text: Callable[[int], str],
+        min_tokens: int = 0,
     ):
+        """min_tokens: the first tokens, in which no stop string is looked for."""
         self.index = index
         self.prompt = prompt
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.prompt_logprobs: list[protocol.TokenLogprob] = []  # of all tokens but the first
         self.cached_tokens = 0
+        self.drafted = self.accepted = 0  # tokens that were guessed, and of these those that were right
         self.finish = ""
         self.stop_reason: str | int | None = None  # the stop string, or a stop token that the request named
         self.started = False
@@ -75,14 +82,18 @@ class Choice:
         self._offset = len(prompt.echo)
         self._end_tokens = end_tokens
         self._stop_text = stop_text
+        self._min_tokens = min_tokens
+        self._unplaced: list[protocol.TokenLogprob] = []  # of tokens whose text the parser holds back
 
     def apply(self, delta: protocol.Delta, update: Update) -> None:
         """Add a delta. Nothing after a stop string is shown or counted."""
         parser, feed, events = self._parser, self._detokenizer.feed, update.events
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        self.drafted += delta.drafted
+        self.accepted += delta.accepted
         if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
-        if update.first and self.prompt.offsets:
+        if update.first and self.prompt.offsets and not update.logprobs:  # not again for the update's second delta
             first = protocol.TokenLogprob(self.prompt.tokens[0], math.nan, [])
             update.logprobs += zip([first, *delta.prompt_logprobs], self.prompt.offsets, strict=True)
         if not self.prompt.answer:
@@ -91,14 +102,20 @@ class Choice:
         for i, token in enumerate(delta.tokens):
             text = feed(token)
             self.completion_tokens += 1
+            if self._min_tokens:
+                parser.hold_stops(self.completion_tokens <= self._min_tokens)
             update.tokens.append(token)
             if delta.logprobs:
                 update.logprobs.append((delta.logprobs[i], self._offset))
+                self._unplaced.append(delta.logprobs[i])
             self._offset += len(text)
             if parser.thinking:
                 self.reasoning_tokens += 1
             if text:
-                parser.feed(text, events)
+                if delta.logprobs:
+                    self._feed_with_logprobs(text, events)
+                else:
+                    parser.feed(text, events)
                 if parser.stopped:
                     self._end("stop", update)
                     return
@@ -112,9 +129,30 @@ class Choice:
                 parser.feed(text, events)
             self._end(delta.finish, update)
 
+    def _feed_with_logprobs(self, text: str, events: list[Event]) -> None:
+        """Feed a token's text. Texts that it adds to get the log probabilities of the tokens since the last event."""
+        count, size, thinking = len(events), _length(events), self._parser.thinking
+        self._parser.feed(text, events)
+        self._place_logprobs(events, count, size)
+        if self._parser.thinking is not thinking:  # the token was a marker
+            self._unplaced = []
+
+    def _place_logprobs(self, events: list[Event], count: int, size: int) -> None:
+        """count, size: how many events there were before, and the length of the last one's text."""
+        if len(events) == count and _length(events) == size:
+            return
+        changed = events[count:] if count == 0 or _length(events[:count]) == size else events[count - 1 :]
+        texts = [event for event in changed if isinstance(event, Text)]
+        if texts:
+            texts[-1].logprobs = [*(texts[-1].logprobs or ()), *self._unplaced]
+        self._unplaced = []
+
     def _end(self, finish: str, update: Update) -> None:
-        parser = self._parser
-        parser.finish(update.events)  # may find a stop string in what was held back
+        parser, events = self._parser, update.events
+        count, size = len(events), _length(events)
+        parser.finish(events)  # may find a stop string in what was held back
+        if self._unplaced:
+            self._place_logprobs(events, count, size)
         if parser.stopped:
             finish = "stop"
             self.stop_reason = parser.stop_string or self.stop_reason
@@ -123,8 +161,17 @@ class Choice:
         self.finish = update.finish = finish
 
 
+def _length(events: list[Event]) -> int:
+    """The length of the last event's text."""
+    return len(getattr(events[-1], "text", "")) if events else 0
+
+
 class Session:
     """A generation that was handed to rank 0. Iterating yields lists of updates, at most one for each choice."""
+
+    # Counts bytes that are held until the answer is over, apart from its text; False where there is no room for them.
+    # Whoever reads the session for a client sets another.
+    hold: Callable[[int], bool] = staticmethod(lambda size: True)
 
     def __init__(self, model: str, generation: Generation, fingerprint: str = ""):
         self.id = uuid.uuid4().hex[:24]
@@ -133,14 +180,16 @@ class Session:
         self.prompts = generation.prompts
         self.created = int(time.time())
         self.start = time.monotonic()
-        self.first_token = 0.0  # when it came, on the clock of `start` ...
+        self.submitted = self.start  # when rank 0 got it, on the clock of `start` ...
+        self.admitted = 0.0  # ... when a step that computes it was planned first; 0: never ...
+        self.first_token = 0.0  # ... when its first token came ...
         self.last_token = 0.0  # ... and when all choices had ended
         self.choices: list[Choice] = []
         self._by_id: dict[str, Choice] = {}
         self._stream: Stream | None = None
 
     def open(self, stream: Stream, choices: dict[str, Choice]) -> None:
-        self._stream = stream
+        self._stream, self.submitted = stream, time.monotonic()
         self._by_id = choices
         self.choices = list(choices.values())
 
@@ -166,6 +215,7 @@ class Session:
                 self._stream.abort([delta.id])
         if not self.first_token and any(update.tokens or update.finish for update in updates.values()):
             self.first_token = time.monotonic()
+            self.admitted = min((delta.admitted for delta in deltas if delta.admitted), default=0.0)
         if not self._stream.open:
             self.last_token = time.monotonic()
         return list(updates.values())
@@ -188,11 +238,14 @@ class Session:
         prompt, completion = self.prompt_tokens, self.completion_tokens
         per_prompt = len(self.choices) // len(self.prompts)  # the others of a prompt hit its own blocks
         cached = sum(choice.cached_tokens for choice in self.choices[::per_prompt])
-        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+        details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
+        if drafted := sum(choice.drafted for choice in self.choices):
+            accepted = sum(choice.accepted for choice in self.choices)
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "completion_tokens_details": details,
         }

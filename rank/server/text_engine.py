@@ -10,30 +10,36 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from .. import heap, protocol
+from . import tracing
 from .api_error import ApiError
+from .blocking import Lanes
 from .config import ServerConfig
 from .decoding import nested_too_deeply
 from .engine_client import EngineClient
-from .generation import Generation, LoadedModel, Make
-from .prompts import Prompt, check_values, context_of
+from .generation import Generation, LoadedModel, Make, Unchecked
+from .prompts import Prompt
 from .sampling_params import SEED_MASK, resolve_defaults
 from .session import Choice, Session
 from .text import tool_formats
-from .text.load import Text
+from .text.load import TextSettings
+from .text.model_files import read_json
 from .text.spelled import SpelledMarkers
 from .text.tokenizer import detokenizer
+from .text_process import RemoteText
 from .version import version
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 17  # characters of a request's texts, which take about a tenth of a second
-LARGE_BODY = 1 << 20  # bytes; reading it as JSON may hold up the event loop
+THREADS = 4  # that have prompts written: one whose template is slow keeps few others waiting
+LARGE_THREADS = 2  # that have large prompts written, one of a key at a time
+CHECKERS = 4  # threads that have grammars checked
 TRIM_AFTER = 0.5  # seconds from a large request to when its memory goes back: its objects may live on for a moment
 
 Made = TypeVar("Made")
@@ -58,35 +64,29 @@ class TextEngine:
         self.link = link
         self.config = config
         self.names = config.names()
-        self.text: Text | None = None
+        self.text: RemoteText | None = None
         self.defaults: dict[str, Any] = {}
         self._ids = itertools.count()
         # Tokenising a long prompt takes tens of milliseconds, which the streams of others should not feel. A very long
-        # one takes seconds and 200 bytes of memory a character: one at a time, in order, where no short one waits
-        # behind it. They wait instead of being refused, as a batch job would take a refusal for an answer.
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="text")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-text")
+        # one takes seconds and 200 bytes of memory a character: a key has one at a time, in order, where no short one
+        # waits behind it. They wait instead of being refused, as a batch job would take a refusal for an answer.
+        keys = min(2, max(1, len(config.api_keys)))  # of several, each has half of the threads
+        self._prompts = Lanes(THREADS, THREADS // keys, "text")
+        self._large = Lanes(LARGE_THREADS, 1, "large-text")
+        self._checkers = Lanes(CHECKERS, CHECKERS // keys, "grammars")
         self._tokenising = 0  # requests in the pools
         self._trim: asyncio.TimerHandle | None = None
 
     async def load(self) -> None:
-        """Read the tokenizer and its companions. Raises OSError or ValueError where they cannot be read."""
+        """Read the tokenizer and its companions. Raises FatalError, OSError or ValueError where they cannot be
+        read."""
         config = self.config
-        loop = asyncio.get_running_loop()
-        self.text = await loop.run_in_executor(
-            self._pool,
-            Text,
-            config.model_dir,
-            config.generation_config,
-            config.chat_template,
-            config.tool_call_parser,
-            config.reasoning_parser,
-        )
+        self.text = await self._prompts.run("", self._read)
         self.defaults = resolve_defaults(config.sampling, self.text.generation)
-        if self.text.template is not None and self.text.template.family is not None:
+        if self.text.family:
             log.warning(
                 "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
-                self.text.template.family.family,
+                self.text.family,
             )
         if self.text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
             log.warning(
@@ -94,10 +94,21 @@ class TextEngine:
                 "--tool-call-parser sets the format"
             )
 
+    def _read(self) -> RemoteText:
+        config = self.config
+        parsers = config.tool_call_parser, config.reasoning_parser
+        text = RemoteText(TextSettings(config.model_dir, config.generation_config, config.chat_template, *parsers))
+        said = read_json(Path(config.model_dir), "config.json")
+        size = said.get("vocab_size", (said.get("text_config") or {}).get("vocab_size"))
+        # The first request should not wait for this. Rank 0 has the last word, and refuses sizes that cannot be.
+        if isinstance(size, int) and 2 * size > text.tokenizer.end:
+            text.within(size)
+        return text
+
     @property
     def takes_tools(self) -> bool:
         """Whether the model's chat template shows it tools."""
-        return self.text is not None and self.text.template is not None and self.text.template.takes_tools
+        return self.text is not None and self.text.takes_tools
 
     @property
     def fingerprint(self) -> str:
@@ -109,11 +120,13 @@ class TextEngine:
     def close(self) -> None:
         if self._trim is not None:
             self._trim.cancel()
-        for pool in (self._pool, self._large):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for lanes in (self._prompts, self._large, self._checkers):
+            lanes.pool.shutdown(wait=False, cancel_futures=True)
+        if self.text is not None:
+            self.text.close()
 
-    def ready(self) -> tuple[Text, protocol.Ready]:
-        """What a request needs. Raises ApiError 503 where it is not there yet, or no longer."""
+    def ready(self) -> tuple[RemoteText, protocol.Ready]:
+        """The text engine and model that a request needs. Raises ApiError 503 if they are not ready."""
         link = self.link
         if link.state != "ready" or link.ready is None:
             raise link.unavailable()
@@ -135,29 +148,34 @@ class TextEngine:
                 "model_not_found",
             )
 
-    def check_body(self, body: bytes) -> None:
-        """Refuse a body of too many values before it is decoded."""
-        if len(body) > LARGE_BODY:
-            check_values(body, context_of(self.ready()[1]))
+    async def generate(self, request: Sized, make: Make, owner: str = "") -> Session:
+        """Start what `make` gives for a request. owner: whose it is, as Call.owner has it."""
+        made = await self.prepare(request, make, owner)
+        return self._start(made if isinstance(made, Generation) else await self._checked(made, owner), owner)
 
-    async def generate(self, request: Sized, make: Make) -> Session:
-        """Start what `make` gives for a request."""
-        return self._start(await self.prepare(request, make))
+    async def _checked(self, unchecked: Unchecked, owner: str) -> Generation:
+        """The Generation, once its grammar is checked."""
+        self._tokenising += 1
+        try:
+            return await self._checkers.run(owner, unchecked)
+        finally:
+            self._tokenising -= 1
 
-    async def prepare(self, request: Sized, make: Callable[[LoadedModel, Any], Made]) -> Made:
-        """What `make` gives for a request, called in a pool. The request has its place in the queue from here on, or is
+    async def prepare(self, request: Sized, make: Callable[[LoadedModel, Any], Made], owner: str = "") -> Made:
+        """The result of `make`, called in a pool. The request has its place in the queue from here on, or is
         refused now. One that is cancelled while it waits there is not tokenised.
         """
         self.check_model(request.model)
         text, ready = self.ready()
         self.admit(1)
         large = request.characters() > LARGE
-        model = LoadedModel(text, ready, self.defaults, self.config.thinking)
+
+        def made() -> Made:
+            return make(LoadedModel(text.within(ready.vocab_size), ready, self.defaults, self.config.thinking), request)
+
         self._tokenising += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._large if large else self._pool, make, model, request
-            )
+            return await (self._large if large else self._prompts).run(owner, made)
         except RecursionError:  # schemas and arguments are walked level by level, deeper than JSON is read
             raise nested_too_deeply() from None
         finally:
@@ -166,12 +184,12 @@ class TextEngine:
                 self.trim_soon()
 
     def next_id(self) -> str:
-        """Of a sequence; short, as it travels with every delta."""
+        """The id of a new sequence; short, as it travels with every delta."""
         return f"{next(self._ids):x}"
 
-    async def in_pool(self, function, *args):
-        """Call a function that takes long where the streams of others do not feel it."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+    async def in_pool(self, owner: str, work: Callable[[], Made]) -> Made:
+        """Do some work of a request that takes long where the streams of others do not feel it."""
+        return await self._prompts.run(owner, work)
 
     def trim_soon(self) -> None:
         """Give back what a large request took: malloc keeps it otherwise, hundreds of megabytes for a text of a few."""
@@ -181,9 +199,9 @@ class TextEngine:
     def _begin_trim(self) -> None:
         self._trim = None
         with contextlib.suppress(RuntimeError):  # the pool was shut down in the meantime
-            self._pool.submit(heap.trim)
+            self._prompts.pool.submit(heap.trim)
 
-    def _start(self, generation: Generation) -> Session:
+    def _start(self, generation: Generation, owner: str) -> Session:
         text, _ = self.ready()
         n = generation.n
         self.admit(n * len(generation.prompts))
@@ -191,14 +209,18 @@ class TextEngine:
         requests: list[protocol.Request] = []
         choices: dict[str, Choice] = {}
         for prompt, shared in zip(generation.prompts, generation.sampling, strict=True):
-            packed = protocol.pack_u32(prompt.tokens)
+            packed, prediction = protocol.pack_u32(prompt.tokens), protocol.pack_u32(prompt.prediction)
             for j in range(n):
                 own = msgspec.structs.replace(shared, seed=(shared.seed + j) & SEED_MASK) if j else shared
                 id = self.next_id()
                 rest = generation.priority, generation.cache_salt, generation.grammar
-                requests.append(protocol.Request(id, packed, own, *rest))
-                choices[id] = _choice(len(choices), prompt, generation, text)
+                owned = owner if generation.grammar else ""
+                requests.append(protocol.Request(id, packed, own, *rest, owned, prediction))
+                choices[id] = _choice(len(choices), prompt, generation, text, own.min_tokens)
+            prompt.tokens = protocol.unpack_u32(packed)
         session.open(self.link.submit(requests, generation.vocabulary), choices)
+        if (trace := tracing.current()) is not None:
+            trace.sessions.append(session)
         return session
 
     def admit(self, count: int) -> None:
@@ -215,7 +237,7 @@ class TextEngine:
             )
 
 
-def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> Choice:
+def _choice(index: int, prompt: Prompt, generation: Generation, text: RemoteText, min_tokens: int) -> Choice:
     tokenizer, keep_stop = text.tokenizer, generation.keep_stop
     detok = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
     return Choice(
@@ -225,4 +247,5 @@ def _choice(index: int, prompt: Prompt, generation: Generation, text: Text) -> C
         SpelledMarkers(detok, generation.markers) if generation.markers else detok,
         text.end_tokens,
         lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
+        min_tokens,
     )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
 
 END = "-----END CERTIFICATE-----\n"
+# A certificate's validity in DER (RFC 5280, 4.1.2.5): two times of the tag UTCTime, or from the year 2050 on
+# GeneralizedTime. Python's ssl gives these of a peer's certificate only.
+VALIDITY = re.compile(rb"\x30.(?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12})Z|\x18\x0f(\d{14})Z)", re.DOTALL)
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext:
-    """Of the paths of a PEM chain and its key; key "": the chain's file has it. Raises ValueError in words."""
+    """The TLS context of a PEM chain and its key; key "": the chain's file has it. Raises ValueError with a message for
+    users."""
     for path in filter(None, (cert, key)):
         try:
             Path(path).read_bytes()
@@ -35,8 +41,18 @@ def certificate(cert: str) -> str:
     return text[text.index("-----BEGIN CERTIFICATE") :].partition(END)[0] + END
 
 
+def expiry(certificate: str) -> float | None:
+    """Unix time at which a PEM certificate ends, if that is written as it should be."""
+    found = VALIDITY.search(ssl.PEM_cert_to_DER_cert(certificate))
+    if found is None:
+        return None
+    short, full = found.groups()
+    text = (full or (b"20" if short < b"50" else b"19") + short).decode()
+    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()
+
+
 def client_context(certificate: str) -> ssl.SSLContext:
-    """Of a client that knows the server by this very certificate, whoever has signed it. "": by the authorities."""
+    """The TLS context of a client that trusts this very certificate, whoever has signed it. "": by the authorities."""
     if not certificate:
         return ssl.create_default_context()
     context = ssl.create_default_context(cadata=certificate)

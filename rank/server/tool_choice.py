@@ -65,6 +65,12 @@ def check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any]
             raise explain(str(error), tool, f"tools[{i}]") from None
         if checked.type != "function":
             raise bad("tools", f'tools[{i}].type is {show(checked.type)}: only "function" and "custom" are supported')
+        if not checked.function.name:
+            raise bad(f"tools[{i}].function.name", f"tools[{i}].function.name is empty: a call needs the name")
+        kind = (checked.function.parameters or {}).get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            at = f"tools[{i}].function.parameters.type"
+            raise bad(at, f'{at} is {show(kind)}: expected "object", as arguments have names')
     wanted = tool_choice(choice)
     offered = [tool_name(tool) for tool in chosen(tools, choice)]
     if wanted.mode == "required" and not offered:
@@ -75,7 +81,7 @@ def check_tools(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any]
 
 
 def relaxed(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """The same tools, none of which must be called: for the rounds after the one in which it was."""
+    """The tool choice with `required` lifted: for the rounds after the one that had to call."""
     wanted = tool_choice(choice)
     if wanted.mode != "required":
         return choice

@@ -1,7 +1,7 @@
 """Fields of OpenAI, vLLM, llama.cpp and SGLang that would change the answer and that nothing here obeys yet.
 
-Such a field is refused in words: an answer that breaks the client's constraint in silence is worse than none. A field
-that would not change the answer (`store`, `cache_prompt`, …) is ignored like any unknown one.
+Such a field is rejected with a clear error: an answer that breaks the client's constraint in silence is worse than
+none. A field that would not change the answer (`store`, `cache_prompt`, …) is ignored like any unknown one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ _COMMON: dict[str, Field] = {
     **_all(_TOKENS, "logits_processors", "custom_logit_processor"),
     **_all(_TOKENS, "banned_tokens", "banned_strings"),
     "n_probs": Field("use logprobs", (0,)),
-    **_all("use return_token_ids", "return_tokens_as_token_ids"),
     **_all(_FUNCTIONS, "functions"),
     "function_call": Field(_FUNCTIONS, ("none", "auto")),
     **_all(THINKING, "thinking_budget", "max_thinking_tokens"),
@@ -54,10 +53,16 @@ _COMMON: dict[str, Field] = {
     **_all("use max_tokens", "max_new_tokens"),
     "min_new_tokens": Field("use min_tokens", (0,)),
     **_all("use seed", "sampling_seed"),
+    "t_max_predict_ms": Field("use max_tokens", (0, -1)),
+    **_all("use include_stop_str_in_output", "no_stop_trim"),
+    "spaces_between_special_tokens": Field("texts are shown as the tokens spell them", (True,), default=True),
+    "length_penalty": Field("it is for beam search, which is not supported", (1,)),
     "repeat_penalty": Field("use repetition_penalty", (1,)),
     "mirostat": Field(_SAMPLER, (0,)),
     "no_repeat_ngram_size": Field("use repetition_penalty or frequency_penalty", (0,)),
     "typical_p": Field(_SAMPLER, (1,)),
+    "typ_p": Field(_SAMPLER, (1,)),
+    **_all("samplers work in a fixed order, leave it out", "samplers"),
     "top_n_sigma": Field(_SAMPLER, (-1, 0)),
     "dynatemp_range": Field(_SAMPLER, (0,)),
     "xtc_probability": Field(_SAMPLER, (0,)),
@@ -70,7 +75,7 @@ _COMMON: dict[str, Field] = {
 }
 
 _RESPONSES: dict[str, Field] = {
-    **_all(_ONLY_RESPONSES, "background", "previous_response_id", "max_tool_calls"),
+    **_all(_ONLY_RESPONSES, "background", "conversation", "previous_response_id", "max_tool_calls"),
     "text": Field(_ONLY_RESPONSES, ({}, {"format": {"type": "text"}})),
     "truncation": Field(PROMPT_LENGTH, ("disabled",)),
 }
@@ -87,6 +92,9 @@ CHAT: dict[str, Field] = {
     "modalities": Field("the answer is text", (["text"],)),
     **_all("the answer is text", "audio"),
     "separate_reasoning": Field(_REASONING, (True,), default=True),
+    "stream_reasoning": Field(_REASONING, (True,), default=True),
+    "reasoning_format": Field(_REASONING, ("auto", "deepseek")),
+    "parse_tool_calls": Field("calls are read where tools are offered: leave the tools out", (True,), default=True),
     **_all("there is no web search", "web_search_options"),
     **_all("write them into the messages", "documents"),
     **_all("this is for models that fill in the middle", "suffix"),
@@ -110,6 +118,7 @@ EMBEDDING: dict[str, Field] = {
     **_PROMPTS,
     **_all(PROMPT_LENGTH, "truncate_prompt_tokens"),
     "truncate": Field(PROMPT_LENGTH, ("NONE",)),
+    "truncation_side": Field(PROMPT_LENGTH, ("left",)),
     **_all("write the conversation as a text", "messages"),
     **_all("write it into the input as the model's card says", "input_type", "prompt_name", "instruction"),
     "embed_dtype": Field(_VECTOR, ("float32",)),
@@ -120,15 +129,22 @@ EMBEDDING: dict[str, Field] = {
 _ELSEWHERE = "it is not supported here, use /v1/chat/completions"
 
 _NOT_CHAT: dict[str, Field] = {
-    **_all(_ELSEWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    **_all(_ELSEWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
     "structured_outputs": Field(_ELSEWHERE, ({},)),
     **_all(_ELSEWHERE, "logprob_token_ids", "truncate_prompt_tokens"),
+    "truncation_side": Field(_ELSEWHERE, ("left",)),
     **_all(
-        _ELSEWHERE, "logprobs", "prompt_logprobs", "echo", "return_token_ids", "add_special_tokens", "use_beam_search"
+        _ELSEWHERE,
+        "logprobs",
+        "prompt_logprobs",
+        "echo",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "add_special_tokens",
+        "use_beam_search",
     ),
     "n": Field(_ELSEWHERE, (1,)),
     "best_of": Field(_ELSEWHERE, (1,)),
-    "top_logprobs": Field(_ELSEWHERE, (0,)),
     "add_generation_prompt": Field(_ELSEWHERE, (True,), default=True),
     "include_reasoning": Field(_ELSEWHERE, (True,), default=True),
     **_all("the server's option --chat-template sets it", "chat_template"),
@@ -139,10 +155,10 @@ MESSAGES: dict[str, Field] = {
     **_COMMON,
     **_RESPONSES,
     **_NOT_CHAT,
+    "top_logprobs": Field(_ELSEWHERE, (0,)),
     **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
     **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
     **_all(_ELSEWHERE, "include_stop_str_in_output", "allowed_token_ids", "bad_words", "thinking_token_budget"),
-    "priority": Field(_ELSEWHERE, (0,)),
     "repeat_last_n": Field(_ELSEWHERE, (-1, 64)),
     "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
     "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
@@ -171,8 +187,8 @@ RESPONSES: dict[str, Field] = {
     **_all("use stop", "stop_sequences"),
     "output_config": Field("use reasoning and text", ({},)),
     **_all(
-        "use previous_response_id, or record_conversation of /v1/chat/completions",
-        *("conversation", "conversation_id", "record_conversation"),
+        "use conversation or previous_response_id, or record_conversation of /v1/chat/completions",
+        *("conversation_id", "record_conversation"),
     ),
     **_all("there are no stored prompts, write it into instructions and input", "prompt"),
     **_all("this is for /v1/chat/completions: use input", "messages"),
@@ -184,6 +200,7 @@ RESPONSES: dict[str, Field] = {
 
 RERANK: dict[str, Field] = {
     **_all(PROMPT_LENGTH, "truncate_prompt_tokens", "max_tokens_per_doc", "max_chunks_per_doc", "truncate"),
+    "truncation_side": Field(PROMPT_LENGTH, ("left",)),
     **_all("only texts are compared", "rank_fields"),
 }
 

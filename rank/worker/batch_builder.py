@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.batch import Batch
+from ..model.batch import Batch, StepArrays, cache_places, step_arrays
 from ..model.cache_spec import Caches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -52,12 +51,13 @@ def build_batches(
 
 
 def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: int) -> int:
-    """Where to split a step: the number of tokens of its first microbatch, or 0 if it stays whole.
+    """The split of a step: the number of tokens of its first microbatch, or 0 if it stays whole.
 
-    Each microbatch has at least `min_tokens` tokens. A sequence that the split divides has more than one token in both
-    microbatches, because one-token rows must come first in a batch.
+    Each microbatch has at least `min_tokens` tokens. A sequence that the split divides decodes in neither microbatch,
+    because rows that decode must come first in a batch, and rows that decode are not divided.
     """
-    if ((scheduled.counts == 1) & (scheduled.starts < state.known[scheduled.rows])).any():
+    decode = scheduled.query_len
+    if ((scheduled.counts == decode) & (scheduled.starts < state.known[scheduled.rows])).any():
         # A prompt's single token, which stands among the decoding rows: a later row of the same step may write the
         # prefix-cache blocks that it reads. In the second microbatch that would be too late.
         return 0
@@ -66,44 +66,31 @@ def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: i
     ends = np.cumsum(scheduled.counts)
     i = int(np.searchsorted(ends, at))  # the sequence at the split
     begin, end = int(ends[i] - scheduled.counts[i]), int(ends[i])
-    if at < end and at == begin + 1:
+    if at < end and (at == begin + decode or end - begin == decode):
         at = begin
-    elif at == end - 1:
+    elif at == end - decode:
         at = end
     return at if min(at, total - at) >= min_tokens else 0
 
 
-class BatchArrays(NamedTuple):
-    """Of a Batch, the arrays that follow from the sequences' state: T tokens of B rows."""
-
-    positions: np.ndarray  # [T] int64
-    slots: np.ndarray  # [T] int64
-    tables: np.ndarray  # [B, blocks of the longest] int32
-    lengths: np.ndarray  # [B] int32
-    rows: np.ndarray  # [B] int64
-    query_starts: np.ndarray  # [B + 1] int32
-    sample_at: np.ndarray  # [S] int64
-
-
-def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> BatchArrays:
-    """What every step's batch is made of: of eager steps, those captured in pieces, the profile run, and CPU graphs."""
-    block_size = state.block_size
-    ends = np.cumsum(scheduled.counts)
-    query_starts = np.concatenate(([0], ends))
-    of_row = np.repeat(np.arange(len(scheduled.rows)), scheduled.counts)  # [T] index into `scheduled`
-    positions = np.arange(len(of_row)) - query_starts[of_row] + scheduled.starts[of_row]
-    slots = state.table[scheduled.rows[of_row], positions // block_size].astype(np.int64) * block_size
-    lengths = scheduled.starts + scheduled.counts
-    most_blocks = int(-(-lengths.max(initial=0) // block_size))
-    return BatchArrays(
-        positions,
-        slots + positions % block_size,
-        state.table[scheduled.rows, :most_blocks],
-        lengths.astype(np.int32),
-        scheduled.rows,
-        query_starts.astype(np.int32),
-        (ends - 1)[scheduled.samples],
+def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> StepArrays:
+    """The arrays of a step: of eager steps, those captured in segments, the profile run, and CPU graphs."""
+    return step_arrays(
+        state.table, state.block_size, scheduled.rows, scheduled.starts, scheduled.counts, scheduled.sampled
     )
+
+
+def further_places(
+    state: BatchState, scheduled: ScheduledBatch, arrays: StepArrays
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Slots and block tables of the step in each cache group but the first, whose arrays are given."""
+    return [
+        cache_places(
+            state.table, state.block_size, state.rows_of(scheduled.rows, group), scheduled.counts, arrays.positions,
+            arrays.lengths,
+        )
+        for group in range(1, len(state.groups))
+    ]  # fmt: skip
 
 
 class HostBatch:
@@ -115,30 +102,34 @@ class HostBatch:
         self.tokens = len(made.positions)
         self.kv_lens: list[int] = made.lengths.tolist()
         self.arrays = [*made]  # in the order in which `batch` reads them
+        self.layer_groups, further = state.layer_groups, further_places(state, scheduled, made)
+        self.num_further = len(further)
+        for places in further:
+            self.arrays += places
         self.sampled: HostBatch | None = None
-        if last_token_only and np.count_nonzero(scheduled.samples) < self.tokens:
-            self.sampled = HostBatch(state, scheduled.last_tokens, False)
+        if last_token_only and len(made.sample_at) < self.tokens:
+            self.sampled = HostBatch(state, scheduled.sampled_tokens, False)
             self.arrays += self.sampled.arrays
 
     def batch(self, ids: Tensor, tensors: Iterator[Tensor], caches: Caches) -> Batch:
         """The batch on the device. Consumes the uploaded `arrays` from `tensors`."""
-        mine = itertools.islice(tensors, len(BatchArrays._fields))
-        positions, slots, tables, lengths, rows, query_starts, sample_at = mine
-        return Batch(
-            ids=ids,
-            positions=positions,
-            slots=slots,
-            block_tables=tables,
-            lengths=lengths,
-            rows=rows,
-            query_starts=query_starts,
-            sample_at=sample_at,
-            num_decodes=self.scheduled.num_decodes,
-            query_lens=self.scheduled.counts.tolist(),
-            kv_lens=self.kv_lens,
-            caches=caches,
-            sampled=self.sampled.batch(ids[:0], tensors, caches) if self.sampled else None,
-        )
+        arrays = StepArrays(*itertools.islice(tensors, len(StepArrays._fields)))
+        further = [(next(tensors), next(tensors)) for _ in range(self.num_further)]
+        sampled = self.sampled.batch(ids[:0], tensors, caches) if self.sampled else None
+        counts = self.scheduled.counts.tolist()
+        batch = Batch.of(ids, arrays, counts, self.kv_lens, caches, self.scheduled.query_len, sampled=sampled)
+        batch.add_groups(further, self.layer_groups)
+        return batch
+
+
+def following_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
+    """[T] int64 id of the token behind each of a step's tokens; 0 where the step or an earlier one samples it."""
+    found = [
+        state.tokens[row][first + 1 : first + count + 1]
+        for row, first, count in zip(scheduled.rows, scheduled.starts, scheduled.counts, strict=True)
+    ]
+    pads = (np.pad(one, (0, count - len(one))) for one, count in zip(found, scheduled.counts, strict=True))
+    return np.concatenate([*pads, np.zeros(0, np.int64)])
 
 
 def given_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
@@ -149,4 +140,7 @@ def given_ids(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray:
         row, first, count = int(scheduled.rows[i]), int(scheduled.starts[i]), int(scheduled.counts[i])
         tokens = state.tokens[row][first : first + count]
         ids[starts[i] : starts[i] + len(tokens)] = tokens
+    if scheduled.drafts is not None:
+        of_rows = ids[: len(scheduled.drafts) * scheduled.query_len].reshape(-1, scheduled.query_len)
+        of_rows[:, 1:] = np.maximum(scheduled.drafts, 0)  # any token where there is no draft
     return ids

@@ -18,6 +18,7 @@ from ...kernels.cpp.graph import Graph, Memory, capture
 from ...kernels.gemm.cpu_gemm import MOST_ROWS
 from ...kernels.sampling.argmax import argmax
 from ..model.base import Model
+from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from .decode_batch import HostDecodeBatch
 from .sampler import tp_argmax
@@ -63,36 +64,45 @@ class CpuDecodeGraphs:
 
     def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches):
         self.model = model
-        self.most = min(len(state.length), MOST_ROWS)  # beyond, torch computes the GEMMs, which cannot be recorded
-        self._inputs = HostDecodeBatch(state, last, caches, self.most)
+        self.most = MOST_ROWS  # tokens; beyond, torch computes the GEMMs, which cannot be recorded
+        self._inputs_of = functools.cache(
+            lambda tokens: HostDecodeBatch(state, last, caches, min(len(last), self.most // tokens), tokens)
+        )
         self._memory = Memory()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured] = {}  # by sequences, and tokens of each
         self._able = True
 
     def close(self) -> None:
         self._captured.clear()
 
     def supports(self, scheduled: ScheduledBatch) -> bool:
-        n = len(scheduled.rows)
-        return self._able and 0 < n <= self.most and scheduled.num_decodes == n and bool(scheduled.samples.all())
+        tokens = len(scheduled.rows) * scheduled.query_len
+        return self._able and 0 < tokens <= self.most and scheduled.all_decode
 
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream [B, hidden] of a supported step, and its rows [B]. Valid until the next replay."""
-        n = len(scheduled.rows)
-        self._inputs.fill(scheduled)
+        """The residual stream [T, hidden] of a supported step, and the row of each token [T]. Valid until the next
+        replay."""
+        self._inputs_of(scheduled.query_len).fill(scheduled)
         self.head = None
-        if n in self._captured:
-            layers, hidden, head = self._captured[n]
+        size = len(scheduled.rows), scheduled.query_len
+        if size in self._captured:
+            layers, hidden, head = self._captured[size]
             layers.replay()
             if head is not None:
                 head[0].replay()
                 self.head = head[1]
         else:
-            hidden = self._capture(n, scheduled)
-        return hidden, torch.from_numpy(scheduled.rows)
+            hidden = self._capture(size, scheduled)
+        return hidden, torch.from_numpy(scheduled.sampled_rows)
 
-    def _capture(self, n: int, scheduled: ScheduledBatch) -> Tensor:
-        batch = self._inputs.batch(n, (scheduled.starts + 1).tolist())
+    def batch(self, scheduled: ScheduledBatch) -> Batch:
+        """The batch that was replayed last, a supported one."""
+        lengths = (scheduled.starts + scheduled.query_len).tolist()
+        return self._inputs_of(scheduled.query_len).batch(len(lengths), lengths)
+
+    def _capture(self, size: tuple[int, int], scheduled: ScheduledBatch) -> Tensor:
+        count, query_len = size
+        batch = self._inputs_of(query_len).batch(count, (scheduled.starts + query_len).tolist())
         hidden, layers, reason = capture(lambda: self.model.forward([batch]), self._memory)
         if layers is None:
             self._able = False
@@ -105,5 +115,5 @@ class CpuDecodeGraphs:
         self.head, graph, reason = capture(head, self._memory)
         if graph is None:
             log.debug("the head of decode steps is not recorded, as %s", reason)
-        self._captured[n] = _Captured(layers, hidden, (graph, self.head) if graph is not None else None)
+        self._captured[size] = _Captured(layers, hidden, (graph, self.head) if graph is not None else None)
         return hidden

@@ -140,7 +140,7 @@ class Reporter:
 
 
 def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | None) -> protocol.Plan:
-    """The main loop of every rank but rank 0: execute plans until one says stop. Returns that one."""
+    """The main loop of every rank but rank 0: execute plans until one stops the job. Returns that one."""
     while True:
         plan = protocol.decode_plan(control.receive())
         if isinstance(plan, protocol.Masks):

@@ -1,14 +1,16 @@
-"""CUDA graphs of decode steps: one call replays a step in which every sequence has one token.
+"""CUDA graphs of decode steps: one call replays a step in which every sequence has as many tokens, query_len.
 
 A graph reads what DeviceDecodeBatch has sent and ends with the residual stream; head and sampler run outside it. A few
 batch sizes are captured, and batches are padded with rows that write and read nothing. Where experts are in host
-memory, what is captured is pieces between the host's parts (kernels/graph_pieces.py). NCCL's collectives are captured
+memory, segments between the host's parts are captured (kernels/graph_pieces.py). NCCL's collectives are captured
 too, so all ranks must capture the same sizes in the same order, and must free the graphs before the communicators.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import cast
 
@@ -18,13 +20,14 @@ from torch import Tensor
 from ...comm.custom_allreduce import symmetric_memory_of
 from ...kernels import jit
 from ...kernels.device import device_caps
-from ...kernels.gemm import skinny
+from ...kernels.gemm import linear
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.pipelined_gemm import MOST_ROWS
 from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
+from ..model.batch import Batch
 from ..model.cache_spec import Caches
-from ..model.formats import Part
+from ..model.formats._part import Part
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
 from ..model.layers.mla import LatentProjection, LatentUp
 from .decode_batch import DeviceDecodeBatch
@@ -55,10 +58,9 @@ def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
     peers = symmetric_memory_of(model.tensor)
     for module in _linears(model):
         matrix, bias = module.matrix, module.added_bias is not None
-        summed = isinstance(module, RowParallel)
         if matrix is not None:
-            yield TuneRequest(matrix, captured, summed=summed and model.tensor.size == 1, bias=bias)
-        if matrix is not None and peers and summed:
+            yield TuneRequest(matrix, captured, bias=bias)
+        if matrix is not None and peers and isinstance(module, RowParallel):
             yield TuneRequest(matrix, captured, peers, bias=bias)
 
 
@@ -74,7 +76,7 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
             # Without tensor parallelism a GEMM fuses the norm before it, except in a pipeline stage's first sublayer.
             first = isinstance(module, QKVParallel | LatentProjection)
             for norm in (False, True) if alone and first else (alone and bool(gate),):
-                yield from skinny.variants(few, matrix, gate, module.added_bias is not None, norm, found)
+                yield from linear.variants(few, matrix, gate, module.added_bias is not None, norm, found)
         else:
             gate = gate if len(module.parts) == 1 else ""  # else its outputs are gated together
             for part in module.parts:
@@ -85,13 +87,14 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
 
 
 def _kind(part: Part, gate: str) -> Hashable:
-    """What the kernels of quantised weights depend on: layers have the same."""
-    sizes = (x.shape if isinstance(x, Tensor) else x for x in getattr(part, "packed", ()))
+    """Facts that the kernels of quantised weights depend on: layers have the same."""
+    packed = (x for one in part.modules() for x in getattr(one, "packed", ()))  # a part may consist of several
+    sizes = (x.shape if isinstance(x, Tensor) else x for x in packed)
     return type(part), getattr(part, "codec", None), gate, part.added_bias is None, *sizes
 
 
 def _linears(model: Model) -> Iterator[Linear]:
-    """Those of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
+    """Linears of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
     return (one for one in model.modules() if isinstance(one, Linear) and not isinstance(one, LatentUp))
 
 
@@ -100,23 +103,32 @@ class DecodeGraphs:
 
     head = None  # it runs outside the graph
 
-    def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload):
+    def __init__(
+        self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload,
+        query_lens: tuple[int, ...] = (1,),
+    ):  # fmt: skip
+        """query_lens: of the steps that are captured."""
         self.model = model
         self.sizes = capture_sizes(len(state.length))
-        self._inputs = DeviceDecodeBatch(state, last, caches, self.sizes[-1], upload)
+        self._inputs: dict[int, DeviceDecodeBatch] = {}  # by query_len
+        for query_len in query_lens:
+            of = state, last, caches, self.sizes[-1], upload, query_len
+            self._inputs[query_len] = DeviceDecodeBatch(*of, next(iter(self._inputs.values()), None))
         self._longest = min(model.max_model_len, state.table.shape[1] * state.block_size)
-        self._captured: dict[int, tuple[Pieces, Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[Pieces, Tensor]] = {}  # by sequences, and tokens of each
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, reached: Callable[[int], None]) -> None:
         """Capture all sizes. The largest goes first, so that the others reuse its memory. Calls reached(sizes done)."""
-        for done, size in enumerate(reversed(self.sizes)):
+        wanted = sorted(itertools.product(self.sizes, self._inputs), key=math.prod)
+        for done, (size, query_len) in enumerate(reversed(wanted)):
             reached(done)
-            self._run(size)  # a warm-up: compiling, loading and first allocations must not happen in a capture
+            # A warm-up: compiling, loading and first allocations must not happen in a capture.
+            self._run(size, query_len)
             torch.cuda.current_stream().synchronize()
             pieces = Pieces(self._pool)
-            hidden = pieces.capture(functools.partial(self._run, size))
-            self._captured[size] = pieces, hidden
+            hidden = pieces.capture(functools.partial(self._run, size, query_len))
+            self._captured[size, query_len] = pieces, hidden
 
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
@@ -124,16 +136,23 @@ class DecodeGraphs:
 
     def supports(self, scheduled: ScheduledBatch) -> bool:
         n = len(scheduled.rows)
-        return n <= self.sizes[-1] and scheduled.num_decodes == n and bool(scheduled.samples.all())
+        return n <= self.sizes[-1] and scheduled.query_len in self._inputs and scheduled.all_decode
 
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream [B, hidden] of a supported step, and its rows [B] int32. Valid until the next replay."""
-        n = len(scheduled.rows)
-        rows = self._inputs.send(scheduled)
-        pieces, hidden = self._captured[next(size for size in self.sizes if size >= n)]
+        """The residual stream [T, hidden] of a supported step, and the row of each token [T] int32. Valid until the
+        next replay."""
+        n, query_len = len(scheduled.rows), scheduled.query_len
+        rows = self._inputs[query_len].send(scheduled)
+        pieces, hidden = self._captured[next(size for size in self.sizes if size >= n), query_len]
         pieces.replay(n)
-        return hidden[:n], rows
+        return hidden[: n * query_len], rows if query_len == 1 else rows.repeat_interleave(query_len)
 
-    def _run(self, size: int) -> Tensor:
-        self._inputs.fill(size)
-        return self.model.forward([self._inputs.batch(size, [self._longest] * size)])
+    def batch(self, scheduled: ScheduledBatch) -> Batch:
+        """The batch that was replayed last, without the rows that fill it up."""
+        lengths = (scheduled.starts + scheduled.query_len).tolist()
+        return self._inputs[scheduled.query_len].batch(len(lengths), lengths)
+
+    def _run(self, size: int, query_len: int) -> Tensor:
+        inputs = self._inputs[query_len]
+        inputs.fill(size)
+        return self.model.forward([inputs.batch(size, [self._longest] * size)])

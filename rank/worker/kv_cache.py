@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from ... import errors
+from ... import errors, linux_calls
 from ...comm.base import Comm
-from ..model.cache_spec import Caches, CacheSpec
+from ...comm.broadcast import gather_bytes
+from .. import cache_groups
+from ..cache_groups import Groups
+from ..model.cache_spec import Caches, CacheSpec, block_bytes
 
 PROC, SYS = Path("/proc"), Path("/sys")
 MIB = 1 << 20
 # The cache's default share of the free memory. On CPUs other processes need memory too. On GPUs free means after
-# loading and the largest step; the rest is for CUDA graphs, libraries' workspaces and fragmentation.
-FRACTION = {"cpu": 0.4, "cuda": 0.95}
+# loading and the largest step; the rest is for CUDA graphs, libraries' workspaces and fragmentation. A Mac's GPU has
+# the host's memory, and steps take theirs of it, too.
+FRACTION = {"cpu": 0.4, "cuda": 0.95, "mps": 0.6}
 
 # State snapshots for each sequence that may run at once: where its conversation goes on, and one that others share.
 SNAPSHOTS = 2
@@ -31,8 +37,15 @@ def free_memory(device: torch.device, ranks_here: int) -> int:
     """Bytes that one rank may still allocate: on its GPU, or as its share of this host's (or container's) memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = min(psutil.virtual_memory().available, *_cgroup_rooms(PROC / "self/cgroup", SYS / "fs/cgroup"))
+    free = min(linux_calls.host_memory()[1], *_cgroup_rooms(PROC / "self/cgroup", SYS / "fs/cgroup"))
+    if device.type == "mps":
+        free = min(free, _metal_room())
     return max(0, free) // ranks_here
+
+
+def _metal_room() -> int:
+    """Bytes that a Mac's GPU may still have of the host's memory."""
+    return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
 
 
 def _cgroup_rooms(own: Path, mount: Path) -> list[int]:
@@ -67,7 +80,7 @@ def num_blocks(world: Comm, block_bytes: int, wanted: int, memory: int) -> int:
 
 
 def less_states(memory: int, states: int, rows: int) -> int:
-    """What is left of `memory` for blocks. states: bytes of what layers keep of `rows` sequences as a whole.
+    """The bytes of `memory` left for blocks. states: bytes of what layers keep of `rows` sequences as a whole.
 
     Raises FatalError where these do not fit.
     """
@@ -103,15 +116,62 @@ def check_host(memory: int, free: int) -> None:
         )
 
 
-def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -> int:
+class Layout(NamedTuple):
+    """How this stage's layers share the pool's blocks (rank/cache_groups.py)."""
+
+    groups: Groups  # the same on all stages
+    layer_groups: list[int]  # the number of each local layer's group
+    block_bytes: int  # of a block of the pool
+
+
+class _StageLayers(NamedTuple):
+    """The layers of a pipeline stage."""
+
+    stage: int
+    alike: bool  # all keep as much of a token
+    windows: dict[int, int]  # how many have each window
+
+
+def layout(
+    specs: Sequence[CacheSpec], world: Comm, stage: int, block_size: int, dtype: torch.dtype, longest: int,
+    most_tables: int,
+) -> Layout:  # fmt: skip
+    """Collective over the world. specs: of this rank's layers, those of a pipeline stage. longest: tokens of a
+    sequence. most_tables: block tables of a row, at most.
+
+    Layers with windows of their own are groups where all layers of a stage keep as much of a token. Elsewhere all are
+    one group, which frees nothing unless all layers have the same window.
+    """
+    paged = [spec for spec in specs if spec.block(block_size, dtype)]
+    windows = Counter(cache_groups.effective_window(spec.window, longest) for spec in paged)
+    alike = len({spec.block(block_size, dtype) for spec in paged}) < 2
+    told = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows)))
+    stages = {one.stage: one for one in (msgspec.json.decode(data, type=_StageLayers) for data in told)}
+    groups = cache_groups.choose_groups([one.windows for one in stages.values()], block_size)
+    if len(groups) > 1 and (len(groups) > most_tables or not all(one.alike for one in stages.values())):
+        groups = cache_groups.ONE_GROUP
+    whole = sum(block_bytes(spec, block_size, dtype) for spec in specs)
+    if len(groups) == 1:
+        return Layout(groups, [0] * len(specs), whole)
+    numbers = {group.window: number for number, group in enumerate(groups)}
+    layers = [numbers[cache_groups.effective_window(spec.window, longest)] for spec in specs]
+    each = block_bytes(paged[0], block_size, dtype) if paged else 0
+    return Layout(groups, layers, each * cache_groups.lanes(groups, windows))
+
+
+def fit_length(
+    blocks: int, block_size: int, max_model_len: int, chosen: bool, groups: Groups = cache_groups.ONE_GROUP,
+    step: int = 1,
+) -> int:  # fmt: skip
     """The longest sequence that may be served: it must fit in the pool alone, or admission could wait for ever.
 
-    Raises FatalError where the user chose a length that does not fit, or where there is no block at all.
+    step: tokens that a step may compute of it. Raises FatalError where the user chose a length that does not fit, or
+    where there is no block at all.
     """
-    room = blocks * block_size
+    room = cache_groups.longest(groups, block_size, blocks, step)
     if room >= max_model_len:
         return max_model_len
-    if chosen or not blocks:
+    if chosen or not room:
         raise errors.FatalError(
             f"the KV cache holds {room} tokens, --max-model-len asks for {max_model_len}: raise --mem or "
             "--kv-fraction, lower --max-model-len, or use more ranks",
@@ -120,18 +180,50 @@ def fit_length(blocks: int, block_size: int, max_model_len: int, chosen: bool) -
     return room
 
 
+def allocate_pool(
+    specs: Sequence[CacheSpec], how: Layout, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+    rows: int = 0, query_len: int = 1,
+) -> tuple[Caches, list[Tensor]]:  # fmt: skip
+    """Each layer's tensors as `allocate` makes them, and those of the pool, [blocks, ...] each, which host blocks copy.
+
+    With several groups the pool is one tensor of lanes for each tensor of a layer. A group's n-th layer has as many
+    lanes side by side as a block has entries, where layers of other groups have theirs, too. Entry i of block b is at
+    i * blocks + b.
+    """
+    if len(how.groups) == 1:
+        caches = allocate(specs, blocks, block_size, dtype, device, rows, query_len)
+        pairs = zip(specs, caches, strict=True)
+        return caches, [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
+    shapes = next((found for spec in specs if (found := spec.block(block_size, dtype))), ())
+    lanes = how.block_bytes // sum(one.nbytes for one in shapes) if shapes else 0
+    pool = [_tensor((lanes * blocks, *one.shape), one.dtype, device) for one in shapes]
+    before = [0] * len(how.groups)  # layers of each group
+    caches = []
+    for spec, number in zip(specs, how.layer_groups, strict=True):
+        own = _rows(spec, rows, device, query_len)
+        if not spec.block(block_size, dtype):
+            caches.append(own)
+            continue
+        size = how.groups[number].entries * blocks
+        start = before[number] * size
+        before[number] += 1
+        caches.append((*(x[start : start + size] for x in pool), *own))
+    return caches, [lane for x in pool for lane in x.view(lanes, blocks, *x.shape[1:])]
+
+
 def allocate(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
-) -> Caches:
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0,
+    query_len: int = 1,
+) -> Caches:  # fmt: skip
     """Each layer's tensors, zeroed, in its spec's order: [blocks, *shape of a block], then [rows, *shape of a row].
-    dtype: as of CacheSpec.block."""
-    return [_make(spec, blocks, rows, block_size, dtype, device) for spec in specs]
+    dtype: as of CacheSpec.block. query_len: as of CacheSpec.row."""
+    return [_make(spec, blocks, rows, block_size, dtype, device, query_len) for spec in specs]
 
 
 def allocate_shared(
     specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
 ) -> Caches:
-    """As `allocate`, but layers of one shape share their tensors: for steps whose results nobody reads."""
+    """Allocates like `allocate`, but layers of one shape share their tensors: for steps whose results are unused."""
     kinds = [(spec.block(block_size, dtype), spec.row()) for spec in specs]
     of_kind = dict(zip(kinds, specs, strict=True))
     made = {kind: _make(spec, blocks, rows, block_size, dtype, device) for kind, spec in of_kind.items()}
@@ -139,12 +231,20 @@ def allocate_shared(
 
 
 def _make(
-    spec: CacheSpec, blocks: int, rows: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
+    spec: CacheSpec, blocks: int, rows: int, block_size: int, dtype: torch.dtype, device: torch.device,
+    query_len: int = 1,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    paged = (_tensor((blocks, *one.shape), one.dtype, device) for one in spec.block(block_size, dtype))
+    return *paged, *_rows(spec, rows, device, query_len)
+
+
+def _rows(spec: CacheSpec, rows: int, device: torch.device, query_len: int = 1) -> tuple[Tensor, ...]:
+    return tuple(_tensor((rows, *one.shape), one.dtype, device) for one in spec.row(query_len))
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     make = _untouched if device.type == "cpu" else torch.zeros
-    shapes = [((blocks, *one.shape), one.dtype) for one in spec.block(block_size, dtype)]
-    shapes += [((rows, *one.shape), one.dtype) for one in spec.row()]
-    return tuple(make(shape, dtype=kind, device=device) for shape, kind in shapes)
+    return make(shape, dtype=dtype, device=device)
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 The step thread does all of it, in plan order; `start` only queues a plan. All tensor communication happens in the step
 thread. On a CPU it stands for the device's stream. On a GPU it launches kernels on a CUDA stream of its own and never
 waits for the device. Steps in which every sequence decodes are replayed, as CUDA graphs or as recorded C++ operations,
-and on a GPU those with some prompt tokens, in pieces. With pipeline stages they are not: the messages between stages
+and on a GPU those with some prompt tokens, in segments. With pipeline stages they are not: the messages between stages
 would have to be captured too.
 """
 
@@ -29,19 +29,22 @@ from ...kernels.cpp import ops
 from ...kernels.gemm import autotune
 from .. import protocol
 from ..model.base import Model
+from ..model.batch import Batch
 from ..model.cache_spec import Caches
-from .batch_builder import build_batches
+from ..model.drafts import DraftSource
+from .batch_builder import build_batches, following_ids
 from .cpu_graphs import CpuDecodeGraphs, Head
+from .drafting import Drafting, DraftStep
 from .graphs import DecodeGraphs, gemms
 from .piecewise_graphs import PiecewiseGraphs
 from .pooler import Pooler
 from .prompt_scorer import PromptLogprobs, PromptScorer
-from .sampler import Logprobs, Sampler, is_plain_greedy, tp_argmax
+from .sampler import Logprobs, Sampled, Sampler, is_plain_greedy, tp_argmax
 from .state import BatchState, ScheduledBatch
 from .state_snapshots import StateSnapshots
 from .swap import Swap
 from .token_masks import RowMasks, TokenMasks
-from .upload import Upload
+from .upload import Upload, to_host
 
 log = logging.getLogger("phalanx")
 
@@ -52,7 +55,10 @@ class DeviceOutput(NamedTuple):
     ids: Tensor | None = None  # [S] int64, sampled; None: the step samples nothing, or another rank does
     logprobs: Logprobs | None = None
     pooled: dict[int, Tensor] = {}  # embeddings [hidden] f32, by index into ids
-    scored: dict[int, PromptLogprobs] = {}  # by the same index
+    scored: dict[int, list[PromptLogprobs]] = {}  # by the same index, on the host already
+    failed: list[int] = []  # indices into ids of rows that there was no memory for
+    counts: np.ndarray | None = None  # [R] int64, tokens of each row that samples; None: one each
+    drafts: Tensor | None = None  # [R, wanted] int64, of what each of these rows will probably sample next
 
 
 class StepFuture:
@@ -64,14 +70,14 @@ class StepFuture:
         self._copied: torch.cuda.Event | None = None
 
     def set(self, computed: DeviceOutput) -> None:
-        ids, logprobs, pooled, scored = computed
+        ids, logprobs, pooled, *_ = computed
         if ids is not None and ids.is_cuda:
             if logprobs is not None:
-                tensors = map(_to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
+                tensors = map(to_host, (logprobs.chosen, logprobs.values, logprobs.ids))
                 logprobs = Logprobs(logprobs.rows, logprobs.counts, *tensors)
-            pooled = {i: _to_host(vector) for i, vector in pooled.items()}
-            scored = {i: PromptLogprobs(*map(_to_host, one)) for i, one in scored.items()}
-            computed = DeviceOutput(_to_host(ids), logprobs, pooled, scored)
+            pooled = {i: to_host(vector) for i, vector in pooled.items()}
+            drafts = None if computed.drafts is None else to_host(computed.drafts)
+            computed = computed._replace(ids=to_host(ids), logprobs=logprobs, pooled=pooled, drafts=drafts)
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         self._output = computed
@@ -101,13 +107,15 @@ class StepFuture:
                     ids[row], chosen, list(zip(top[:count], values[:count], strict=True))
                 )
         embeddings = {i: vector.numpy().tobytes() for i, vector in self._output.pooled.items()}
-        scored = {i: one.listed() for i, one in self._output.scored.items()}
-        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings, scored)
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """An asynchronous copy into pinned memory, complete once the CUDA stream has reached it."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        scored = {i: [entry for one in parts for entry in one.listed()] for i, parts in self._output.scored.items()}
+        failed, counts = self._output.failed, b""
+        if self._output.counts is not None:  # by rows instead of tokens
+            row_of = np.repeat(np.arange(len(self._output.counts)), self._output.counts).tolist()
+            embeddings = {row_of[i]: one for i, one in embeddings.items()}
+            scored = {row_of[i]: one for i, one in scored.items()}
+            failed, counts = sorted({row_of[i] for i in failed}), bytes(self._output.counts.tolist())
+        drafts = b"" if self._output.drafts is None else protocol.pack_u32(self._output.drafts.flatten().tolist())
+        return protocol.StepOutput(protocol.pack_u32(ids), logprobs, embeddings, scored, counts, failed, drafts)
 
 
 @functools.cache
@@ -118,11 +126,12 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StepLimits(NamedTuple):
-    """Of this rank's steps."""
+    """Limits of this rank's steps."""
 
     microbatch_tokens: int  # the fewest of a microbatch; 0: steps stay whole
     token_budget: int
     peak_bytes: int  # that the largest takes beside weights and cache
+    query_lens: tuple[int, ...] = (1,)  # tokens of a sequence in steps that decode
 
 
 class ModelRunner:
@@ -138,26 +147,33 @@ class ModelRunner:
         watch: LocalWatchdog,
         swap: Swap | None,
         limits: StepLimits,
+        source: DraftSource | None = None,
     ):
-        """swap: the cache's host blocks, where there are any."""
+        """swap: the cache's host blocks, where there are any. source: of drafts, whose layers have the last caches."""
+        own = [] if source is None else source.cache_specs()
+        specs, drafts_caches = [*model.cache_specs(), *own], caches[len(caches) - len(own) :]
         self.model = model
         self.swap = swap
         self.mesh = mesh
         self.state = state
         self.sampler = sampler
-        self.caches = caches
+        self.caches = caches[: len(caches) - len(own)]
         self.watch = watch
-        self.device = sampler.device
+        self.device = sampler.model_device
         self._last = torch.zeros(len(state.length), dtype=torch.int64, device=self.device)  # each row's newest token
-        # First pipeline stage: the rows of each step whose ids have not come from the last stage; on host and device.
-        self._awaited: deque[tuple[np.ndarray, Tensor]] = deque()
+        # First pipeline stage: steps whose ids have not come from the last stage, and the rows of these on the device.
+        self._awaited: deque[tuple[ScheduledBatch, Tensor]] = deque()
         self._pooler = Pooler(model)
         self._scorer = PromptScorer(model, state, mesh.tensor, self._samples_here)
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
-        self._snapshots = StateSnapshots(model.cache_specs(), caches, len(state.length), self._upload)
-        self._token_masks = TokenMasks(len(state.length), self._upload)
+        self._snapshots = StateSnapshots(specs, caches, len(state.length), self._upload)
+        self._drafting: Drafting | None = None
+        if source is not None:
+            of = state, drafts_caches, self._upload, mesh.tensor, sampler, self._greedy
+            self._drafting = Drafting(source, *of)
+        self._token_masks = TokenMasks(len(state.length), Upload(sampler.device))
         self._limits = limits
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
@@ -205,12 +221,12 @@ class ModelRunner:
         torch.set_grad_enabled(False)
         if self.device.type == "cuda":
             self._enter_device()
-        elif self.mesh.stages == 1 and ops.available():
+        elif self.device.type == "cpu" and self.mesh.stages == 1 and ops.available():
             self._graphs = CpuDecodeGraphs(self.model, self.state, self._last, self.caches)
 
     def _finished(self, number: int) -> None:
         """Record that a step is computed or, on a GPU, launched; there `_poll_device` finds its end."""
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             self.watch.finished = number
         else:
             event = torch.cuda.Event()
@@ -241,11 +257,13 @@ class ModelRunner:
                 log.info("captured CUDA graphs of %s in %.1f s", said, time.monotonic() - started)
 
     def _capture(self) -> str:
-        """What is captured."""
+        """The captured steps."""
         of = self.model, self.state, self._last, self.caches, self._upload
-        graphs = self._graphs = DecodeGraphs(*of)
+        graphs = self._graphs = DecodeGraphs(*of, self._limits.query_lens)
         graphs.capture(self.watch.reached)
         said = f"{len(graphs.sizes)} batch sizes"
+        if len(self._limits.query_lens) > 1:
+            said += f", with {' or '.join(map(str, self._limits.query_lens))} tokens of a sequence,"
         if self.model.offload is not None or self.model.layer_offload is not None:
             return said
         most, microbatch = self._limits.token_budget, self._limits.microbatch_tokens
@@ -281,14 +299,20 @@ class ModelRunner:
         self._receive_ids(self._owed(scheduled.rows))
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         if self._graphs is not None and self._graphs.supports(scheduled) and not every:
-            return DeviceOutput(*self._sample(*self._graphs.replay(scheduled), scheduled, plan.step, self._graphs.head))
-        if self._piecewise is not None and self._piecewise.supports(scheduled) and not every:
+            replayed, sampled_rows = self._graphs.replay(scheduled)
+            output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
+            if self._drafting is None:
+                return output
+            of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
+            return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
+        drafts = self._drafting is not None
+        if self._piecewise is not None and self._piecewise.supports(scheduled) and not (every or drafts):
             sampled, sampled_rows = self._piecewise.replay(scheduled)
             if not len(sampled_rows):
                 return DeviceOutput()
-            return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step))
+            return self._sample(sampled, sampled_rows, scheduled, plan.step)
         last_token_only, min_tokens = self.mesh.last, self._limits.microbatch_tokens
-        if every:
+        if every or drafts:
             last_token_only, min_tokens = False, 0
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
@@ -303,14 +327,41 @@ class ModelRunner:
         if not self.mesh.last:
             pipe.send(hidden, pipe.rank + 1)
             if self.mesh.first and len(sampled_rows):
-                self._awaited.append((scheduled.sampled_rows, sampled_rows))
+                self._awaited.append((scheduled, sampled_rows))
             return DeviceOutput()
         pooled = self._pooler.pool(hidden, scheduled) if self._samples_here and not self._pooler.empty else {}
         scored = self._scorer.score(hidden, scheduled) if not self._scorer.empty else {}
-        if not scheduled.samples.any():
-            return DeviceOutput()
-        sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-        return DeviceOutput(*self._sample(sampled, sampled_rows, scheduled, plan.step), pooled, scored)
+        output = DeviceOutput()
+        if scheduled.samples.any():
+            sampled = hidden if last_token_only else hidden[batches[0].sample_at]
+            output = self._sample(sampled, sampled_rows, scheduled, plan.step)._replace(pooled=pooled, scored=scored)
+        if drafts:
+            made = self._draft(batches, hidden, sampled_rows, scheduled, output.ids, plan.wanted)
+            output = output._replace(drafts=made)
+        return output
+
+    def _draft(
+        self, batches: list[Batch], hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch,
+        ids: Tensor | None, wanted: int, replayed: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """Drafts [R, wanted] of the rows that sample, on every rank of the last stage. ids: [S], what was sampled."""
+        assert self._drafting is not None
+        (batch,) = batches
+        at, following = batch.sample_at, ids
+        if ids is None or len(ids) < len(batch.ids):
+            (following,) = self._upload.send([following_ids(self.state, scheduled)])
+            if ids is not None:
+                following[at] = ids
+        elif not len(at):  # of captured steps, which sample at all tokens
+            at = torch.arange(len(ids), device=ids.device)
+        if ids is not None and scheduled.query_len > 1:
+            newest = self._newest(ids, scheduled)
+            at, sampled_rows = at[newest], sampled_rows[newest]
+        lengths = batch.positions[at] + 2
+        assert following is not None
+        return self._drafting.step(
+            DraftStep(batches, scheduled, hidden, following, at, sampled_rows.long(), lengths, wanted, replayed)
+        )
 
     @property
     def _samples_here(self) -> bool:
@@ -318,47 +369,64 @@ class ModelRunner:
 
     def _sample(
         self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, step: int, head: Head | None = None
-    ) -> tuple[Tensor, Logprobs | None]:
-        """Ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed it."""
+    ) -> DeviceOutput:
+        """Sample ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed
+        it."""
         tensor = self.mesh.tensor
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
+        shard = shard.to(self.sampler.device)
         masks = self._token_masks.of(scheduled.sampled_rows, step)  # waits, while the device computes
-        logprobs = None
+        logprobs, failed = None, list[int]()
         if not self._greedy[scheduled.sampled_rows].all():
-            ids, logprobs = self._sample_whole(shard, scheduled, masks)
+            ids, logprobs, failed = self._sample_whole(shard, scheduled, masks)
         elif masks is not None:
             masks.apply(shard, tensor.rank * shard.shape[-1])
             ids = tp_argmax(shard, tensor)
         else:
             ids = head.argmax(tensor) if head else tp_argmax(shard, tensor)
-        self._last[sampled_rows] = ids
+        self._keep(sampled_rows, ids.to(self.device), scheduled)
         if not self.mesh.first:
             self.mesh.feedback.isend(ids, 0)
-        return ids, logprobs
+        counts = scheduled.sampled[scheduled.samples] if scheduled.query_len > 1 else None
+        return DeviceOutput(ids, logprobs, failed=failed, counts=counts)
 
-    def _sample_whole(
-        self, shard: Tensor, scheduled: ScheduledBatch, masks: RowMasks | None
-    ) -> tuple[Tensor, Logprobs | None]:
+    def _sample_whole(self, shard: Tensor, scheduled: ScheduledBatch, masks: RowMasks | None) -> Sampled:
         """Sample from the whole vocabulary on one rank and broadcast the ids, as rounding may differ between ranks."""
         logits = self.mesh.tensor.all_gather(shard.contiguous())  # [tp, S, vocab / tp]
         rows = scheduled.sampled_rows
-        logprobs = None
         if self._samples_here:
             logits = logits.permute(1, 0, 2).reshape(len(rows), -1)[:, : self.model.vocab_size]
-            ids, logprobs = self.sampler.sample(logits.float(), rows, scheduled.outputs[scheduled.samples], masks)
+            sampled = self.sampler.sample(logits, rows, scheduled.sampled_outputs, masks)
         else:
-            ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        return self.mesh.tensor.broadcast(ids, 0), logprobs
+            sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=shard.device), None, [])
+        return sampled._replace(ids=self.mesh.tensor.broadcast(sampled.ids, 0))
 
     def _owed(self, rows: np.ndarray) -> int:
         """On the first of several stages: how many steps' ids must be received before these rows can be computed."""
-        owed = [i + 1 for i, (awaited, _) in enumerate(self._awaited) if np.isin(rows, awaited).any()]
+        owed = [i + 1 for i, (step, _) in enumerate(self._awaited) if np.isin(rows, step.sampled_rows).any()]
         return owed[-1] if owed else 0
 
     def _receive_ids(self, steps: int) -> None:
         """Receive the ids of the oldest steps from the last stage, as late as possible, so that no stage idles."""
         for _ in range(steps):
-            _, rows = self._awaited.popleft()
+            scheduled, rows = self._awaited.popleft()
             ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
             self.mesh.feedback.recv(ids, self.mesh.stages - 1)
-            self._last[rows] = ids
+            self._keep(rows, ids, scheduled)
+
+    def _keep(self, rows: Tensor, ids: Tensor, scheduled: ScheduledBatch) -> None:
+        """Keep each row's newest token. rows, ids: of all sampled tokens."""
+        if scheduled.query_len > 1:
+            newest = self._newest(ids, scheduled)
+            rows, ids = rows[newest], ids[newest]
+        self._last[rows] = ids
+
+    def _newest(self, ids: Tensor, scheduled: ScheduledBatch) -> Tensor:
+        """[R] index among the sampled tokens, ids [S], of each row's newest one. A row with drafts has those up to the
+        first that differs from the token sampled before it, which takes its place."""
+        assert scheduled.drafts is not None and scheduled.newest_sampled is not None
+        newest, drafts = self._upload.send([scheduled.newest_sampled, scheduled.drafts])
+        count, query_len = len(drafts), scheduled.query_len
+        kept = (ids[: count * query_len].view(count, query_len)[:, :-1] == drafts).cumprod(1).sum(1)
+        newest[:count] += kept - (query_len - 1)
+        return newest

@@ -1,8 +1,9 @@
-"""CUDA graphs of steps with prompts, in pieces: what mixes a sequence's tokens, as attention, is launched between them.
+"""CUDA graphs of steps with prompts, in segments: what mixes a sequence's tokens, as attention, is launched between
+them.
 
 A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some hundred or thousand
 tokens, and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
-(kernels/graph_pieces.py), and steps are padded with tokens that write nothing and that nobody reads. As with graphs.py,
+(kernels/graph_pieces.py), and steps are padded with tokens that write nothing and are unused. As with graphs.py,
 all ranks must capture the same sizes in the same order.
 """
 
@@ -19,15 +20,15 @@ from torch import Tensor
 from ...comm.base import Comm
 from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
-from ..model.batch import Batch, Replayed
+from ..model.batch import Batch, Replayed, StepArrays
 from ..model.cache_spec import Caches
 from .batch_builder import build_batches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
 SIZES = [16, 32, 64, 96, *range(128, 1025, 64), *range(1152, 2049, 128), *range(2304, 4097, 256)]
-# Of a step's time without attention that launching it takes, at least, for graphs to pay: a whole step's launches take
-# half as long again, as attention's and the sampler's come with them, and other threads run.
+# The share of a step's time without attention that launching takes, at least, for graphs to pay: a whole step's
+# launches take half as long again, as attention's and the sampler's come with them, and other threads run.
 HOST_BOUND = 0.6
 TIMED = 3  # runs, of which the shortest counts: some ask CUDA for memory
 ROOM = 4  # times what a step takes of the GPU's memory has to be free beside the largest step: graphs keep it
@@ -36,20 +37,21 @@ log = logging.getLogger("phalanx")
 
 
 class PiecewiseGraphs:
-    """Of a GPU rank without pipeline stages. Made and used in the step thread, on its CUDA stream."""
+    """Piecewise graphs of a GPU rank without pipeline stages. Made and used in the step thread, on its CUDA stream."""
 
     def __init__(
         self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload, tokens: int, peak: int
     ):  # fmt: skip
         """last: [max_num_seqs] int64, each row's newest token. tokens: the most of a step that may be captured.
-        peak: bytes that the largest step takes beside weights and cache, which graphs have to leave."""
+        peak: bytes that the largest step takes in addition to weights and cache, which graphs have to leave."""
         self.model, self.state, self.last, self.caches, self.upload = model, state, last, caches, upload
         self._peak = peak
         self._wanted = [size for size in SIZES if size <= tokens]
         most = max(self._wanted, default=0)
         # Until there is a step, tokens that differ: equal ones would all visit the same experts while `_pays` times.
         self._ids = torch.arange(most, device=last.device) % model.vocab_size
-        self._positions, self._slots = torch.zeros_like(self._ids), torch.full_like(self._ids, -1)
+        self._positions = torch.zeros_like(self._ids)
+        self._slots = [torch.full_like(self._ids, -1) for _ in state.groups]
         self._replayed = Replayed(most)
         self._captured: dict[int, tuple[Pieces, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -123,10 +125,10 @@ class PiecewiseGraphs:
         (batch,), rows = build_batches(self.state, scheduled, self.last, self.caches, self.upload)
         n = len(batch.ids)
         size = min(size for size in self._captured if size >= n)
-        mine = self._ids, self._positions, self._slots
-        for to, given in zip(mine, (batch.ids, batch.positions, batch.slots), strict=True):
-            to[:n] = given
-        self._slots[n:size] = -1
+        self._ids[:n], self._positions[:n] = batch.ids, batch.positions
+        for slots, of_group in zip(self._slots, (batch, *batch.further), strict=True):
+            slots[:n] = of_group.slots
+            slots[n:size] = -1
         self._replayed.batch = batch
         pieces, hidden = self._captured[size]
         pieces.replay(n)
@@ -134,20 +136,8 @@ class PiecewiseGraphs:
 
     def _run(self, size: int) -> Tensor:
         """The step's residual stream, without what is not captured where there is no step yet."""
-        none = self._slots[:0]
-        batch = Batch(
-            ids=self._ids[:size],
-            positions=self._positions[:size],
-            slots=self._slots[:size],
-            block_tables=none,
-            lengths=none,
-            rows=none,
-            query_starts=none,
-            sample_at=none,
-            num_decodes=0,
-            query_lens=[],
-            kv_lens=[],
-            caches=self.caches,
-            replayed=self._replayed,
-        )
+        none = self._ids[:0]
+        arrays = StepArrays(self._positions[:size], self._slots[0][:size], *[none] * 5)
+        batch = Batch.of(self._ids[:size], arrays, [], [], self.caches, replayed=self._replayed)
+        batch.add_groups([(slots[:size], none) for slots in self._slots[1:]], self.state.layer_groups)
         return self.model.forward([batch])

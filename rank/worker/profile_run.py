@@ -13,25 +13,33 @@ import numpy as np
 import torch
 
 from ...comm.mesh import Mesh
+from ...kernels.attention.prefill import WIDENED_BYTES
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
-from ..model.cache_spec import PagedLatent
+from ..model.cache_spec import E4M3, PagedKV, PagedLatent
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
 from .batch_builder import build_batches
 from .sampler import Sampler, tp_argmax
 from .state import BatchState, ScheduledBatch
+from .token_masks import RowMasks
 from .upload import Upload
 
 TIMED = 5  # runs of a step that is timed; the shortest counts: the first ones ask CUDA for memory
-# Triton attention (attention_triton.py) and GEMMs of few rows (skinny.py) have a kernel for each range of lengths.
-# These lists have one length of each range. Prompt tokens in a step:
+# Triton attention (attention_triton.py) and GEMMs of small M (pipelined_gemm.py) have a kernel for each range of
+# lengths. These lists have one length of each range. Prompt tokens in a step:
 PROMPTS = 2, 3, 9, 17, 33, 65
 # Tokens that a decoding sequence attends to:
 ATTENDED = 1, 257, 513, 1025, 2049, 4097
 # Latent attention has a kernel for each range of the number of decoding sequences (mla_triton.py, mla_store_triton.py):
 DECODING = 17, 33, 65
+# Parameters by which rows are sampled in the ways that take most memory: with everything that a request may ask for,
+# and with noise for the whole vocabulary.
+SAMPLED = (
+    protocol.SamplingParams(max_tokens=1, top_p=0.9, repetition_penalty=1.1, presence_penalty=1.0, logprobs=20),
+    protocol.SamplingParams(max_tokens=1, min_p=0.1),
+)
 
 
 @torch.no_grad()
@@ -59,10 +67,8 @@ def profile_run(
         tp_argmax(shard, mesh.tensor)  # compiles what greedy sequences need
         logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sequences, -1)[:, : model.vocab_size]
         if mesh.tensor.rank == 0:
-            for row in range(sequences):
-                sampling = protocol.SamplingParams(max_tokens=1, top_p=0.9)  # a full sort takes the most memory
-                sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
-            sampler.sample(logits.float(), np.arange(sequences), np.zeros(sequences, np.int64))
+            for sampling in SAMPLED:
+                sample(sampler, logits, sampling)
     small = list(small_steps(model, tokens, block_size, upload, kept))
     if mesh.last:  # this stage's last layer computes sampled rows only
         small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
@@ -71,7 +77,33 @@ def profile_run(
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    return found
+    return found + context_bytes(model, tokens, kept or model.dtype)
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, sampling: protocol.SamplingParams) -> None:
+    """Sample all rows of logits [S, vocab] with the same parameters and with masks, and forget the rows again."""
+    count, vocab = logits.shape
+    for row in range(count):
+        sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
+    at = torch.arange(count, dtype=torch.int32, device=logits.device)
+    masks = RowMasks(at, torch.full((count, -(-vocab // 32)), -1, dtype=torch.int32, device=logits.device))
+    sampler.sample(logits, np.arange(count), np.zeros(count, np.int64), masks)
+    for row in range(count):
+        sampler.leave(row)
+
+
+def context_bytes(model: Model, tokens: int, kept: torch.dtype) -> int:
+    """An upper bound of what a prompt's attention takes in one layer for a context of max_model_len beyond what it
+    takes for one of `tokens`, which the largest step has shown: copies of the context's cached tokens."""
+    longer = max(0, model.max_model_len - tokens)
+    most = 0
+    for spec in model.cache_specs():
+        if isinstance(spec, PagedLatent):  # gathered: mla.attend_expanded
+            most = max(most, longer * spec.width * (model.dtype.itemsize + kept.itemsize))
+        elif isinstance(spec, PagedKV) and kept == E4M3:  # widened: prefill.widened_blocks
+            each = spec.kv_heads * (spec.key_dim + spec.value_dim) * model.dtype.itemsize
+            most = max(most, min(WIDENED_BYTES, longer * each))
+    return most
 
 
 @torch.no_grad()
@@ -121,7 +153,7 @@ def small_steps(
 def latent_steps(
     model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None
 ) -> Iterator[Batch]:
-    """`small_steps` of latent attention: a short chunk, and decoding sequences alone and beside a prompt (mla.py)."""
+    """`small_steps` of latent attention: a short chunk, and decoding sequences alone and with a prompt (mla.py)."""
     longest = model.max_model_len
     yield dataclasses.replace(_step(model, [2], block_size, upload, kept), kv_lens=[longest])
     for count in DECODING:

@@ -12,12 +12,13 @@ from ...comm.base import Comm
 from .. import protocol
 from ..model.base import Model
 from .state import BatchState, ScheduledBatch
+from .upload import to_host
 
 CHUNK = 32  # rows of logits at a time: 16 MB of a vocabulary of 128k in f32
 
 
 class PromptLogprobs(NamedTuple):
-    """Of a prompt's tokens but the first, which nothing precedes: P of them."""
+    """Log-probabilities of P tokens of a prompt. The first token has none, as nothing precedes it."""
 
     ids: Tensor  # [P] int64
     chosen: Tensor  # [P] f32, the log-probability of each
@@ -25,7 +26,7 @@ class PromptLogprobs(NamedTuple):
     top: Tensor  # [P, most] int64
 
     def listed(self) -> list[protocol.TokenLogprob]:
-        """On the host."""
+        """Log-probabilities as the scheduler takes them. Waits for nothing: copies from a GPU have to be complete."""
         parts = (self.ids.tolist(), self.chosen.tolist(), self.values.tolist(), self.top.tolist())
         return [
             protocol.TokenLogprob(token, chosen, list(zip(top, values, strict=True)))
@@ -44,7 +45,7 @@ class PromptScorer:
         self._state = state
         self._tensor = tensor
         self._keeps = keeps
-        self._parts: dict[int, list[PromptLogprobs]] = {}  # by row
+        self._parts: dict[int, list[PromptLogprobs]] = {}  # by row, in host memory: a long prompt's are large
         self._most: dict[int, int] = {}
 
     def enter(self, new: protocol.NewSequence) -> None:
@@ -61,29 +62,35 @@ class PromptScorer:
     def empty(self) -> bool:
         return not self._parts
 
-    def score(self, hidden: Tensor, scheduled: ScheduledBatch) -> dict[int, PromptLogprobs]:
+    def score(self, hidden: Tensor, scheduled: ScheduledBatch) -> dict[int, list[PromptLogprobs]]:
         """Score what a step has computed, hidden [T, hidden]. Returns what belongs to the prompts that it completes, by
-        their index among the sampled rows."""
+        their index among the sampled rows: in host memory, once the stream's work so far is done."""
         found = {}
         for row, start, count, first, sampled in scheduled.spans():
             if row not in self._parts:
                 continue
             following = self._state.tokens[row][start + 1 : start + count + 1]
             states = hidden[first : first + len(following)]
-            for at in range(0, len(following), CHUNK):
-                self._add(row, states[at : at + CHUNK], following[at : at + CHUNK])
+            chunks = [
+                self._score_chunk(row, states[at : at + CHUNK], following[at : at + CHUNK])
+                for at in range(0, len(following), CHUNK)
+            ]
+            if self._keeps and chunks:
+                columns = zip(*chunks, strict=True)
+                self._parts[row].append(PromptLogprobs(*(to_host(torch.cat(column)) for column in columns)))
             if sampled >= 0:
                 parts = self._parts.pop(row)
                 if parts:
-                    found[sampled] = PromptLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+                    found[sampled] = parts
         return found
 
-    def _add(self, row: int, states: Tensor, following: np.ndarray) -> None:
+    def _score_chunk(self, row: int, states: Tensor, following: np.ndarray) -> tuple[Tensor, ...]:
+        """The fields of PromptLogprobs for these tokens, on the device; nothing on a rank that keeps none."""
         shards = self._tensor.all_gather(self._model.logits(states).contiguous())  # [tp, S, vocab / tp]
         if not self._keeps:
-            return
+            return ()
         logits = shards.permute(1, 0, 2).reshape(len(following), -1)[:, : self._model.vocab_size]
         logprobs = logits.float().log_softmax(-1)
         ids = torch.from_numpy(following).to(states.device, non_blocking=True)
         best = logprobs.topk(self._most[row], dim=-1)
-        self._parts[row].append(PromptLogprobs(ids, logprobs.gather(-1, ids[:, None])[:, 0], best.values, best.indices))
+        return ids, logprobs.gather(-1, ids[:, None])[:, 0], best.values, best.indices

@@ -1,4 +1,4 @@
-"""Copies of sequences' states, which plans ask for (rank/scheduler/snapshots.py says when and why).
+"""Copies of sequences' states, which plans ask for (rank/scheduler/snapshots.py decides when).
 
 Snapshots stand behind the rows in the tensors of what layers keep of a sequence: `rows` entries are of running
 sequences, and the snapshots' numbers count from there. So a copy is one between entries of a tensor, on every rank of
@@ -19,7 +19,7 @@ from .upload import Upload
 
 
 class StateSnapshots:
-    """Of one rank. It is used in the step thread alone."""
+    """State snapshots of one rank, used in the step thread alone."""
 
     def __init__(self, specs: Sequence[CacheSpec], caches: Caches, rows: int, upload: Upload):
         """caches: of the layers with these specs, made for `rows` sequences and the snapshots."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from ...kernels import host_memory
 from ...kernels.cache.block_rows import BlockRows
 from .. import protocol
-from ..model.cache_spec import Caches, CacheSpec
 
 BUFFER = 32 << 20  # bytes of a buffer on the device; each direction has two
 NEVER = 1 << 30  # more blocks than any sequence has
@@ -39,12 +38,12 @@ class CopyCost(NamedTuple):
         return min(NEVER, math.floor(self.start / gain) + 1) if gain > 0 else NEVER
 
     def blocks_in(self, seconds: float) -> int:
-        """As many as are copied in that time, at least one."""
+        """The number of blocks copied in that time, at least one."""
         return max(1, min(NEVER, int(seconds / self.block) if self.block else NEVER))
 
 
 class HostBlocks(NamedTuple):
-    """Of a replica, the same on each of its ranks, as HostTier has them."""
+    """Host blocks of a replica, the same on each of its ranks, as HostTier has them."""
 
     total: int = 0
     least: int = 1
@@ -54,12 +53,9 @@ class HostBlocks(NamedTuple):
 class Swap:
     """One rank's host blocks. Once steps run, it is used in the step thread alone."""
 
-    def __init__(self, specs: Sequence[CacheSpec], caches: Caches, block_size: int, dtype: torch.dtype, count: int):
-        """caches: of the layers with these specs. dtype: as in allocate. count: host blocks. Raises MemoryError."""
-        pairs = zip(specs, caches, strict=True)
-        self._blocks = BlockRows(
-            [x for spec, layer in pairs for _, x in zip(spec.block(block_size, dtype), layer, strict=False)]
-        )
+    def __init__(self, pool: Sequence[Tensor], count: int):
+        """pool: as allocate_pool returns it. count: host blocks. Raises MemoryError."""
+        self._blocks = BlockRows(pool)
         self.device = self._blocks.parts[0].device
         cuda = self.device.type == "cuda"
         self.host = host_memory.zeros((count, self._blocks.width), self._blocks.unit, cuda)
@@ -130,7 +126,7 @@ class Swap:
         self._used.update(dict.fromkeys(places, done))
 
     def measure(self) -> CopyCost:
-        """What copies into the cache cost here. Overwrites the cache's first blocks."""
+        """The cost of copies into the cache here. Overwrites the cache's first blocks."""
         most = min(TIMED, len(self.host), len(self._blocks.parts[0]))
         self.store([0], [0])  # compiles, as the loads do
         one, several = self._seconds(1), self._seconds(most)
@@ -161,7 +157,7 @@ class _Lane:
         self._turn = 0
 
     def pieces(self, numbers: Tensor, places: list[int]) -> Iterator[tuple[Tensor, list[int]]]:
-        """As much of both as a buffer holds."""
+        """Parts of both that a buffer holds."""
         for i in range(0, len(places), self.rows):
             yield numbers[i : i + self.rows], places[i : i + self.rows]
 

@@ -1,4 +1,4 @@
-"""Rules of single sequences: the only tokens allowed, words that are never said, and how long thoughts may be.
+"""Rules of single sequences: the only tokens allowed, words that are never generated, and how long thoughts may be.
 
 What was sampled is known on the device only while the next step is prepared, so the rules are kept and looked at there.
 """
@@ -66,6 +66,19 @@ class TokenLimits:
     def _ids(self, tokens) -> Tensor:
         return torch.tensor(list(tokens), dtype=torch.int64, device=self._device)
 
+    def limited(self, rows: np.ndarray) -> np.ndarray:
+        """Whether each of these rows has rules, bool."""
+        return self._limited[rows]
+
+    def progress(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """How far a row with rules has come: what its rules remember of sampled tokens. For `resume`."""
+        one = self._rows[row]
+        return one.recent, one.inside, one.spent
+
+    def resume(self, row: int, progress: tuple[Tensor, Tensor, Tensor]) -> None:
+        one = self._rows[row]
+        one.recent, one.inside, one.spent = progress
+
     def mask(self, logits: Tensor, rows: np.ndarray) -> list[int]:
         """Forbid tokens in place, in logits [S, vocab] of these rows [S]. Returns the places of rows with rules."""
         limited = np.flatnonzero(self._limited[rows]).tolist()
@@ -89,7 +102,7 @@ class TokenLimits:
                 ids[i] = torch.where(over, row.close, ids[i])
                 opened = ids[i] == row.open
                 row.inside = (row.inside | opened) & (ids[i] != row.close)
-                row.spent += row.inside & ~opened
+                row.spent = row.spent + (row.inside & ~opened)
             if len(row.recent):
                 row.recent = torch.cat((row.recent[1:], ids[i : i + 1]))
 

@@ -6,6 +6,7 @@ import queue
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...kernels.sampling.token_mask import mask_tokens
@@ -22,6 +23,13 @@ class RowMasks(NamedTuple):
     def apply(self, logits: Tensor, offset: int = 0) -> None:
         """Forbid tokens in place. logits: [S, width], of the tokens from `offset` on."""
         mask_tokens(logits, self.at, self.bits, offset)
+
+    def of_rows(self, rows: Tensor, count: int) -> RowMasks:
+        """The masks of some of the batch's `count` rows, int64, whose places are counted among these."""
+        places = self.at.new_full((count,), -1)
+        places[rows] = torch.arange(len(rows), dtype=places.dtype, device=places.device)
+        at = places[self.at.long()]
+        return RowMasks(at[at >= 0], self.bits[at >= 0])
 
 
 class TokenMasks:
@@ -40,7 +48,8 @@ class TokenMasks:
         self._constrained[new.row] = new.constrained
 
     def of(self, sampled_rows: np.ndarray, step: int) -> RowMasks | None:
-        """The masks of the step that samples these rows; None where none is constrained. Waits until they are here."""
+        """The masks of the step that samples tokens of these rows, a mask for each token; None where no row is
+        constrained. Waits until they are here."""
         at = np.flatnonzero(self._constrained[sampled_rows])
         if not len(at):
             return None

@@ -1,4 +1,4 @@
-"""Copies a step's host arrays to the device: one asynchronous copy for all of them."""
+"""Copies a step's arrays from the host to the device, in one asynchronous copy, and results back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ ALIGN = 16
 
 
 class Upload:
-    """One rank's upload buffers. On a CPU it uses the arrays as they are, without a copy."""
+    """One rank's upload buffers. On a CPU it uses the arrays as they are, without a copy; only GPUs of CUDA's have
+    buffers."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -22,8 +23,8 @@ class Upload:
 
     def send(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """The arrays as tensors on the device, in newly allocated memory."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        if self.device.type != "cuda":
+            return [torch.from_numpy(np.ascontiguousarray(a)).to(self.device) for a in arrays]
         starts = np.cumsum([0] + [-(-a.nbytes // ALIGN) * ALIGN for a in arrays]).tolist()
         room = torch.empty(max(starts[-1], ALIGN), dtype=torch.uint8, device=self.device)
         host = self._host(len(room))
@@ -59,3 +60,10 @@ class Upload:
         source = self._buffers[self._next][: target.nbytes].view(target.dtype)
         target.view(-1).copy_(source, non_blocking=True)
         self._copied[self._next].record()
+
+
+def to_host(x: Tensor) -> Tensor:
+    """x in host memory: from a GPU an asynchronous copy into pinned memory, complete once the CUDA stream is there."""
+    if not x.is_cuda:
+        return x.cpu()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

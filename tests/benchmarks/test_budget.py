@@ -24,7 +24,7 @@ def test_shares_add_up():
 
 
 def test_steps_that_no_graph_replays():
-    with pytest.raises(SystemExit, match="part p needs 6 replayed decode steps and found 0: one stage, on a GPU"):
+    with pytest.raises(SystemExit, match="needs 6.*replayed.*found 0"):
         budget.budget([dict(name="gemm", ts=0.0, dur=1.0)])
 
 

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from phalanx.benchmarks import configs_fit
-from phalanx.kernels.quantized import e4m3_wgmma, q8_0_cuda, quantized_wgmma
+from phalanx.kernels.quantized import cuda_layouts, e4m3_wgmma, quantized_wgmma
 from phalanx.kernels.quantized.quantized_wgmma import COSTS, WgmmaConfig
 
 
 def line(rows, costs):
-    """As benchmarks/quantized.py --ways writes it."""
+    """A line as benchmarks/quantized.py --ways writes it."""
     found = dict(what="q8_0", rows=rows, outputs=6144, inputs=4096, bf16=1.0, gemv1a8b2=2.0)
-    for config in quantized_wgmma.configs(rows, 4096, q8_0_cuda.LAYOUT, False):
+    for config in quantized_wgmma.configs(rows, 4096, cuda_layouts.Q8_0, False):
         name = "m{}n{}k{}s{}x{}".format(*config)
-        found[name] = quantized_wgmma.time(config, rows, 6144, 4096, q8_0_cuda.LAYOUT, 132, costs) / configs_fit.CYCLES
+        found[name] = quantized_wgmma.time(config, rows, 6144, 4096, cuda_layouts.Q8_0, 132, costs) / configs_fit.CYCLES
     return found
 
 
@@ -39,7 +39,7 @@ def test_lines_of_other_kernels_and_of_the_file_that_is_kept():
     (config,) = configs_fit.of_e4m3(long, True).times
     assert config == e4m3_wgmma.E4m3Config(128, 64, 1, matmul=64)
     assert not configs_fit.of_registers(line(64, COSTS) | dict(what="fp8")).times
-    assert not configs_fit.of_e4m3(of_e4m3 | dict(rows=8192), False).times, "costs do not choose its tile"
+    assert not configs_fit.of_e4m3(of_e4m3 | dict(rows=8192), False).times  # costs do not choose its tile
 
 
 def test_each_costs_are_written_by_their_name(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ def test_ways_and_the_table(tmp_path, monkeypatch, capsys):
     formats.main()
     rows = capsys.readouterr().out.splitlines()
     assert rows[2].startswith(f"| plain | {plain:.4f} |")
-    assert rows[3].endswith("| `phalanx convert launcher/builtin_model DST --to q8_0` |") and "%)" in rows[3]
+    assert "launcher/builtin_model DST --to q8_0`" in rows[3] and "%)" in rows[3]
 
 
 def test_commands(monkeypatch):

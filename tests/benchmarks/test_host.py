@@ -39,7 +39,7 @@ def test_more_steps_than_a_sequence_has(monkeypatch, arrivals):
     monkeypatch.setattr(host, "LONGEST", 1152)
     made = host.HostSteps(8, False)
     made.add(8)
-    with pytest.raises(ValueError, match="--steps 2000: the longest sequence ends after"):
+    with pytest.raises(ValueError, match="--steps 2000.*longest"):
         made.run(2000, arrivals)
     made = host.HostSteps(8, False)
     made.add(8)

@@ -47,7 +47,7 @@ def test_failures(bench, server, how, reason):
         "--print-request-metrics",
     )
     assert got.code == 1
-    assert re.search(r"^3 requests in .* 1 failed, 0 retries$", got.out, re.M)
+    assert re.search("^3 requests.* 1 failed", got.out, re.M)
     assert re.search(rf"failures:\n +1 × {re.escape(reason)}", got.out)
     assert f"failed: {reason}" in got.out and "6 output" in got.out
 
@@ -55,13 +55,13 @@ def test_failures(bench, server, how, reason):
 def test_failures_that_differ_in_numbers_are_one_line(bench, server):
     server.plan = [400] * 3
     got = bench(*SMALL, "--concurrency", 1)
-    assert re.search(r"failures:\n +3 × HTTP 400: no room for 1\n$", got.out)
+    assert re.search(r"failures:\n +3 × HTTP 400: .*\n$", got.out)
 
 
 def test_nothing_worked(bench, server):
     server.plan = [400] * 4
     got = bench(*SMALL)
-    assert got.code == 1 and re.search(r"^TTFT ms +- +- +- +- +-$", got.out, re.M)
+    assert got.code == 1 and re.search(r"^TTFT ms( +-){5}$", got.out, re.M)
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -124,4 +124,4 @@ def test_no_server(bench):
         port = sock.getsockname()[1]
     got = bench("--base-url", f"http://localhost:{port}", port=False)
     assert got.code == 1
-    assert got.err.endswith(f"no connection to localhost port {port}: refused, no server listens there\n")
+    assert f"localhost port {port}: refused," in got.err

@@ -29,7 +29,7 @@ def test_lengths():
 
 
 def test_a_server_that_does_not_start():
-    expected = pytest.raises(SystemExit, match="the server is not ready: .* serve /nowhere")
+    expected = pytest.raises(SystemExit, match="ready.*/nowhere")
     with expected, served.server(["serve", "/nowhere"]):
         raise AssertionError
 

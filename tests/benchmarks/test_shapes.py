@@ -31,7 +31,7 @@ def test_quantised_checkpoints(tmp_path, name, config):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_of_quantised_checkpoints_are_like_plain_ones(tmp_path, name):
-    """As large, and of mean 0: else all tokens became alike, and chose the same experts."""
+    """Equally large weights of mean 0: else all tokens became alike, and chose the same experts."""
     config = CONFIGS["qwen3-30b-a3b"] | SMALL | {"quantization_config": QUANTIZED[name]}
     config |= dict(hidden_size=512, num_hidden_layers=4, vocab_size=512)
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -9,7 +9,7 @@ from phalanx.benchmarks import step
 
 
 def test_medians_of_the_last_steps(monkeypatch):
-    """What steps that are replayed do without is not what the prompts before took."""
+    """Time that replayed steps save is not what the prompts before took."""
     now = iter(range(1000))
     monkeypatch.setattr(step.time, "perf_counter", lambda: next(now) / 1000)
     clock, owner = step.Clock(), SimpleNamespace(execute=lambda: owner.build(), build=lambda: None)

@@ -23,7 +23,7 @@ def test_shares():
 
 
 def steps_of(mark, layers, steps):
-    """Of 100 us a layer; the second kernel begins before the first has ended."""
+    """A timeline of 100 us a layer; the second kernel begins before the first has ended."""
     for i in range(layers * steps):
         at = 100.0 * i
         yield from (Span(mark, at, at + 10, 7), Span("gemm", at + 8, at + 58, 7), Span("norm", at + 60, at + 70, 9))

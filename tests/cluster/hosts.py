@@ -148,7 +148,7 @@ class Host:
         return result[0]
 
     def processes(self, pattern: str = "") -> dict[int, str]:
-        """What runs on this host beside what is kept, in the order of their pids."""
+        """Processes of this host that are not kept, in the order of their pids."""
         found = {}
         for pid, one in sorted(table().items()):
             try:
@@ -217,7 +217,7 @@ class Hosts:
 
     @property
     def near(self) -> Host:
-        """Where mpirun is started, and rank 0 with the server."""
+        """The host of mpirun, and of rank 0 with the server."""
         return self.all[0]
 
     @property
@@ -229,7 +229,7 @@ class Hosts:
         self.near.run("ip", "link", "set", "eth0", state).check_returncode()
 
     def mpirun(self, ranks: int = 4) -> tuple[str, ...]:
-        """What starts a program on both hosts, from the first, with the MPI that the tests run with."""
+        """The command that starts a program on both hosts, from the first, with the MPI that the tests run with."""
         mpi = mpirun.find(os.environ)
         if mpi.kind == "mpich":
             agent = ("-launcher", "ssh", "-launcher-exec", f"{self.place}/ssh", "-iface", "eth0")
@@ -246,7 +246,7 @@ class Hosts:
         )  # fmt: skip
 
     def left(self, seconds: float = 10, pattern: str = "") -> dict[int, str]:
-        """What still runs on either host after so long, sshd left out."""
+        """Processes that still run on either host after so long, sshd left out."""
         return wait(lambda: self.near.processes(pattern) | self.far.processes(pattern), seconds)
 
     def clear(self) -> None:

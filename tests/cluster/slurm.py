@@ -44,6 +44,7 @@ MailProg=/bin/true
 TmpFS=/run/tmp
 {nodes}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+PartitionName=short Nodes=ALL MaxTime=3 State=UP OverSubscribe=YES
 """
 
 
@@ -54,7 +55,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """As a context manager. Raises RuntimeError where it does not come up."""
+    """A context manager that runs Slurm. Raises RuntimeError where it does not come up."""
 
     def __init__(self, hosts: Hosts, place: Path):
         self.hosts, self.place = hosts, place
@@ -86,7 +87,7 @@ class Slurm:
             self._daemon(hosts.near, "slurmctld", "-D")
             for host in hosts.all:
                 self._daemon(host, "slurmd", "-D")
-            self._await(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout != "idle 2\n", "Slurm")
+            self._await(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.splitlines()[:1] != ["idle 2"], "Slurm")
             for host in hosts.all:
                 host.kept |= host.processes().keys()
             plugins = self.run("srun", "--mpi=list")
@@ -115,7 +116,7 @@ class Slurm:
         return subprocess.run(words, env=self.environ, cwd=cwd, capture_output=True, text=True, timeout=30)
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, ExitCode, …"""
+        """The fields of `scontrol show job`: JobState, Restarts, ExitCode, …"""
         words = self.run("scontrol", "show", "job", job).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

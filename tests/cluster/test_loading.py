@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def covered(hosts, checkpoint, tmp_path):
-    """What the far host sees in place of the checkpoint: a copy, to be changed."""
+    """The far host's view in place of the checkpoint: a copy, to be changed."""
     other = shutil.copytree(checkpoint, tmp_path / "other")
     hosts.far.run("mount", "--bind", str(other), str(checkpoint)).check_returncode()
     yield other
@@ -49,37 +49,31 @@ def test_weights_that_all_hosts_see_damaged(hosts, checkpoint, tmp_path):
     data = file.read_bytes()
     file.write_bytes(data[:8] + b"\0" * 64 + data[72:])
     said = refused(hosts, file.parent)
-    assert re.match(r"rank \d on node\d: ", said) and f"{file} is damaged or truncated" in said
+    assert re.match(r"rank \d on node\d: ", said) and str(file) in said and "truncated" in said
 
 
 def test_other_weights_on_the_far_host(hosts, checkpoint, covered):
     size = (covered / SECOND).stat().st_size
     os.truncate(covered / SECOND, 1000)
-    assert refused(hosts, checkpoint) == (
-        f"rank 2 on node1: {checkpoint}/{SECOND} has 1000 bytes here; for rank 0 on node0 it has {size} bytes "
-        "(1 more rank differs); all nodes have to see the same model"
-    )
+    assert re.search(f"node1.*{SECOND}.*1000 bytes.*{size} bytes", refused(hosts, checkpoint))
 
 
 def test_no_model_on_the_far_host(hosts, checkpoint):
     parent = str(checkpoint.parent)
     hosts.far.run("mount", "-t", "tmpfs", "tmpfs", parent).check_returncode()
     try:
-        assert refused(hosts, checkpoint) == (
-            f"rank 2 on node1: there is no model directory {checkpoint}, but rank 0 on node0 sees it "
-            "(1 more rank differs); all nodes have to see the same model"
-        )
+        assert re.search(f"node1.*{checkpoint}.*rank 0", refused(hosts, checkpoint))
     finally:
         hosts.far.run("umount", parent).check_returncode()
 
 
 def test_a_file_that_is_damaged_on_the_far_host(hosts, checkpoint, covered):
-    """Of the same size, so that only reading it tells."""
+    """A change of the same size is found by reading alone."""
     with (covered / SECOND).open("r+b") as file:
         file.write(b"\xff" * 8)
     said = refused(hosts, checkpoint, "--load", "direct")
     assert said.partition(": ")[0] in ("rank 2 on node1", "rank 3 on node1")
-    assert f": {checkpoint}/{SECOND} is damaged or truncated: a header of {2**64 - 1} bytes does not fit" in said
+    assert f"{checkpoint}/{SECOND}" in said and "header" in said
 
 
 def test_striped_and_staged_hosts_answer_as_direct_ones(hosts, checkpoint):
@@ -107,7 +101,7 @@ def test_a_full_disk_on_the_far_host(hosts, checkpoint):
     try:
         said = refused(hosts, checkpoint, "--stage", SCRATCH, code=2)
         assert said.partition(": ")[0] in ("rank 2 on node1", "rank 3 on node1")
-        assert f": --stage {SCRATCH}: 0.00 GB are to be copied, 0.00 GB are free; " in said
+        assert f"--stage {SCRATCH}" in said and "copied" in said
     finally:
         hosts.far.run("umount", SCRATCH)
         for host in hosts.all:

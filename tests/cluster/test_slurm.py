@@ -1,8 +1,9 @@
 """Under a real Slurm of two nodes: a server, and a batch job that its time limit interrupts."""
 
+import json
 import os
+import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,24 +13,14 @@ import pytest
 from ..batch import answers, requests
 from ..checkpoints import make_checkpoint
 from ..processes import wait
-from . import slurm as real
 from .hosts import HostsServer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-SCRIPT = Path(phalanx.__file__).parent / "hostfiles" / "slurm-batch.sh"
-
-
-@pytest.fixture(scope="module")
-def slurm(hosts, tmp_path_factory):
-    if reason := real.missing():
-        pytest.skip(reason)
-    try:
-        running = real.Slurm(hosts, tmp_path_factory.mktemp("slurm"))
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"Slurm cannot start here: {error}")
-    with running:
-        yield running
+HOSTFILES = Path(phalanx.__file__).parent / "hostfiles"
+SCRIPT = HOSTFILES / "slurm-batch.sh"
+SCRIPTS = sorted(path.name for path in HOSTFILES.iterdir() if "\n#SBATCH " in path.read_text())
+ENDED = "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +48,7 @@ def test_a_lost_task_ends_the_step(slurm, hosts, checkpoint):
     with HostsServer(hosts, str(checkpoint), *options, command=command, SLURM_CONF=slurm.conf) as server:
         os.kill(max(hosts.far.processes(r"-m phalanx\.rank$")), signal.SIGKILL)
         assert server.exit_code(20) == 137, server.output
-        assert "phalanx: rank 1 on node1 has died" in server.output
+        assert "phalanx: rank 1" in server.output
         assert not hosts.left()
 
 
@@ -74,7 +65,7 @@ def script(checkpoint, tmp_path):
 
 
 def run(slurm, script: Path, seconds: float = 400) -> tuple[dict[str, str], str]:
-    """What Slurm says of the job once it has ended for good, and its log.
+    """Slurm's fields of the job once it has ended for good, and its log.
 
     Its limit is two minutes. The warning is asked for 45 s after each start, and comes 15 to 45 s after: Slurm looks at
     limits every half a minute, and gives the warnings that fall due until it looks again.
@@ -86,7 +77,7 @@ def run(slurm, script: Path, seconds: float = 400) -> tuple[dict[str, str], str]
 
     def busy() -> bool:
         time.sleep(1)  # each look costs a process, and the job takes minutes, so one a second is enough
-        return slurm.state(job)["JobState"] not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+        return slurm.state(job)["JobState"] not in ENDED
 
     rest = wait(busy, seconds)
     log = (script.parent / f"phalanx-{job}.log").read_text()
@@ -108,4 +99,44 @@ def test_the_batch_script_requeues_itself_until_all_is_done(slurm, hosts, script
     warned = log.count("stopping, asked to by a signal: ")  # the last start too, where all else was answered by then
     assert starts <= warned <= starts + 1
     assert sorted(answers(place / "out.jsonl")) == sorted(names)
+    assert not hosts.left()
+
+
+def small(name: str) -> str:
+    """A script of hostfiles/ for nodes of few cores without GPUs."""
+    text = re.sub(r"#SBATCH --(gpus-per-node|cpus-per-task)=\d+\n", "", (HOSTFILES / name).read_text())
+    return re.sub(r"--ntasks-per-node=\d", "--ntasks-per-node=1", text)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_slurm_takes_the_directives(slurm, tmp_path, name):
+    (tmp_path / name).write_text(small(name))
+    done = slurm.run("sbatch", "--test-only", name, cwd=tmp_path)
+    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+
+
+def test_an_array_of_servers(slurm, hosts, checkpoint, tmp_path):
+    """Each is a job of its own, which the gateway's registry has, and drains when it is warned."""
+    text = small("slurm-array.sbatch").replace("--array=0-3", "--array=0-1")
+    assert text.count("--d 0,1,2,3,4,5,6,7") == 1
+    (tmp_path / "job").write_text(text.replace("--d 0,1,2,3,4,5,6,7", "--device cpu --mem 64 --max-num-seqs 4"))
+    (tmp_path / "keys").write_text("secret\n")
+    given = f"MODEL={checkpoint},PHALANX_API_KEY_FILE={tmp_path}/keys,XDG_STATE_HOME={tmp_path}/state"
+    sent = slurm.run("sbatch", "--parsable", f"--export=ALL,{given}", "job", cwd=tmp_path)
+    assert sent.returncode == 0, sent.stderr
+    job, place = sent.stdout.strip(), tmp_path / "state" / "phalanx" / "jobs"
+
+    def logs() -> str:
+        return "".join(path.read_text() for path in tmp_path.glob("phalanx-*.log"))
+
+    def ready() -> list[dict]:
+        found = [json.loads(path.read_text()) for path in place.glob("*.json")]
+        return [one for one in found if one["state"] == "ready" and one["key"] == "secret"]
+
+    assert not wait(lambda: len(ready()) < 2, 120), logs()
+    assert len({one["url"] for one in ready()}) == 2
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    states = [f"{job}_{task}" for task in range(2)]
+    assert not wait(lambda: [one for one in states if slurm.state(one)["JobState"] not in ENDED], 60), logs()
+    assert [slurm.state(one)["ExitCode"] for one in states] == ["0:0", "0:0"], logs()
     assert not hosts.left()

@@ -21,7 +21,7 @@ SHAPES = ["--tp 2 --pp 2", "--tp 4", "--dp 2 --tp 2"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of 8 heads and 4 key heads: it cuts into 4."""
+    """A model of 8 heads and 4 key heads: it cuts into 4."""
     place = tmp_path_factory.mktemp("tokens") / "tiny"
     return make_checkpoint(place, seed=SEED, num_attention_heads=8, num_key_value_heads=4)
 

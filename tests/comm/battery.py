@@ -1,4 +1,4 @@
-"""What every communication backend must do, run on each rank; as a script, on MPI's ranks."""
+"""Tests that every communication backend must pass, run on each rank; as a script, on MPI's ranks."""
 
 from __future__ import annotations
 
@@ -65,10 +65,11 @@ def groups(comm) -> None:
         stages = grid.pipe.all_gather(torch.tensor([r]))[:, 0].tolist()
         assert stages == [first + place % tp + tp * (pp - 1 - i) for i in range(pp)]  # the last one is rank 0's
         assert r in mesh.replica_ranks(n, n // size)[grid.replica]
-        for i, line in enumerate(mesh.control_groups(comm, n // size)):
+        lines = mesh.control_groups(comm, n // size)
+        assert [*lines] == ([*range(n // size)] if r == 0 else [grid.replica])
+        for i, line in lines.items():
             members = line.all_gather(torch.tensor([r]))[:, 0].tolist()
-            if r == 0 or i == grid.replica:
-                assert members == ([0] if i else []) + list(range(i * size, (i + 1) * size))
+            assert members == ([0] if i else []) + list(range(i * size, (i + 1) * size))
 
 
 def texts(comm) -> None:
@@ -107,7 +108,7 @@ def all_of_it(comm, line) -> None:
 
 
 def over_shared_memory(world) -> None:
-    """What ShmComm takes and what it leaves to MPI, and that all ranks get the same bits."""
+    """ShmComm takes some sizes and leaves others to MPI; all ranks get the same bits."""
     from phalanx.comm import shm
     from phalanx.comm.base import all_reduce_add_norm
 

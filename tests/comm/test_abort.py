@@ -1,4 +1,4 @@
-"""Where a launcher takes codes from MPI_Abort only, the end of a rank goes through it, and never hangs there."""
+"""A rank ends through MPI_Abort where a launcher takes codes from it only, and never hangs there."""
 
 import subprocess
 import sys

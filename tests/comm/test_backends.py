@@ -47,5 +47,5 @@ def test_an_mpirun_that_does_not_belong_to_mpi4py_is_noticed():
     """Announced 4, MPI sees 1: as with srun without PMI."""
     done = run_ranks(1, battery.__file__, "4")
     assert done.returncode != 0
-    assert "started as one of 4 ranks, but MPI sees 1" in done.stderr
+    assert "MPI sees 1" in done.stderr
     assert "MPI4PY_LIBMPI" in done.stderr

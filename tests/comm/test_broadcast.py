@@ -27,9 +27,9 @@ def test_after_a_pause_a_plan_wakes_those_that_it_is_for(monkeypatch):
     assert woken == [range(2, 4)]
     now[0] += WAKE_AFTER / 2
     lines[1].publish(b"plan")
-    assert woken == [range(2, 4)], "they look for plans still"
+    assert woken == [range(2, 4)]  # they look for plans still
     lines[0].publish(b"plan")
-    assert woken == [range(2, 4), range(0, 2)], "another copy's plans keep nobody awake here"
+    assert woken == [range(2, 4), range(0, 2)]  # another copy's plans keep nobody awake here
     now[0] += WAKE_AFTER * 2
     lines[1].publish(b"plan")
     assert woken[2:] == [range(2, 4)]

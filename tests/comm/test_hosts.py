@@ -12,7 +12,7 @@ from phalanx.rank.worker.engine import Place
 
 
 def met(monkeypatch, *said):
-    """What name_hosts() makes of the ranks' names and boot ids."""
+    """The result of name_hosts() for the ranks' names and boot ids."""
     words = [f"{name}\n{__version__}\n{boot}".encode() for name, boot in said]
     monkeypatch.setattr(hosts, "gather_bytes", lambda world, mine: words)
     return hosts.name_hosts(SimpleNamespace(rank=0))

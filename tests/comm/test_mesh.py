@@ -4,7 +4,7 @@ from phalanx.comm import mesh, threads
 
 
 def groups(size: int, tp: int, pp: int) -> list[tuple[list[int], list[int]]]:
-    """Of each rank: the world's ranks of its tensor and pipe groups, in the groups' order."""
+    """Each rank's tensor and pipe groups as ranks of the world, in the groups' order."""
 
     def rank(world):
         grid = mesh.build(world, tp, pp)

@@ -1,4 +1,4 @@
-"""What is said of an MPI that will not do. The backend itself is tried on ranks, in test_backends.py."""
+"""Messages about an MPI that will not do. The backend itself is tried on ranks, in test_backends.py."""
 
 from types import SimpleNamespace
 
@@ -24,9 +24,9 @@ def test_an_mpi_without_threads(library):
     library(1)
     with pytest.raises(RuntimeError) as error:
         mpi.join(2)
-    assert str(error.value) == "Some MPI 1.0 offers thread level 1, Phalanx needs MPI_THREAD_MULTIPLE (3)"
+    assert "1, Phalanx needs MPI_THREAD_MULTIPLE" in str(error.value)
 
 
 def test_a_tensor_that_mpi_cannot_see():
-    with pytest.raises(ValueError, match=r"a tensor of shape .2, 3. and strides .1, 2. is not contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         mpi._buffer(torch.zeros(3, 2).t())

@@ -1,4 +1,4 @@
-"""What doctor's ranks say of GPUs that they cannot use. The rest is tried on live ranks, in test_doctor_live.py."""
+"""Messages of doctor's ranks about GPUs that they cannot use. test_doctor_live.py tries the rest on live ranks."""
 
 import sys
 
@@ -14,9 +14,9 @@ def problems(monkeypatch, ranks: int, seen: bool) -> str:
 
 def test_gpus_that_pytorch_does_not_see(monkeypatch):
     said = problems(monkeypatch, 1, seen=False)
-    assert f"PyTorch {torch.__version__} sees no GPU: install it for CUDA (`make install TORCH=cuda`)" in said
+    assert f"PyTorch {torch.__version__}" in said and "TORCH=cuda" in said
 
 
 def test_several_gpus_without_cupy(monkeypatch):
     said = problems(monkeypatch, 2, seen=True)
-    assert "several GPUs need CuPy with NCCL (" in said and "`pip install phalanx[gpu]`" in said
+    assert "several GPUs" in said and "`pip install phalanx[gpu]`" in said

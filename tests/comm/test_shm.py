@@ -13,7 +13,6 @@ def share(able=lambda rank: True):
     return threads.run(lambda host: shm.share(host, SIZE, able(host.rank)), 3)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this Python has no memfd_create")
 def test_what_one_writes_all_read():
     open_before = len(os.listdir("/proc/self/fd"))
     found = share()
@@ -27,20 +26,18 @@ def refuse(*_):
     raise PermissionError("not here")
 
 
-@pytest.mark.parametrize("name", ["memfd_create", "ftruncate", "open"])
+@pytest.mark.parametrize("name", ["ftruncate", "open"])
 def test_where_the_system_refuses_nobody_shares(name, monkeypatch):
     monkeypatch.setattr(shm.os, name, refuse, raising=False)
     assert share() == [None] * 3
 
 
-def test_a_python_without_such_files(monkeypatch):
-    """As some distributions build it, for kernels and C libraries older than memfd_create."""
-    monkeypatch.delattr(shm.os, "memfd_create", raising=False)
-    assert share() == [None] * 3
+def test_pythons_that_lack_linux_calls(without_linux_calls):
+    test_what_one_writes_all_read()
 
 
 def test_another_file_of_that_number(monkeypatch, tmp_path):
-    """As in a container with processes' numbers of its own; it is not written to."""
+    """A container's /proc with process numbers of its own; it is not written to."""
     other, whole = tmp_path / "other", os.open
     other.write_bytes(b"x" * SIZE)
     monkeypatch.setattr(shm.os, "open", lambda path, flags: whole(other, flags))

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -131,7 +132,7 @@ def failing(method, name, nth):
 
 
 def run(size: int, room: int = STEP + 1, **faults) -> tuple[list, list[Driver]]:
-    """What each rank of a group of `size` got: its Regions, or why not; and their drivers."""
+    """The result of each rank of a group of `size`: its Regions, or why not; and their drivers."""
     machine = Machine(**faults)
     drivers = [Driver(machine, device) for device in range(size)]
 
@@ -193,7 +194,7 @@ def test_a_call_of_the_driver_that_fails(name, nth, rank):
 
 
 def test_more_ranks_than_the_kernels_take():
-    assert refusal(9) == "9 ranks are more than 8"
+    assert re.search("9 ranks.*8", refusal(9))
 
 
 def offers(monkeypatch, change):
@@ -214,15 +215,12 @@ def offers(monkeypatch, change):
 
 def test_ranks_of_several_hosts(monkeypatch):
     offers(monkeypatch, lambda host, all_: setattr(all_[1], "kernel", "another"))
-    assert refusal(2) == "rank 1 of the group is on another host"
+    assert re.search("rank 1.*another host", refusal(2))
 
 
 def test_ranks_that_do_not_see_each_others_sockets(monkeypatch):
     offers(monkeypatch, lambda host, all_: setattr(all_[1], "name", "in another namespace"))
-    assert refusal(3) == (
-        "rank 0 of the group: rank 1 cannot be reached over a unix socket (Connection refused); the ranks of a host "
-        "need the same network namespace"
-    )
+    assert re.search("rank 0.*rank 1.*namespace", refusal(3))
 
 
 def refuse(*_):
@@ -231,7 +229,7 @@ def refuse(*_):
 
 def test_a_rank_that_gets_no_socket(monkeypatch):
     monkeypatch.setattr(symmetric_memory.socket, "socket", refuse)
-    assert refusal(2) == "rank 0 of the group: [Errno 24] Too many open files"
+    assert re.search("rank 0.*Errno 24", refusal(2))
 
 
 def test_messages_of_strangers_are_left_out(monkeypatch):
@@ -270,7 +268,7 @@ def test_a_message_that_does_not_come(monkeypatch):
 
     monkeypatch.setattr(symmetric_memory._FdExchange, "send", send)
     monkeypatch.setattr(symmetric_memory, "WAIT", 0.05)
-    assert refusal(3) == "rank 1 of the group: nothing came from rank 2 over a unix socket within 0.05 s"
+    assert re.search("rank 1.*nothing.*rank 2", refusal(3))
 
 
 def test_a_mailbox_that_a_stranger_has_filled(monkeypatch):
@@ -284,7 +282,7 @@ def test_a_mailbox_that_a_stranger_has_filled(monkeypatch):
 
     offers(monkeypatch, fill)
     monkeypatch.setattr(symmetric_memory, "WAIT", 0.05)
-    assert refusal(2) == "rank 1 of the group: the unix socket of rank 0 is full and stays so for 0.05 s"
+    assert re.search("rank 1.*rank 0 is full", refusal(2))
 
 
 def test_structures_are_as_long_as_the_drivers():
@@ -297,11 +295,11 @@ def test_an_error_of_the_driver_names_the_call(monkeypatch):
         found._obj.value = b"invalid device context"
 
     monkeypatch.setattr(jit, "libcuda", lambda: SimpleNamespace(cuGetErrorString=text, cuCtxGetDevice=lambda _: 201))
-    with pytest.raises(RuntimeError, match="CUDA error 201 in cuCtxGetDevice: invalid device context"):
+    with pytest.raises(RuntimeError, match="error 201.*cuCtxGetDevice"):
         symmetric_memory.Driver()
 
 
 def test_a_driver_that_lacks_a_function(monkeypatch):
     monkeypatch.setattr(symmetric_memory.jit, "libcuda", SimpleNamespace)
-    with pytest.raises(RuntimeError, match="^the CUDA driver has no cuStreamWaitValue32_v2$"):
+    with pytest.raises(RuntimeError, match="driver.*cuStreamWaitValue32_v2"):
         symmetric_memory.call("cuStreamWaitValue32_v2")

@@ -92,7 +92,7 @@ def test_a_step_is_stalled_only_when_the_same_one_stays_open():
     assert not stall.stuck(9, {0: (3, 2), 1: (3, 2)})
     assert stall.stuck(11, {0: (3, 2), 1: (3, 2)})
     assert not stall.stuck(12, {0: (4, 3), 1: (3, 2)})
-    assert not stall.stuck(21, {0: (4, 3), 1: (4, 3)}), "the other one has moved"
+    assert not stall.stuck(21, {0: (4, 3), 1: (4, 3)})  # the other one has moved
     assert stall.stuck(32, {0: (4, 3), 1: (4, 3)})
     assert not stall.stuck(33, {0: (4, 4), 1: (4, 4)})
     assert not stall.stuck(50, {0: (5, 4), 1: (4, 4)})

@@ -14,8 +14,8 @@ from . import cuda_model
 
 @functools.cache
 def libraries(isa, *sources):
-    """Of these sources, or of all: compiled in the user's folder, where other workers of pytest find them, and handed
-    on to what tests start."""
+    """Libraries of these sources, or of all: compiled in the user's folder, where other workers of pytest find them,
+    and handed on to what tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(leftovers.USUAL))
         found = compiler.load_all(sorted(sources or compiler.SOURCES), isa)
@@ -72,7 +72,7 @@ def tiled(monkeypatch):
         found = libraries(VECTORS) | (libraries(isa, *TILED) if isa != VECTORS else {})
         monkeypatch.setattr(ops, "libraries", lambda: found)
         ops.op.cache_clear()
-        assert ops.has("host_experts", "pair_rows") == (isa != VECTORS), "compiled with tiles, or without"
+        assert ops.has("host_experts", "pair_rows") == (isa != VECTORS)  # compiled with tiles, or without
 
     yield use
     ops.op.cache_clear()
@@ -111,7 +111,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def close(got, want, dtype, atol=1e-5, rtol=1e-5):
-    """As close as dtype can promise; `want` is computed in f32 or wider."""
+    """Compares as closely as dtype can promise; `want` is computed in f32 or wider."""
     assert got.dtype == dtype
     if dtype == torch.bfloat16:
         atol, rtol = max(atol, 1e-2), 1e-2
@@ -119,7 +119,7 @@ def close(got, want, dtype, atol=1e-5, rtol=1e-5):
 
 
 def digits_error(dtype, weight):
-    """What rows as whole numbers (kernels/cpp/digits.h), of 23 bits or 15, leave of a sum, however small that is, by
-    the largest of the weights [O, I]. Of 15 bits 7e-6 was the most in 400,000 sums."""
+    """The error that rows as whole numbers (kernels/cpp/digits.h), of 23 bits or 15, leave of a sum, however small that
+    is, by the largest of the weights [O, I]. Of 15 bits 7e-6 was the most in 400,000 sums."""
     size = weight.abs().max().item() * weight.shape[1] ** 0.5
     return (4e-6 if dtype == torch.float32 else 2e-5) * max(1, size)

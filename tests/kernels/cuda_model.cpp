@@ -1,4 +1,4 @@
-// What of the model of a GPU's block is the same for all kernels: its fibers, barriers and copies, and the launch.
+// The parts of the model of a GPU's block that are the same for all kernels: its fibers, barriers and copies, and the launch.
 
 #include "cuda_model.h"
 

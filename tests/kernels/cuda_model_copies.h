@@ -1,4 +1,4 @@
-// Of tma.cuh and async_copy.cuh: copies that threads make on their own, and what clusters of one block need. Included by
+// tma.cuh and async_copy.cuh in the model: copies that threads make on their own, and what clusters of one block need. Included by
 // cuda_model.h.
 
 void copy_async16(unsigned to, const void* from, bool there);
@@ -16,7 +16,7 @@ static void wait_for_copies() {
     wait_for_groups<0>();
 }
 
-// What clusters of one block need.
+// Functions that clusters of one block need.
 static int cluster_rank() { return 0; }
 static void cluster_sync() { model::fail("the model has no clusters"); }
 static void mbarrier_arrive_at_if(bool, Barrier*, int) { model::fail("the model has no clusters"); }

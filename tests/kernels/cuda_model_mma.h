@@ -1,4 +1,4 @@
-// What pairs.cuh and mma.cuh do, in the model of a GPU's block. Included by cuda_model.h.
+// pairs.cuh and mma.cuh in the model of a GPU's block. Included by cuda_model.h.
 
 #define MINUS_INFINITY (-INFINITY)
 #define LOG2_E 1.4426950408889634f

@@ -1,6 +1,6 @@
-// What wgmma.cuh does, in the model of a GPU's block: Hopper's asynchronous GEMMs of tiles.
+// wgmma.cuh in the model of a GPU's block: Hopper's asynchronous GEMMs of tiles.
 
-// Where it begins, and above it how far its runs of 64 columns are apart.
+// The operand's start, and above it how far its runs of 64 columns are apart.
 static unsigned long long smem_descriptor(unsigned start, int apart) {
     if (start % 1024 / 128 || start % 32) model::fail("an operand does not begin in the first row of a swizzled box");
     return (unsigned long long)apart << 32 | start;
@@ -43,7 +43,7 @@ static void wgmma(E, float (&c)[N], const unsigned (&a)[4], unsigned long long b
     });
 }
 
-// The same of a in shared memory, too.
+// Multiplies with a in shared memory, too.
 template <class E, int N> static void wgmma(E, float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     float* const sums = c;
     const int first = model::now->thread.x % 128 / 32 * 16 + model::lane() / 4, second = model::lane() % 4 * 2;
@@ -91,7 +91,7 @@ template <int N> static void wgmma_e4m3(float (&c)[N], unsigned long long a, uns
     });
 }
 
-// What a warp's lanes hand to each other.
+// Exchanges values between a warp's lanes.
 static unsigned transpose_8x8(unsigned x) {
     auto slots = model::together(&x, 1);
     const int lane = model::lane(), half = lane / 4 % 2;

@@ -1,4 +1,4 @@
-"""What tests of kernels on GPUs share."""
+"""Helpers that tests of kernels on GPUs share."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def near(got, want, bound):
 
 
 def run_steps(step, x, kept, pause, replayed, reset=lambda: None):
-    """What `step` finds of each of step.given, brought to x, and its caches then: begun as copies of `kept`, where
+    """Results of `step` for each of step.given, brought to x, and its caches then: begun as copies of `kept`, where
     `reset` is called as well. step(caches, pause) calls pause() after each kernel. replayed: as a graph."""
     caches, found = kept.clone(), []
     x.copy_(step.given[0])

@@ -1,46 +1,19 @@
-"""What the kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
+"""Programs that kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
 
 import torch
-from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.attention import decode, mla_decode, mla_decode_e4m3, prefill
+from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, act_number, clamped_swiglu
+from phalanx.kernels.attention import decode, mla_decode, prefill
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.gemm import pipelined_gemm
 from phalanx.kernels.gemm.pipelined_gemm import TileConfig
-from phalanx.kernels.moe import (
-    e4m3_experts,
-    e4m3_pairs,
-    expert_gemm,
-    expert_gemv,
-    expert_mlp,
-    gather_pairs,
-    group,
-    host_exchange,
-    quantized_expert_gemv,
-    quantized_experts,
-    quantized_pipeline,
-    quantized_wgmma_experts,
-    router,
-    wgmma_experts,
-)  # fmt: skip
-from phalanx.kernels.moe.expert_gemm import ItemConfig
+from phalanx.kernels.moe import expert_mlp, group, host_exchange, plain_experts, quantized_experts, router
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import (
-    dequantize_pieces,
-    e4m3_cuda,
-    e4m3_wgmma,
-    e4m3_wide,
-    grouped_gemv,
-    int4_cuda,
-    mxfp4_cuda,
-    pieces_cuda,
-    q8_0_cuda,
-    quantized_gemm,
-    quantized_gemv,
-    quantized_wgmma,
-    super_blocks,
-    super_blocks_cuda,
-)
+from phalanx.kernels.quantized import cuda_layouts, int8_codes, pieces_cuda
+from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
+from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig
+from phalanx.kernels.quantized.quantized_gemm import TileConfig as QuantizedTiles
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 from phalanx.kernels.quantized.stack import Stack
 
 HERE = torch.empty(0)  # any tensor
@@ -52,6 +25,7 @@ ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, 
 ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
 ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
 PHI = dict(HEADS=32, KV_HEADS=32, DIM=96, SIZE=16, BOX=16, WINDOW=2047, SOFTCAP=0, SINKS=0, FP8=0)
+COPIED, BY_TMA = mla_decode.Tiles("mla_copied", 32, 5, 2), mla_decode.Tiles("mla_tma", 64, 8, 2)
 HEADS_80, HEADS_112, HEADS_160, HEADS_192 = (LLAMA | dict(DIM=dim) for dim in (80, 112, 160, 192))
 LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8, PHI_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS, PHI))
 
@@ -66,7 +40,7 @@ def room(sizes):
 
 
 def prompt_room(sizes):
-    """The same of prefill.py and prefill.cu."""
+    """Shared memory as prefill.py and prefill.cu count it."""
     room = prefill.prefill_room(sizes["DIM"])
     return dict(TILE=room.tile, STAGES=room.stages, HELD=room.held)
 
@@ -75,64 +49,66 @@ def pipelined(dtype, *sizes):
     return "pipelined_gemm", dict(T=dtype, **pipelined_gemm.sizes(*sizes))
 
 
-def quantized_gemv_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return quantized_gemv.sizes(rows, inputs, quantized_gemv.GemvConfig(*config), gate, bias, layout)
+def quantized_gemv_of(rows, inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
+    return pieces_cuda.sizes(rows, inputs, GemvConfig(*config), gate, bias, layout)
 
 
-def quantized_gemm_of(rows, inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return quantized_gemm.sizes(rows, inputs, quantized_gemm.TileConfig(*config), gate, bias, layout)
+def quantized_gemm_of(rows, inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
+    return pieces_cuda.sizes(rows, inputs, QuantizedTiles(*config), gate, bias, layout)
 
 
-def quantized_wgmma_of(inputs, config, gate, bias, layout=q8_0_cuda.LAYOUT):
-    return quantized_wgmma.sizes(inputs, quantized_wgmma.WgmmaConfig(*config), gate, bias, layout)
+def quantized_wgmma_of(inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
+    return pieces_cuda.sizes(64, inputs, WgmmaConfig(*config), gate, bias, layout)
 
 
-def e4m3_program(dtype, *sizes):
-    return "e4m3_wgmma", dict(T=dtype, **e4m3_wgmma.sizes(*sizes))
+def e4m3_program(dtype, inputs, config, gate, bias, alike):
+    return "e4m3_wgmma", dict(
+        T=dtype, **pieces_cuda.sizes(0, inputs, config, gate, bias, cuda_layouts.wide(128 * alike))
+    )
 
 
-def quantized_experts_of(tiles, inputs, outputs, act, bias, layout=q8_0_cuda.LAYOUT):
+def quantized_experts_of(tiles, inputs, outputs, act, bias, layout=cuda_layouts.Q8_0):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
-    stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
-    return quantized_experts.sizes(stack, quantized_experts.choose(tiles, inputs, layout, bool(act)), act, 8, bias)
+    stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
+    return quantized_experts.sizes(stack, quantized_experts.tile_config(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
-def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=q8_0_cuda.LAYOUT):
-    stack = Stack(q8_0_cuda, pieces_cuda.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
-    config = quantized_wgmma_experts.config(rows, of_tile, stack)
-    return "quantized_wgmma_experts", dict(T=dtype, **quantized_wgmma_experts.sizes(stack, config, act, bias))
+def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=cuda_layouts.Q8_0):
+    stack = Stack(int8_codes.q8_0, pieces_cuda.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
+    config = quantized_experts.wgmma_config(rows, of_tile, stack)
+    return "quantized_wgmma_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
 def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
-    packed = pieces_cuda.Packed(torch.empty(0), 0, WIDE._replace(alike=alike))
-    stack = Stack(q8_0_cuda, packed, (8, outputs, inputs))
-    return "e4m3_experts", dict(T=dtype, **e4m3_experts.sizes(stack, config, act, bias))
+    packed = pieces_cuda.Packed(torch.empty(0), 0, cuda_layouts.wide(128 * alike))
+    stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
+    return "e4m3_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
 def by_groups(rows, inputs, config, gate, bias, layout):
-    return grouped_gemv.sizes(rows, inputs, grouped_gemv.GroupedConfig(*config), gate, bias, layout)
+    return pieces_cuda.sizes(rows, inputs, GroupedConfig(*config), gate, bias, layout)
 
 
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
-    config = quantized_pipeline.choose(inputs, layout)
-    return quantized_pipeline.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), config, act, 8, bias)
+    config = quantized_experts.pipeline_config(inputs, layout)
+    return quantized_experts.sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), config, act, 8, bias)
 
 
 def expert_gemv_of(inputs, outputs, act, bias, layout, part=False):
     packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
-    return quantized_expert_gemv.sizes(Stack(q8_0_cuda, packed, (8, outputs, inputs)), act, 8, bias, part)
+    return quantized_experts.gemv_sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), act, 8, bias, part)
 
 
-E4M3 = e4m3_cuda.LAYOUT
-WIDE = e4m3_wide.LAYOUT
-Q4_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 4, 0, 144))
-Q6_K = super_blocks_cuda.layout(super_blocks.Form(256, 16, 6, 32, 210, False))
-Q5_K = super_blocks_cuda.layout(super_blocks.Form(256, 32, 6, 0, 176))
-IQ4_XS = super_blocks_cuda.layout(super_blocks.Form(256, 32, 8, 128, 136, False))
-Q4_1 = super_blocks_cuda.layout(super_blocks.Form(32, 32, 4, 0, 20))
-MXFP4 = mxfp4_cuda.LAYOUT
-INT4, INT4_ZEROS = int4_cuda.layout(64, False), int4_cuda.layout(32, True)
+E4M3 = cuda_layouts.E4M3
+WIDE = cuda_layouts.E4M3_WIDE
+Q4_K = cuda_layouts.super_blocks(Form(256, 32, 4, 0))
+Q6_K = cuda_layouts.super_blocks(Form(256, 16, 6, 32, False))
+Q5_K = cuda_layouts.super_blocks(Form(256, 32, 6, 0))
+IQ4_XS = cuda_layouts.super_blocks(Form(256, 32, 8, 128, False))
+Q4_1 = cuda_layouts.super_blocks(Form(32, 32, 4, 0))
+MXFP4 = cuda_layouts.MXFP4
+INT4, INT4_ZEROS = cuda_layouts.int4(64, False), cuda_layouts.int4(32, True)
 
 
 V2_ROUTER = RouterParams(6, normalise=False, scale=16.0, groups=8, top_groups=3, group_top=1)
@@ -151,6 +127,8 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=1)),
     ("activation", dict(T=torch.float32, V=1, ACT=2)),
     ("activation", dict(T=torch.bfloat16, V=2, ACT=3)),
+    ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped_swiglu(7.0)))),
+    ("activation", dict(T=torch.float32, V=1, ACT=act_number(clamped_swiglu(65536.0)))),
     ("scale_by_gate", dict(T=torch.bfloat16, N=2048, WIDTH=512, V=8, THREADS=256)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, **ROTARY)),
     ("rope", dict(T=torch.float16, C=torch.float16, **ROTARY_FP8)),
@@ -178,8 +156,8 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(14336, (192, 128, 128, 2), "", True))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(4096, q8_0_cuda.LAYOUT))),
-    ("dequantize_pieces", dict(T=torch.float16, **dequantize_pieces.sizes(96, q8_0_cuda.LAYOUT))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, cuda_layouts.Q8_0))),
+    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(96, cuda_layouts.Q8_0))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, INT4))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
@@ -187,9 +165,9 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, INT4_ZEROS))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(4096, INT4_ZEROS))),
-    ("dequantize_pieces", dict(T=torch.float16, **dequantize_pieces.sizes(192, INT4))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(2880, MXFP4))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, INT4_ZEROS))),
+    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(192, INT4))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(2880, MXFP4))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "silu", False, E4M3))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "", True, E4M3))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, E4M3))),
@@ -213,10 +191,10 @@ PROGRAMS = [
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 256), "silu", True, WIDE))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(4096, WIDE))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, WIDE))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096, THREADS=128)),
     ("e4m3_rows", dict(T=torch.float16, I=14336, THREADS=448)),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(4096, E4M3))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (2, 4), "silu", False, Q4_K))),
@@ -231,8 +209,8 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (112, 256, True), "", True, Q5_K))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (128, 128, 64, 4), "", False, Q6_K))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **dequantize_pieces.sizes(4096, Q4_K))),
-    ("dequantize_pieces", dict(T=torch.float16, **dequantize_pieces.sizes(192, Q4_1))),
+    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, Q4_K))),
+    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(192, Q4_1))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(1, 2048, 1536, "silu", False, Q4_K))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(8, 2048, 1536, "silu", True, Q6_K))),
     ("quantized_experts", dict(T=torch.float16, **quantized_experts_of(8, 768, 2048, "", True, INT4_ZEROS))),
@@ -271,14 +249,14 @@ PROGRAMS = [
     quantized_wgmma_experts_of(torch.bfloat16, 4096, 28672, 32, 384, "silu", False, Q4_K),
     quantized_wgmma_experts_of(torch.float16, 4096, 28672, 64, 256, "silu", True),
     quantized_wgmma_experts_of(torch.bfloat16, 576, 2048, 16, 384, "", False, E4M3),
-    ("e4m3_pairs", dict(T=torch.bfloat16, **e4m3_pairs.sizes(128, 2048, 8))),
-    ("e4m3_pairs", dict(T=torch.float16, **e4m3_pairs.sizes(60, 14336, 0))),
-    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(1536, 2048, "silu", False, 192))),
-    ("wgmma_experts", dict(T=torch.float16, **wgmma_experts.sizes(2880, 2880, "", True, 192))),
-    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(5760, 2880, "gelu", True, 128))),
-    ("wgmma_experts", dict(T=torch.bfloat16, **wgmma_experts.sizes(4096, 14336, "", False, 128))),
-    ("gather_pairs", dict(T=torch.bfloat16, **gather_pairs.sizes(128, 2048, 8))),
-    ("gather_pairs", dict(T=torch.float16, **gather_pairs.sizes(8, 14336, 2))),
+    ("e4m3_pairs", dict(T=torch.bfloat16, **group.encode_sizes(128, 2048, 8))),
+    ("e4m3_pairs", dict(T=torch.float16, **group.encode_sizes(60, 14336, 0))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(1536, 2048, "silu", False, 192))),
+    ("wgmma_experts", dict(T=torch.float16, **plain_experts.wgmma_sizes(2880, 2880, "", True, 192))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(5760, 2880, "gelu", True, 128))),
+    ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(4096, 14336, "", False, 128))),
+    ("gather_pairs", dict(T=torch.bfloat16, **group.gather_sizes(128, 2048, 8))),
+    ("gather_pairs", dict(T=torch.float16, **group.gather_sizes(8, 14336, 2))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=1)),
@@ -306,25 +284,22 @@ PROGRAMS = [
     ("decode", dict(T=torch.bfloat16, **HEADS_112, **room(HEADS_112), ROTATE=1, NORM=1)),
     ("decode", dict(T=torch.bfloat16, **HEADS_160, **room(HEADS_160), ROTATE=1, NORM=0)),
     ("decode", dict(T=torch.bfloat16, **HEADS_192, **room(HEADS_192), ROTATE=1, NORM=1)),
-    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 5, 2))),
-    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, 8, 1))),
-    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, 4, 1))),
-    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, 8, 1, True))),
-    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, 8, 1, True))),
-    ("mla_decode_e4m3", dict(T=torch.bfloat16, **mla_decode_e4m3.sizes(16, 16))),
-    ("mla_decode_e4m3", dict(T=torch.float16, **mla_decode_e4m3.sizes(20, 48))),
-    ("decode_inputs", dict(T=torch.int64)),
+    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, COPIED))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, COPIED._replace(panels=8, per_sm=1)))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, COPIED._replace(panels=4, per_sm=1)))),
+    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, COPIED._replace(panels=8, per_sm=1), True))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, COPIED._replace(panels=8, per_sm=1), True))),
+    ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, BY_TMA, True))),
+    ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 48, BY_TMA, True))),
+    ("decode_inputs", dict(T=torch.int64, QUERY=1)),
+    ("decode_inputs", dict(T=torch.int64, QUERY=4)),
     ("router", dict(T=torch.bfloat16, **router.sizes(8, 128, 2048, RouterParams(8), False))),
     ("router", dict(T=torch.bfloat16, **router.sizes(4, 256, 7168, V3_ROUTER, True))),
     ("router", dict(T=torch.bfloat16, **router.sizes(1, 160, 5120, V2_ROUTER, False))),
     ("router", dict(T=torch.float16, **router.sizes(1, 60, 2880, RouterParams(3, "sigmoid", normalise=False), True))),
-    ("expert_gemv", dict(T=torch.bfloat16, **expert_gemv.sizes(2048, 768, 8, "silu"))),
-    ("expert_gemv", dict(T=torch.float16, **expert_gemv.sizes(2880, 1440, 3, "gelu"))),
-    ("expert_gemv", dict(T=torch.bfloat16, **expert_gemv.sizes(2048, 768, 8, "silu", part=True))),
-    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(2048, 1536, "silu", 8, ItemConfig(64)))),
-    ("expert_gemm", dict(T=torch.bfloat16, **expert_gemm.sizes(768, 2048, "", 1, ItemConfig(128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(4096, 28672, "gelu", 2, ItemConfig(128)))),
-    ("expert_gemm", dict(T=torch.float16, **expert_gemm.sizes(192, 2880, "", 1, ItemConfig(64)))),
+    ("expert_gemv", dict(T=torch.bfloat16, **plain_experts.gemv_sizes(2048, 768, 8, "silu"))),
+    ("expert_gemv", dict(T=torch.float16, **plain_experts.gemv_sizes(2880, 1440, 3, "gelu"))),
+    ("expert_gemv", dict(T=torch.bfloat16, **plain_experts.gemv_sizes(2048, 768, 8, "silu", part=True))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 4))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 1408, "silu", 6, 2, 2816, 64))),
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(2048, 768, "silu", 8, 1, 0, 128))),
@@ -333,8 +308,7 @@ PROGRAMS = [
     ("expert_mlp", dict(T=torch.bfloat16, **expert_mlp.sizes(128, 192, "silu", 2, 1))),
     ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(HERE, HERE, HERE, HERE))),
     ("host_exchange", dict(T=torch.float32, **host_exchange.sizes(HERE))),
-    ("host_exchange", dict(T=torch.bfloat16, **host_exchange.sizes(HERE, None, HERE, HERE, HERE, HERE))),
-    ("host_exchange", dict(T=torch.float16, **host_exchange.sizes(HERE, None, None, HERE, None, HERE))),
+    ("host_exchange", dict(T=torch.float16, **host_exchange.sizes(HERE, None, None, HERE))),
     ("group", dict(T=torch.int64, EXPERTS=128, ROWS=16, THREADS=group.THREADS, PART=group.PART)),
     ("group", dict(T=torch.int64, EXPERTS=60, ROWS=128, THREADS=group.THREADS, PART=group.PART)),
     ("embedding", dict(T=torch.bfloat16, V=8)),

@@ -7,11 +7,12 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import decode
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.embedding import embedding
-from phalanx.kernels.gemm import skinny
+from phalanx.kernels.gemm import gemv
+from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.rope import rope
+from phalanx.kernels.rope.rope import CurrentKV
 from phalanx.kernels.sampling import decode_inputs
 
 from ..devices import needs_tma, require_gpu
@@ -25,7 +26,7 @@ WIDTH = 16000  # of block tables: what copies them lasts longer than kernels tak
 
 
 class Step:
-    """Of `rows` sequences: everything that a step is given changes from one to the next, as do most lengths."""
+    """A step of `rows` sequences: everything that a step is given changes from one to the next, as do most lengths."""
 
     def __init__(self, rows: int):
         made = partial(torch.randn, device="cuda", dtype=torch.float16)
@@ -63,15 +64,15 @@ class Step:
         pause()
         x = None
         for qkv, out, cache in zip(self.qkv, self.out, caches, strict=True):
-            if x is not None and skinny.supports_norm(x, residual, self.norm, qkv):
-                made, residual = skinny.normed_linear(x, residual, self.norm, 1e-5, qkv)
+            if x is not None and gemv.supports_norm(x, residual, self.norm, qkv):
+                made, residual = gemv.normed_linear(x, residual, self.norm, 1e-5, qkv)
             else:
                 if x is None:
                     x = norm.rms_norm(residual, self.norm, 1e-5)
                 else:
                     x, residual = norm.add_rms_norm(x, residual, self.norm, 1e-5)
                 pause()
-                made = skinny.skinny_linear(x, qkv)
+                made = linear(x, qkv)
             pause()
             q, k, v = made.view(self.rows, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             seen = torch.empty(self.rows, HEADS, DIM, device="cuda", dtype=torch.float16)
@@ -79,7 +80,7 @@ class Step:
             of_step = cache[0], cache[1], self.tables, self.lengths, seen
             decode.decode(self.rows, q, *of_step, *AttentionParams(DIM**-0.5), newest)
             pause()
-            x = skinny.skinny_linear(seen.flatten(1), out)
+            x = linear(seen.flatten(1), out)
             pause()
         self.found.copy_(x)
 

@@ -32,7 +32,7 @@ def test_memory_that_cannot_be_pinned_is_served_unpinned_with_one_warning(monkey
         made = [host_memory.zeros((3, 4), torch.int16, pin=True) for _ in range(2)]
     assert all(x.shape == (3, 4) and not x.any() for x in made)
     (warning,) = [one.message for one in caplog.records]
-    assert warning.startswith("host memory cannot be pinned (CUDA error 2; 8.4 MB may be locked), so copies")
+    assert "host memory cannot" in warning
     assert "ulimit -l" in warning
     del made
     gc.collect()

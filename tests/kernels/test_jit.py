@@ -1,4 +1,4 @@
-"""What the driver is given by a launch, and which kernel a lookup finds."""
+"""Arguments that a launch gives to the driver, and the kernel that a lookup finds."""
 
 import ctypes
 import itertools
@@ -10,6 +10,8 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import current_stream
+
+from .programs import PROGRAMS
 
 DEVICE, STREAM, FUNCTION = 3, 0x7F0123456780, 0x7F0000000123
 
@@ -54,10 +56,10 @@ def launch(monkeypatch):
     """A kernel, and the driver that it is launched by."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
 
-    def made(*kinds, overlap=True):
+    def made(*kinds, overlap=True, fence=False):
         driver = Driver(itertools.repeat(kinds))
         monkeypatch.setattr(jit, "libcuda", lambda: driver)
-        return jit.Kernel(ctypes.c_void_p(FUNCTION), "some", overlap, DEVICE), driver
+        return jit.Kernel(ctypes.c_void_p(FUNCTION), "some", overlap, DEVICE, fence), driver
 
     return made
 
@@ -74,7 +76,7 @@ P, INT, FLOAT, MAP = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_cha
 
 
 def test_arguments_lie_where_the_driver_reads_them(launch):
-    """As C has them, in any order, after other values of the same types and after other types."""
+    """Arguments as C has them, in any order, after other values of the same types and after other types."""
     kinds = INT, MAP, P, FLOAT, P, INT, INT, MAP, FLOAT
     kernel, driver = launch(*kinds)
     for n in range(3):
@@ -105,7 +107,7 @@ def test_what_a_launch_asks_for(launch):
         kernel, driver = launch(INT, overlap=able)
         kernel((2, 1, 1), 32, 5, cluster=size)
         kernel((0, 1, 1), 32, 5, cluster=size)
-        assert [one[1] for one in driver.launches] == [asked], "an empty grid is left out"
+        assert [one[1] for one in driver.launches] == [asked]  # an empty grid is left out
 
 
 @pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1])
@@ -120,7 +122,7 @@ def test_an_int_that_c_does_not_hold(launch, value):
 def test_a_launch_that_fails(launch):
     kernel, driver = launch(INT)
     driver.status = 700
-    with pytest.raises(RuntimeError, match="CUDA error 700 in some: no luck"):
+    with pytest.raises(RuntimeError, match="error 700 in some"):
         kernel((1, 1, 1), 32, 1)
     driver.status = 0
     kernel((1, 1, 1), 32, 2)
@@ -202,3 +204,47 @@ def test_the_current_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
     assert current_stream() == STREAM + DEVICE
+
+
+@pytest.mark.parametrize("behind", ["kernel", "fence", "waits", "asked to wait", "library"])
+def test_what_may_be_read_early(behind, launch, monkeypatch):
+    """Data that a kernel wrote may be read early once one has been launched behind it that starts nothing before all
+    before it has ended."""
+    monkeypatch.setattr(jit, "_fences", jit.defaultdict(int))
+    monkeypatch.setattr(jit, "_writes", {})
+    lengths, tables, copied = torch.zeros(3, 4).unbind()
+    device = torch.device("cuda", DEVICE)
+    assert jit.settled(lengths, tables, copied)
+    jit.written(device, lengths, tables)
+    assert not jit.settled(lengths) and not jit.settled(copied, tables) and jit.settled(copied)
+    kernel, _ = launch(overlap=behind != "waits", fence=behind == "fence")
+    if behind == "library":
+        jit.fence(device)
+    else:
+        kernel((1, 1, 1), 32, overlap=behind != "asked to wait")
+    assert jit.settled(lengths, tables) is (behind != "kernel")
+    jit.written(device, tables)
+    assert not jit.settled(lengths, tables)
+
+
+def test_a_launch_may_be_asked_to_wait(launch):
+    kernel, driver = launch()
+    kernel((1, 1, 1), 32)
+    kernel((1, 1, 1), 32, overlap=False)
+    assert [bool(asked) for _, asked, _ in driver.launches] == [True, False]
+
+
+FENCES = {
+    ("gemv", "gemv"), ("pipelined_gemm", "pipelined_gemm"), ("mla_decode", "mla_decode"),
+    ("quantized_gemm", "quantized_gemm"), ("expert_gemv", "expert_up"),
+}  # fmt: skip
+OTHERS = {("norm", "rms_norm"), ("embedding", "embed"), ("decode", "decode"), ("decode_inputs", "decode_inputs")}
+
+
+def test_which_kernels_are_fences():
+    """Fences are found by the order of grid_wait() and launch_dependents() in their sources, or in what these call."""
+    programs = {source: jit.variant_text(source, sizes) for source, sizes in reversed(PROGRAMS)}
+    for source, name in FENCES | OTHERS:
+        assert jit.is_fence(programs[source], name) is ((source, name) in FENCES), name
+    assert jit.is_fence('extern "C" __global__ void f(int x) { grid_wait(); }', "f")
+    assert not jit.is_fence('extern "C" __global__ void f() { launch_dependents(); grid_wait(); }', "f")

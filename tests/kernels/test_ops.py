@@ -11,9 +11,9 @@ from phalanx.kernels.activation.activation import gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.device import WHOLE_SHARED
 from phalanx.kernels.embedding.embedding import embedding
+from phalanx.kernels.gemm import gemv
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
-from phalanx.kernels.gemm.pipelined_gemm import MOST_STAGES, TileConfig, stages, tile_configs
-from phalanx.kernels.gemm.skinny import choose
+from phalanx.kernels.gemm.pipelined_gemm import MOST_STAGES, TileConfig, choose, stages, tile_configs
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax
@@ -120,10 +120,9 @@ def test_storing_keys_and_values_touches_its_slots_alone(cache_dtype):
     ],
 )
 def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
-    assert choose(16, outputs, inputs, 132, True) == want
-    assert choose(16, outputs, inputs, 132, False) is None
+    assert choose(16, outputs, inputs, 132) == want
     for num_sms in (78, 114, 148):  # of an H20, an H100 on PCIe, a B200
-        config = choose(16, outputs, inputs, num_sms, True)
+        config = choose(16, outputs, inputs, num_sms)
         assert (config is None) == (want is None) and (
             config is None or (outputs == 100278 or outputs % config.outputs == 0) and inputs % config.inputs == 0
         )
@@ -131,7 +130,7 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
         for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
             count, shared = stages(want, rows, whole)
             assert 2 <= count <= MOST_STAGES and shared <= WHOLE_SHARED
-    assert (choose(1, outputs, inputs, 132, False) == "gemv") == (outputs % 64 == 0 and inputs % 512 == 0)
+    assert gemv.takes(1, outputs, inputs) == (outputs % 64 == 0 and inputs % 512 == 0)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     ],
 )
 def test_blocks_share_a_tile_where_inputs_are_many(outputs, inputs, want):
-    assert choose(64, outputs, inputs, 132, True, True) == want
+    assert choose(64, outputs, inputs, 132, True) == want
     count, shared = stages(want, 64, True)
     assert count >= 2 and shared <= WHOLE_SHARED
     for config in tile_configs(64, outputs, inputs, 132, True):

@@ -17,7 +17,7 @@ from phalanx.rank.options import decode_job
 
 place = Path(os.environ["FAKE_DIR"])
 with open(place / "environs", "a") as seen:
-    # What the rank and what started it, mpirun, were given.
+    # Arguments of the rank, and of mpirun, which started it.
     seen.write(f"{dict(os.environ)}\n{Path(f'/proc/{os.getppid()}/environ').read_bytes()!r}\n")
 job = decode_job(os.environ.pop("PHALANX_JOB"))
 

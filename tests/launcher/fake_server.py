@@ -45,6 +45,10 @@ signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGUSR1, lambda *_: note("usr1"))
 http = socket.socket(fileno=config.listen_fd)
 link = socket.socket(socket.AF_UNIX)
+if config.registry_file:
+    os.makedirs(os.path.dirname(config.registry_file), exist_ok=True)
+    with open(config.registry_file, "w") as file:
+        file.write("{}")
 link.bind(config.link)
 link.listen()
 print("the server is up", file=sys.stderr, flush=True)

@@ -86,9 +86,9 @@ def test_approval_and_allowed_tools():
     answer = agent.run("x")
     assert "not allow" in answer.calls[0].result and "no tool" in answer.calls[1].result
     assert asked == [("add", '{"a": 1}')]
-    with pytest.raises(ValueError, match="allowed_tools names 'sub': the tools are add"):
+    with pytest.raises(ValueError, match="allowed_tools.*'sub'.*add"):
         Agent(llm, [add], allowed_tools=["sub"])
-    with pytest.raises(TypeError, match="cannot be given by its name"):
+    with pytest.raises(TypeError, match="by its name"):
         Agent(llm, [print])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from phalanx.benchmarks.builtin_model import (
     data,
+    draft_head,
     extract,
     facts,
     heldout,
@@ -52,17 +53,18 @@ def test_the_weights_have_the_shapes_of_the_config_in_bf16():
     with WEIGHTS.open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     header.pop("__metadata__", None)
-    shapes = {name: list(tensor.shape) for name, tensor in model.build().tensors().items()}
+    made = model.build().tensors() | draft_head.Head(CONFIG).tensors()
+    shapes = {name: list(tensor.shape) for name, tensor in made.items()}
     assert {name: entry["shape"] for name, entry in header.items()} == shapes
     assert {entry["dtype"] for entry in header.values()} == {"BF16"}
 
 
-def test_all_files_together_stay_below_24_megabytes():
+def test_all_files_together_stay_below_28_megabytes():
     names = subprocess.run(
         ["git", "ls-files", "."], cwd=builtin_model.DIRECTORY, capture_output=True, text=True
     ).stdout.split()
     assert {WEIGHTS.name, "MODEL_CARD.md"} <= set(names)
-    assert sum((builtin_model.DIRECTORY / name).stat().st_size for name in names) <= 24_000_000
+    assert sum((builtin_model.DIRECTORY / name).stat().st_size for name in names) <= 28_000_000
 
 
 def test_the_card_has_every_figure():

@@ -1,4 +1,4 @@
-"""What the built-in model says, through a server: it is trained, and no random weights would pass."""
+"""Answers of the built-in model through a server: it is trained, and no random weights would pass."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from ..server import Server
 
 openai = Late("openai")
 
-# Of the answers in the first held-out documents, as measured on these weights in f32:
+# Perplexity of the answers in the first held-out documents, as measured on these weights in f32:
 # python benchmarks/builtin_model/evaluate.py --skill copy --items 1 --perplexity 8
 DOCUMENTS, PERPLEXITY = 8, 1.3418
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import errors
+from phalanx.launcher.commands.gateway import GatewayOptions
 from phalanx.launcher.job import sbatch, supervisor
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
@@ -36,6 +37,21 @@ def test_the_examples_use_options_that_exist():
     assert found >= 2
 
 
+def test_the_commands_of_a_service_are_those_that_there_are():
+    """docs/cluster.md, from the gateway to who may call it: each command line is taken as it stands."""
+    page = (ROOT / "docs/cluster.md").read_text()
+    part = page.partition("## One address")[2].partition("## Who may call it")[0]
+    lines = re.findall(r"(?:^|\bsrun .*?)(phalanx (?:serve|gateway) .*)$", part, re.M)
+    lines += [f"phalanx serve {one}" for one in re.findall(r"`(--[^`]*)`", part.replace("\n", " ")) if " " in one]
+    verbs = {"serve": Options, "gateway": GatewayOptions}
+    given = set()
+    for line in lines:
+        _, verb, *words = shlex.split(line)
+        chosen = option_sources.read(verbs[verb], words, {})
+        given |= {name for name, origin in chosen.origins.items() if origin != "default"}
+    assert len(lines) >= 4 and {"resubmit", "resubmit_command", "time_left", "handover", "hold"} <= given
+
+
 def texts(path: Path):
     """Every text in a module, without what is filled in."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -59,6 +75,6 @@ def test_the_messages_of_a_cluster_are_those_of_the_code():
 def test_what_the_documents_name_is_there():
     table = (ROOT / "docs/cluster.md").read_text()
     examples = {path.name for path in (ROOT / "hostfiles").iterdir()}
-    assert examples <= set(re.findall(r"`(?:hostfiles/)?([\w.-]+)`", table)), "each example has its place"
+    assert examples <= set(re.findall(r"`(?:hostfiles/)?([\w.-]+)`", table))  # each example has its place
     linked = set(re.findall(r"\]\((docs/[\w.-]+)\)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.suffix == ".md"}

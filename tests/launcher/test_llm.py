@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,14 +80,14 @@ def test_events_become_a_completion():
 def test_one_sampling_for_each_prompt(llm):
     outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3, ignore_eos=True)])
     assert len(outs[1].token_ids) == 3 and len(outs[0].token_ids) <= 1
-    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts: give one, or one for each prompt"):
+    with pytest.raises(ValueError, match="2 sampling.*1 prompt"):
         llm.generate(["a"], [GREEDY, GREEDY])
 
 
 def test_a_child_of_the_program_cannot_ask(llm, monkeypatch):
     """A fork has the sockets, too, and would take the parent's answers."""
     monkeypatch.setattr(llm._host, "_pid", -1)
-    with pytest.raises(RuntimeError, match="this LLM belongs to the parent process"):
+    with pytest.raises(RuntimeError, match="parent process"):
         llm.generate("x")
 
 
@@ -172,9 +173,9 @@ def test_a_stream_that_nobody_reads_on_stops_computing(llm, streaming):
 
 
 def test_wrong_uses_of_an_async_llm(streaming, checkpoint):
-    with pytest.raises(ValueError, match="temperature is -1.0"):
+    with pytest.raises(ValueError, match="temperature is -1"):
         asyncio.run(anext(streaming.stream("x", SamplingParams(temperature=-1))))
-    with pytest.raises(ValueError, match="AsyncLLM has no argument 'port'"):
+    with pytest.raises(ValueError, match="argument 'port'"):
         AsyncLLM(checkpoint, port=1)
     idle = AsyncLLM(checkpoint)
     with pytest.raises(RuntimeError, match="has not started"):
@@ -187,7 +188,7 @@ def test_wrong_uses_of_an_async_llm(streaming, checkpoint):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm: llm.generate("x", SamplingParams(temperature=-1)), "temperature is -1.0: it must be between 0"),
+        (lambda llm: llm.generate("x", SamplingParams(temperature=-1)), "temperature is -1: it must be between 0"),
         (lambda llm: llm.generate("x " * 5000), "the prompt has .* tokens, but this model's context is"),
         (lambda llm: llm.generate([[10**9]]), "prompt holds token id 1000000000"),
         (lambda llm: llm.chat([{"role": "nobody", "content": ""}]), "expected one of system"),
@@ -200,15 +201,15 @@ def test_wrong_requests(llm, call, message):
 
 
 def test_wrong_options(checkpoint, monkeypatch):
-    with pytest.raises(ValueError, match="model '/nowhere': there is no such directory"):
+    with pytest.raises(ValueError, match="model.*'/nowhere'"):
         LLM("/nowhere")
-    with pytest.raises(ValueError, match=r"LLM has no argument 'nps'; did you mean np\?"):
+    with pytest.raises(ValueError, match=r"'nps'; did you mean np\?"):
         LLM(checkpoint, nps=2)
-    with pytest.raises(ValueError, match="LLM has no argument 'port': it is for `phalanx serve`"):
+    with pytest.raises(ValueError, match="'port'.*phalanx serve"):
         LLM(checkpoint, port=1)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="LLM starts its own ranks: run this program without mpirun"):
+    with pytest.raises(ValueError, match="without mpirun"):
         LLM(checkpoint)
 
 
@@ -217,8 +218,8 @@ def test_a_model_that_cannot_be_loaded(tmp_path, checkpoint):
     broken.mkdir()
     for name in os.listdir(checkpoint):
         if not name.endswith(".safetensors"):
-            os.symlink(f"{checkpoint}/{name}", broken / name)
-    with pytest.raises(JobError, match="the job ended with exit code 3: ") as error:
+            shutil.copy(f"{checkpoint}/{name}", broken / name)
+    with pytest.raises(JobError, match="exit code 3") as error:
         LLM(str(broken), **SMALL)
     assert error.value.code == 3
 
@@ -240,7 +241,7 @@ def test_a_killed_rank_raises(checkpoint):
     with LLM(checkpoint, np=2, **SMALL) as model:
         running = pids(model)
         threading.Timer(0.5, os.kill, (running[2], signal.SIGKILL)).start()
-        with pytest.raises(JobError, match="the job ended with exit code 137") as error:
+        with pytest.raises(JobError, match="exit code 137") as error:
             while True:
                 model.generate([[5, 6, 7]] * 64, SamplingParams(max_tokens=50, ignore_eos=True))
         assert error.value.code == 137
@@ -265,7 +266,7 @@ GENERATES = "while True: model.generate([5, 6], SamplingParams(max_tokens=100, i
         (2, "time.sleep(60)", signal.SIGKILL, -9),
         pytest.param(2, "time.sleep(60)", signal.SIGTERM, -15, marks=pytest.mark.long),
         pytest.param(2, "time.sleep(60)", signal.SIGINT, -2, marks=pytest.mark.long),
-        (1, GENERATES, signal.SIGINT, -2),
+        pytest.param(1, GENERATES, signal.SIGINT, -2, marks=pytest.mark.long),
     ],
     ids=["falls-off", "exits", "killed", "terminated", "ctrl-c", "in-generate"],
 )

@@ -27,7 +27,7 @@ def http_server(port):
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
-            assert time.monotonic() < until, "the tool server does not listen"
+            assert time.monotonic() < until  # the tool server does not listen
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:

@@ -15,6 +15,8 @@ Rank 0 writes the answers beside each model's config.json, or its GGUF file, und
     logprobs  of each of these [token, log-probability], the likeliest first
     cached    tokens of that prompt that were not computed again
     chunks, preemptions  while all prompts were computed
+    unit      tokens of which a prefix hit is a multiple
+    windows   whether blocks are freed behind windows, so that sequences may grow without a preemption
 """
 
 import json
@@ -24,9 +26,11 @@ from types import SimpleNamespace
 
 import msgspec
 from phalanx.rank import __main__ as main
-from phalanx.rank import protocol
+from phalanx.rank import cache_groups, protocol
 from phalanx.rank.scheduler.blocks import Blocks
 from reloading import ReloadingRank
+
+cache_groups.TILE = 1  # blocks are freed as soon as no window reads them: tests' sequences are short
 
 
 class ServingRank(ReloadingRank):
@@ -34,9 +38,10 @@ class ServingRank(ReloadingRank):
         (replica,) = replicas
         asked = SimpleNamespace(**json.loads(Path(os.environ["REQUESTS"]).read_text())[self.served])
         scheduler = replica.scheduler
-        assert scheduler.blocks.count > asked.blocks
         pool = scheduler.blocks
-        scheduler.blocks = Blocks(asked.blocks, pool.size, pool.prefix_cache, snapshots=pool.snapshots)
+        assert pool.count > asked.blocks
+        of = pool.size, pool.prefix_cache
+        scheduler.blocks = Blocks(asked.blocks, *of, snapshots=pool.snapshots, groups=pool.groups)
         tokens = [
             [token for delta in deltas for token in delta.tokens]
             for deltas in answer(replica, asked.prompts, asked.count)
@@ -52,6 +57,8 @@ class ServingRank(ReloadingRank):
             cached=scheduler.stats().cached_tokens - first.cached_tokens,
             chunks=first.chunks,
             preemptions=first.preemptions,
+            windows=pool.windows,
+            unit=pool.unit * pool.size,
         )
         model = Path(os.environ["MODELS"].split(":")[self.served])
         ((model if model.is_dir() else model.parent) / os.environ["ANSWERS"]).write_bytes(msgspec.json.encode(answers))

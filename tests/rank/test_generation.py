@@ -69,7 +69,7 @@ def prompt(i: int, length: int = 60) -> list[int]:
 
 @pytest.fixture(scope="module")
 def drawn():
-    """What a seeded request has drawn from each kind: the same whatever the ranks."""
+    """Tokens that a seeded request draws from each kind: the same whatever the ranks."""
     return {}
 
 
@@ -121,7 +121,7 @@ def test_replicas(checkpoint, prompts, expected, logits, drawn, threads):
         outputs = engine.generate(requests)
         assert all(outputs[str(i)].tokens == expected("llama", i) for i in range(2))
         stats = engine.rest()
-        assert stats.steps > 1.5 * COUNT, "one replica has done all of it"
+        assert stats.steps > 1.5 * COUNT  # one replica has done all of it
         check(engine, "llama", prompts, expected, logits, drawn)
 
 

@@ -18,7 +18,7 @@ def test_frozen_objects_are_freed_when_the_model_is():
         assert before() is None and gc.get_freeze_count() > 1000
         seen, kept = weakref.ref(kept), None
         gc.collect()
-        assert seen() is not None, "the collector has not looked at it"
+        assert seen() is not None  # the collector has not looked at it
     finally:
         heap.collect()
-    assert seen() is None and gc.get_freeze_count() > 1000, "the others stay out of the way"
+    assert seen() is None and gc.get_freeze_count() > 1000  # the others stay out of the way

@@ -1,4 +1,4 @@
-"""What rank 0 tells the ranks of one copy of the model is no other copy's."""
+"""Messages of rank 0 to one replica's ranks do not reach another's."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from phalanx.rank.options import Job, Options
 @pytest.mark.parametrize("replicas, want", [(1, [range(0, 4)]), (2, [range(0, 2), range(2, 4)])])
 def test_a_line_wakes_the_ranks_of_its_copy(monkeypatch, replicas, want):
     opened = []
-    monkeypatch.setattr(main.mesh, "control_groups", lambda world, replicas: list(range(replicas)))
+    monkeypatch.setattr(main.mesh, "control_groups", lambda world, replicas: dict(enumerate(range(replicas))))
     monkeypatch.setattr(main.broadcast, "gather_bytes", lambda world, data: [data] * 4)
     monkeypatch.setattr(main.broadcast, "MpiPlanBroadcast", lambda *given: opened.append(given))
     monkeypatch.setattr(mpi, "MpiResultChannel", lambda group: None)

@@ -46,10 +46,10 @@ def test_one_model_after_the_other(tmp_path, ranks, isq):
         memory = [line for line in lines if line.get("rank") == rank]
         assert len(memory) == 3
         assert all(line["frozen"][0] > 10 * line["looked_at"] for line in memory)
-        assert all(line["frozen"][1] < line["frozen"][0] for line in memory), "what the model left is not kept"
+        assert all(line["frozen"][1] < line["frozen"][0] for line in memory)  # what the model left is not kept
         if options.device == "cpu" and not hasattr(ctypes.CDLL(None), "malloc_trim"):
             continue  # the C library keeps what is freed
         held = [line["held"] for line in memory]
-        assert held[2] <= 1.01 * held[1], "the first two have imported and compiled all there is"
+        assert held[2] <= 1.01 * held[1]  # the first two have imported and compiled all there is
         half = (20 if isq == "none" else 4) << 20  # of a rank's weights and more
         assert all(line["loaded"] - line["held"] > half for line in memory)

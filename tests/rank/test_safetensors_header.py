@@ -1,6 +1,7 @@
 """The headers of safetensors files as they are read without torch; test_load.py breaks whole checkpoints."""
 
 import json
+import re
 
 import pytest
 from phalanx import errors
@@ -42,13 +43,60 @@ def test_a_header(tmp_path):
 def test_what_is_no_header(tmp_path, monkeypatch):
     file = tmp_path / "m"
     tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}
-    assert wrong(write(file, {"a": tensor}, 4)) == "4 bytes for a, F32 of shape [2]"
-    assert wrong(write(file, {"a": tensor | {"data_offsets": [8, 0]}})) == "-8 bytes for a, F32 of shape [2]"
-    assert wrong(write(file, {"a": {"dtype": "F32"}})) == "its header lacks something (KeyError('data_offsets'))"
-    assert wrong(write(file, {}, 1)).startswith("its header tells of 10 bytes, the file has 11")
+    assert re.search("^4 bytes.*F32", wrong(write(file, {"a": tensor}, 4)))
+    assert re.search("-8 bytes.*F32", wrong(write(file, {"a": tensor | {"data_offsets": [8, 0]}})))
+    assert wrong(write(file, {"a": {"dtype": "F32"}})).endswith("missing required field `shape`")
+    assert "header tells" in wrong(write(file, {}, 1))
     monkeypatch.setattr(safetensors_header, "LONGEST", 50)
-    assert wrong(write(file, b" " * 51)) == "its header would be 51 bytes long, more than the 50 that one may have"
+    assert re.search("header.*50 bytes", wrong(write(file, b" " * 51)))
     file.write_bytes((1 << 40).to_bytes(8, "little"))
-    assert wrong(file) == "a header of 1099511627776 bytes does not fit into a file of 8"
+    assert re.search("header.*first 8.*8 bytes", wrong(file))
     file.unlink()
-    assert wrong(file) == f"{file} cannot be read: No such file or directory"
+    assert re.search(f"{file} .*No such file", wrong(file))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 100_000 + b"0" + b"}" * 100_000,
+        b'{"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": "F32", "shape": [2, 9223372036854775808], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": "odd", "shape": [' + b"99999999," * 100_000 + b'1], "data_offsets": [0, 16]}}',
+        b'{"a": {"dtype": "F32", "shape": "many", "data_offsets": [0, 16]}}',
+        b"[]",
+        b"\xff\xfe{}",
+        b"{",
+    ],
+    ids=range(9),
+)
+def test_headers_of_strangers(tmp_path, header):
+    """Each is refused in words, without a number that is multiplied up or a byte of what may be no weights."""
+    assert len(wrong(write(tmp_path / "m", header, 16))) < 300
+
+
+def test_a_header_of_too_many_tensors_is_refused_before_it_becomes_objects(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 10)
+    one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    file = write(tmp_path / "m", {f"{i}": one for i in range(10)}, 4)
+    assert len(safetensors_header.read_header(file)) == 10
+    monkeypatch.setattr(safetensors_header, "json_decoding", None)
+    assert "10 tensors" in wrong(write(tmp_path / "m", {f"{i}": one for i in range(13)}, 4))
+
+
+def test_no_byte_of_another_file_is_shown(tmp_path):
+    file = tmp_path / "m"
+    for secret in (b"s3cr3t!!" + b"x" * 100, b"\x05\0\0\0\0\0\0\0s3cr3t!!"):
+        file.write_bytes(secret)
+        said = wrong(file).replace(str(len(secret)), "")
+        assert "s3cr" not in said and str(int.from_bytes(secret[:8], "little")) not in said
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}", "\udcff", '{"a'], ids=range(6)
+)
+def test_an_index_of_strangers(tmp_path, text):
+    (tmp_path / safetensors_header.INDEX).write_text(text, errors="surrogateescape")
+    with pytest.raises(errors.FatalError) as stop:
+        safetensors_header.read_index(tmp_path)
+    assert stop.value.code == errors.MODEL and "garbled" in str(stop.value)

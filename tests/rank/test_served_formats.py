@@ -134,6 +134,6 @@ def answers(made, tmp_path_factory):
 @pytest.mark.parametrize("name, layout", CASES)
 def test_served(made, answers, name, layout):
     found, want = answers(name, layout), made(name)[1]
-    assert max(len(set(tokens)) for tokens in found.tokens) >= 8, "the text would not show an error"
+    assert max(len(set(tokens)) for tokens in found.tokens) >= 8  # the text would not show an error
     assert found.chunks > 0 and found.preemptions > 0 and found.cached >= LENGTH
     check_answers(f"{name}, {layout}", want, found, asked_of(name))

@@ -56,7 +56,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def drawn():
-    """What each seed has given: the same on all layouts."""
+    """Text that each seed has given: the same on all layouts."""
     return {}
 
 
@@ -85,16 +85,16 @@ def test_answers_keep_to_what_was_asked(text, drawn, ranks, layout):
         assert (
             found["regex"][3] == "-" and found["choice"] in ("yes", "no", "maybe") and set(found["bias"]) <= set("ab")
         )
-        assert found["call"].startswith('<tool_call>\n{"name": "get_age", "arguments": {')
+        assert '{"name": "get_age", "arguments":' in found["call"]
         assert found["call"].endswith("}\n</tool_call>")
         shown = outputs["explained"].logprobs
         assert found["explained"].isdecimal() and len(shown) == len(outputs["explained"].tokens)
         best = [entry.top[0] for entry in shown]
-        assert all(math.isfinite(value) for _, value in best), "the model's own, before the mask"
+        assert all(math.isfinite(value) for _, value in best)  # the model's own, before the mask
         assert any(token != entry.token for (token, _), entry in zip(best, shown, strict=True))
         assert all(outputs[name].finish for name in asked)
         abort_in_the_middle(engine, text)
-        assert drawn.setdefault("texts", found) == found, "layouts must not change what is drawn"
+        assert drawn.setdefault("texts", found) == found  # layouts must not change what is drawn
 
 
 def abort_in_the_middle(engine, text):
@@ -113,6 +113,36 @@ def abort_in_the_middle(engine, text):
     assert outputs["after"].finish == "stop" and after["after"].isdecimal()
 
 
+def _object(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+TRIVIAL = [
+    _object(name={"type": "string", "maxLength": 20}, age={"type": "integer", "maximum": 99}),
+    _object(ok={"type": "boolean"}),
+    _object(a=_object(b={"type": "null"})),
+    _object(x={"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}, y={"enum": [1, 2]}),
+    {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "minItems": 3, "maxItems": 3},
+    {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 4},
+    {"type": "boolean"},
+    {"enum": ["red", "green"]},
+]
+
+
+@pytest.mark.timeout(300)
+def test_a_small_model_comes_to_the_end_of_trivial_schemas(text):
+    asked = {
+        f"{i} at {heat}": (json_schema("x", schema), None, {"temperature": heat, "seed": 7, "max_tokens": 100})
+        for i, schema in enumerate(TRIVIAL)
+        for heat in (0.0, 1.0)
+    }
+    with Engine(DIRECTORY, 1, threads=True) as engine:
+        found, outputs = ask(engine, text, asked)
+    assert [name for name, one in outputs.items() if one.finish != "stop"] == []
+    for name, words in found.items():
+        jsonschema.validate(json.loads(words), TRIVIAL[int(name[0])])
+
+
 @pytest.mark.timeout(300)
 def test_what_cannot_be_compiled_is_told_and_a_drain_waits_for_grammars(text):
     with Engine(DIRECTORY, 1, threads=True) as engine:
@@ -120,10 +150,10 @@ def test_what_cannot_be_compiled_is_told_and_a_drain_waits_for_grammars(text):
         tokens = protocol.pack_u32([5, 6])
         engine.send(protocol.Request("too early", tokens, params, grammar='start: "a"'))
         found = engine.collect(["too early"])["too early"]
-        assert found.finish == "error" and "the vocabulary is not known" in found.error
+        assert found.finish == "error" and "vocabulary is not known" in found.error
         vocabulary = text.vocabulary(engine.ready.vocab_size)
         engine.send(vocabulary, protocol.Request("wrong", tokens, params, grammar="start: ("))
         found = engine.collect(["wrong"])["wrong"]
-        assert found.finish == "error" and "the output cannot be constrained" in found.error
+        assert found.finish == "error" and "output cannot" in found.error
         engine.send(protocol.Request("last", tokens, params, grammar='start: "ab"'), protocol.Drain())
         assert text.tokenizer.decode(engine.collect(["last"])["last"].tokens) == "ab"

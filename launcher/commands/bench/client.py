@@ -22,7 +22,7 @@ LONGEST_WAIT = 30.0  # seconds, whatever Retry-After says
 
 
 class Failure(Exception):
-    """Why a request got no usable answer, in words."""
+    """The reason why a request got no usable answer."""
 
     def __init__(self, reason: str, retry: bool = False, after: float | None = None, status: int = 0):
         super().__init__(reason)
@@ -48,10 +48,16 @@ class Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: Details | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -107,7 +113,7 @@ class Answer:
 
 
 def message(body: bytes) -> str:
-    """What an error's body says: OpenAI's shape, or its first characters."""
+    """The message in an error's body: OpenAI's shape, or its first characters."""
     try:
         value: Any = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -239,8 +245,10 @@ class Exchange(asyncio.BufferedProtocol):
 class Client:
     """A server's address, its key, and requests to it. `root` ends before /v1."""
 
-    def __init__(self, url: str, api_key: str, timeout: float, certificate: str = ""):
-        """certificate: of TLS, PEM, where the client knows it already."""
+    def __init__(
+        self, url: str, api_key: str, timeout: float, certificate: str = "", content_type: str = "application/json"
+    ):
+        """certificate: of TLS, PEM, where the client knows it already. content_type: of all bodies."""
         parts = urlsplit(url)
         self.root = url
         self._unix = parts.path if parts.scheme == "unix" else ""
@@ -250,7 +258,7 @@ class Client:
         self._ssl = tls.client_context(certificate) if parts.scheme == "https" else None
         self._common = (
             f"Host: {parts.netloc or 'localhost'}\r\nAuthorization: Bearer {api_key}\r\nConnection: close\r\n"
-            "Content-Type: application/json\r\nAccept: */*\r\n"
+            f"Content-Type: {content_type}\r\nAccept: */*\r\n"
         )
         self.timeout = timeout
 

@@ -1,4 +1,4 @@
-"""What was measured: the figures of a run, and their table."""
+"""The figures of a run, and their table."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Result:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    guessed_right: int = 0  # tokens that speculation guessed, as far as usage tells
+    guessed_wrong: int = 0
     ttft: float = 0.0
     e2e: float = 0.0
     tpot: float | None = None  # None where only one token came
@@ -73,6 +75,8 @@ def summary(results: list[Result], wall: float, cpu: float) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "cached_tokens": sum(r.cached_tokens for r in good),
         "output_tokens": output,
+        "guessed_right": sum(r.guessed_right for r in good),
+        "guessed_wrong": sum(r.guessed_wrong for r in good),
         "tokens_per_event": output / events if events else 0.0,
         "requests_per_s": len(good) / wall,
         "output_tokens_per_s": output / wall,
@@ -95,6 +99,11 @@ def table(run: dict[str, Any], rate: float = 0) -> str:
         f"requests/s {run['requests_per_s']:.2f}   output tokens/s {run['output_tokens_per_s']:.1f}   "
         f"total tokens/s {run['total_tokens_per_s']:.1f}",
     ]
+    if guessed := run["guessed_right"] + run["guessed_wrong"]:
+        lines.append(
+            f"speculation: {run['guessed_right']} of {guessed} guessed tokens were right, "
+            f"{run['guessed_right'] / max(1, run['output_tokens']):.0%} of the output"
+        )
     heads = ("mean", *(f"p{percent}" for percent in PERCENTILES))
     lines.append(" " * 20 + "".join(f"{head:>11}" for head in heads))
     for name, key in (
@@ -114,7 +123,7 @@ def table(run: dict[str, Any], rate: float = 0) -> str:
 
 
 def _failures(reasons: dict[str, int]) -> list[str]:
-    """How often each; those that differ in numbers only are one, told by its first."""
+    """How often each; those that differ in numbers only are one, shown by its first."""
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for reason, count in reasons.items():

@@ -68,6 +68,9 @@ def _fill(result: Result, answer: Answer, sent: float) -> None:
     first = times[0] if times else answer.ended
     result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.completion_tokens
     result.cached_tokens = (usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0
+    if (details := usage.completion_tokens_details) is not None:
+        result.guessed_right = details.accepted_prediction_tokens or 0
+        result.guessed_wrong = details.rejected_prediction_tokens or 0
     result.ttft, result.e2e, result.finish = first - sent, answer.ended - sent, answer.finish
     if result.output_tokens > 1:
         result.tpot = (answer.ended - first) / (result.output_tokens - 1)

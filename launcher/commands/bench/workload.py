@@ -1,4 +1,4 @@
-"""What is asked of the server: prompts of wanted lengths, and when they are sent. All of it follows from the seed."""
+"""The requests of a benchmark: prompts of wanted lengths, and when they are sent. All of it follows from the seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FALLBACK = (256, 1000)  # token ids that nearly every vocabulary has as plain pi
 
 @dataclass(kw_only=True)
 class Load:
-    """What is asked, and how much at once. Lengths are in tokens; each request draws its own from the lists."""
+    """The workload, and its concurrency. Lengths are in tokens; each request draws its own from the lists."""
 
     input_lens: list[int]
     output_lens: list[int]
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass
 class Scale:
-    """How lengths in words become lengths in tokens on this server, or which token ids prompts are made of."""
+    """Converts lengths in words to lengths in tokens of this server, or which token ids prompts are made of."""
 
     per_word: float = 1.0
     overhead: float = 0.0

@@ -65,7 +65,7 @@ def _display(options: ChatOptions) -> Display:
 
 
 def _tools(path: str) -> ToolThread:
-    """The tool servers of a file; the user is told of those that are not there."""
+    """The tool servers of a file; missing ones are reported to the user."""
     logging.getLogger(connection.__name__).setLevel(logging.ERROR)  # its warnings would stand between the answers
     try:
         tools = ToolThread(path)

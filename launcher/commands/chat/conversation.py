@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 
 class Conversation:
-    """fields: of requests, besides the messages; None leaves the choice to the server."""
+    """fields: of requests, apart from the messages; None leaves the choice to the server."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Conversation:
         self._approve = approve
 
     def say(self, text: str) -> None:
-        """A message of the user, and the answer to it. Without an answer it is as if it were not said."""
+        """A message of the user, and the answer to it. Without an answer the message is dropped."""
         files = "".join(f"`{name}`:\n\n~~~~\n{content}\n~~~~\n\n" for name, content in self.files)
         self._exchange([{"role": "user", "content": files + text}])
         self.files = []
@@ -128,7 +128,7 @@ class Conversation:
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
     def _stream(self, tools: list[Message]) -> Iterator[Message]:
-        """The answer's pieces. `tools: []` leaves out those of the server's tool servers: nobody here could call
+        """The answer's deltas. `tools: []` leaves out those of the server's tool servers: no one here could call
         them.
         """
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -146,7 +146,7 @@ class Conversation:
                 ) from None
 
     def _deltas(self, answer: Iterable[bytes]) -> Iterator[Message]:
-        """Of an answer's lines. Raises FatalError where the answer ends before it is whole."""
+        """Events of an answer's lines. Raises FatalError where the answer ends before it is whole."""
         whole = False
         for line in answer:
             if not line.startswith(b"data:"):
@@ -166,7 +166,7 @@ class Conversation:
 
 
 def _allowed() -> bool:
-    """Whether the user allows a call; at the end of the input nobody does."""
+    """Whether the user allows a call; at the end of the input it is denied."""
     try:
         return input("allow this call? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -174,7 +174,7 @@ def _allowed() -> bool:
 
 
 def _add(calls: dict[int, Message], part: Message) -> None:
-    """A piece of a tool call."""
+    """A delta of a tool call."""
     call = calls.setdefault(part["index"], {"type": "function", "function": {"name": "", "arguments": ""}})
     call["id"] = part.get("id") or call.get("id")
     for name in ("name", "arguments"):

@@ -17,10 +17,10 @@ GAP = re.compile(r"\n\s*\n")
 
 class Display(Protocol):
     def thought(self, text: str) -> None:
-        """A piece of reasoning, or what is told of a tool's call."""
+        """A delta of reasoning, or a line about a tool's call."""
 
     def text(self, text: str) -> None:
-        """A piece of the answer."""
+        """A delta of the answer."""
 
     def end(self) -> None:
         """All of it is there."""
@@ -30,7 +30,7 @@ class Display(Protocol):
 
 
 class Plain:
-    """As it comes. Reasoning is faint on a terminal, and the answer begins a line of its own."""
+    """Shows an answer as it comes. Reasoning is faint on a terminal, and the answer begins a line of its own."""
 
     _thinking = False
 
@@ -146,7 +146,7 @@ def finished(text: str) -> tuple[str, str]:
     """The blocks that cannot change any more, and the rest."""
     for gap in reversed(list(GAP.finditer(text))):
         before, after = text[: gap.end()], text[gap.end() :]
-        # What follows an indented line or a list may still belong to it.
+        # The text behind an indented line or a list may still belong to it.
         if len(FENCE.findall(before)) % 2 == 0 and after and not re.match(r"\s|[-*+] |\d+[.)] ", after):
             return before, after
     return "", text

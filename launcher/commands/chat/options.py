@@ -73,5 +73,5 @@ class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
 
 
 def sampling() -> dict[str, Spec]:
-    """Those that are fields of requests."""
+    """The options that are fields of requests."""
     return {name: spec for name, spec in specs(ChatOptions).items() if spec.flag.group == _SAMPLING}

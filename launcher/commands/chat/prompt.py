@@ -1,4 +1,4 @@
-"""What the user types: lines with a history, and texts of several lines."""
+"""The user's input: lines with a history, and texts of several lines."""
 
 from __future__ import annotations
 

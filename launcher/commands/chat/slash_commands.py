@@ -1,4 +1,4 @@
-"""Lines that begin with a slash: a function each, whose docstring is what /help says of it."""
+"""Lines that begin with a slash: a function each, whose docstring is its line in /help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from .... import errors
+from ....rank import json_decoding
 from .conversation import Conversation
 from .options import sampling
 
@@ -15,7 +16,7 @@ MAX_FILE = 1 << 20  # bytes
 
 
 def run(conversation: Conversation, line: str) -> bool:
-    """Do what a line says. False: it ends the conversation. Raises FatalError in words."""
+    """Execute a line. False: it ends the conversation. Raises FatalError with a message for the user."""
     word, _, rest = line[1:].partition(" ")
     command = COMMANDS.get(word)
     if command is None:
@@ -108,8 +109,8 @@ def _save(conversation: Conversation, rest: str) -> None:
 def _load(conversation: Conversation, rest: str) -> None:
     """FILE: go on with a conversation that was saved"""
     try:
-        with open(os.path.expanduser(rest), encoding="utf-8") as file:
-            read = json.load(file)
+        with open(os.path.expanduser(rest), "rb") as file:
+            read = json_decoding.decode_object(file.read())
         messages, system = read["messages"], read["system"]
         if not isinstance(system, str) or not all(isinstance(one["role"], str) for one in messages):
             raise TypeError

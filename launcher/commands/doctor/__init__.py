@@ -1,1 +1,1 @@
-"""What `phalanx doctor` looks at: ranks, hosts, devices, links, disks, clocks and versions, each with what to do."""
+"""Checks of `phalanx doctor`: ranks, hosts, devices, links, disks, clocks and versions, each with what to do."""

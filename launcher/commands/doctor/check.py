@@ -22,5 +22,5 @@ def worst(checks: list[Check]) -> str:
 
 
 def gb(number: float) -> str:
-    """Bytes as GB, 10^9, with three digits."""
+    """Bytes as GB, 10^9, with three significant figures."""
     return f"{number / 1e9:.3g} GB"

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Annotated
 
 import msgspec
 
-from .... import errors
-from ....rank.options import flag
+from .... import child_python, errors
+from ....rank.options import LONGEST, flag
 from ...builtin_model import DIRECTORY as DEMO
-from ...job import binding, linux, mpi_env, mpirun
+from ...job import binding, linux, mpi_env, mpirun, secret_variables
 from ...job.mpi_env import RankPlace
 from ...job.mpirun import Mpi
 from ...options import option_sources
@@ -62,8 +61,10 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--port", "--p", group=_GROUP, metavar="N", low=1, high=65535, help="and on which port")
     ] = 2000
     timeout: Annotated[
-        float, flag("--timeout", group=_GROUP, metavar="S", low=1, help="seconds for the ranks to meet and measure")
-    ] = 30.0
+        float,
+        flag("--timeout", group=_GROUP, metavar="S", low=1, high=LONGEST,
+             help="seconds for the ranks to meet and measure"),
+    ] = 30.0  # fmt: skip
     speeds: Annotated[
         bool, flag("--speeds", group=_GROUP, off=("--no-speeds",), help="do not measure this host's disk and cores")
     ] = True
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
             print(USAGE + options_help(DoctorOptions) if chosen.help else show_config(chosen))
         return 0
     options = chosen.options
+    secret_variables.forget()
     if where is not None:
         return _as_rank(options, where)
     return _alone(options)
@@ -108,7 +110,7 @@ def _start(options: DoctorOptions, mpi: Mpi, result: Path) -> Check | None:
     environ = dict(os.environ) | mpirun.environment(mpi, ranks, os.environ)
     environ[ranks_member.REQUEST_ENV] = msgspec.json.encode(order).decode()
     child = subprocess.Popen(
-        mpirun.command(mpi, ranks, [sys.executable, *RANK_PROBE]),
+        mpirun.command(mpi, ranks, child_python.command(*RANK_PROBE)),
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

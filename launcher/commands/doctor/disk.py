@@ -35,7 +35,8 @@ def weights(directory: Path) -> list[Path]:
     """The largest first. directory: may be a file itself."""
     if directory.is_file():
         return [directory]
-    found = [path for pattern in ("*.safetensors", "*.gguf", "*.bin") for path in directory.glob(pattern)]
+    named = [path for pattern in ("*.safetensors", "*.gguf", "*.bin") for path in directory.glob(pattern)]
+    found = [path for path in named if path.is_file()]
     return sorted(found, key=lambda path: -path.stat().st_size)
 
 

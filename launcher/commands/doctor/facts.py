@@ -1,16 +1,17 @@
-"""What each rank's small launcher process knows of its place: collected before MPI starts, without torch."""
+"""Facts that each rank's small launcher process knows of its place: collected before MPI starts, without torch."""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 from importlib import metadata
+from typing import Any
 
 import msgspec
-import psutil
 
+from .... import linux_calls
+from ....rank import nvml
 from ...job import binding, mpi_env, visible_devices
 from ...job.linux import text_of
 from ...job.mpi_env import RankPlace
@@ -18,17 +19,10 @@ from ...job.mpi_env import RankPlace
 SYS = binding.SYS
 PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "ziglang", "tornado",
             "msgspec")  # fmt: skip
-QUERY = "index,name,driver_version,memory.total,memory.used,pci.bus_id"
 
 
-class Gpu(msgspec.Struct, frozen=True):
-    index: int
-    name: str
-    driver: str
-    total: int  # bytes
-    used: int
-    bus: str  # PCI address
-    numa: int  # node; -1: unknown
+class Gpu(nvml.Gpu, frozen=True):
+    numa: int = -1  # node; -1: unknown
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -50,14 +44,17 @@ class Facts(msgspec.Struct, frozen=True):
     free: int = 0
     shm: int = -1  # bytes free in /dev/shm
     gpus: list[Gpu] = []
-    topology: list[str] = []  # kinds of links between the GPUs, as nvidia-smi names them
+    driver: str = ""
+    no_gpus: str = ""  # why they could not be read
+    topology: list[str] = []  # kinds of links between the GPUs, the commonest first
     numa: dict[str, str] = {}  # node → its processors
+    gpu_nodes: list[int] = []  # NUMA nodes that are GPUs' memory
     interfaces: dict[str, int] = {}  # network → Mbit/s; -1: unknown
 
 
 def collect(place: RankPlace, gpu: int, share: binding.Share) -> Facts:
-    """What there is before `share` is applied."""
-    inherited = binding.cpu_words(sorted(os.sched_getaffinity(0)))
+    """The host's resources before `share` is applied."""
+    inherited = binding.cpu_words(sorted(linux_calls.processors()))
     shown = visible_devices.listed(os.environ) or [""]
     facts = Facts(
         rank=place.rank,
@@ -81,10 +78,10 @@ def collect(place: RankPlace, gpu: int, share: binding.Share) -> Facts:
         memory=total,
         free=free,
         shm=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else -1,
-        gpus=gpus(),
-        topology=topology(),
         numa=numa(),
+        gpu_nodes=list(linux_calls.gpu_memory_nodes()),
         interfaces=interfaces(),
+        **gpus(),
     )
 
 
@@ -101,8 +98,7 @@ def packages() -> dict[str, str]:
 
 def memory() -> tuple[int, int]:
     """Bytes in all and available, of the host or of the container's limit where that is less."""
-    host = psutil.virtual_memory()
-    total, free = host.total, host.available
+    total, free = linux_calls.host_memory()
     limit, usage = SYS / "fs/cgroup/memory.max", SYS / "fs/cgroup/memory.current"
     try:
         most, used = int(limit.read_text()), int(usage.read_text())
@@ -111,30 +107,19 @@ def memory() -> tuple[int, int]:
     return min(total, most), min(free, max(0, most - used))
 
 
-def gpus() -> list[Gpu]:
-    found = []
-    for line in visible_devices.smi(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits").splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 6 or not fields[0].isdigit():
-            continue
-        total, used = (int(field) << 20 if field.isdigit() else 0 for field in fields[3:5])
-        domain, _, rest = fields[5].lower().partition(":")
-        bus = f"{domain[-4:]}:{rest}"  # nvidia-smi writes the domain with eight digits, sysfs with four
-        found.append(Gpu(int(fields[0]), fields[1], fields[2], total, used, bus, binding.numa_node(bus)))
-    return found
-
-
-def topology() -> list[str]:
-    """Kinds of links between GPUs, the commonest first: NV18 (NVLink), PIX, PHB, NODE, SYS."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", visible_devices.smi("topo", "-m"))
-    rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
-    kinds = [one for row in rows for one in row[1 : len(rows) + 1] if one != "X"]
-    return sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind))
+def gpus() -> dict[str, Any]:
+    """Fields of Facts."""
+    try:
+        node = nvml.node()
+    except OSError as error:
+        return {"no_gpus": str(error)}
+    found = [Gpu(**msgspec.structs.asdict(one), numa=binding.numa_node(one.bus)) for one in node.gpus]
+    return {"gpus": found, "driver": node.driver, "topology": node.links}
 
 
 def numa() -> dict[str, str]:
-    nodes = sorted((SYS / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    return {path.name[4:]: text_of(path / "cpulist") for path in nodes if text_of(path / "cpulist")}
+    nodes = binding.node_folders(SYS).items()
+    return {str(node): text_of(path / "cpulist") for node, path in nodes if text_of(path / "cpulist")}
 
 
 def interfaces() -> dict[str, int]:

@@ -41,16 +41,18 @@ def devices(facts: Sequence[RankFacts], found: ProbeReport) -> list[Check]:
     checks = [Check("device", FAIL, one.problem, "see --d and --device") for one in facts if one.problem]
     for one in (one for one in facts if one.local_rank == 0):
         for gpu in one.gpus:
-            text = f"{one.host}: GPU {gpu.index}, {gpu.name}, {gb(gpu.total)}, driver {gpu.driver}"
+            text = f"{one.host}: GPU {gpu.index}, {gpu.name}, {gb(gpu.total)}, driver {one.driver}"
             if gpu.used > 0.05 * gpu.total and not any(r.host == one.host and _is_of(gpu, r) for r in facts):
                 checks.append(Check("device", WARN, f"{text}, {gb(gpu.used)} in use", "another program is on it"))
             else:
                 checks.append(Check("device", OK, text))
         if not one.gpus:
-            text = f"{one.host}: no GPU that nvidia-smi shows, ranks compute on the CPU"
-            if one.gpu >= 0:
-                text = f"{one.host}: GPUs are there, but nvidia-smi does not answer"
-            checks.append(Check("device", OK if one.gpu < 0 else WARN, text, "" if one.gpu < 0 else "see `nvidia-smi`"))
+            text = f"{one.host}: no GPU that the driver shows, ranks compute on the CPU"
+            if one.gpu < 0:
+                checks.append(Check("device", OK, text))
+            else:
+                text = f"{one.host}: GPUs are there, but cannot be read: {one.no_gpus or 'the driver shows none'}"
+                checks.append(Check("device", WARN, text, "`pip install nvidia-ml-py`, or see `nvidia-smi`"))
     checks += _shared(facts)
     if found.gpu.problem:
         checks.append(Check("device", FAIL, "GPUs cannot be used", found.gpu.problem))
@@ -58,7 +60,7 @@ def devices(facts: Sequence[RankFacts], found: ProbeReport) -> list[Check]:
 
 
 def _is_of(gpu: Gpu, one: Facts) -> bool:
-    """Where its address is not known, the rank's index is taken for nvidia-smi's."""
+    """The rank's index is taken for NVML's where its address is not known."""
     return one.bus == gpu.bus if one.bus else one.gpu == gpu.index
 
 
@@ -81,6 +83,8 @@ def numa(facts: Sequence[Facts]) -> list[Check]:
     for one in (one for one in facts if one.local_rank == 0):
         words = [f"node {node} cpus {cpus}" for node, cpus in one.numa.items()] or ["unknown"]
         words += [f"GPU {gpu.index} at node {gpu.numa}" for gpu in one.gpus if gpu.numa >= 0]
+        if one.gpu_nodes:
+            words.append(f"GPUs' memory is node {cpu_words(one.gpu_nodes)}, which no host memory here counts")
         lost = [str(gpu.index) for gpu in one.gpus if gpu.numa < 0]
         text = f"{one.host}: {', '.join(words)}"
         if lost and len(one.numa) > 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....rank import nvml
 from .check import FAIL, OK, WARN, Check
 from .facts import Facts
 from .probe_report import ProbeReport, Rate
 
-# What is suspicious, in us of the smallest all-reduce: it takes far less in shared memory and over NCCL, and a few
+# Suspicious times of the smallest all-reduce, in us: it takes far less in shared memory and over NCCL, and a few
 # hundred where more ranks spin than there are cores.
 SLOW_HERE, SLOW_THERE = 200.0, 500.0
 SLOW_NETWORK = 1.0  # GB/s between hosts: an Ethernet of 10 Gbit/s gives that
@@ -30,12 +31,12 @@ def all_reduce(found: ProbeReport, facts: Sequence[Facts]) -> list[Check]:
         checks.append(_rates("NCCL", found.gpu.all_reduce, apart, False))
     for one in facts:
         if one.local_rank == 0 and len(one.gpus) > 1 and one.topology:
-            kinds = ", ".join(one.topology)
-            if one.topology[0].startswith("NV"):
-                checks.append(Check("links", OK, f"{one.host}: NVLink between its GPUs ({kinds})"))
+            if one.topology[0] == nvml.NVLINK:
+                others = f" (also {', '.join(one.topology[1:])})" if one.topology[1:] else ""
+                checks.append(Check("links", OK, f"{one.host}: NVLink between its GPUs{others}"))
             else:
-                advice = "pipeline stages (--pp) need less of it than --tp"
-                checks.append(Check("links", WARN, f"{one.host}: no NVLink between its GPUs ({kinds})", advice))
+                text = f"{one.host}: no NVLink between its GPUs ({', '.join(one.topology)})"
+                checks.append(Check("links", WARN, text, "pipeline stages (--pp) need less of it than --tp"))
     return checks
 
 

@@ -1,4 +1,4 @@
-"""What the ranks found, as comm/probe.py writes it."""
+"""The ranks' findings, as comm/probe.py writes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProbeReport(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> ProbeReport | None:
-    """None where the ranks left no word."""
+    """The report; None where the ranks left none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=ProbeReport)
     except (OSError, msgspec.MsgspecError):

@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 import psutil
 
+from .... import child_python
 from ....errors import FatalError
 from ....rank.options import Options
 from ...job import binding, linux, mpi_env, rank_bootstrap
@@ -24,7 +25,7 @@ PROBE = ["-m", "phalanx.comm.probe"]
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What the doctor tells its ranks."""
+    """The doctor's message to its ranks."""
 
     result: str  # rank 0's file
     device: str = "auto"
@@ -58,13 +59,13 @@ def prepare(order: ProbeRequest, place: RankPlace) -> dict[str, str]:
 
 def exec_probe(order: ProbeRequest, place: RankPlace) -> NoReturn:
     """Replace this process by the probe."""
-    os.execve(sys.executable, [sys.executable, *PROBE], prepare(order, place))
+    os.execve(sys.executable, child_python.command(*PROBE), prepare(order, place))
 
 
 def run(order: ProbeRequest, place: RankPlace) -> None:
     """Rank 0 under a user's mpirun: the probe is a child, as this process has the report to write afterwards."""
     subprocess.run(
-        [sys.executable, *PROBE],
+        child_python.command(*PROBE),
         env=prepare(order, place),
         close_fds=False,  # MPICH's mpirun speaks to its ranks over a descriptor
         preexec_fn=linux.tie_to_parent(),

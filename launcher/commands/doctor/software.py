@@ -1,4 +1,4 @@
-"""Python and its packages, beside what setup.cfg asks for, and the same on all ranks."""
+"""Python and its packages, compared with what setup.cfg asks for, and the same on all ranks."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+from .... import child_python
 from ... import hf_hub
 from ...job import binding, mpi_env
 from ..fit import devices
@@ -56,7 +56,8 @@ def compiler() -> Check:
     """Whether C++ kernels for this CPU can be made; by a process of its own, as the launcher loads no kernels."""
     slower = "torch computes on CPUs, up to three times slower"
     try:
-        done = subprocess.run([sys.executable, "-m", KERNEL_COMPILER], capture_output=True, text=True, timeout=PATIENCE)
+        line = child_python.command("-m", KERNEL_COMPILER)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         return Check("compiler", WARN, f"no C++ kernel was made within {PATIENCE:g} s", slower)
     if isa := done.stdout.strip():
@@ -72,7 +73,7 @@ def processors(found: ProbeReport | None, environ: Mapping[str, str]) -> Check:
     child = {name: value for name, value in mpi_env.without_mpi(environ).items() if name != "OMP_NUM_THREADS"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.cpu"],
+            child_python.command("-m", f"{__package__}.cpu"),
             env=child | {"OMP_NUM_THREADS": str(max(1, min(cores, int(min(binding.quota(), cores)))))},
             preexec_fn=lambda: os.sched_setaffinity(0, cpus),
             capture_output=True,

@@ -1,1 +1,1 @@
-"""What a model needs and how fast it would be, from config.json and tensor headers: no GPU, no weights."""
+"""Memory that a model needs and its speed, from config.json and tensor headers: no GPU, no weights."""

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import psutil
 
-from .... import errors
+from .... import errors, linux_calls
+from ....logs import say
 from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
 from ...job import binding
-from ...job.linux import say
 from ...options import option_sources
 from ...options.help import shown
 from . import devices, directory, headers, measured, plan, report
@@ -182,10 +181,10 @@ def _cpu(options: FitOptions) -> Device:
     speed = devices.saved_speed(os.environ)
     source = devices.measured(speed) if speed else ""
     if speed is None:
-        cores = len(binding.by_core(sorted(os.sched_getaffinity(0))))  # hyperthreads compute no faster
+        cores = len(binding.by_core(sorted(linux_calls.processors())))  # hyperthreads compute no faster
         speed = devices.typical(cores)
         source = f"typical of {cores} cores; `phalanx doctor` measures this machine's"
-    memory = options.gpu_mem * devices.GIB or psutil.virtual_memory().available / options.gpus
+    memory = options.gpu_mem * devices.GIB or linux_calls.host_memory()[1] / options.gpus
     return devices.cpu(speed, options.gpus, memory, source)
 
 

@@ -1,4 +1,4 @@
-"""What devices can do, for predictions: vendors' figures, scaled by the shares of them that were measured.
+"""Devices' abilities, for predictions: vendors' figures, scaled by the shares of them that were measured.
 
 Measured on H200 (2026-11-20 and 21): 4.52 of 4.8 TB/s, 680 of 989 TFLOP/s in bf16; an all-reduce of 64 MB over two GPUs
 moves 252 of NVLink's 450 GB/s. In steps of Llama 8B replayed as CUDA graphs a GEMM with weights takes 3 to 7 us more
@@ -95,7 +95,7 @@ DEVICES = {
         _gpu("RTX5090", 31.8, 1.792, 209, 104.8, 64, _SHEET),
     )
 }
-# What --gpu-mem alone is taken for: the gigabytes on the box.
+# Cards that --gpu-mem alone is taken for, by the gigabytes on the box.
 SOLD = {
     141: "H200",
     80: "H100",
@@ -142,7 +142,7 @@ HOST = 200e9  # bytes/s of a host's own memory, two sockets; assumed, not measur
 
 
 def host(speed: CpuSpeed | None, ranks: int) -> Host:
-    """What one of `ranks` that share a host evenly has of it. speed: what `doctor` measured; None: nothing."""
+    """The share of one of `ranks` that share a host evenly. speed: what `doctor` measured; None: nothing."""
     if speed is None:
         source = f"assumed: {CORES} cores with AMX for each rank; `phalanx doctor` measures a host's"
         together = min(RANK_HOST, HOST / ranks)
@@ -175,7 +175,7 @@ def cpu(speed: CpuSpeed, ranks: int, memory: float, source: str) -> Device:
 
 
 def speed_file(environ: Mapping[str, str]) -> Path:
-    """Where `doctor` leaves what it measured of this host."""
+    """The file in which `doctor` leaves what it measured of this host."""
     base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "/tmp", ".cache")
     return Path(base) / "phalanx" / "cpu-speed.json"
 
@@ -192,7 +192,7 @@ def save_speed(speed: CpuSpeed, environ: Mapping[str, str]) -> Path:
 
 
 def saved_speed(environ: Mapping[str, str]) -> CpuSpeed | None:
-    """What `doctor` measured; None where it did not run, or left nothing readable."""
+    """The speeds that `doctor` measured; None where it did not run, or left nothing readable."""
     try:
         return msgspec.json.decode(speed_file(environ).read_bytes(), type=CpuSpeed)
     except (OSError, msgspec.MsgspecError):

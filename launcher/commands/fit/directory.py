@@ -1,4 +1,4 @@
-"""Where a model's config is: in a directory, a GGUF file, with the built-in model, or at the Hugging Face hub."""
+"""Finds a model's config: in a directory, a GGUF file, with the built-in model, or at the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Found(NamedTuple):
 
 
 def find(model: str, file: str = "") -> Found:
-    """Of a directory, a GGUF file, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
+    """The config of a directory, a GGUF file, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
 
     file: a GGUF file in the directory or in the hub's cache. Of a model that is not there config.json alone is fetched.
     """

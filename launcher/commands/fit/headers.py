@@ -1,4 +1,4 @@
-"""What a checkpoint's weight files hold by their headers, beside what the model needs."""
+"""Bytes of a checkpoint's weight files by their headers, compared with those that the model needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_class(path: Path) -> dict[str, int]:
 
 
 def compare(shape: ModelShape, classes: dict[str, int]) -> str:
-    """What to say of the weight files' bytes beside those that the model needs."""
+    """Notes on the weight files' bytes compared with those that the model needs."""
     if not classes:
         return "from config.json alone: there are no weight files"
     if "" in classes:

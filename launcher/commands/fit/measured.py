@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 
 import msgspec
 
+from .... import child_python
 from ....errors import FatalError
+from ...job import secret_variables
 from .shape import ModelShape, RankShape
 
 MEASURE = ("-m", "phalanx.rank.model.measure")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What `rank/model/measure.py` is asked."""
+    """The question to `rank/model/measure.py`."""
 
     model: str  # the directory; config.json alone is read
     device: str  # cpu or cuda
@@ -28,7 +30,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What it says."""
+    """The answer of `rank/model/measure.py`."""
 
     model_type: str
     hidden: int
@@ -52,7 +54,8 @@ def read(question: Question, name: str) -> ModelShape:
 def ask(question: Question) -> bytes:
     """Its answer as JSON. The launcher itself never imports torch."""
     words = json.dumps(msgspec.structs.asdict(question))
-    done = subprocess.run([sys.executable, *MEASURE, words], capture_output=True)
+    environ = secret_variables.without(os.environ)
+    done = subprocess.run(child_python.command(*MEASURE, words), env=environ, capture_output=True)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise FatalError(lines[-1] if lines else "building the model without memory failed", max(1, done.returncode))

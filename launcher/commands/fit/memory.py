@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
-from ....rank import layer_places
+from ....rank import cache_groups, layer_places
+from ....rank.cache_groups import Groups
 from .devices import Device
 from .shape import KINDS, WIDTHS, ModelShape, StageShape, Weights, split
 
@@ -36,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the user wants of the job."""
+    """The user's demands on the job."""
 
     context: int  # tokens of the longest sequence
     concurrency: int  # sequences at once, over all copies
@@ -63,14 +65,22 @@ class Stage:
     parked: int = 0  # of `host`, bytes of layers, which each rank has for itself
     resident: int = 0  # of `weights`, bytes of experts that are in the host's memory as well, and of fixed ones
     parting: int = 0  # bytes that the host needs more while fixed experts are loaded
+    windows: dict[int, int] = field(default_factory=dict)  # how many layers keep so many tokens; 0: all
+    kv_layer: int = 0  # bytes of one token of each of these layers; 0: they differ
 
-    def blocks(self, room: float, rows: int, longest: int) -> int:
-        """How many fit into `room` bytes beside the states of so many sequences and snapshots of them, which may not
-        take the blocks of the longest sequence."""
+    def block(self, groups: Groups) -> int:
+        """Bytes of a block of the pool, as rank/worker/kv_cache.py's Layout has it."""
+        if len(groups) == 1:
+            return self.kv_token * BLOCK
+        return cache_groups.lanes(groups, self.windows) * self.kv_layer * BLOCK
+
+    def blocks(self, room: float, rows: int, longest: int, groups: Groups) -> int:
+        """How many fit into `room` bytes together with the states of so many sequences and snapshots of them, which may
+        not take the `longest` blocks of the longest sequence."""
         left = max(0.0, room - rows * self.state)
         if not self.kv_token:
             return UNLIMITED * bool(left)
-        block = self.kv_token * BLOCK
+        block = self.block(groups)
         beside = left - min(left * SNAPSHOT_SHARE, SNAPSHOTS * rows * self.state)
         return int(max(beside, min(left, longest * block)) // block)
 
@@ -82,7 +92,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a layout holds; the poorest stage decides."""
+    """The tokens and sequences that a layout holds; the poorest stage decides."""
 
     stages: tuple[Stage, ...]
     runtime: float
@@ -94,6 +104,12 @@ class MemoryFit:
     activations: float  # bytes that the largest step needs beside weights and cache
     problem: str = ""  # why it cannot run
     short: float = 0.0  # bytes that a rank lacks
+    blocks: int = 0  # that fit, in one replica
+    groups: Groups = cache_groups.ONE_GROUP
+
+    def tokens(self, length: int) -> int:
+        """The tokens that fit in sequences of `length` tokens."""
+        return cache_groups.capacity(self.groups, BLOCK, self.blocks, length)
 
     @property
     def heaviest(self) -> Stage:
@@ -110,7 +126,7 @@ class Parked:
 
 
 def parked(stage: StageShape, most: int) -> Parked:
-    """What `most` bytes hold."""
+    """The tokens that `most` bytes hold."""
     if not most:
         return Parked()
     layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
@@ -142,12 +158,36 @@ def stages(shape: ModelShape, layout: Layout, context: int, cpu_offload: int = 0
         weights["experts"] += resident
         whole = {kind: round(size) for kind, size in weights.items()}
         kv = sum(layer.kv for layer in one.layers)
+        windows = Counter(cache_groups.effective_window(layer.window, context) for layer in one.layers if layer.kv)
+        each = {layer.kv for layer in one.layers if layer.kv}
         state = sum(layer.state for layer in one.layers)
         rope = context * shape.ranks[layout.tp].rope
         slots, held = moved.slots + (BUFFERS if host else 0), round(host) + moved.bytes
         parting = round(largest) if layout.fixed else 0
-        made.append(Stage(len(one.layers), whole, held, rope, kv, state, slots, moved.bytes, round(resident), parting))
+        made.append(
+            Stage(
+                len(one.layers),
+                whole,
+                held,
+                rope,
+                kv,
+                state,
+                slots,
+                moved.bytes,
+                round(resident),
+                parting,
+                windows,
+                each.pop() if len(each) == 1 else 0,
+            )  # fmt: skip
+        )
     return tuple(made)
+
+
+def groups_of(stages: tuple[Stage, ...]) -> Groups:
+    """Cache groups, by the rule of rank/worker/kv_cache.py's `layout`."""
+    groups = cache_groups.choose_groups([stage.windows for stage in stages], BLOCK)
+    alike = all(stage.kv_layer or not stage.kv_token for stage in stages)
+    return groups if alike or len(groups) == 1 else cache_groups.ONE_GROUP
 
 
 def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int) -> float:
@@ -159,27 +199,30 @@ def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int)
 
 
 def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Device, budget: int) -> MemoryFit:
-    """What of `device.memory` weights, libraries and cache take on each rank, and what does not fit."""
+    """Memory of weights, libraries and cache on each rank, and what does not fit in `device.memory`."""
     parts = stages(shape, layout, asked.context, 0 if device.cpu else asked.cpu_offload)
     runtime = device.runtime + (device.group if layout.ranks > 1 else 0)
     fraction = asked.kv_fraction or FRACTION[device.cpu]
     needs = activations(shape, layout, asked, budget)
     rows = split(asked.concurrency, layout.dp)
-    longest = split(asked.context, BLOCK)
-    most = rows * longest  # no more is ever used
+    groups = groups_of(parts)
+    longest = cache_groups.held(groups, BLOCK, asked.context, budget)
+    most = rows * sum(cache_groups.covering(group, BLOCK, asked.context) for group in groups)  # no more is ever used
     kept = 0.0 if device.cpu else needs  # GPU ranks try the largest step before they size the cache
     free = [device.memory - runtime - stage.loaded - stage.slots - stage.rope - kept for stage in parts]
-    blocks = [stage.blocks(fraction * max(0.0, left), rows, longest) for stage, left in zip(parts, free, strict=True)]
+    blocks = [
+        stage.blocks(fraction * max(0.0, left), rows, longest, groups) for stage, left in zip(parts, free, strict=True)
+    ]
     fits, count = min(blocks), min(most, *blocks)
-    used = [count * BLOCK * stage.kv_token + rows * stage.state for stage in parts]
+    used = [count * stage.block(groups) + rows * stage.state for stage in parts]
     spare = min(left - kv for left, kv in zip(free, used, strict=True)) + kept
     problem, short = "", 0.0
     if min(free) <= 0:
         problem, short = "the weights do not fit", -min(free)
-    elif count * BLOCK < asked.context:
-        wanted = split(asked.context, BLOCK) * BLOCK
-        need = [(wanted * stage.kv_token + rows * stage.state) / fraction for stage in parts]
+    elif cache_groups.longest(groups, BLOCK, count, budget) < asked.context:
+        need = [(longest * stage.block(groups) + rows * stage.state) / fraction for stage in parts]
         short = max(asks - left for asks, left in zip(need, free, strict=True))
         problem = f"not one sequence of {asked.context} tokens fits"
     beside = min(free) + kept
-    return MemoryFit(parts, runtime, fits * BLOCK, count * BLOCK, max(used), beside, spare, needs, problem, short)
+    room, tokens = (cache_groups.capacity(groups, BLOCK, n, asked.context) for n in (fits, count))
+    return MemoryFit(parts, runtime, room, tokens, max(used), beside, spare, needs, problem, short, fits, groups)

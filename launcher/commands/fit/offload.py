@@ -15,23 +15,23 @@ from typing import NamedTuple
 from .devices import Host
 from .shape import StageShape, Weights
 
-# Tokens of steps that are one launch; pairs of a token and an expert that the CPU serves alone there, where some
+# Tokens of steps that are one launch; routed tokens that the CPU alone computes there, where some
 # experts are resident and it takes at most so many times a copy's time for one; rank/model/experts/few_tokens.py
 FEW, CPU_PAIRS, DEARER = 16, 16, 2.0
 LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copies all; rank/model/experts/host.py
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
-# Seconds of a layer until GPU and host know what the other has: what steps of one sequence took on an H200 beside their
-# experts (2026-11-26, 65d1280). MANY_FIXED: of more tokens, with more Python launches each layer: 265 us of a step with
-# half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
+# Seconds of a layer until GPU and host know what the other has: what steps of one sequence took on an H200 on top of
+# their experts (2026-11-26, 65d1280). MANY_FIXED: of more tokens, with more Python launches each layer: 265 us of a
+# step with half of the experts on an H200 (2026-11-25, 5cc20ab), less 52 of the GPU's and 56 of the CPU's.
 FIXED, MANY_FIXED = 15e-6, 157e-6
-# Seconds in which a step of few tokens copies nothing, for each of both GEMMs: half of what kernels for copied experts
-# add to a layer beside reading them, on that H200. The CPU computes meanwhile.
+# Seconds in which a step of a small batch copies nothing, for each of both GEMMs: half of what kernels for copied
+# experts add to a layer on top of reading them, on that H200. The CPU computes meanwhile.
 MAKING_OVER = 31e-6
 
 
 def cpu_alone(host: Host, pairs: int, share: float) -> bool:
-    """Whether the CPU computes all that is missing of so many pairs of a token and an expert. share: of them that is
+    """Whether the CPU computes all that is missing of so many routed tokens. share: of them that is
     resident."""
     return share > 0 and pairs <= CPU_PAIRS and host.cpu * DEARER >= PCIE * COPIED
 
@@ -52,7 +52,7 @@ def resident(experts: Weights, offload: int) -> float:
 
 @functools.cache
 def chances(experts: int, chosen: int, tokens: int, zipf: float) -> tuple[float, ...]:
-    """That any of so many tokens chooses an expert, of each expert, the most popular first. A token draws `chosen` of
+    """The chance that any of so many tokens chooses each expert, the most popular first. A token draws `chosen` of
     them, the i-th with a weight of i ** -zipf; 0: evenly."""
     weights = [i**-zipf for i in range(1, experts + 1)]
     low, high = 0.0, float(chosen) * experts**zipf * 64  # of the rate with which a token draws, `chosen` in all
@@ -71,7 +71,7 @@ class Missing(NamedTuple):
     fixed: int  # of the others, those that do not follow the routing
 
     def share(self, chances: Sequence[float]) -> float:
-        """Of the experts that are visited, by each one's chance."""
+        """The number of visited experts, by each one's chance."""
         follow = max(self.experts - self.fixed, 1)
         count = min(1.0, self.offload / follow) * len(chances)  # of all, the least popular
         whole = int(count)
@@ -88,8 +88,8 @@ def beside(host: Host, tokens: int, alone: bool, computed: float, missed: float,
     """Seconds that both sides take. alone: as `cpu_alone` has it. computed: the GPU's, for resident experts. missed:
     bytes of chosen experts that are not resident, whose FLOP are `work`.
 
-    Else the GPU copies a part of them: of few tokens by kernels, after it has computed what is resident, while the CPU
-    has begun; of more by streams beside it.
+    Else the GPU copies a part of them: of small batches by kernels, after it has computed what is resident, while the
+    CPU has begun; of larger ones on side streams.
     """
     if not missed:
         return computed

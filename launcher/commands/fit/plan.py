@@ -45,7 +45,7 @@ class LayoutEstimate:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that `phalanx fit` says."""
+    """The whole report of `phalanx fit`."""
 
     shape: ModelShape
     cluster: Cluster
@@ -58,9 +58,9 @@ class Answer:
 
 
 def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: int = 0, ep: int = 0) -> list[Layout]:
-    """All that use every rank: tensor groups inside a node unless --tp says otherwise, whole key heads per rank.
+    """All that use every rank: tensor groups inside a node unless --tp is given, whole key heads per rank.
 
-    Experts are cut, or whole over a tensor group or over all copies, unless ep says otherwise."""
+    Experts are cut, or whole over a tensor group or over all copies, unless ep is given."""
     found = []
     for t in shape.ranks:
         if (t != tp) if tp else (cluster.per_node % t != 0):
@@ -88,7 +88,7 @@ def _placements(experts: int, tp: int, pp: int, dp: int, ep: int) -> list[Layout
 def estimates(
     shape: ModelShape, possible: list[Layout], cluster: Cluster, asked: Workload, offload: int = 0
 ) -> list[LayoutEstimate]:
-    """Of each layout; after one that does not fit, the same with as few experts in host memory alone as it takes.
+    """Plans for each layout; one that does not fit is followed by one with as few experts in host memory as it takes.
 
     offload: so many instead, in all layouts."""
     found = []
@@ -159,7 +159,7 @@ def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workloa
     budget = _budget(layout, cluster, asked)
     held = memory_fit(shape, layout, asked, cluster.device, budget)
     together = _together(held, layout, asked)
-    running = min(asked.concurrency, max(1, held.kv_room * layout.dp // asked.length))
+    running = min(asked.concurrency, max(1, held.tokens(asked.length) * layout.dp // asked.length))
 
     def at(zipf: float) -> Speed:
         routed = dataclasses.replace(asked, zipf=zipf)
@@ -194,12 +194,12 @@ def _verdict(held: MemoryFit, asked: Workload, lacks: float, together: int) -> s
 
 
 def _lacking(layout: Layout) -> str:
-    """What Phalanx does not do yet."""
+    """Reasons why Phalanx cannot run a layout yet."""
     return "ep over several replicas is not served yet" if layout.ep > layout.tp else ""
 
 
 def best(figures: list[LayoutEstimate]) -> LayoutEstimate | None:
-    """Of those that run: the one for the most sequences, then the fastest; served ones first, offload last."""
+    """The best plan that runs: for the most sequences, then the fastest; served ones first, offload last."""
     return max((one for one in figures if one.runs), key=_merit, default=None)
 
 

@@ -1,4 +1,4 @@
-"""What `phalanx fit` prints: a table and a breakdown for people, the same as JSON for scripts."""
+"""The output of `phalanx fit`: a table and a breakdown for people, the same as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .shape import KINDS, split
 
 
 def gb(number: float) -> str:
-    """Bytes as GB (10^9) with about three digits."""
+    """Bytes as GB (10^9) with about three significant figures."""
     if not number:
         return "0"
     digits = 4 if number < 1e8 else 2 if number < 1e10 else 1
@@ -75,7 +75,7 @@ def breakdown(one: LayoutEstimate) -> list[str]:
 
 
 def offloaded(answer: Answer, one: LayoutEstimate) -> list[str]:
-    """Where a rank's experts are, and what is assumed of the speed."""
+    """The places of a rank's experts, and the speeds that are assumed."""
     layout, host = one.layout, answer.cluster.device.host
     held = split(answer.shape.experts, layout.ep)
     stage = max(one.memory.stages, key=lambda stage: stage.host - stage.parked)

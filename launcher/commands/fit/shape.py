@@ -1,4 +1,4 @@
-"""What one rank holds of a model: the weights of each layer with the names they have, and one token's KV cache."""
+"""One rank's part of a model: the weights of each layer with the names they have, and one token's KV cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def split(size: int, ways: int) -> int:
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Of a linear, a norm or an embedding, on one rank."""
+    """The bytes of a linear, a norm or an embedding on one rank."""
 
     name: str
     elements: int  # of one copy
@@ -57,6 +57,7 @@ class Layer(msgspec.Struct, frozen=True):
     kv: int  # bytes of one token's keys and values
     inner: int  # elements of a token between two linears, where there are most
     scores: int  # multiply-adds of a token with one token of its context when a prompt is computed
+    window: int = 0  # tokens of a sequence that are kept; 0: all
     state: int = 0  # bytes of what is kept of a sequence as a whole
 
 
@@ -65,7 +66,7 @@ class RankShape(msgspec.Struct, frozen=True):
 
     kinds: tuple[Layer, ...]
     layers: tuple[int, ...]  # each layer's index in `kinds`
-    # Beside the layers, by the stage's place: whole (the only one), first, middle, last.
+    # Weights outside the layers, by the stage's place: whole (the only one), first, middle, last.
     ends: dict[str, tuple[Weights, ...]]
     rope: int  # bytes of one position in the table of cosines and sines
 

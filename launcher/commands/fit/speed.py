@@ -21,11 +21,11 @@ CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reache
 SCORES = 0.6  # of a large GEMM's FLOP/s that attention over a prompt reaches
 GROUPED = 0.6  # of a large GEMM's FLOP/s that the experts' many small ones reach together
 CODES = 0.75  # of the memory bandwidth that GPUs' linears of less than 8 bits a weight reach; experts reach all
-PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/dequantized.py
-# More pairs per expert, and as many rows of a linear, of FP8 are multiplied in 8 bits on Hopper
-FP8_PAIRS, FP8_ROWS = 4, 33  # kernels/moe/e4m3_experts.py; kernels/quantized/e4m3_wgmma.py
-# Of the memory bandwidth that making them plain reaches: the time of a prompt on quantised experts, less what the same
-# takes in bf16
+PAIRS = 96  # of a token and an expert, for each expert, up to which codes are multiplied; kernels/moe/moe.py
+# With more routed tokens per expert, and with as many rows of a linear, FP8 is multiplied in 8 bits on Hopper
+FP8_PAIRS, FP8_ROWS = 4, 33  # kernels/moe/moe.py; kernels/quantized/e4m3_wgmma.py
+# The share of the memory bandwidth that dequantising reaches: the time of a prompt on quantised experts, less its time
+# in bf16
 MADE_PLAIN = 0.4
 SMALL_OPS = 5  # kernels of a layer beside its GEMMs: two norms, rope, attention, activation
 HOP = 20e-6  # seconds of a message between nodes
@@ -33,7 +33,7 @@ HOP = 20e-6  # seconds of a message between nodes
 
 @dataclass(frozen=True)
 class Links:
-    """What carries a group's tensors."""
+    """The link that carries a group's tensors."""
 
     tensor: float  # bytes/s of an all-reduce in the tensor group, as bus bandwidth
     stage: float  # bytes/s from one stage to the next
@@ -97,7 +97,7 @@ class StepModel:
         copies = parked(stage, self.cpu_offload).bytes / offload.PCIE
         if self._streams(tokens):
             total = max(total, offload.missing(stage, self.layout.offload) / min(offload.PCIE, self.host.bandwidth))
-        # They run while the layers before compute, but for those beside experts in host memory.
+        # They run while the layers before compute, except those with experts in host memory.
         total = total + copies if self.layout.offload else max(total, copies)
         if self.layout.pp > 1:
             total += self.links.hop + tokens * self.shape.hidden * self.width / self.links.stage
@@ -148,8 +148,8 @@ class StepModel:
         return offload.beside(self.host, tokens, self._cpu_alone(tokens, one), resident, missed * one.host, left)
 
     def _experts_on_gpu(self, one: Weights, touched: float, work: float, rows: float) -> float:
-        """Seconds of `touched` of them. Quantised ones of many pairs become plain first, which is written and read; not
-        those of FP8 on Hopper."""
+        """Seconds of `touched` of them. Quantised ones of many routed tokens are dequantised first, which is written
+        and read; not those of FP8 on Hopper."""
         plain, pairs = one.elements * self.width, rows * self.shape.chosen / self.shape.experts
         in_8_bits = one.fp8 and self.fp8 > 1
         if self.device.cpu or one.bytes >= plain or pairs <= PAIRS or in_8_bits:

@@ -3,7 +3,7 @@
 Each has `config(m)`, which gives the keys of config.json that the metadata `m` mean, and `TENSORS`, from GGUF's name of
 a tensor to the one that the model's code has for it (rank/model/architectures): {} is a layer's number, names without
 an ending stand for weight and bias, and what becomes empty is not read as a weight. It may have
-- `PAIRED`, names of linears whose outputs a file holds in the order of interleaved rotary pairs,
+- `PAIRED`, names of linears whose outputs a file holds in the order of interleaved rope,
 - `orders(config)`, from the names of tensors to other orders, by what `config` has returned,
 - `ADDED`, what files add to the weights of norms, and `UNCHANGED`, norms to which they do not,
 - `LOGARITHMS`, tensors of which files have the negative exponential,
@@ -13,9 +13,9 @@ an ending stand for weight and bias, and what becomes empty is not read as a wei
 - `ENDINGS`, what tensors end with there in place of weight or bias.
 
 Those that `phalanx convert` writes have `WRITES`, the model types that become files of it, and may have `keys(raw)`: of
-config.json, with each layer's type in `layer_types`, the metadata besides those that all have; `FIXED`, metadata that
+config.json, with each layer's type in `layer_types`, the metadata that not all have; `FIXED`, metadata that
 are the same for each layer of all models; `NAME`, the architecture's, where it has other signs than the file's; and
-`SPELLED_ANEW`, arguments of the model that files say in another way.
+`SPELLED_ANEW`, arguments of the model that files spell otherwise.
 """
 
 from __future__ import annotations

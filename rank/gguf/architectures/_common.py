@@ -1,4 +1,4 @@
-"""What many architectures have in common in GGUF files."""
+"""Entries that many architectures share in GGUF files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOUR_NORMS = layer(
     ffn_norm="pre_feedforward_layernorm",
     post_ffw_norm="post_feedforward_layernorm",
 )
-# Of layers that predict further tokens, which are not read: their numbers tell.
+# Layers that predict further tokens, which are not read, are known by their numbers.
 FURTHER = layer(**{
     f"nextn.{theirs}": ours
     for theirs, ours in {
@@ -62,7 +62,7 @@ def config(m: Metadata) -> dict[str, Any]:
     if embedding is None:
         raise FatalError(f"{m.file} has no tensor token_embd.weight", MODEL)
     heads, hidden, layers = m.integer("attention.head_count"), m.integer("embedding_length"), m.integer("block_count")
-    # These count what is made of the model before its tensors are checked.
+    # Keys that size the model before its tensors are checked.
     if embedding.shape[1:] != (hidden,):
         raise FatalError(f"{m.file}: token_embd.weight is not as wide as the embedding_length of {hidden}", MODEL)
     if not 1 <= heads <= hidden:
@@ -156,7 +156,7 @@ def expert_keys(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def routed_keys(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of models with shared experts, and layers before the first that has experts. raw has the model's defaults."""
+    """Keys of models with shared experts and dense first layers. raw has the model's defaults."""
     return {
         "expert_count": raw["n_routed_experts"],
         "expert_used_count": raw["num_experts_per_tok"],
@@ -175,7 +175,7 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 
 def rope_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The reverse of `rope`: keys, and vectors by their names. Raises FatalError where files cannot say it."""
+    """The reverse of `rope`: keys, and vectors by their names. Raises FatalError where files cannot hold it."""
     given = raw.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     dim, base = head_dim(raw), float(given.get("rope_theta", 10000.0))
@@ -206,7 +206,7 @@ def rope_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[float
 
 
 def _llama3(given: dict[str, Any], rotated: int, base: float, original: int) -> list[float]:
-    """By what each frequency is divided: long waves by the factor, short ones by 1."""
+    """The divisor of each rope frequency: long waves by the factor, short ones by 1."""
     factor, low, high = (float(given[one]) for one in ("factor", "low_freq_factor", "high_freq_factor"))
     found = []
     for at in range(0, rotated, 2):

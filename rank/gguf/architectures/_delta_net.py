@@ -1,4 +1,4 @@
-"""What Qwen's models with gated delta nets have in common in GGUF files."""
+"""Entries that Qwen's models with gated delta nets share in GGUF files."""
 
 from __future__ import annotations
 

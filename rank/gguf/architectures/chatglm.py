@@ -14,7 +14,7 @@ from ._common import head_dim
 from .phi3 import TENSORS as TENSORS
 
 WRITES = "glm", "chatglm"
-# Of chatglm, in glm's words: biases, the base of the rope, and what is the same in all that are supported.
+# chatglm's keys in glm's words: biases, the base of the rope, and what is the same in all that are supported.
 SPELLED_ANEW = (
     "add_qkv_bias", "rope_ratio", "original_rope", "rmsnorm", "post_layer_norm", "multi_query_attention",
     "_name_or_path",
@@ -34,7 +34,7 @@ def keys(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _published(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of config.json as it is published with code of its own."""
+    """Keys of config.json as it is published with code of its own."""
     for key, expected in (("original_rope", True), ("mlp_bias", False)):
         if raw[key] != expected:
             raise FatalError(f"GGUF files of chatglm cannot say that {key} is {raw[key]}", MODEL)

@@ -1,4 +1,4 @@
-"""Command R7B and Command A. Files do not say which layers have a window: three of four."""
+"""Command R7B and Command A. Files do not name the layers with a window: three of four."""
 
 from __future__ import annotations
 

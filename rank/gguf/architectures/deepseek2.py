@@ -30,7 +30,7 @@ TENSORS = (
 )
 ENDINGS = CORRECTION
 WRITES = "deepseek_v2", "deepseek_v3", "kimi_k2"  # in the older form
-# Groups of experts and how many of them a token visits, of models whose older files do not say so: by their experts.
+# Groups of experts and how many of them a token visits, of models whose older files lack both: by their experts.
 GROUPS = {160: (8, 3), 256: (8, 4)}
 
 

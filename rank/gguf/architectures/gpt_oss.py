@@ -1,4 +1,4 @@
-"""gpt-oss. Files have gate and up of the experts apart, where its own checkpoints have them in turn."""
+"""gpt-oss. Files have gate and up of the experts apart, where its own checkpoints interleave them."""
 
 from __future__ import annotations
 

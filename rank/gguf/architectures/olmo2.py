@@ -1,6 +1,6 @@
 """OLMo 2, and OLMo 3: that has windows, of all layers but every fourth, whose rope alone is scaled.
 
-Files may say it of another number than four. llama.cpp's converter writes whether each layer has a window, and
+Files may have another number than four. llama.cpp's converter writes whether each layer has a window, and
 llama.cpp itself reads no such list but every how many layers one has none (src/models/olmo2.cpp), 0: all have one.
 """
 
@@ -32,12 +32,12 @@ def config(m: Metadata) -> dict[str, Any]:
     return keys | {
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": _layer_types(m, keys["num_hidden_layers"]),
+        "layer_types": layer_types(m, keys["num_hidden_layers"]),
         "rope_parameters": ropes,
     }
 
 
-def _layer_types(m: Metadata, layers: int) -> list[str]:
+def layer_types(m: Metadata, layers: int) -> list[str]:
     slides = m.values.get(f"{m.architecture}.{PATTERN}")
     if not isinstance(slides, list):
         period = m.integer(PATTERN, 4)
@@ -58,16 +58,16 @@ def keys(raw: dict[str, Any]) -> dict[str, Any]:
             f"{whole['rope_theta']} in the others",
             MODEL,
         )
-    return {"attention.sliding_window": raw["sliding_window"], PATTERN: _period(raw["layer_types"])}
+    return {"attention.sliding_window": raw["sliding_window"], PATTERN: period(raw["layer_types"])}
 
 
-def _period(types: list[str]) -> int:
+def period(types: list[str]) -> int:
     """Every how many layers one has no window; 0: all have one."""
     full = [i for i, one in enumerate(types) if one == "full_attention"]
     period = full[0] + 1 if full else 0
     if full and full != list(range(full[0], len(types), period)):
         raise FatalError(
-            f"GGUF files of olmo3 say every how many layers one has full_attention, but layer_types has it in layers "
+            f"GGUF files say every how many layers one has full_attention, but layer_types has it in layers "
             f"{', '.join(map(str, full))} of {len(types)}",
             MODEL,
         )

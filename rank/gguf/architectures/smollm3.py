@@ -1,4 +1,4 @@
-"""SmolLM3. Files do not say which layers rotate nothing: every fourth, as in the models there are."""
+"""SmolLM3. Files do not name the layers without rope: every fourth, as in the models there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder 2. Files say nothing of its sliding window: layers attend to all of the context."""
+"""StarCoder 2. Files do not hold its sliding window: layers attend to all of the context."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class ConfigKeys(NamedTuple):
-    """What is unusual in an architecture's config.json: the fields of its file's CONFIG."""
+    """The unusual keys of an architecture's config.json: the fields of its file's CONFIG."""
 
     names: dict[str, str] = {}  # keys under another name → the usual one
     defaults: dict[str, Any] = {}  # keys that checkpoints leave out → what they then mean, as in transformers' classes

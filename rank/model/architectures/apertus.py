@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ....comm.mesh import Mesh
-from ....kernels.activation.xielu import BETA, xielu
+from ....kernels.activation.activation import XIELU_BETA, xielu
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
@@ -58,7 +58,7 @@ class XIELU(ShardedModule):
 
     def finish(self) -> None:
         self.positive = softplus(self.alpha_p.float()).item()
-        self.negative = BETA + softplus(self.alpha_n.float()).item()
+        self.negative = XIELU_BETA + softplus(self.alpha_n.float()).item()
 
     def forward(self, x: Tensor) -> Tensor:
         return xielu(x, self.positive, self.negative)

@@ -1,6 +1,6 @@
 """ChatGLM2, ChatGLM3 and GLM-4 9B as published with code of their own (GLM team 2024, arXiv 2406.12793).
 
-Llama with few key heads, biases on queries, keys and values, and half of each head rotated in interleaved pairs.
+Llama with few key heads, biases on queries, keys and values, and half of each head rotated, interleaved.
 Checkpoints hold queries, keys and values, and gate and up, whole. `rope_ratio` is a factor on the base of the rotary
 frequencies; ChatGLM2-6B-32K alone divides positions by it (Chen et al. 2023, arXiv 2306.15595).
 """
@@ -28,7 +28,7 @@ CONFIG = {
     "defaults": {"intermediate_size": 13696},
 }
 
-# What is asked of keys that other models of this type could set otherwise.
+# Values required of keys that other models of this type could set otherwise.
 EXPECTED = {
     "position_encoding_2d": False,  # ChatGLM-6B, the first, which has another architecture
     "rmsnorm": True,

@@ -1,5 +1,4 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), also Moonlight: DeepSeek-V2 with another router. Without the
-layers that predict further tokens."""
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv 2412.19437), also Moonlight: DeepSeek-V2 with another router."""
 
 from __future__ import annotations
 

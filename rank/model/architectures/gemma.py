@@ -18,7 +18,7 @@ class Args(llama.Args):
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        # The first checkpoints say gelu and mean its tanh approximation, with which they were trained.
+        # The first checkpoints name gelu and mean its tanh approximation, with which they were trained.
         if self.hidden_act == "gelu":
             object.__setattr__(self, "hidden_act", "gelu_pytorch_tanh")
 

@@ -4,6 +4,7 @@ first layers, experts chosen as in DeepSeek-V3 (arXiv 2412.19437)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
@@ -14,6 +15,8 @@ from . import deepseek_v3, llama, qwen3
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    o_bias: ClassVar[bool] = False
+
     rms_norm_eps: float = 1e-5
     n_routed_experts: int = 0
     num_local_experts: int = 0  # the same by another name
@@ -32,10 +35,6 @@ class Args(llama.Args):
     def __post_init__(self) -> None:
         base.expect("scoring_func", self.scoring_func, "sigmoid")
         base.expect("topk_method", self.topk_method, "noaux_tc")
-
-    @property
-    def o_bias(self) -> bool:
-        return False
 
     @property
     def router(self) -> RouterParams:

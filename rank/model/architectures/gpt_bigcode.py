@@ -6,6 +6,7 @@ GPT-2 with multi-query attention (Shazeer 2019, arXiv 1911.02150): learned posit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -34,6 +35,9 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    qkv_bias: ClassVar[bool] = True
+    o_bias: ClassVar[bool] = True
+
     intermediate_size: int = 0  # is not read:
     n_inner: int | None = None  # None: four times the hidden size
     hidden_act: str = "gelu_pytorch_tanh"
@@ -46,14 +50,6 @@ class Args(llama.Args):
     def __post_init__(self) -> None:
         base.expect("multi_query", self.multi_query, True)
         base.expect("add_cross_attention", self.add_cross_attention, False)
-
-    @property
-    def qkv_bias(self) -> bool:
-        return True
-
-    @property
-    def o_bias(self) -> bool:
-        return True
 
     def attention_params(self, index: int) -> AttentionParams:
         return AttentionParams(scale=self.head_dim**-0.5 if self.scale_attn_weights else 1.0)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ....comm.mesh import Mesh
-from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
+from ....errors import MODEL, FatalError
+from ....kernels.activation.activation import LIMIT, SLOPE, clamped_swiglu
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
@@ -51,7 +52,10 @@ class Args(ministral.Args):
     layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        base.expect("swiglu_limit", self.swiglu_limit, LIMIT)
+        try:
+            clamped_swiglu(self.swiglu_limit)
+        except ValueError as error:
+            raise FatalError(f"config.json: swiglu_limit is {self.swiglu_limit}: {error}", MODEL) from None
         base.expect("swiglu_alpha", self.swiglu_alpha, SLOPE)
 
     def layer_type(self, index: int) -> str:
@@ -85,7 +89,7 @@ class Experts(MoE):
         layout = ExpertLayout("eio", interleaved=True, biased=True)
         hidden, inner = args.hidden_size, args.intermediate_size
         super().__init__(hidden, inner, args.num_local_experts, params, mesh, layout=layout)
-        self.experts.activation = CLAMPED_SWIGLU
+        self.experts.activation = clamped_swiglu(args.swiglu_limit)
 
 
 class Layer(llama.Layer):

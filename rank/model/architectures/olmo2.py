@@ -26,7 +26,7 @@ class Args(llama.Args):
 
 
 class Attention(llama.Attention):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         queries, keys, _ = self.qkv_proj.outputs
         self.q_norm = ShardedRMSNorm(queries, args.rms_norm_eps)
@@ -40,9 +40,11 @@ class Attention(llama.Attention):
 
 
 class Layer(base.Layer):
-    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+    ATTENTION: type[llama.Attention] = Attention
+
+    def __init__(self, args: llama.Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        self.self_attn = Attention(args, mesh, index, local)
+        self.self_attn = self.ATTENTION(args, mesh, index, local)
         self.post_attention_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, mesh, args.hidden_act)
         self.post_feedforward_layernorm = PostNorm(args.hidden_size, args.rms_norm_eps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ....comm.mesh import Mesh
 from ....kernels.rope.rope import CosSin
@@ -24,6 +24,10 @@ CONFIG = {"defaults": {"partial_rotary_factor": 0.5}}
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    qkv_bias: ClassVar[bool] = True
+    o_bias: ClassVar[bool] = True
+    head_bias: ClassVar[bool] = True
+
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5
     qk_layernorm: bool = False
@@ -31,18 +35,6 @@ class Args(llama.Args):
     def __post_init__(self) -> None:
         for key in ("qk_layernorm", "tie_word_embeddings"):
             base.expect(key, getattr(self, key), False)
-
-    @property
-    def qkv_bias(self) -> bool:
-        return True
-
-    @property
-    def o_bias(self) -> bool:
-        return True
-
-    @property
-    def head_bias(self) -> bool:
-        return True
 
 
 class Layer(base.Layer):
@@ -60,7 +52,7 @@ class Layer(base.Layer):
 class Decoder(base.Decoder):
     @staticmethod
     def final_norm(args: Any) -> LayerNorm:
-        return LayerNorm(args.hidden_size, args.layer_norm_eps)
+        return LayerNorm(args.hidden_size, args.layer_norm_eps, offset=args.norm_offset)
 
 
 class Model(base.Model):

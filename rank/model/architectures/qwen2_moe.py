@@ -9,8 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ....comm.mesh import Mesh
-from ....kernels.activation.activation import scale_by_sigmoid
-from ....kernels.activation.scale_by_gate import scale_by_gate
+from ....kernels.activation.activation import scale_by_gate, scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
 from .. import base
 from ..config import FULL, SLIDING
@@ -64,7 +63,7 @@ class Args(SharedExpertArgs, qwen2.Args):
 
 
 class SharedMoEArgs(Protocol):
-    """What SharedMoE reads."""
+    """The arguments that SharedMoE reads."""
 
     @property
     def hidden_size(self) -> int: ...

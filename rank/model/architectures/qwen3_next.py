@@ -56,6 +56,12 @@ class HybridArgs(llama.Args):
         return False
 
     @property
+    def draft_layer(self) -> int:
+        """Those that predict further tokens have full attention, of which there may be none next to them."""
+        full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
+        return next(full, self.num_hidden_layers - 1)
+
+    @property
     def delta_net(self) -> DeltaNetShape:
         return DeltaNetShape(
             self.linear_num_key_heads, self.linear_num_value_heads, self.linear_key_head_dim,
@@ -69,7 +75,7 @@ class Args(SharedExpertArgs, HybridArgs):
 
 
 class Attention(qwen3.Attention):
-    """The query's linear makes a gate beside each head's query; the gate's sigmoid scales what the head reads."""
+    """The query's linear has a gate after each head's query; the gate's sigmoid scales what the head reads."""
 
     def __init__(self, args: HybridArgs, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)

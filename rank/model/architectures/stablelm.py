@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.norm.layer_norm import layer_norm
+from ....kernels.norm.norm import layer_norm
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..batch import Batch
@@ -26,6 +27,8 @@ CONFIG = {"defaults": {"partial_rotary_factor": 0.25}}
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
+    o_bias: ClassVar[bool] = False
+
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
@@ -42,10 +45,6 @@ class Args(llama.Args):
     @property
     def qkv_bias(self) -> bool:
         return self.use_qkv_bias
-
-    @property
-    def o_bias(self) -> bool:
-        return False
 
 
 class HeadLayerNorms(LayerNorm):

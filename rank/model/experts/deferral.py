@@ -2,61 +2,55 @@
 
 After KTransformers (Chen et al. 2025, SOSP): so the CPU computes while the GPU is at the next layer's attention and its
 resident experts, and neither waits for the other. What a layer's missing experts add, the next layer's attention does
-not see yet, so tokens differ. Only decode steps of few tokens do it, where the GPU would wait most.
+not see yet, so tokens differ. Only decode steps of a small batch do it, where the GPU would wait most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from ....kernels.moe.host_exchange import Made
 from ..batch import Batch
-from .host_buffers import KEPT
-
-if TYPE_CHECKING:
-    from .split import GpuSum
+from .host import HostExperts
+from .host_buffers import KEPT, HostView, SharedBuffers, Sums, Views
 
 
 class Deferral:
-    """Of one rank: whether this step defers."""
+    """Defers the sums of a stage's layers with a GPU, in the steps that can."""
 
-    def __init__(self) -> None:
-        self.allowed = True  # no: for measuring what it costs
-        self.step = False
-        self.used = False  # whether any step has deferred: not where kernels do not reach the host's memory
-        self.owed: Tensor | None = None  # on CPUs: [T, H] f32 that the next layer adds
-        self._sum: GpuSum | None = None  # on GPUs: the same, of their part of experts that the CPU computes with them
+    def __init__(self, layers: Sequence[HostExperts]):
+        self.step = False  # whether this one defers
+        odd = Views()
+        for place, layer in enumerate(layers):
+            layer.sums = LateSums(self, place, place == len(layers) - 1, odd)
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """A step begins. All its rows have to go through all layers."""
         one = batches[0]
         alone = len(batches) == 1 and one.sampled is None
-        self.step = self.allowed and alone and one.num_decodes == len(one.ids) <= KEPT
-
-    def gpu_sums(self, made: GpuSum | None, order: Order) -> tuple[GpuSum | None, GpuSum | None]:
-        """Of a layer whose GPU makes `made`: what it adds itself, and what the layer before has left for it."""
-        owed = None if order.first else self._sum
-        self._sum = None if order.last else made
-        return (made if order.last else None), owed
+        self.step = alone and one.num_decodes == len(one.ids) <= KEPT
 
 
-class Order(NamedTuple):
-    """Where a layer stands among those of its stage that have experts in host memory."""
+class LateSums(Sums):
+    """A layer's sums by the CPU, which the next layer adds; the last layer adds its own as well.
 
-    place: int
-    layers: int
+    Layers alternate between two views: the CPU may still compute the layer before.
+    """
 
-    @property
-    def first(self) -> bool:
-        return self.place == 0
+    def __init__(self, deferral: Deferral, place: int, last: bool, odd: Views):
+        """odd: the views of every second layer."""
+        self._deferral, self._place, self._last, self._odd = deferral, place, last, odd
 
-    @property
-    def last(self) -> bool:
-        return self.place == self.layers - 1
+    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
+        return self._view(buffers, x, ids, self._place)
 
-    @property
-    def buffer(self) -> int:
-        """Which of two buffers has its tokens and sums: the CPU may still compute those of the layer before."""
-        return self.place % 2
+    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
+        if not self._deferral.step:
+            return super().added(buffers, x, ids)
+        own = self.view(buffers, x, ids).made if self._last else None
+        return Made(own, self._view(buffers, x, ids, self._place - 1).made if self._place else None)
+
+    def _view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor, place: int) -> HostView:
+        return self._odd.view(x, ids) if self._deferral.step and place % 2 else super().view(buffers, x, ids)

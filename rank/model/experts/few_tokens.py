@@ -1,4 +1,4 @@
-"""Steps of few tokens beside a GPU: neither side waits for Python or for launches between two layers.
+"""Small-batch steps with a GPU: neither side waits for Python or for launches between two layers.
 
 The host's part of a layer is to look for its tokens and choices in pinned memory, to choose, and to compute some of its
 experts on the CPU (kernels/moe/host_service.py). Meanwhile the GPU brings others over itself, computes them, and waits
@@ -7,16 +7,14 @@ experts are copied, lies in memory (kernels/moe/host_exchange.py). Copied expert
 resident ones take their places there, so the resident set follows what is chosen without copies of its own.
 
 Kernels that bring experts and compute them take their time also where there are none, which a step of one token waits
-for in every layer. So where the CPU is about as fast as copies, steps of the fewest pairs leave all that is missing to
-it, and an expert comes over only to become resident, while the CPU computes: the step waits only for what is left of
-the copy when the CPU is done. There a GPU may have a part of each missing expert, which it reads itself (split.py):
-then the copy begins once that part is computed, as the kernel that brings the expert adds it up, too.
+for in every layer. So where the CPU is about as fast as copies, steps of the fewest routed tokens leave all that is
+missing to it, and an expert comes over only to become resident, while the CPU computes: the step waits only for what is
+left of the copy when the CPU is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +22,11 @@ from torch import Tensor
 from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
 from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
-from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Missing, Part, Slots
+from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
 from .host_steps import Steps
-from .split import GpuShare, GpuSum
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
@@ -38,14 +35,7 @@ CPU_PAIRS = 16  # most pairs of steps that the CPU serves alone: of more the GPU
 # (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
 DEARER = 2.0
 
-Work = Callable[[HostView, int, GpuShare | None], Kept]
-
-
-class Added(NamedTuple):
-    """What a layer adds to what it has computed on the GPU."""
-
-    cpu: Made
-    gpu: tuple[GpuSum | None, GpuSum | None] = (None, None)  # of this layer, and of the one before
+Work = Callable[[HostView, int], Kept]
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
@@ -58,13 +48,12 @@ class FewTokens:
         self, layer: HostStack, streamer: Streamer, choice: Choice, residency: Residency, work: Work, copies: bool
     ):  # fmt: skip
         """work: of the CPU, for so many tokens. copies: whether experts are copied at all."""
-        self.share: GpuShare | None = None  # of what the CPU would serve alone; before the first step
         self.streamer, self.layer, self.choice, self.residency = streamer, layer, choice, residency
         self._work = work
         self.stack: Experts | None = None  # room for what is copied
         self.capacity = 0
         self._slots: Slots | None = None
-        # As `_arrivals` has it of the fewest pairs
+        # The `_arrivals` of the fewest routed tokens
         self._arriving: Slots | None = None
         self._layers: dict[tuple[int, int], Layer] = {}
         if not copies or not streamer.makes_over(layer):
@@ -98,21 +87,13 @@ class FewTokens:
         hidden = self.layer.stack.w2.shape[1]
         return hidden % 4 == 0 == hidden * dtype.itemsize % 16 and self.layer.computes(dtype)
 
-    def serves_alone(self, dtype: torch.dtype) -> bool:
-        """Whether the CPU has all missing experts of the fewest pairs of such x."""
-        return self._arriving is not None and self.supports(dtype)
-
     def _arrivals(self, pairs: int) -> Slots | None:
-        """Where an expert becomes resident in a step that is launched for so many pairs, of which the CPU computes all
-        missing experts; None: it does not compute all."""
+        """The slots in which an expert becomes resident in a step that is launched for so many routed tokens, of which
+        the CPU computes all missing experts; None: it does not compute all."""
         return self._arriving if pairs <= CPU_PAIRS else None
 
-    def _share_of(self, pairs: int) -> GpuShare | None:
-        """Of a step of so many pairs."""
-        return None if self._arrivals(pairs) is None else self.share
-
     def limit(self, pairs: int) -> int:
-        """Experts that a step of so many pairs may copy."""
+        """Experts that a step of so many routed tokens may copy."""
         return min(self.capacity, pairs)
 
     def layer_of(self, view: HostView, tokens: int) -> Layer:
@@ -120,7 +101,7 @@ class FewTokens:
         key = id(view), tokens
         if key not in self._layers:
             ids, made = view.ids[:tokens], view.made[:tokens]
-            kept = self._work(view, tokens, self._share_of(view.ids.numel()))
+            kept = self._work(view, tokens)
             lag = torch.zeros(1, dtype=torch.float64)
             if self._arrivals(view.ids.numel()) is not None:
                 copies = host_service.COPIES_TO_STAY
@@ -133,26 +114,12 @@ class FewTokens:
             self._layers[key] = host_service.layer(*of)
         return self._layers[key]
 
-    def send(
-        self, parts: tuple[Tensor, Tensor, Tensor], slots: Tensor, view: HostView, exchange: Exchange
-    ) -> tuple[Tensor, GpuSum | None]:
-        """A step's tokens on their way to the host: x, ids and weights. Returns slots[ids], and the GPU's part of
-        missing experts, if it has any, which is on its way."""
-        x, ids, weights = parts
-        share, host = self._share_of(ids.numel()), (view.x, view.ids, view.weights)
-        if share is None:
-            return host_exchange.send(*parts, slots, host, exchange), None
-        assert self._arriving is not None, "it has been asked for"
-        missing = Missing(torch.empty_like(ids), self.choice.first, share.stack.size, self._arriving.none)
-        numbers = host_exchange.send(*parts, slots, host, exchange, missing)
-        return numbers, share.compute(x, missing.numbers, weights)
-
     def run(
         self, steps: Steps, view: HostView, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor],
-        compute: Compute, made: Added,
+        compute: Compute, made: Made,
     ) -> Tensor:  # fmt: skip
         """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights. made:
-        what else is added."""
+        the CPU's sums that are added."""
         pieces = capturing()
         if pieces is not None:
             y = self._launch(steps.exchange, resident, parts, compute, made)
@@ -171,20 +138,17 @@ class FewTokens:
 
     def _launch(
         self, exchange: Exchange, resident: Tensor | None, parts: tuple[Tensor, Tensor, Tensor], compute: Compute,
-        made: Added,
+        made: Made,
     ) -> Tensor:  # fmt: skip
         x, ids, weights = parts
         arrivals = self._arrivals(ids.numel())
-        gpu = host_exchange.GpuSums(*(None if one is None else one.joined() for one in made.gpu))
         if arrivals is not None:
             assert resident is not None, "there are slots"
-            return host_exchange.collect_only(resident, made.cpu, x, exchange, arrivals, self.choice.first, gpu)
-        if gpu.owed is not None:  # a layer whose experts are not shared, behind one whose are
-            resident = gpu.owed if resident is None else resident.add_(gpu.owed)
+            return host_exchange.collect_only(resident, made, x, exchange, arrivals, self.choice.first)
         if self.stack is None:
-            return host_exchange.collect(resident, None, made.cpu, x, exchange)
+            return host_exchange.collect(resident, None, made, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)
         self.streamer.make_over(self.layer, self.limit(ids.numel()), fetched.found)
         copied = compute(x, fetched.numbers, weights, self.stack, fetched.of)
-        return host_exchange.collect(resident, copied, made.cpu, x, exchange, fetched, self._slots, self.choice.first)
+        return host_exchange.collect(resident, copied, made, x, exchange, fetched, self._slots, self.choice.first)

@@ -26,16 +26,15 @@ from ....kernels.moe.moe import (
     summed,
     takes_shared,
     terms_with_shared,
-    tiling_rows,
+    warm_up_rows,
 )  # fmt: skip
 from ....kernels.quantized.stack import Stack
-from ..formats import ChooseFormat
+from ..formats import ChooseFormat, of_experts
+from ..formats._stacks import APART, ExpertLayout, StoredStack
 from ..layers.residual import Partial
 from ..shard import Shard, even, in_groups, scaled, spread, whole
 from ..weights.slicing import Field, ShardedModule, Source, check_cuts, stored_shape
-from . import stacks
 from .host import HostExperts, Pending
-from .stacks import APART, ExpertLayout, StoredStack
 
 
 class StackedLinear(ShardedModule):
@@ -137,33 +136,33 @@ class StackedLinear(ShardedModule):
         return round(self.num_weights * self._bits(dtype, device) / 8) + bias
 
     def _bits(self, dtype: torch.dtype, device: torch.device) -> float:
-        """Of one weight in memory: the model's, where it is plain or becomes that while it is loaded."""
+        """Bits of one weight in memory: the model's, where it is plain or becomes that while it is loaded."""
         return (self.stored.kept_bits(self, device) if self.stored is not None else 0) or 8.0 * dtype.itemsize
 
-    def _becomes_plain(self, device: torch.device) -> bool:
+    def becomes_plain(self, device: torch.device) -> bool:
         """Whether the device's kernels have no form for what CPUs keep of it: then it is plain on both."""
-        becomes = getattr(self.stored, "becomes_plain", None)
-        return becomes is not None and becomes(self, device)
+        return self.stored is not None and self.stored.becomes_plain(self, device)
 
     def fix(self, count: int, device: torch.device) -> None:
         """Before it is loaded: have `stored` make the first experts apart, for the device, where it packs for hosts and
         the device takes what it packs."""
-        direct = getattr(self.stored, "packs_for_host", False) and not self._becomes_plain(device)
+        direct = self.stored is not None and self.stored.packs_for_host and not self.becomes_plain(device)
         self.fixed = count if direct else 0
 
     def host_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Of its weights in host memory, in a model of this dtype on this device. Asked before they are loaded."""
-        if self._becomes_plain(device):
+        """Bytes of its weights in host memory, in a model of this dtype on this device. Asked before they are
+        loaded."""
+        if self.becomes_plain(device):
             return self.num_weights * dtype.itemsize
         return round(self.num_weights * self._bits(dtype, torch.device("cpu")) / 8)
 
     def slot_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Of one expert on the device that lies in host memory as well: at most, as its form is made of that there."""
+        """Bytes of one expert on the device that lies in host memory as well: at most, as its form is made of that
+        there."""
         bits = max(self._bits(dtype, one) for one in (device, torch.device("cpu")))
-        slot_bits = getattr(self.stored, "slot_bits", None)
-        if device.type == "cuda" and slot_bits:
-            bits = slot_bits(self, device) or bits
-        if self._becomes_plain(device):
+        if device.type == "cuda" and self.stored is not None:
+            bits = self.stored.slot_bits(self, device) or bits
+        if self.becomes_plain(device):
             bits = 8.0 * dtype.itemsize
         return math.ceil(self.num_weights // max(self.experts.width, 1) * bits / 8)
 
@@ -236,15 +235,14 @@ class FusedExperts(nn.Module):
     def build(self, up: Sequence[Source], down: Sequence[Source], format_of: ChooseFormat) -> None:
         """Choose both linears' formats, and cut experts where that of `down` leaves its groups whole."""
         both, one = self.gate_up_proj, self.down_proj
-        of_up, of_down = stacks.choose(both, up, format_of), stacks.choose(one, down, format_of)
-        of_up = stacks.fitting(of_up, up[0].path, both.inputs.size, 1)
-        of_down = stacks.fitting(of_down, down[0].path, one.inputs.size, self.ranks)
-        if unit := stacks.cut_unit(of_down):
+        of_up = of_experts(both, up, format_of, 1)
+        of_down = of_experts(one, down, format_of, self.ranks)
+        if unit := of_down.cut_unit:
             part = in_groups(one.inputs.size, self.index, self.ranks, unit)
             both.cut(both.inputs, (scaled(part, 2),) if both.layout.interleaved else (part, part))
             one.cut(part, one.outputs)
-        both.build(tuple(up), stacks.build(of_up, both, up))
-        one.build(tuple(down), stacks.build(of_down, one, down))
+        both.build(tuple(up), of_up.stack(both, up))
+        one.build(tuple(down), of_down.stack(one, down))
 
     def takes_shared(self, x: Tensor, shared: SharedExperts) -> bool:
         """Whether `forward` takes these experts of all tokens x [T, H] and is faster than with them apart."""
@@ -288,11 +286,11 @@ class FusedExperts(nn.Module):
 
     def kernel_rows(self) -> list[int]:
         """Numbers of tokens that together use every kernel there is for these experts."""
-        return tiling_rows(self.down_proj.experts.size, self.top_k)
+        return warm_up_rows(self.down_proj.experts.size, self.top_k)
 
 
 def tensors_of(matrices: Matrices) -> list[Tensor]:
-    """What lies in memory of a stack."""
+    """The memory of a stack."""
     if isinstance(matrices, Tensor):
         return [matrices]
     return matrices.tensors if isinstance(matrices, Stack) else list(matrices)

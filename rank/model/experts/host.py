@@ -8,9 +8,9 @@ Where the host's memory cannot hold all experts of a layer, the rank's first one
 alone, in the last slots, and never leave them. Here experts are numbered from the first one in host memory on, and the
 fixed ones come last.
 
-Captured steps of few tokens are whole (few_tokens.py). Others are in pieces around the host's part
-(kernels/graph_pieces.py): a piece ends with copies of the layer's tokens and choices to the host; the next one computes
-the resident experts meanwhile.
+Captured small-batch steps are whole (few_tokens.py). Others are in packed tiles around the host's part
+(kernels/graph_pieces.py): a packed tile ends with copies of the layer's tokens and choices to the host; the next one
+computes the resident experts meanwhile.
 """
 
 from __future__ import annotations
@@ -25,37 +25,31 @@ from torch import Tensor
 
 from ....kernels import jit
 from ....kernels.graph_pieces import on_host
-from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs
-from ....kernels.moe.host_exchange import Made
+from ....kernels.moe import host_exchange
+from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 from ....kernels.moe.host_experts import Experts, HostPairs, host_biases
 from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
-from .deferral import Deferral, Order
-from .few_tokens import FEW, Added, FewTokens
-from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers
+from .few_tokens import FEW, FewTokens
+from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers, Sums
 from .host_steps import Counters
-from .residents import Residents
-from .split import GpuShare, GpuSum
 from .streamer import Streamer
 
 ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 KNOWN = 256  # fillings of a buffer that a layer remembers
 TURN = 4  # steps between two looks at a layer's resident set
-ALONE = Order(0, 1)
-AUTO, CPU, STREAM, RESIDENT = "auto", "cpu", "stream", "resident"
-WAYS = AUTO, RESIDENT, CPU, STREAM
-NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED, RESIDENT: COPIED}
+AUTO, CPU, STREAM = "auto", "cpu", "stream"
+NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED}
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers of a rank have together."""
+    """State that all layers of a rank share."""
 
     way: str
     counters: Counters
     buffers: SharedBuffers | None  # None: the device is the CPU
     streamer: Streamer
-    deferral: Deferral | None = None
 
 
 class HostExperts:
@@ -63,11 +57,11 @@ class HostExperts:
 
     def __init__(
         self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared,
-        fixed: HostStack | None = None, order: Order = ALONE,
+        fixed: HostStack | None = None,
     ):  # fmt: skip
         """biases: on the device, of all experts of the rank. held: the router's numbers of these. costs: of the layer's
         format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last slots."""
-        self.order = order
+        self.sums = Sums()
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
         self.fixed = held.size - layer.stack.size
         self.held = Held(held.first + self.fixed, layer.stack.size, held.total)  # of those in host memory
@@ -76,10 +70,10 @@ class HostExperts:
         self.on_gpu = self.device.type == "cuda"
         self.biases_of_all = host_biases(biases)  # in the router's order
         self.host_biases = _each(self.biases_of_all, lambda x: x[self.fixed :])
-        self.set = Residents(self.held.size, slots.stack.size - self.fixed)
+        self.set = Residency.of_first(self.held.size, slots.stack.size - self.fixed)
         self._steps = 0
         self._choice = Choice(self.held.size, self.held.first, costs, NUMBERS[shared.way], self.fixed)
-        # Of the router's numbers, the slot on the device; as many as there are slots: it has none.
+        # The device slot of each of the router's numbers; as many as there are slots: it has none.
         numbers = self._numbers(self.set.slot_of, slots.stack.size)
         numbers[held.first : self.held.first] = self.set.slots + np.arange(self.fixed)
         self._slot = torch.from_numpy(numbers).to(self.device)
@@ -100,7 +94,7 @@ class HostExperts:
             mine[slot : slot + count] = theirs[:count]
 
     def seconds(self, pairs: int) -> float:
-        """Of the longest step with so many pairs of a token and an expert, all experts chosen equally often."""
+        """Seconds of the longest step with so many routed tokens, all experts chosen equally often."""
         costs, missing = self._choice.costs, self.held.size - self.set.slots
         cpu = float(costs.of_rows(np.array(pairs / self.held.total)))
         if not self.on_gpu:
@@ -116,12 +110,13 @@ class HostExperts:
             return pending
         assert self.shared.buffers is not None
         if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
-            view = pending.view = self.shared.buffers.view(x, ids, self.order.buffer if self._defers else 0)
+            view = pending.view = self.sums.view(self.shared.buffers, x, ids)
             pending.few = self._few(x, ids, weights)
             if pending.few is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
-                numbers, pending.gpu = pending.few.send(pending.parts, self._slot, view, steps.exchange)
+                to = view.x, view.ids, view.weights
+                numbers = host_exchange.send(*pending.parts, self._slot, to, steps.exchange)
                 if self.slots.stack.size:
                     pending.made = self._on_numbers(x, numbers, weights, self.slots.stack, self._in_slot)
                 return pending
@@ -142,7 +137,7 @@ class HostExperts:
             missing = np.flatnonzero(self.set.slot_of < 0)
             self._count(self.slots.stack.size, 0, len(missing))
             made = pending.made
-            for part in self._streamed(*pending.parts, missing, keep=False):
+            for part in self._streamed(*pending.parts, missing):
                 made = part if made is None else made.add_(part)
             return torch.zeros_like(x) if made is None else made
         if pending.few is not None:
@@ -157,26 +152,17 @@ class HostExperts:
         return self._on_numbers(x, numbers.index_select(0, ids.flatten()).view_as(ids), weights, stack, of)
 
     def _on_numbers(self, x: Tensor, numbers: Tensor, weights: Tensor, stack: Experts, of: Tensor) -> Tensor:
-        """numbers [T, k] int32: each pair's index in `stack`, or what is past its end."""
+        """numbers [T, k] int32: each routed token's index in `stack`, or what is past its end."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
         held = Held(0, stack.size, self.held.total + 1)
         return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, held))
 
-    @property
-    def _defers(self) -> bool:
-        """Whether the next layer adds what the CPU makes in this step."""
-        return self.shared.deferral is not None and self.shared.deferral.step
-
-    def _has_deferred(self) -> None:
-        assert self.shared.deferral is not None
-        self.shared.deferral.used = True
-
-    # -- of few tokens beside a GPU
+    # -- for small batches with a GPU
 
     @functools.cached_property
     def few(self) -> FewTokens:
-        """What computes such steps, of x that it supports."""
-        of, copies = (self._choice, self.set.arrays, self._kept), self.shared.way != CPU
+        """The small-batch steps, for x that they support."""
+        of, copies = (self._choice, self.set, self._kept), self.shared.way != CPU
         made = FewTokens(self.layer, self.shared.streamer, *of, copies)
         if self.shared.way == AUTO:
             made.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
@@ -185,34 +171,27 @@ class HostExperts:
     def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
         """Who computes such a step, where it can be."""
         buffers, way = self.shared.buffers, self.shared.way
-        if buffers is None or buffers.steps is None or len(x) > FEW or way == RESIDENT:
+        if buffers is None or buffers.steps is None or len(x) > FEW:
             return None
         if way == STREAM and self.few.capacity < min(ids.numel(), self.held.size):
             return None
         return self.few if jit.plain(x, ids, weights) and self.few.supports(x.dtype) else None
 
     def _of_few(self, pending: Pending, view: HostView) -> Tensor:
-        buffers, order, made = self.shared.buffers, self.order, Added(Made(view.made), (pending.gpu, None))
+        buffers = self.shared.buffers
         assert pending.few is not None and buffers is not None and buffers.steps is not None
-        if self._defers:
-            before = None if order.first else buffers.view(*pending.parts[:2], 1 - order.buffer).made
-            assert self.shared.deferral is not None
-            gpu = self.shared.deferral.gpu_sums(pending.gpu, order)
-            made = Added(Made(view.made if order.last else None, before), gpu)
-            self._has_deferred()
+        made = self.sums.added(buffers, *pending.parts[:2])
         return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
     def _drain(self) -> None:
-        """Before what is resident is read or changed here: steps of few tokens change it, too."""
+        """Before what is resident is read or changed here: small-batch steps change it, too."""
         if self.shared.buffers is not None and self.shared.buffers.steps is not None:
             self.shared.buffers.steps.drain()
 
-    def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray, keep: bool) -> Iterator[Tensor]:
-        """What each buffer of copied experts makes, [T, H]. keep: those experts become resident."""
+    def _streamed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: np.ndarray) -> Iterator[Tensor]:
+        """The outputs of each buffer of copied experts, [T, H]."""
         for some, buffer in self.shared.streamer.copies(self.layer, experts):
             yield self._on_device(x, ids, weights, buffer.stack, *self._in_buffer(some, buffer.stack.size))
-            if keep:
-                self._adopt(some, buffer)
 
     def _in_buffer(self, experts: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
         """`numbers` and `of` of `_on_device` for a buffer of `count` experts that begins with these. They are kept: in
@@ -238,7 +217,7 @@ class HostExperts:
         if choice.found[2] or not choice.found[1]:
             out.zero_()
         x, ids, weights = (one[:tokens] for one in view.on_device)
-        for part in self._streamed(x, ids, weights, choice.copied, keep=self.shared.way == RESIDENT):
+        for part in self._streamed(x, ids, weights, choice.copied):
             out += part
         if choice.found[1]:
             made = self._by_cpu(view, tokens)
@@ -249,7 +228,7 @@ class HostExperts:
         self._move()
 
     def _by_cpu(self, view: HostView, tokens: int) -> Tensor:
-        """What the CPU makes of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
+        """The CPU's output of the experts that are chosen for it, in the view's pinned memory: [tokens, H] f32."""
         made = view.made[:tokens]
         if tokens <= KEPT and self.layer.computes(view.x.dtype):
             self._kept(view, tokens).run(torch.get_num_threads())
@@ -262,54 +241,36 @@ class HostExperts:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
         return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
 
-    def _kept(self, view: HostView, tokens: int, share: GpuShare | None = None) -> Kept:
-        """What the CPU computes of so few tokens."""
+    def _kept(self, view: HostView, tokens: int) -> Kept:
+        """The CPU's part of so small batches."""
         pairs = functools.partial(self._pairs, view, tokens)
-        biases, units = (self.host_biases, None) if share is None else (share.cpu_biases, share.units)
-        return view.work.of(self.layer, self._choice.on_cpu, pairs, biases, view.made[:tokens], units)
+        return view.work.of(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
         choice = self._choose(ids.contiguous())
         counts, first = choice.counts, self.held.first - self.fixed
-        given = x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first
-        pairs = HostPairs(*given)
+        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first)
 
-        def add(
-            stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1, to: HostPairs = pairs
-        ) -> None:
+        def add(stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1) -> None:
             of_all = np.concatenate((np.full(self.fixed, fixed), at))
-            to.add(stack, torch.from_numpy(of_all), count)
+            pairs.add(stack, torch.from_numpy(of_all), count)
 
         resident, slots_of_fixed = int(counts[self.set.slot_of >= 0].sum()), self.set.slots + np.arange(self.fixed)
         add(self.slots.stack, self.set.slot_of, resident + int(choice.of_fixed.sum()), slots_of_fixed)
-        late = HostPairs(*given) if self._defers else pairs
-        if late is not pairs:
-            self._has_deferred()
-        add(self.layer.stack, choice.cpu, int(choice.found[3]), to=late)
+        add(self.layer.stack, choice.cpu, int(choice.found[3]))
         for some, buffer in self.shared.streamer.copies(self.layer, choice.copied):
             at = np.full(len(counts), -1)
             at[some] = np.arange(len(some))
             add(buffer.stack, at, int(counts[some].sum()))
-            if self.shared.way == RESIDENT:
-                self._adopt(some, buffer)
         self._move()
-        return pairs.sum() if late is pairs else self._with_owed(pairs.sum(), late.sum())
-
-    def _with_owed(self, y: Tensor, late: Tensor) -> Tensor:
-        """y and what the layer before has left for this one. late: is left for the next one, where there is one."""
-        deferral = self.shared.deferral
-        assert deferral is not None
-        if not self.order.first and deferral.owed is not None:
-            y += deferral.owed
-        deferral.owed = None if self.order.last else late
-        return y.add_(late) if self.order.last else y
+        return pairs.sum()
 
     # -- decisions
 
     def _choose(self, ids: Tensor) -> Choice:
         """How the experts that these tokens have chosen are served."""
-        self._choice.choose(ids, self.set.arrays)
+        self._choice.choose(ids, self.set)
         self._count(*self._choice.found[:3].tolist())
         return self._choice
 
@@ -319,18 +280,6 @@ class HostExperts:
         total.cpu += cpu
         total.streamed += streamed
 
-    def _adopt(self, experts: np.ndarray, buffer: Buffer) -> None:
-        """Keep experts that were copied, each in the place of one that this step has not chosen."""
-        chosen = self._choice.counts > 0
-        for index, expert in enumerate(experts.tolist()):
-            slot = self.set.least(chosen)
-            if slot < 0:
-                return
-            self._set_slot(self.set.leave(slot), self.slots.stack.size)
-            for mine, theirs in zip(self.slots.tensors, buffer.tensors, strict=True):
-                mine[slot].copy_(theirs[index])
-            self._enter(expert, slot)
-
     def _move(self) -> None:
         """Now and then let an expert that is chosen more often take the place of a resident one. Nothing waits for the
         copy but what is launched from now on."""
@@ -339,12 +288,8 @@ class HostExperts:
         if wanted is None:
             return
         expert, slot = wanted
-        self._set_slot(self.set.leave(slot), self.slots.stack.size)
+        self._set_slot(self.set.replace(slot, expert), self.slots.stack.size)
         self.shared.streamer.replace(self.slots, slot, self.layer, expert)
-        self._enter(expert, slot)
-
-    def _enter(self, expert: int, slot: int) -> None:
-        self.set.enter(expert, slot)
         self._set_slot(expert, slot)
         if self.on_gpu:
             self._in_slot[slot : slot + 1].fill_(expert)
@@ -367,14 +312,13 @@ def _each(biases: Biases, change: Callable[[Tensor], Tensor]) -> Biases:
 
 
 class Pending:
-    """What `begin` hands to `finish`."""
+    """State that `begin` hands to `finish`."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor):
         self.x, self.ids, self.weights = x, ids, weights
         self.view: HostView | None = None
         self.few: FewTokens | None = None
         self.made: Tensor | None = None  # by resident experts
-        self.gpu: GpuSum | None = None  # of missing ones that the CPU and the GPU compute together
 
     def __len__(self) -> int:
         return len(self.x)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
+from ....kernels.moe.host_exchange import Made
 from ....kernels.moe.host_experts import Experts, HostPairs, Round, computes
 from ....kernels.moe.moe import Biases
 from ....kernels.quantized import gpu_form
@@ -31,25 +32,21 @@ class Kept(NamedTuple):
 
 
 class HostWork:
-    """What the CPU computes of views that share their memory: operations are kept, for steps of as few tokens."""
+    """The CPU's computation on views that share their memory: operations are kept, for steps of as small batches."""
 
     def __init__(self) -> None:
         self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def of(
-        self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor,
-        units: int | None = None,
-    ) -> Kept:  # fmt: skip
-        """`HostPairs.all_calls` of one layer, with these units, always the same for as many tokens. pairs: makes
-        them."""
-        key = id(layer), len(out), units
+    def of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
+        """`HostPairs.all_calls` of one layer, always the same for as many tokens. routed tokens: makes them."""
+        key = id(layer), len(out)
         if key not in self._kept:
-            of = layer.form, len(out), units
+            of = layer.form, len(out)
             if of not in self._pairs:
                 self._pairs[of] = pairs()
             self._pairs[of].biases = biases
-            one = self._pairs[of].all_calls(layer.stack, at, out, units)
+            one = self._pairs[of].all_calls(layer.stack, at, out)
             packed = ops.call_array([(op.address, ops.pack(values)) for op, values in one.calls])
             self._kept[key] = Kept(packed, one)
         return self._kept[key]
@@ -83,7 +80,7 @@ class HostView:
 
 
 class Views:
-    """Views of one piece of memory, which grows with the longest step."""
+    """Views of one packed tile of memory, which grows with the longest step."""
 
     def __init__(self) -> None:
         self._views: dict[int, HostView] = {}
@@ -114,18 +111,27 @@ class Views:
 
 
 class SharedBuffers:
-    """Of one rank with a GPU."""
+    """Buffers of one rank with a GPU."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
-        self._buffers = Views(), Views()  # layers that defer alternate
+        self._views = Views()
         self.steps: Steps | None = None  # where the device can
 
-    def view(self, x: Tensor, ids: Tensor, buffer: int = 0) -> HostView:
-        """buffer: as `Order.buffer` has it."""
+    def view(self, x: Tensor, ids: Tensor) -> HostView:
         if self.steps is None and host_exchange.supports(x.device):
             self.steps = Steps(x.device, self.counters)
-        return self._buffers[buffer].view(x, ids)
+        return self._views.view(x, ids)
+
+
+class Sums:
+    """Buffers of a layer's tokens and the CPU's sums in a step with a GPU, and what the layer adds: its own sums."""
+
+    def view(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> HostView:
+        return buffers.view(x, ids)
+
+    def added(self, buffers: SharedBuffers, x: Tensor, ids: Tensor) -> Made:
+        return Made(self.view(buffers, x, ids).made)
 
 
 class HostStack:
@@ -164,7 +170,7 @@ class Layout:
         return tuple(part.key for part in self._parts)
 
     def nbytes(self, count: int) -> int:
-        """Of so many experts, each tensor on a border of its own."""
+        """Bytes of so many experts, each tensor aligned on its own."""
         return sum(host_memory.aligned(count * x[0].nbytes) for part in self._parts for x in part.tensors)
 
     def carve(self, memory: Tensor, count: int) -> Buffer:

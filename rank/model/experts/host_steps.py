@@ -1,4 +1,4 @@
-"""The host's parts of captured steps beside a GPU, posted a graph at a time, and what all steps of a rank have used."""
+"""The host's parts of captured steps with a GPU, posted a graph at a time, and what all steps of a rank have used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counters:
 
 
 class Steps:
-    """Of one rank with a GPU."""
+    """Steps of one rank with a GPU."""
 
     def __init__(self, device: torch.device, counters: Counters):
         self.exchange, self.counters = Exchange(device), counters
@@ -42,7 +42,7 @@ class Steps:
     def add(self, pieces: Pieces, few: FewTokens, view: HostView) -> None:
         """This layer is the next one of what is captured.
 
-        Layers are posted by pieces, as the host's part between two of them may `drain`: a layer that is served
+        Layers are posted by packed tiles, as the host's part between two of them may `drain`: a layer that is served
         otherwise stands there, and what is not launched yet would never be done.
         """
         latest = self._captured
@@ -57,7 +57,7 @@ class Steps:
         self.count()
 
     def count(self) -> None:
-        """What the service has counted since the last time."""
+        """The service's counts since the last call."""
         now = self.service.totals[len(host_service.TIMES) :].tolist()
         for name, new, old in zip(host_service.SERVED, now, self._told, strict=True):
             setattr(self.counters, name, getattr(self.counters, name) + new - old)
@@ -65,7 +65,7 @@ class Steps:
 
 
 class Captured:
-    """A captured piece's layers, and what the host does for so many real tokens."""
+    """A captured packed tile's layers, and what the host does for so many real tokens."""
 
     def __init__(self, steps: Steps):
         self.steps = steps
@@ -73,7 +73,7 @@ class Captured:
         self._made: dict[int, Step] = {}
 
     def post(self, tokens: int) -> None:
-        """The piece is launched."""
+        """The packed tile is launched."""
         service = self.steps.service
         try:
             if tokens not in self._made:

@@ -26,9 +26,9 @@ from .fused import FusedExperts
 Model = TypeVar("Model", bound=nn.Module)
 log = logging.getLogger(__name__)
 
-ROWS = {"cpu": (1, 8, 64), "cuda": (1, 16, 64, 256, 2048)}  # tokens of a step
+ROWS = {"cpu": (1, 8, 64), "cuda": (1, 16, 64, 256, 2048), "mps": (1, 8, 64)}  # tokens of a step
 DRAWS = 4  # of the experts that tokens choose: in some a rank has more to do than in others
-CALLS = {"cpu": 2, "cuda": 8}  # of each draw that are timed, behind one that is not
+CALLS = {"cpu": 2, "cuda": 8, "mps": 2}  # of each draw that are timed, behind one that is not
 GAIN = 1.03  # less is noise: then experts are split, as without --ep
 
 
@@ -91,7 +91,7 @@ def choose(degrees: list[int], rows: tuple[int, ...], times: Tensor) -> tuple[in
 def seconds(
     layer: FusedExperts, mesh: Mesh, degree: int, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[float]:
-    """What one layer takes with this degree, for each of `rows`. layer: of the model built for degree 1, without
+    """Seconds of one layer with this degree, for each of `rows`. layer: of the model built for degree 1, without
     memory. Collective over the tensor group."""
     up, down, group = layer.gate_up_proj, layer.down_proj, mesh.tensor
     experts, hidden = down.experts.size, up.inputs.size

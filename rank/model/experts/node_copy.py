@@ -41,7 +41,7 @@ def sharers(mesh: Mesh) -> HostComm | None:
 
 
 class NodeCopy:
-    """Of the ranks of one group."""
+    """The shared copy of the ranks of one group."""
 
     def __init__(self, stacks: Sequence[Any], sizes: Sequence[int], group: HostComm):
         """stacks: of experts, the same on all ranks. sizes: bytes of each, about. Where `memory` is None then, ranks

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.base import HostComm
+from ....errors import USAGE, FatalError
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe.host_choice import TIMED_ROWS, Costs
 from ....kernels.moe.host_experts import Experts, HostPairs, computes
 from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
 from ....kernels.quantized import gpu_form
+from ....kernels.quantized.floats import Floats
 from ..batch import Batch
 from ..weights.slicing import ShardedModule
-from . import split
-from .deferral import Deferral, Order
+from .deferral import Deferral
 from .fused import FusedExperts, StackedLinear
 from .host import AUTO, HostExperts, Shared
 from .host_buffers import KEPT, HostStack, HostWork, SharedBuffers
@@ -44,13 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class ExpertRoom(NamedTuple):
-    """What the user asks for."""
+    """The user's options."""
 
     offload: int = 0  # experts of a layer, on each rank, that are in host memory alone
     memory: int = 0  # bytes of the device for resident experts; 0: not said
     way: str = AUTO
     defers: bool = False  # as deferral.py does
-    later: int = 0  # bytes of the host's memory that are asked for besides and taken later, for the cache
 
     def __bool__(self) -> bool:
         return self.offload > 0 or self.memory > 0
@@ -67,7 +67,7 @@ def overflowing(
     device: torch.device,
     world: HostComm,
 ) -> ExpertRoom:
-    """What of this rank's experts goes to host memory, where the user has not said it: nothing where all ranks' weights
+    """This rank's experts that go to host memory, unless the user chose them: nothing where all ranks' weights
     fit, and never on CPUs.
 
     memory: bytes that loading all weights takes of this rank's device. room: that are free there; None: unlimited. All
@@ -96,13 +96,13 @@ def overflowing(
 
 
 class Offload:
-    """Of one rank: made before the weights are loaded, and used when they are."""
+    """Expert offload of one rank: made before the weights are loaded, and used when they are."""
 
     def __init__(self, layers: Iterable[FusedExperts], room: ExpertRoom, dtype: torch.dtype, device: torch.device):
         """layers: of this stage, which all have equally many experts."""
         self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
-        self.deferral = Deferral() if room.defers else None
+        self.deferral: Deferral | None = None
         self._stacks: list[HostStack] = []
         self._node: NodeCopy | None = None
         self.sharers = 1  # ranks of the node whose experts are the same memory
@@ -110,10 +110,15 @@ class Offload:
         self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
         self.parting_bytes = 0  # that the host needs more while experts are loaded
-        self.host_left: int | None = None  # bytes of the host that nothing asks for, its part; None: unlimited
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
+        if not ops.available():
+            raise FatalError(
+                "experts in host memory are computed by C++, and this machine has no compiler: install g++, or "
+                "`pip install phalanx[cpu]`",
+                USAGE,
+            )
         stacks = self._linears()
         sizes = [one.host_bytes(dtype, device) for one in stacks]
         self.all_bytes = self.host_bytes = sum(sizes)
@@ -122,19 +127,19 @@ class Offload:
         self._count()
         for one in stacks:
             one.in_host = True
-            one.packed_there = device.type == "cuda" and getattr(one.stored, "packs_for_host", False)
+            one.packed_there = device.type == "cuda" and one.stored is not None and one.stored.packs_for_host
 
     def _linears(self) -> list[StackedLinear]:
         return [one for layer in self.layers for one in (layer.gate_up_proj, layer.down_proj)]
 
     @property
     def experts(self) -> int:
-        """Of a layer, on this rank."""
+        """The number of a layer's experts on this rank."""
         return self.layers[0].down_proj.experts.width if self.layers else 0
 
     def fewest_fixed(self, room: int | None, read: int, sharers: int) -> int:
         """How many experts of each layer have to be fixed; all where even that is too few. room: bytes that are free
-        for experts in the host's memory; None: unlimited. read: what loading takes there besides. sharers: ranks of
+        for experts in the host's memory; None: unlimited. read: what loading takes there in addition. sharers: ranks of
         this node whose experts are the same memory."""
         if self.device.type != "cuda" or not self.layers or room is None or self.all_bytes // sharers + read <= room:
             return 0
@@ -170,7 +175,7 @@ class Offload:
             return
         if self.fixed and self.device.type == "cuda":
             torch.cuda.empty_cache()  # what packing took: else more and more of it would have tensors in it that stay
-        hosted = self._form(module.matrices)
+        hosted = self._form(module)
         if module.of_fixed is not None:
             self._fixed[module], module.of_fixed = module.of_fixed, None
             if self._node is None:
@@ -193,7 +198,7 @@ class Offload:
 
     @property
     def resident_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
     def pin(self) -> int:
@@ -205,7 +210,7 @@ class Offload:
         return self.host_bytes
 
     def attach(self) -> str:
-        """After `pin`: fill the resident sets and measure, beside all other ranks. What the log should say."""
+        """After `pin`: fill the resident sets and measure, next to all other ranks. What the log should say."""
         if not self.layers:
             return ""
         cuda, stacks = self.device.type == "cuda", self._stacks
@@ -221,30 +226,23 @@ class Offload:
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
         buffers = SharedBuffers(self.counters) if cuda else None
-        shared = Shared(self.room.way, self.counters, buffers, streamer, self.deferral)
-        for place, (layer, stack) in enumerate(zip(self.layers, stacks, strict=True)):
+        shared = Shared(self.room.way, self.counters, buffers, streamer)
+        for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = Held(experts.start, experts.width, experts.size)
             slots = stack.there.empty(self.slots, self.device)
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
-            fixed = self._take_fixed(layer)
-            of = stack, biases, layer.activation, held, slots, costs[stack.form], shared, fixed
-            layer.host = HostExperts(*of, Order(place, len(stacks)))
+            of = stack, biases, layer.activation, held, slots, costs[stack.form], shared
+            layer.host = HostExperts(*of, self._take_fixed(layer))
+        if self.room.defers:
+            self.deferral = Deferral([layer.host for layer in self.layers if layer.host is not None])
         if cuda and self.fixed:
             torch.cuda.empty_cache()  # their memory before they had slots, in pieces
         return self._told(stacks[0], costs[stacks[0].form])
 
-    def split(self) -> str:
-        """After `attach` on all ranks: let CPU and GPU compute experts together where that is faster. What the log
-        should say."""
-        hosts = [layer.host for layer in self.layers if layer.host is not None]
-        if not hosts or self.device.type != "cuda":
-            return ""
-        return split.attach(hosts, self.dtype, self.host_left)
-
     def _take_fixed(self, layer: FusedExperts) -> HostStack | None:
-        """A layer's fixed experts, as they came to the device."""
+        """A layer's permanently resident experts, as they came to the device."""
         if not self.fixed:
             return None
         return HostStack(Experts(*map(self._fixed.pop, (layer.gate_up_proj, layer.down_proj))), self.device)
@@ -275,9 +273,11 @@ class Offload:
             f"{costs.copy_beside:.2f} times as long"
         )
 
-    def _form(self, held: Matrices) -> Matrices:
-        """As they lie in host memory: what the device has no form of, dequantised."""
-        return held if self.device.type != "cuda" or gpu_form.supports(held) else plain(held, self.dtype)
+    def _form(self, one: StackedLinear) -> Matrices:
+        """The form in host memory: what the device has no form of, dequantised."""
+        held = one.matrices
+        odd = self.device.type == "cuda" and isinstance(held, Floats)  # as of codes that are no numbers
+        return plain(held, self.dtype) if odd or one.becomes_plain(self.device) else held
 
     def _stays(self, x: Tensor) -> bool:
         """Whether it is pinned, or would be there twice if it was copied."""
@@ -287,7 +287,7 @@ class Offload:
         """Its weights, pinned where there is a GPU."""
         both = []
         for one in (layer.gate_up_proj, layer.down_proj):
-            held = self._form(one.matrices)
+            held = self._form(one)
             if self.device.type == "cuda":
                 parts = gpu_form.parts(held)
                 held = parts.of([x if self._stays(x) else host_memory.pinned(x) for x in parts.tensors])
@@ -332,7 +332,7 @@ def _let_others_sleep() -> None:
 def _beside(
     stack: HostStack, streamer: Streamer, on_cpu: Callable[[], float], cpu: float, copied: float
 ) -> tuple[float, float]:
-    """How many times as long as alone the CPU and copies take beside each other. on_cpu: says seconds of an expert.
+    """How many times as long as alone the CPU and copies take next to each other. on_cpu: says seconds of an expert.
 
     Its first call is not counted, and no single one tells: threads that had to wake, or lost their core for once, took
     a hundred times as long at some starts.
@@ -380,5 +380,5 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
 
 
 def _shortest(function: Callable[[], float]) -> float:
-    """Of the seconds that it says, but for the first."""
+    """The shortest of the seconds that it returns, but for the first."""
     return min([function() for _ in range(ROUNDS + 1)][1:])

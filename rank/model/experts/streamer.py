@@ -1,6 +1,6 @@
 """Copies experts from host memory to the device, a few at a time, while the device computes others.
 
-On a GPU two CUDA streams work beside the step's: one only copies, the other makes what came over into the form that
+On a GPU two CUDA streams work next to the step's: one only copies, the other makes what came over into the form that
 kernels read, where that differs. Each has two buffers in turn. A copy waits for nothing but its buffer, and is launched
 as soon as the host comes to it, which is long before the GPU does in a step of many tokens. So the first copies of a
 layer run while the layer before computes its last experts, and the attention between, and PCIe does not idle.
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 
 
 class _Streams:
-    """Of a GPU, beside the step's own."""
+    """CUDA streams of a GPU in addition the step's own."""
 
     def __init__(self, device: torch.device):
         self.copying, self.making = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -42,7 +42,7 @@ class _Streams:
 
 
 class Streamer:
-    """Of one rank: all its layers share the buffers, one after the other."""
+    """Streams experts to one rank: all its layers share the buffers, one after the other."""
 
     def __init__(self, layers: Sequence[HostStack], device: torch.device):
         """layers: all that are copied from; the buffers are large enough for one expert of any."""
@@ -99,7 +99,7 @@ class Streamer:
         return layer.same or all(moves is not None for moves in self._moves_of(layer))
 
     def moves(self, layer: HostStack) -> list[Moves | None]:
-        """How each of its tensors is made over; None: it stays as it is. Empty where one is made over by torch."""
+        """How each of its tensors is repacked; None: it stays as it is. Empty where one is repacked by torch."""
         if layer.same:
             return [None] * len(layer.tensors)
         return self._moves_of(layer) if self.makes_over(layer) else []
@@ -188,7 +188,7 @@ def _tensors(buffer: Buffer) -> list[list[Tensor]]:
 
 
 def _moves(one: Matrices, device: torch.device) -> Moves | None:
-    """How one expert, and so each like it, is made over; None: by torch."""
+    """How one expert, and so each like it, is repacked; None: by torch."""
     part = gpu_form.parts(one)
     if len(part.tensors) != 1 or len(gpu_form.parts(gpu_form.of_gpu(one)).tensors) != 1:
         return None
@@ -196,7 +196,7 @@ def _moves(one: Matrices, device: torch.device) -> Moves | None:
 
 
 def _made_over(part: gpu_form.Parts, tensors: list[Tensor]) -> list[Tensor]:
-    """Of some experts that lie as those of `part`, for kernels of GPUs."""
+    """Repacks some experts that lie as those of `part`, for kernels of GPUs."""
     return gpu_form.parts(gpu_form.of_gpu(part.of(tensors))).tensors
 
 
@@ -206,7 +206,7 @@ def _put(target: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def _copy(raw: Buffer, layer: HostStack, experts: np.ndarray) -> None:
-    """These experts, in ascending order, become the first of the buffer: neighbours in one copy, as each costs the
+    """Copies these experts, in ascending order, to the front of the buffer: neighbours in one copy, as each costs the
     host some microseconds."""
     borders = [0, *(np.flatnonzero(np.diff(experts) != 1) + 1).tolist(), len(experts)]
     for first, last in zip(borders, borders[1:], strict=False):

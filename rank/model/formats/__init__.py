@@ -1,8 +1,8 @@
-"""Weight formats: one file each, with a class `Part` that holds some outputs of a linear.
+"""Weight formats: which one each linear of a model has.
 
-A linear is a list of parts, so its outputs may differ in format, as in mixed GGUF files. A part names its tensors
-(`fields`) and computes its outputs (`forward`). Once it is loaded, `finish` may convert it: it repacks it for the
-device, or quantises it where a model is quantised while loading. A format is found by the name of its file.
+A linear is a list of parts, so its outputs may differ in format, as in mixed GGUF files. `Format` (_format.py) is the
+protocol. A format that weights can be quantised to while they are loaded is found by its name: ggml's types in the
+table of rank/gguf/mixes.py, any other as the FORMAT of the file of its name.
 """
 
 from __future__ import annotations
@@ -10,28 +10,16 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from ....errors import MODEL, FatalError
+from ....kernels.quantized.ggml import CODECS
 from ...gguf import mixes
-from ..shard import Shard
-from ..weights.slicing import Source
+from ..weights.slicing import ShardedModule, Source
+from ._format import Format
 from ._in_situ import InSitu
-from .dense import Part
+from ._plain import DENSE
 
-MakePart = Callable[[Shard, Sequence[Shard], bool, Sequence[Source]], Part]  # inputs, outputs, bias, sources
-ChooseFormat = Callable[[str], MakePart]  # from a tensor's path in the checkpoint, without the field's name
-
-
-def dense(path: str) -> MakePart:
-    """The default: unquantised weights of 16 or 32 bits for every linear."""
-    return Part
-
-
-def plain_of(make: MakePart) -> MakePart:
-    """What makes a linear whose matrix others read: a plain one, where `make` leaves weights in 16 bits."""
-    plain: MakePart = getattr(make, "plain", make)
-    return plain
-
+ChooseFormat = Callable[[str], Format]  # from a tensor's path in the checkpoint, without the field's name
 
 # The linears of which a mix of formats has more bits, by the end of their paths → GGUF's names of them.
 MIXED = {
@@ -39,6 +27,11 @@ MIXED = {
     "k_proj": "attn_k", "o_proj": "attn_output", "self_attn.dense": "attn_output", "attn.c_proj": "attn_output",
     "down_proj": "ffn_down", "fc2": "ffn_down", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
+
+
+def dense(path: str) -> Format:
+    """The default: unquantised weights of 16 or 32 bits for every linear."""
+    return DENSE
 
 
 def in_situ(name: str, sizes: mixes.Sizes) -> ChooseFormat:
@@ -49,8 +42,11 @@ def in_situ(name: str, sizes: mixes.Sizes) -> ChooseFormat:
     if name == "none":
         return dense
     if name not in mixes.MIXES:
-        return lambda path: _makes(name)
-    return lambda path: _makes(mixes.type_of(name, *_place(path), sizes).lower().replace("_k", "k"))
+        return lambda path: find(name)
+    return lambda path: find(NAMES[mixes.type_of(name, *_place(path), sizes)])
+
+
+NAMES = {type: name for name, type in mixes.IN_SITU.items()}  # of formats, by ggml's types
 
 
 def _place(path: str) -> tuple[str, int]:
@@ -60,34 +56,33 @@ def _place(path: str) -> tuple[str, int]:
     return part, next((int(one) for one in parts if one.isdigit()), 0)
 
 
+def of_experts(layer: ShardedModule, sources: Sequence[Source], format_of: ChooseFormat, ranks: int) -> Format:
+    """The format of one linear of all experts that so many ranks share, by the paths of their tensors. Raises
+    FatalError where experts differ."""
+    experts = range(layer.experts.size)
+    paths = [
+        one.path.replace("{}", str(number)) for one in sources for number in (experts if "{}" in one.path else (0,))
+    ]
+    found = {path: format_of(path) for path in paths}
+    first = found[paths[0]]
+    other = next((path for path, one in found.items() if one != first), None)
+    if other is None:
+        return first.fitting(sources[0].path, layer.inputs.size, ranks)
+    if all(one.reads_plain for one in found.values()):
+        return DENSE
+    raise FatalError(
+        f"{other} and {paths[0]} are stored in different formats, and all experts of a layer are multiplied as one: "
+        "convert the checkpoint so that they have one, or leave all of them plain",
+        MODEL,
+    )
+
+
 @functools.cache
-def _makes(name: str) -> MakePart:
-    """Equal for linears of one format, so that neighbours become one part."""
-    part = _part(name)
-    return InSituFormat(part, _part(part.smaller_groups) if part.smaller_groups else part)
-
-
-@dataclass(frozen=True)
-class InSituFormat:
-    """What makes parts of `part`, or of `other` where a rank's inputs are not whole groups of it."""
-
-    part: type[InSitu]
-    other: type[InSitu]
-
-    @property
-    def stack_unit(self) -> int:
-        """Neighbouring inputs of an expert that a cut leaves together."""
-        return self.part.codec.GROUP
-
-    @property
-    def smaller(self) -> InSituFormat | None:
-        """What experts get whose inputs cannot be cut between groups."""
-        return InSituFormat(self.other, self.other) if self.other is not self.part else None
-
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> InSitu:
-        return (self.part if self.part.takes(inputs) else self.other)(inputs, outputs, bias, sources)
-
-
-def _part(name: str) -> type[InSitu]:
-    part: type[InSitu] = importlib.import_module(f".{name}", __name__).Part
-    return part
+def find(name: str) -> Format:
+    """A format that weights are quantised to while they are loaded."""
+    if (type := mixes.IN_SITU.get(name)) is None:
+        found: Format = importlib.import_module(f".{name}", __name__).FORMAT
+        return found
+    smaller = mixes.SMALLER.get(type)
+    other = InSitu(NAMES[smaller], CODECS[smaller]) if smaller else None
+    return InSitu(name, CODECS[type], other)

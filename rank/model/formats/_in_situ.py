@@ -1,35 +1,55 @@
-"""What formats share whose weights are quantised in situ: read plain, and encoded as soon as they are there."""
+"""Formats that weights are quantised to in situ: read plain, and encoded as soon as they are there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ....errors import USAGE, FatalError
-from ..shard import Shard
+from ....kernels.quantized.codec import Encoder
+from ..shard import Shard, whole_groups
 from ..weights.slicing import Field, Source
-from ._packed import Codec, PackedPart
+from ._format import Format
+from ._packed import PackedPart
 
 
-class Encoder(Codec, Protocol):
-    """A codec that weights are quantised with."""
+@dataclass(frozen=True)
+class InSitu(Format):
+    """Weights that are encoded by `codec` once they are loaded."""
 
-    GROUP: int  # neighbouring inputs that are encoded together
+    name: str  # as users write it
+    codec: Encoder
+    smaller: InSitu | None = None  # takes its place where a rank's inputs are not whole groups; None: they are refused
 
     @property
-    def kept_bits(self) -> Callable[[int, torch.device], float]:
-        """(inputs, device): of a weight as `pack` keeps it there, with its share of the rest."""
+    def cut_unit(self) -> int:  # type: ignore[override]  # a constant of other formats
+        return self.codec.GROUP
 
-    @property
-    def encode(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """weight [outputs, inputs] of 16 or 32 bits on any device → the tensors of the format."""
+    def takes(self, inputs: Shard) -> bool:
+        """Whether this rank's inputs are whole groups."""
+        return inputs.size % self.codec.GROUP == inputs.width % self.codec.GROUP == 0
+
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> InSituPart:
+        form = self.smaller if self.smaller is not None and not self.takes(inputs) else self
+        return InSituPart(form, inputs, outputs, bias, sources)
+
+    def fitting(self, path: str, size: int, ranks: int) -> Format:
+        if self.smaller is not None and not whole_groups(size, ranks, self.cut_unit):
+            return self.smaller.fitting(path, size, ranks)
+        if size % self.cut_unit:
+            groups = f"and groups have {self.cut_unit}: serve this model without --isq"
+            raise self.refused(f"{path} has {size} inputs, {groups}")
+        return super().fitting(path, size, ranks)
+
+    def refused(self, text: str) -> FatalError:
+        return FatalError(f"--isq {self.name}: {text}", USAGE)
 
 
-class InSitu(PackedPart):
-    """Some outputs of a linear, quantised by `codec`.
+class InSituPart(PackedPart):
+    """Some outputs of a linear, quantised by the format's codec.
 
     Until it is encoded, the weight has the checkpoint's dtype, not the model's, which may round it. A tied head is
     encoded from the embedding's table. That stays as it is, for tokens are looked up there: the head's codes are memory
@@ -37,39 +57,21 @@ class InSitu(PackedPart):
     """
 
     fields = (Field("weight", "oi", stored=True), Field("bias", "o"))
-    codec: Encoder
     rows_apart = True
-    smaller_groups = ""  # the format that takes its place where a rank's inputs are not whole groups; none: refused
+    codec: Encoder
 
-    def __init__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+    def __init__(self, form: InSitu, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         super().__init__(inputs, outputs, bias, sources)
-        self._check_groups(sources[0].path)
-
-    def _check_groups(self, path: str) -> None:
-        group, (size, _, width) = self.codec.GROUP, (self.inputs.size, self.inputs.start, self.inputs.width)
-        name = self.name()
-        if size % group:
-            raise FatalError(
-                f"--isq {name}: {path} has {size} inputs, and {name} encodes groups of {group}: serve this model "
-                "without --isq",
-                USAGE,
-            )
-        if width % group:
-            raise FatalError(
-                f"--isq {name}: tensor parallelism leaves each rank {width} of the {size} inputs of {path}, and {name} "
-                f"encodes groups of {group}, which stay whole: choose another --tp, or serve without --isq",
-                USAGE,
-            )
-
-    @classmethod
-    def takes(cls, inputs: Shard) -> bool:
-        """Whether this rank's inputs are whole groups."""
-        return inputs.size % cls.codec.GROUP == inputs.width % cls.codec.GROUP == 0
-
-    @classmethod
-    def name(cls) -> str:
-        """As users write it: the file's."""
-        return cls.__module__.rpartition(".")[2]
+        self.name, self.codec = form.name, form.codec
+        if form.takes(inputs):
+            return
+        path, group = sources[0].path, f"{form.name} encodes groups of {self.codec.GROUP}"
+        if inputs.size % self.codec.GROUP:
+            raise form.refused(f"{path} has {inputs.size} inputs, and {group}: serve this model without --isq")
+        raise form.refused(
+            f"tensor parallelism leaves each rank {inputs.width} of the {inputs.size} inputs of {path}, and {group}, "
+            "which stay whole: choose another --tp, or serve without --isq"
+        )
 
     def encoded(self) -> Sequence[Tensor]:
         return self.codec.encode(self.weight.data)
@@ -78,8 +80,9 @@ class InSitu(PackedPart):
         return self.codec.kept_bits(self.inputs.width, device)
 
     def finish(self) -> None:
-        self.hold(self.codec.pack(*self.encoded()))
+        packed = self.codec.pack(*self.encoded())
         del self.weight
+        self.hold(packed)
 
     def plain_bytes(self, stored: torch.dtype) -> int:
         return self.weight.numel() * stored.itemsize if self.sources else 0

@@ -3,6 +3,4 @@
 from ....kernels.quantized import e4m3
 from ._in_situ import InSitu
 
-
-class Part(InSitu):
-    codec = e4m3
+FORMAT = InSitu("fp8", e4m3)

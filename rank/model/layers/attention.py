@@ -12,7 +12,7 @@ from ....comm.base import Comm
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from ....kernels.norm.norm import rms_norm
-from ....kernels.rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv
+from ....kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, apply_rotary, rope_and_store_kv
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..shard import Shard
@@ -39,11 +39,13 @@ def layer_type(types: Sequence[str], index: int, default: str, supported: Sequen
 class PagedAttention:
     """Applies the rotary embedding, writes the step's keys and values to the layer's cache, and attends to the cache.
 
-    layer: the layer's index in this pipeline stage, by which it finds its cache.
+    layer: the layer's index in this pipeline stage, by which it finds its cache. source: the layer whose cache it
+    reads, where that is another (`shared`).
     """
 
-    def __init__(self, layer: int, params: AttentionParams):
+    def __init__(self, layer: int, params: AttentionParams, source: int | None = None):
         self.layer, self.params = layer, params
+        self.source = layer if source is None else source
 
     def __call__(
         self,
@@ -63,25 +65,44 @@ class PagedAttention:
         sinks: a logit of each head [heads] f32, as AttentionParams has it.
         """
         params = self.params if sinks is None else self.params._replace(sinks=sinks)
-        cache = batch.caches[self.layer]
+        batch = batch.of_layer(self.layer)
+        cache, new = batch.caches[self.layer], CurrentKV(k, v, cos_sin, norms, batch.slots)
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
             q.mul_(cos_sin.q_scale)
         if batch.replayed is not None:
-            q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
-            return batch.replayed.mix(q.shape[1], cache[1].shape[3], functools.partial(_attend, cache, params), q)
+            q = rope_and_store_kv(q, new, cache)
+            return batch.replayed.mix(q.shape[1], cache[1].shape[3], functools.partial(_attend, self.layer, params), q)
         if batch.sampled is None or self.layer < len(batch.caches) - 1:
-            return store_and_attend(q, k, v, cos_sin, norms, cache, batch, params)
-        q = rope_and_store_kv(q, k, v, cos_sin, norms, cache, batch.slots)
+            return store_and_attend(q, new, cache, batch, params)
+        q = rope_and_store_kv(q, new, cache)
         h.keep(batch.sample_at)
         if len(batch.sample_at) == 0:
             return q[:0].flatten(1)
         keys, values, scales = KVCache(*cache)
         return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params, scales)
 
+    def shared(self, h: Normed, q: Tensor, cos_sin: CosSin, batch: Batch) -> Tensor:
+        """Attention of queries [T, heads, head_dim], normed and not rotated, to the cache of `source`, which has the
+        step's keys and values already. Returns as __call__ does."""
+        last = self.layer == len(batch.caches) - 1
+        batch = batch.of_layer(self.source)
+        q = apply_rotary(q, cos_sin)
+        if batch.replayed is not None:
+            attend = functools.partial(_attend, self.source, self.params)
+            return batch.replayed.mix(q.shape[1], q.shape[2], attend, q)
+        keys, values, scales = KVCache(*batch.caches[self.source])
+        if batch.sampled is None or not last:
+            return paged_attention(q, keys, values, batch, self.params, scales)
+        h.keep(batch.sample_at)
+        if len(batch.sample_at) == 0:
+            return q[:0].flatten(1)
+        return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params, scales)
 
-def _attend(cache: tuple[Tensor, ...], params: AttentionParams, q: Tensor, batch: Batch, out: Tensor) -> None:
-    keys, values, scales = KVCache(*cache)
+
+def _attend(layer: int, params: AttentionParams, q: Tensor, batch: Batch, out: Tensor) -> None:
+    batch = batch.of_layer(layer)
+    keys, values, scales = KVCache(*batch.caches[layer])
     paged_attention(q, keys, values, batch, params, scales, out)
 
 

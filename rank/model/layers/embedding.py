@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ....comm.mesh import Mesh
 from ....kernels.embedding.embedding import embedding
 from ....kernels.sampling.logits import finish_logits
-from ..formats import Part
-from ..formats._half_floats import Part as HalfFloats
+from ..formats import ChooseFormat
+from ..formats._part import Part
 from ..shard import even, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, ShardedModule, Source
 from .linear import ColumnParallel
 from .residual import Normed
 
@@ -24,7 +24,7 @@ from .residual import Normed
 class VocabParallelEmbedding(ShardedModule):
     """Looks up token embeddings. With tensor parallelism it costs an all-reduce."""
 
-    fields = (Field("weight", "oi"),)
+    fields: tuple[Field, ...] = (Field("weight", "oi"),)
 
     def __init__(self, vocab_size: int, hidden_size: int, mesh: Mesh, scale: float = 1.0):
         """scale: a factor on the embeddings, rounded to their dtype."""
@@ -34,20 +34,24 @@ class VocabParallelEmbedding(ShardedModule):
         self.vocab = even(vocab_size, self.tensor.rank, self.tensor.size)
         self.inputs, self.outputs = whole(hidden_size), (self.vocab,)
         self.weight = nn.Parameter(torch.empty(self.vocab.width, hidden_size, device="meta"), requires_grad=False)
-        self.kept: torch.dtype | None = None
+        self.part: Part | None = None  # has the table, where that stays as the checkpoint has it
 
-    def keep(self, dtype: torch.dtype) -> None:
-        """Leave the table in the checkpoint's dtype, this one, whatever the model computes in."""
-        self.kept, self.fields = dtype, (Field("weight", "oi", stored=True),)
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return self.kept or super().dtype_of(name, dtype)
+    def build(self, path: str, format_of: ChooseFormat) -> None:
+        """Decide from the format of this path how the table is kept: plain, unless the format looks rows up."""
+        self.sources = (Source(path),)
+        part = format_of(path).part(self.inputs, self.outputs, False, self.sources)
+        if part.looks_up:
+            self.part, self.fields = part, ()
+            del self.weight
 
     def finish(self) -> None:
         self.scale = torch.tensor(self.scale, dtype=self.model_dtype).item()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [T] int64. Returns [T, hidden], equal on all ranks."""
+        if self.part is not None:
+            rows = self.part.rows(ids, self.vocab.start, self.scale, self.model_dtype)
+            return rows if self.tensor.size == 1 else self.tensor.all_reduce(rows)
         if self.tensor.size == 1:
             return embedding(ids, self.weight, scale=self.scale, dtype=self.model_dtype)
         # Scaled before the sum: of each row's parts all but one are zeros.
@@ -88,12 +92,13 @@ class ParallelLMHead(ColumnParallel):
         super().__init__(whole(hidden_size), (self.vocab,), bias)
 
     def tie(self, table: VocabParallelEmbedding) -> None:
-        """Share the embedding's parameter, which is loaded there. A head that a file holds quantised reads that."""
-        part = cast(Part, self.parts[0])
-        if any(field.name == "weight" for field in part.fields):
-            part.weight, part.sources = table.weight, ()
-        if isinstance(part, HalfFloats):
-            table.keep(part.dtype)
+        """Share the embedding's weight, which is loaded there, as far as both have one form. Where a file's table is
+        plain in memory, a head that it holds quantised reads that."""
+        part, held = cast(Part, self.parts[0]), table.part or table
+        if table.part is not None and not self.biased:
+            self.parts[0] = table.part
+        elif all(any(field.name == "weight" for field in one.fields) for one in (part, held)):
+            part.weight, part.sources = held.weight, ()
 
     def forward(self, h: Normed | Tensor) -> Tensor:
         """h: [S, hidden]. Returns logits of this rank's vocabulary, [S, width] of its dtype; padding is -inf."""

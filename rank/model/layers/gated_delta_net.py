@@ -24,7 +24,7 @@ from .residual import Normed, Partial
 
 
 class DeltaNetShape(NamedTuple):
-    """Of a model's gated delta nets."""
+    """Shape of a model's gated delta nets."""
 
     key_heads: int
     value_heads: int
@@ -58,7 +58,7 @@ class Decay(ShardedModule):
 
 
 class GatedDeltaNet(nn.Module):
-    """Attributes are named as checkpoints name their tensors. A subclass says how they hold the projections."""
+    """Attributes are named as checkpoints name their tensors. A subclass defines how they hold the projections."""
 
     def __init__(self, hidden: int, shape: DeltaNetShape, eps: float, mesh: Mesh, local: int):
         """local: the layer's index in this pipeline stage, by which it finds its states. Raises FatalError where value
@@ -138,8 +138,8 @@ def _check(shape: DeltaNetShape, ranks: int) -> None:
 
 
 class GroupedDeltaNet(GatedDeltaNet):
-    """Of checkpoints that hold all of a key head together (Qwen3-Next): its query, key, values and gates of values, and
-    in another linear its values' b and a."""
+    """The net of checkpoints that hold all of a key head together (Qwen3-Next): its query, key, values and gates of
+    values, and in another linear its values' b and a."""
 
     def _make_projections(self, hidden: int, values: Shard) -> None:
         _, _, key, value = self.sizes
@@ -153,7 +153,7 @@ class GroupedDeltaNet(GatedDeltaNet):
 
 
 class PlainDeltaNet(GatedDeltaNet):
-    """Of checkpoints that hold queries, keys and values one after the other, and the rest apart (Qwen3.5).
+    """The net of checkpoints that hold queries, keys and values one after the other, and the rest apart (Qwen3.5).
     `in_proj_ba` merges in_proj_b and in_proj_a."""
 
     def _make_projections(self, hidden: int, values: Shard) -> None:

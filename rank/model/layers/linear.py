@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.activation.activation import gated_activation
-from ....kernels.gemm import split_k_gemm
-from ..formats import ChooseFormat, Part
+from ..formats import ChooseFormat
+from ..formats._part import Part
 from ..shard import Shard, even, key_heads, scaled, whole
 from ..weights.slicing import Source
 from .residual import Normed, Partial
@@ -29,9 +29,9 @@ class Linear(nn.Module):
     def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
         """Make the parts: neighbours of one format are one. sources: of each output."""
         each = zip(self.outputs, sources, strict=True)
-        for part, group in itertools.groupby(each, key=lambda one: format_of(one[1].path)):
+        for form, group in itertools.groupby(each, key=lambda one: format_of(one[1].path)):
             outputs, of_group = zip(*group, strict=True)
-            self.parts.append(part(self.inputs, outputs, self.biased, of_group))
+            self.parts.append(form.part(self.inputs, outputs, self.biased, of_group))
 
     @property
     def num_weights(self) -> int:
@@ -55,13 +55,13 @@ class Linear(nn.Module):
 
     @property
     def added_bias(self) -> Tensor | None:
-        """The bias [outputs] beside `matrix`, where there is one and this rank adds it."""
+        """The bias [outputs] of `matrix`, where there is one and this rank adds it."""
         return None if not self.biased or (part := self.lone) is None else part.added_bias
 
     @property
     def packed_matrix(self) -> Any:
-        """The same of a quantised weight, as its kernels take it."""
-        return getattr(self.lone, "packed", None)
+        """The packed weight, or None."""
+        return None if (part := self.lone) is None else part.packed
 
     def of_norm(self, h: Normed, gate: str = "") -> Tensor | None:
         """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
@@ -126,24 +126,26 @@ class QKVParallel(ColumnParallel):
         mesh: Mesh,
         bias: bool = False,
         gated: bool = False,
+        key_outputs: int = 2,
     ):
-        """gated: each query head has as many outputs for a gate, behind its query."""
+        """gated: each query head has as many outputs for a gate, behind its query. key_outputs: 2 for keys and values,
+        1 for keys that are the values too, 0 for queries alone."""
         tensor = mesh.tensor
         queries = even(heads, tensor.rank, tensor.size)
         keys = key_heads(kv_heads, tensor.rank, tensor.size)
         wide = scaled(queries, head_dim * (2 if gated else 1))
-        outputs = wide, scaled(keys, head_dim), scaled(keys, head_dim)
-        super().__init__(whole(inputs), outputs, bias)
+        super().__init__(whole(inputs), (wide, *[scaled(keys, head_dim)] * key_outputs), bias)
         self.heads = HeadCounts(queries.width, keys.width, head_dim)
+        self._sizes = [queries.width, *[keys.width] * key_outputs]
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What forward returns, as heads: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
-        queries, keys, dim = self.heads
-        q, k, v = qkv.view(qkv.shape[0], queries + 2 * keys, dim).split_with_sizes([queries, keys, keys], 1)
-        return q, k, v
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Splits forward's output into heads: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] where they are
+        outputs."""
+        return qkv.view(qkv.shape[0], -1, self.heads.dim).split_with_sizes(self._sizes, 1)
 
     def split_gated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same where queries have gates: q [T, heads, head_dim], gates [T, heads * head_dim], k and v."""
+        """Splits forward's output where queries have gates: q [T, heads, head_dim], gates [T, heads * head_dim], k and
+        v."""
         queries, keys, dim = self.heads
         both, k, v = qkv.split([2 * queries * dim, keys * dim, keys * dim], 1)
         q, gate = both.view(len(qkv), queries, 2 * dim).split(dim, 2)
@@ -165,9 +167,7 @@ class RowParallel(Linear):
                 cast(Part, part).adds_bias = False
 
     def terms_of(self, x: Tensor) -> Tensor | None:
-        """[T, n, outputs] of split inputs, without the bias, where that is faster."""
-        matrix, bias = self.matrix, self.added_bias is not None
-        return None if matrix is None else split_k_gemm.partial_sums(x, matrix, bias)
+        """None: it makes whole sums."""
 
     def forward(self, x: Tensor) -> Partial:
         """x: this rank's [T, inputs]. Nothing is multiplied before somebody reads it."""

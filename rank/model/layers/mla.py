@@ -18,8 +18,9 @@ from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_sto
 from ....kernels.rope.rope import CosSin
 from ..batch import Batch
 from ..cache_spec import PagedLatent
-from ..formats import ChooseFormat, Part, plain_of
+from ..formats import ChooseFormat
 from ..formats._packed import PackedPart
+from ..formats._part import Part
 from ..shard import Shard, even, scaled, whole
 from ..weights.slicing import Field, ShardedModule, Source, stored_shape
 from .linear import ColumnParallel, RowParallel
@@ -30,7 +31,7 @@ LATENT_EPS = 1e-6  # of the norms of latents; config.json has none for them
 
 
 class LatentSizes(NamedTuple):
-    """Of a model's latent attention."""
+    """Sizes of a model's latent attention."""
 
     heads: int  # of the model
     latent: int
@@ -41,7 +42,7 @@ class LatentSizes(NamedTuple):
 
 
 class LatentProjection(ColumnParallel):
-    """What queries come of, of this rank's heads or their latent, and the latent of keys and values, as one linear."""
+    """The inputs of queries, of this rank's heads or their latent, and the latent of keys and values, as one linear."""
 
     def __init__(self, hidden: int, sizes: LatentSizes, mesh: Mesh, bias: bool):
         heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
@@ -80,7 +81,7 @@ class LatentUp(ColumnParallel):
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._nope, "eio", keys))
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._value, "eoi", values))
             return
-        super().build(sources, lambda path: plain_of(format_of(path)))
+        super().build(sources, lambda path: format_of(path).plain)
         for part in self.parts:
             if isinstance(part, PackedPart):
                 part.expanded = True

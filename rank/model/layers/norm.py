@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ....kernels.norm.layer_norm import add_layer_norm, layer_norm
-from ....kernels.norm.norm import add_rms_norm, rms_norm
+from ....kernels.norm.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from .residual import Normed, PostNormed, ResidualStream
@@ -51,13 +50,17 @@ class LayerNorm(ShardedModule):
     fields = (Field("weight", "o"), Field("bias", "o"))
     rms_weight = None
 
-    def __init__(self, size: int, eps: float, bias: bool = True):
-        """bias: whether there is one; Cohere's have none."""
+    def __init__(self, size: int, eps: float, bias: bool = True, offset: float = 0.0):
+        """bias: whether there is one; Cohere's have none. offset: is added to the loaded weight; 1 for Nemotron."""
         super().__init__()
         self.outputs = (whole(size),)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False) if bias else None
+
+    def finish(self) -> None:
+        if self.offset:
+            self.weight.data += self.offset
 
     def norm(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -86,7 +89,7 @@ class AddRMSNorm(RMSNorm):
 
 
 class AddLayerNorm(LayerNorm):
-    """The same of a layer norm."""
+    """A pending add and layer norm."""
 
     def forward(self, stream: ResidualStream) -> Normed:  # type: ignore[override]
         return Normed(self, stream)

@@ -1,10 +1,10 @@
 """The residual stream, and three lazy values by which layers stay plain while their kernels are fused.
 
 A layer's sublayer ends in a sum over the tensor group and the next one begins with a norm. Neither is computed where
-the layer names it: `Partial` is a row-parallel linear that nobody has multiplied yet, `Normed` a norm that nobody has
-read yet, `PostNormed` a sublayer's own norm that nobody has added yet. Whoever reads them knows most and so chooses the
-kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; a GEMM that norms its own rows, or adds its
-outputs to the stream; one for a sublayer's norm, the addition and the next norm; a norm that makes e4m3.
+the layer names it: `Partial` is a row-parallel linear that is not multiplied yet, `Normed` a norm that is not
+read yet, `PostNormed` a sublayer's own norm that is not added yet. Whoever reads them knows most and so chooses the
+kernel: one for all-reduce, add and norm; one for GEMM and all-reduce; a GEMM that norms its own rows; one for a
+sublayer's norm, the addition and the next norm; a norm that makes e4m3.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
-from ....kernels.gemm import skinny
-from ....kernels.gemm.cublaslt import accumulate_linear
-from ....kernels.gemm.linear import accumulates
+from ....kernels.gemm import gemv
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
-from ....kernels.quantized import e4m3_norm, e4m3_wgmma
+from ....kernels.quantized import e4m3_rows, pieces_cuda
 from ....kernels.quantized.e4m3_rows import E4m3Rows
 
 
@@ -29,7 +27,7 @@ class Norm(Protocol):
 
     @property
     def rms_weight(self) -> Tensor | None:
-        """[H] of an RMS norm: what kernels take that fuse it with what is beside it. None: it is another norm."""
+        """[H] of an RMS norm: what kernels take that fuse it with its neighbours. None: it is another norm."""
 
     def norm(self, x: Tensor) -> Tensor:
         """A new tensor."""
@@ -39,7 +37,7 @@ class Norm(Protocol):
 
 
 class Summand(Protocol):
-    """What makes this rank's part of a sum over the tensor group: a row-parallel linear, or experts."""
+    """The producer of this rank's part of a sum over the tensor group: a row-parallel linear, or experts."""
 
     group: Comm
 
@@ -57,8 +55,8 @@ class Summand(Protocol):
 
 
 class Partial:
-    """What row-parallel linears or experts make of their inputs: this rank's part of a sum over the tensor group,
-    [T, H]. An input has T rows: len() of it says so."""
+    """The output of row-parallel linears or experts: this rank's part of a sum over the tensor group,
+    [T, H]. An input has T rows, its len()."""
 
     def __init__(self, *terms: tuple[Summand, Any], scale: float = 1.0):
         self.terms = terms
@@ -98,7 +96,7 @@ class Partial:
         return self.group.all_reduce(self.local())
 
     def begin(self, residual: Tensor, norm: Norm) -> Work | None:
-        """Begin what `add_norm` makes, beside what the caller computes next; None: it has not begun."""
+        """Begin what `add_norm` makes, overlapped with what the caller computes next; None: it has not begun."""
         x = self.local()
         return self.group.all_reduce_async(x, lambda rest: norm.add_norm(x, residual, rest))
 
@@ -121,12 +119,12 @@ class Partial:
         return all_reduce_add_norm(self.group, self.local(), residual, weight, eps)
 
     def add_norm_e4m3(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[E4m3Rows, Tensor]:
-        """`add_norm` of a lone rank, on Hopper: an RMS norm, in e4m3."""
+        """`add_norm` with tp_size 1, on Hopper: an RMS norm, in e4m3."""
         terms, other = self._terms_apart() or (self.local().contiguous().unsqueeze(1), None)
-        return e4m3_norm.sum_add_rms_norm(terms, residual, weight, eps, other)
+        return e4m3_rows.sum_add_rms_norm(terms, residual, weight, eps, other)
 
     def _terms_apart(self) -> tuple[Tensor, Tensor | None] | None:
-        """What a lone rank's norm adds up itself: partial sums or a token's experts [T, n, H], and the sum of all else,
+        """Terms that the norm of tp_size 1 adds up itself: a token's experts [T, n, H], and the sum of all else,
         [T, H], or [H] where that is a bias."""
         (first, x), *others = self.terms
         if self._local is not None or self.scale != 1.0 or (terms := first.terms_of(x)) is None:
@@ -135,19 +133,6 @@ class Partial:
         if other is None or bias is None:
             return terms, bias if other is None else other
         return terms, other.add_(bias)
-
-    def accumulate(self, residual: Tensor) -> bool:
-        """Let the GEMM of a lone rank add itself to residual [T, H], where that is faster. Rounded once."""
-        if self.group.size > 1 or len(self.terms) > 1:
-            return False
-        ((linear, x),) = self.terms
-        matrix, bias = linear.matrix, linear.added_bias
-        if matrix is None or not accumulates(x, matrix, residual):
-            return False
-        if bias is not None:
-            return self.scale == 1.0 and accumulate_linear(x, matrix, bias, residual)
-        residual.addmm_(x, matrix.t(), alpha=self.scale)
-        return True
 
 
 class PostNormed:
@@ -184,11 +169,14 @@ class ResidualStream:
     def add(self, x: Partial | PostNormed | Tensor) -> None:
         """Add a sublayer's output [T, H]. A tensor is equal on all ranks and may be overwritten."""
         self.read()
-        if not (isinstance(x, Partial) and x.accumulate(self.value)):
-            self.pending = x
+        self.pending = x
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all that was added by a number, [1]."""
+        self.read().mul_(factor)
 
     def begin(self) -> None:
-        """Begin the all-reduce of what was added last, beside what is computed next: of another microbatch."""
+        """Begin the all-reduce of what was added last, overlapped with what is computed next: another microbatch."""
         if isinstance(self.pending, Partial) and len(self):
             x = self.pending.local()
             self._work = self.pending.group.all_reduce_async(x)
@@ -222,7 +210,7 @@ class Normed:
         self._rows: E4m3Rows | None = None
 
     def begin(self) -> None:
-        """Begin the all-reduce and the norm beside what is computed next: of another microbatch."""
+        """Begin the all-reduce and the norm overlapped with what is computed next: another microbatch."""
         stream = self.stream
         if isinstance(stream.pending, Partial) and len(stream):
             self._work = stream.pending.begin(stream.value, self.norm)
@@ -246,21 +234,21 @@ class Normed:
         if self._value is not None or self._work is not None or not isinstance(x, Partial) or x.group.size > 1:
             return None
         # Asked before the part is made, which the kernel of the norm may add up from its terms.
-        if by is None or not skinny.supports_norm(stream.value, stream.value, by, weight, bias):
+        if by is None or not gemv.supports_norm(stream.value, stream.value, by, weight, bias):
             return None
         part = x.local()
         stream.pending = None
-        y, stream.value = skinny.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
+        y, stream.value = gemv.normed_linear(part, stream.value, by, self.norm.eps, weight, gate, bias)
         return y
 
     def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
-        """The same of a quantised weight by two kernels, where the one for FP8 takes what that of the norm makes."""
-        if e4m3_wgmma.supports(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
-            return e4m3_wgmma.linear(rows, packed, gate, bias)
+        """The linear of a quantised weight by two kernels, where the one for FP8 takes what that of the norm makes."""
+        if pieces_cuda.takes_e4m3(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
+            return pieces_cuda.linear(rows, packed, gate, bias)
         return None
 
     def _e4m3(self) -> E4m3Rows | None:
-        """The norm in e4m3 alone, where a lone rank adds up what is pending, or has already made it."""
+        """The norm in e4m3 alone, where, with tp_size 1, it adds up what is pending, or has already made it."""
         stream, x, by = self.stream, self.stream.pending, self.norm.rms_weight
         if self._rows is not None or self._value is not None or self._work is not None or by is None:
             return self._rows

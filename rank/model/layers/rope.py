@@ -29,7 +29,7 @@ class RotaryEmbeddings(nn.Module):
         self.of = [kinds.index(one) for one in layers]
 
     def forward(self, positions: Tensor) -> list[CosSin]:
-        """Each layer's cosines and sines of positions [T] int64."""
+        """Each layer's cosines and sines of positions [T] or [axes, T] int64."""
         made = [kind(positions) for kind in self.kinds]
         return [made[i] for i in self.of]
 
@@ -39,7 +39,8 @@ class RotaryEmbeddings(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of the cosines and sines, as many for each position; a temperature's four bytes beside them do not count."""
+        """Bytes of the cosines and sines, as many for each position; a temperature's four bytes after them do not
+        count."""
         return sum(one.nbytes for name, one in self.named_buffers() if name.endswith("table"))
 
 
@@ -61,7 +62,9 @@ class RotaryEmbedding(nn.Module):
         kind = parameters["rope_type"]
         if kind not in KINDS and parameters != NONE:
             raise FatalError(f"rope type {kind!r} is not supported; supported are {', '.join(KINDS)}", MODEL)
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        head_dim = parameters.get("head_dim", head_dim)  # a layer's, where layers differ
+        rotated = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor", 1.0)
+        dim = int(head_dim * rotated)
         if dim % 2:
             raise FatalError(
                 f"config.json: rope needs an even number of dimensions, but it gets {dim} of a head's {head_dim}", MODEL
@@ -78,13 +81,23 @@ class RotaryEmbedding(nn.Module):
         self.interleaved = bool(parameters.get("interleaved"))
         self.temperature: Tensor | None  # [max_model_len, 1] f32
         self.register_buffer("temperature", _temperature(parameters, max_model_len), persistent=False)
+        self.axes: Tensor | None  # [dim] int64: by which axis of a position each dimension turns; None: there is one
+        self.register_buffer("axes", _axes(parameters, dim), persistent=False)
 
     def forward(self, positions: Tensor) -> CosSin:
-        """The cosines and sines of positions [T] int64."""
+        """The cosines and sines of positions [T] int64, or [axes, T] where the parameters tell axes apart."""
         q_scale = None
         if self.temperature is not None:
-            q_scale = embedding(positions, self.temperature)[:, :, None]
-        return cos_sin(self.table, positions)._replace(interleaved=self.interleaved, q_scale=q_scale)
+            q_scale = embedding(positions if positions.dim() == 1 else positions[0], self.temperature)[:, :, None]
+        if positions.dim() == 1:
+            turned = cos_sin(self.table, positions)
+        else:
+            assert self.axes is not None, "these rotary embeddings have one axis"
+            made = [cos_sin(self.table, axis) for axis in positions]
+            choice = self.axes.expand(1, *made[0].cos.shape)
+            cos, sin = torch.stack([one.cos for one in made]), torch.stack([one.sin for one in made])
+            turned = CosSin(cos.gather(0, choice)[0], sin.gather(0, choice)[0])
+        return turned._replace(interleaved=self.interleaved, q_scale=q_scale)
 
 
 # Each returns the frequencies, [dim / 2] or [max_model_len, dim / 2], and a factor on cosines and sines.
@@ -97,6 +110,13 @@ def _default(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[
 def _none(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
     """A rotation by no angle, which the fast kernels take as any other."""
     return torch.zeros(dim // 2), 1.0
+
+
+def _proportional(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """Gemma 4's: the wavelengths of the whole head, of which the shortest part is used."""
+    frequencies = 1.0 / _wavelengths(p["rope_theta"], dim)
+    frequencies[int(p.get("partial_rotary_factor", 1.0) * dim // 2) :] = 0
+    return frequencies / p.get("factor", 1.0), 1.0
 
 
 def _linear(p: Parameters, dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
@@ -171,8 +191,26 @@ def _yarn_temperature(p: Parameters, factor: float) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """By how much YaRN raises queries and keys, each, where it stretches the context by a factor."""
+    """The factor by which YaRN raises queries and keys, each, where it stretches the context by a factor."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _axes(p: Parameters, dim: int) -> Tensor | None:
+    """M-RoPE (Qwen2-VL, arXiv 2409.12191): positions in time, height and width, each of which rotates as many
+    frequencies as its section has; one section after the other, or interleaved (Qwen3-VL)."""
+    half = dim // 2
+    if p == NONE:
+        return torch.zeros(dim, dtype=torch.int64)
+    if not (sections := p.get("mrope_section")):
+        return None
+    axes = torch.zeros(half, dtype=torch.int64)
+    start = 0
+    for axis, size in enumerate(sections):
+        chosen = slice(axis, 3 * size, 3) if p.get("mrope_interleaved") else slice(start, start + size)
+        if axis:  # time has what the others leave
+            axes[chosen] = axis
+        start += size
+    return axes.repeat(2)
 
 
 def _temperature(p: Parameters, length: int) -> Tensor | None:
@@ -198,4 +236,5 @@ KINDS: dict[str, Callable[[Parameters, int, int, int], tuple[Tensor, float]]] = 
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
+    "proportional": _proportional,
 }

@@ -1,8 +1,8 @@
 """How quantised checkpoints store weights: one file per `quant_method` of config.json's quantization_config.
 
-A file has `match(settings, path, names)`: of a linear's path, what makes its parts, or None where it is plain. What it
-returns is called as a `Part` is made (formats/dense.py), and is equal for linears that are stored alike. HARMLESS are
-the ends of names of tensors that are not needed. Only these files need torch.
+A file has `match(settings, path, names)`: the `Format` of the linear at a path, or None where it is plain. It is equal
+for linears that are stored alike. HARMLESS are the ends of names of tensors that are not needed. Only these files need
+torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from ....errors import MODEL, FatalError
 
 STORED_BY = "bits", "group_size", "desc_act", "sym"  # settings that say how GPTQ's weights are stored
-# Where methods list the modules that they leave plain.
+# Keys under which methods list the modules that they leave plain.
 LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-# What a user can do about weights that are stored in a way that is not supported.
+# Advice to the user about weights whose storage is not supported.
 INSTEAD = "serve the model's unquantised weights instead, with --isq to quantise them while they are loaded"
 
 
 def methods() -> list[str]:
-    """Those that have a file, in the spelling of config.json."""
+    """The methods that have a file, in the spelling of config.json."""
     return sorted(one.name.replace("_", "-") for one in pkgutil.iter_modules(__path__) if one.name[0] != "_")
 
 
@@ -85,7 +85,7 @@ def _dynamic(settings: dict[str, Any]) -> list[str]:
 
 
 def check_same(settings: dict[str, Any], changes: dict[str, Any], where: str) -> None:
-    """Raises FatalError where changes, which some modules have, store these otherwise than settings say. where: of
+    """Raises FatalError where changes, which some modules have, store these otherwise than in settings. where: of
     quantization_config, and which modules."""
     if any(settings.get(key) != value for key, value in changes.items() if key in STORED_BY):
         raise FatalError(

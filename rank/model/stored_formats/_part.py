@@ -1,17 +1,22 @@
-"""What the parts of all quantised checkpoints share: parameters as the checkpoint stores them, repacked when loaded."""
+"""The base of the parts of all quantised checkpoints: parameters as the checkpoint stores them, repacked when
+loaded."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import MODEL, USAGE, FatalError
-from ....kernels.quantized import affine
+from ....kernels.quantized import affine, packing_cpu
+from ..formats._format import Format
 from ..formats._packed import PackedPart
+from ..formats._part import Part
 from ..shard import Shard
 from ..weights.slicing import Codes, Field, Scales, ShardedModule, Source, check_cuts, stored_shape
 from . import INSTEAD
@@ -63,8 +68,8 @@ class Grouping(NamedTuple):
     group: int  # inputs of a group; 0: all are one
     symmetric: bool  # zero points lie in the middle
 
-    # Of random weights. A mean other than 0 would make all tokens alike, so that they choose the same experts, and so
-    # would zero points far from the middle.
+    # Constants of random weights. A mean other than 0 would make all tokens alike, so that they choose the same
+    # experts, and so would zero points far from the middle.
 
     @property
     def codes(self) -> Codes:
@@ -80,23 +85,37 @@ class Grouping(NamedTuple):
         return Scales((self.codes.variance + self.zeros().variance) ** 0.5)
 
 
+@dataclass(frozen=True)
+class GroupedFormat(Format):
+    """Weights of which each group of inputs has a scale and a zero point."""
+
+    grouping: Grouping
+
+    cut_unit = affine.UNIT
+
+    @abstractmethod
+    def fields(self, inputs: Shard) -> Sequence[Field]:
+        """The tensors of a linear, without its bias."""
+
+    @abstractmethod
+    def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
+        """codes uint8 [O, I], scales f32 and zeros int16 [O, groups], of the part's groups of `unit` inputs."""
+
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return GroupedPart(self, inputs, outputs, bias, sources)
+
+
 class GroupedPart(StoredPart):
-    """Weights of which each group of inputs has a scale and a zero point. A subclass says which in `decode`."""
+    """Some outputs of a linear in such a format."""
 
     codec = affine
 
     def __init__(
-        self,
-        fields: Sequence[Field],
-        grouping: Grouping,
-        inputs: Shard,
-        outputs: Sequence[Shard],
-        bias: bool,
-        sources: Sequence[Source],
+        self, form: GroupedFormat, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]
     ):
-        """fields: without the bias. Raises FatalError where kernels cannot take this rank's part."""
-        super().__init__(fields, inputs, outputs, bias, sources)
-        self.grouping, self.group = grouping, grouping.group
+        """Raises FatalError where kernels cannot take this rank's part."""
+        super().__init__(form.fields(inputs), inputs, outputs, bias, sources)
+        self.form, self.grouping, self.group = form, form.grouping, form.grouping.group
         self.unit = math.gcd(self.group, inputs.start, inputs.width)  # of groups, as the rank's cuts leave them
         if self.unit % affine.UNIT:
             size, path = inputs.size, sources[0].path
@@ -111,12 +130,12 @@ class GroupedPart(StoredPart):
         bits, _, symmetric = self.grouping
         return affine.kept_bits(bits, self.unit, self.inputs.width, symmetric, device)
 
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
-        """codes uint8 [O, I], scales f32 and zeros int16 [O, groups], of this rank's groups of `unit` inputs."""
-        raise NotImplementedError
-
     def encoded(self) -> Sequence[Tensor]:
-        return [one.contiguous() for one in self.decode()]
+        return [one.contiguous() for one in self.form.decode(self)]
+
+    def read(self, field: str) -> Tensor:
+        """The loaded tensor of a field."""
+        return self.get_parameter(field).data
 
     def spread(self, table: Tensor) -> Tensor:
         """[O, groups] of the checkpoint's groups that this rank's inputs touch → of its own groups of `unit`."""
@@ -130,6 +149,13 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """int32 [..., N] → codes of 4 or 8 bits, uint8 [..., N * 32 / bits], those of lower bits first."""
     codes = packed.contiguous().view(torch.uint8)
     return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def unpack_transposed(packed: Tensor, bits: int) -> Tensor:
+    """int32 [N, O] → codes of 4 or 8 bits along N, uint8 [O, N * 32 / bits]."""
+    if packing_cpu.takes(packed):
+        return packing_cpu.unpack_along_inputs(packed, bits)
+    return unpack(packed.t(), bits)
 
 
 def check_settings(settings: dict[str, Any], **choices: Sequence[object]) -> None:

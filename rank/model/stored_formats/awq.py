@@ -13,44 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels.quantized.affine import UNIT
+from ....kernels.quantized import packing_cpu
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, Source
+from ..weights.slicing import Field, Ratio
 from . import is_stored
-from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+from ._part import GroupedFormat, GroupedPart, Grouping, check_settings, group_size, unpack
 
 ORDER = 0, 2, 4, 6, 1, 3, 5, 7
 HARMLESS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Scheme:
-    group: int
-
-    stack_unit = UNIT
-
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return Part(self, inputs, outputs, bias, sources)
-
-
-class Part(GroupedPart):
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-
-    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        packed, grouped = Ratio(1, 8), Ratio(1, scheme.group, shared=True)
-        grouping = Grouping(4, scheme.group, False)
-        fields = (
-            Field("qweight", "io", torch.int32, ratios={"o": packed}, made_up=grouping.codes),
-            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=grouping.zeros()),
-            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=grouping.scales),
+class Scheme(GroupedFormat):
+    def fields(self, inputs: Shard) -> Sequence[Field]:
+        packed, grouped = Ratio(1, 8), Ratio(1, self.grouping.group, shared=True)
+        return (
+            Field("qweight", "io", torch.int32, ratios={"o": packed}, made_up=self.grouping.codes),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=self.grouping.zeros()),
+            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=self.grouping.scales),
         )
-        super().__init__(fields, grouping, inputs, outputs, bias, sources)
 
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
-        zeros = self.spread(_in_order(self.qzeros).t()).to(torch.int16)
-        return _in_order(self.qweight).t(), self.spread(self.scales.t()), zeros
+    def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
+        zeros = part.spread(_in_order(part.read("qzeros")).t()).to(torch.int16)
+        qweight = part.read("qweight")
+        codes = packing_cpu.unpack_along_outputs(qweight) if packing_cpu.takes(qweight) else _in_order(qweight).t()
+        return codes, part.spread(part.read("scales").t()), zeros
 
 
 def _in_order(packed: Tensor) -> Tensor:
@@ -64,4 +51,4 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
     check_settings(settings, bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
     if not is_stored(path, "qweight", names):
         return None
-    return Scheme(group_size(settings, "group_size", "q_group_size"))
+    return Scheme(Grouping(4, group_size(settings, "group_size", "q_group_size"), False))

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
-from ....kernels.quantized.affine import UNIT
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, Source
+from ..weights.slicing import Field, Ratio
 from . import INSTEAD, fp8, is_among, is_stored
-from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+from ._part import GroupedFormat, GroupedPart, Grouping, check_settings, group_size, unpack
 
 HARMLESS = (
     ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
@@ -31,49 +30,38 @@ FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized
 
 
 @dataclass(frozen=True)
-class Scheme:
-    grouping: Grouping
+class Scheme(GroupedFormat):
     packed: bool
 
-    stack_unit = UNIT
-
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return Part(self, inputs, outputs, bias, sources)
-
-
-class Part(GroupedPart):
-    weight_scale: Tensor
-
-    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        bits, group, symmetric = scheme.grouping
+    def fields(self, inputs: Shard) -> Sequence[Field]:
+        bits, group, symmetric = self.grouping
         packs, grouped = Ratio(1, 32 // bits), Ratio(1, group, shared=True)
         fields = [
-            Field("weight_packed", "oi", torch.int32, ratios={"i": packs}, made_up=scheme.grouping.codes)
-            if scheme.packed
+            Field("weight_packed", "oi", torch.int32, ratios={"i": packs}, made_up=self.grouping.codes)
+            if self.packed
             else Field("weight", "oi", torch.int8),
-            Field("weight_scale", "oi", torch.float32, ratios={"i": grouped}, made_up=scheme.grouping.scales),
+            Field("weight_scale", "oi", torch.float32, ratios={"i": grouped}, made_up=self.grouping.scales),
         ]
-        if not symmetric and scheme.packed:
-            ratios, zeros = {"o": packs, "i": grouped}, scheme.grouping.zeros()
+        if not symmetric and self.packed:
+            ratios, zeros = {"o": packs, "i": grouped}, self.grouping.zeros()
             fields.append(Field("weight_zero_point", "oi", torch.int32, ratios=ratios, made_up=zeros))
         elif not symmetric:
             fields.append(Field("weight_zero_point", "oi", torch.int8, ratios={"i": grouped}))
-        super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
-        self.scheme = scheme
+        return fields
 
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
+    def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
         bits, _, symmetric = self.grouping
         middle = 1 << bits - 1
-        scales = self.spread(self.weight_scale.data)
-        if self.scheme.packed:
-            codes = unpack(self.get_parameter("weight_packed").data, bits)
+        scales = part.spread(part.read("weight_scale"))
+        if self.packed:
+            codes = unpack(part.read("weight_packed"), bits)
         else:
-            codes = (self.get_parameter("weight").data.short() + middle).to(torch.uint8)
+            codes = (part.read("weight").short() + middle).to(torch.uint8)
         if symmetric:
             return codes, scales, torch.full(scales.shape, middle, dtype=torch.int16, device=codes.device)
-        zeros = self.get_parameter("weight_zero_point").data
-        zeros = unpack(zeros.t(), bits).t().short() if self.scheme.packed else zeros.short() + middle
-        return codes, scales, self.spread(zeros)
+        zeros = part.read("weight_zero_point")
+        zeros = unpack(zeros.t(), bits).t().short() if self.packed else zeros.short() + middle
+        return codes, scales, part.spread(zeros)
 
 
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | fp8.Scheme | None:

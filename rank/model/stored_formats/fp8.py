@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ....errors import MODEL, FatalError
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import e4m3, floats
+from ....kernels.quantized import e4m3, floats, half_floats
 from ....kernels.quantized.floats import Floats
 from ....kernels.quantized.stack import padded, stack
-from ..experts.fused import StackedLinear
-from ..experts.stacks import AT_ONCE
+from ..formats._format import Format
+from ..formats._stacks import AT_ONCE, Stacked, StoredStack
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, Scales, ShardedModule, Source, stored_width
+from ..weights.slicing import Field, Ratio, Scales, Source, stored_width
 from . import is_stored
 from ._part import StoredPart, check_settings
 
@@ -35,22 +35,20 @@ HARMLESS = ".input_scale", ".activation_scale", ".k_scale", ".v_scale"
 
 
 @dataclass(frozen=True)
-class Scheme:
+class Scheme(Format):
     """How a linear, or each expert of a stack, is stored."""
 
     scale: str  # the tensor's name
     outputs: int  # that share a scale; 0: all
     inputs: int
 
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Of a stack of experts."""
-        return self.of("e")
+    def stack(self, layer: Stacked, sources: Sequence[Source]) -> StoredStack:
+        return ExpertStack(self)
 
-    def of(self, axes: str = "") -> tuple[Field, ...]:
+    def fields(self, axes: str = "") -> tuple[Field, ...]:
         """axes: before those of a linear."""
         ratios = {"o": Ratio(1, self.outputs, shared=True), "i": Ratio(1, self.inputs, shared=True)}
         one = "o" if not self.outputs and not self.inputs else "oi"
@@ -63,36 +61,8 @@ class Scheme:
         """Inputs of a scale, as the rank's cuts leave them."""
         return math.gcd(self.inputs, inputs.start, inputs.width) or 1
 
-    def in_pieces(self, layer: StackedLinear) -> bool:
-        """Whether GPUs have experts in pieces: gate, up and down alike. One's outputs are the other's inputs."""
-        return all(floats.in_pieces(shard.width, self.unit(shard)) for shard in (layer.inputs, *layer.outputs))
-
-    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        if device.type == "cuda" and not self.in_pieces(layer):
-            return 8 + 32 / self.unit(layer.inputs)
-        return self.slot_bits(layer, device)
-
-    def slot_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        """As `kept_bits`, where experts lie in host memory as well: in pieces wherever these fit, as the other stack is
-        not asked when they are made (kernels/quantized/gpu_form.py)."""
-        filled = padded(layer.width) / max(layer.width, 1)
-        return floats.kept_bits(layer.inputs.width, self.unit(layer.inputs), device) * filled
-
-    def make(self, layer: StackedLinear) -> Matrices:
-        made = floats.pack(*map(layer.in_order, self.decode(layer)))
-        if made.codes.is_cuda and not self.in_pieces(layer):  # for Triton's grouped GEMM
-            return made
-        experts, outputs, inputs = made.shape
-        at_once = max(1, AT_ONCE // max(1, outputs * inputs))
-
-        def some(index: int) -> list[Tensor]:
-            first = index * at_once
-            return [one[first : first + at_once].flatten(0, 1) for one in made]
-
-        return stack(e4m3, some, (experts, outputs, inputs), at_once)
-
-    def decode(self, layer: ShardedModule) -> Floats:
-        """Of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""
+    def decode(self, layer: Part | Stacked) -> Floats:
+        """The floats of a linear or a stack: a scale for each output and each `unit` of this rank's inputs."""
         table: Tensor = layer.get_parameter(self.scale).data
         if layer.fields[1].axes[-1] == "o":
             table = table.unsqueeze(-1)
@@ -113,13 +83,44 @@ class Scheme:
         return floats.pack(layer.get_parameter("weight").data, scales)
 
 
+class ExpertStack(StoredStack):
+    """All experts of a layer."""
+
+    def __init__(self, scheme: Scheme):
+        self.scheme, self.fields = scheme, scheme.fields("e")
+
+    def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
+        """Whether GPUs have no kernels for gate, up or down: one's outputs are the other's inputs."""
+        shards = layer.inputs, *layer.outputs
+        return device.type == "cuda" and not all(floats.in_pieces(one.width, self.scheme.unit(one)) for one in shards)
+
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
+        if self.becomes_plain(layer, device):
+            return 0
+        filled = padded(layer.width) / max(layer.width, 1)
+        return floats.kept_bits(layer.inputs.width, self.scheme.unit(layer.inputs), device) * filled
+
+    def make(self, layer: Stacked) -> Matrices:
+        made = floats.pack(*map(layer.in_order, self.scheme.decode(layer)))
+        if self.becomes_plain(layer, made.codes.device):
+            return made.plain(layer.model_dtype)
+        experts, outputs, inputs = made.shape
+        at_once = max(1, AT_ONCE // max(1, outputs * inputs))
+
+        def some(index: int) -> list[Tensor]:
+            first = index * at_once
+            return [one[first : first + at_once].flatten(0, 1) for one in made]
+
+        return stack(e4m3, some, (experts, outputs, inputs), at_once)
+
+
 class Part(StoredPart):
     """A linear's outputs: codes of 8 bits, which the model's dtype is made of where they are multiplied."""
 
     codec = floats
 
     def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        super().__init__(scheme.of(), inputs, outputs, bias, sources)
+        super().__init__(scheme.fields(), inputs, outputs, bias, sources)
         self.scheme = scheme
 
     def kept_bits(self, device: torch.device) -> float:
@@ -128,7 +129,10 @@ class Part(StoredPart):
     def finish(self) -> None:
         made = self.scheme.decode(self)
         self.drop()
-        self.hold(floats.pack_for_device(made))
+        if self.kept_bits(made.codes.device):
+            self.hold(floats.pack_for_device(made))
+        else:
+            self.hold(half_floats.pack(made.dequantize(self.model_dtype, 0, made.outputs)))
 
 
 def block_of(size: object, key: str) -> tuple[int, int]:

@@ -6,31 +6,29 @@ Types without kernels are dequantised while they are loaded.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import pkgutil
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....kernels import quantized
+from ....kernels.cpp import ops
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import mxfp4
+from ....kernels.quantized import blocks_cpu, mxfp4
+from ....kernels.quantized.ggml import CODECS, Ggml
 from ...gguf.types import BY_NAME
-from ..experts.fused import StackedLinear
-from ..formats._packed import Codec
-from ..formats.dense import Part
+from ..formats._format import Format
+from ..formats._part import Part
+from ..formats._stacks import Stacked, StoredStack
 from ..shard import Shard
 from ..weights.slicing import Field, Pattern, Ratio, Source
+from . import mxfp4 as stored_mxfp4
 from ._part import StoredPart
 
 HARMLESS: tuple[str, ...] = ()
-# Of random bytes with a scale of 1 weights have this deviation. Where in a block the scale is, and minima of f16, as
+# The deviation of weights made of random bytes with a scale of 1. Where in a block the scale is, and minima of f16, as
 # multiples of it that bring the mean to zero.
 RANDOM: dict[str, tuple[float, dict[int, float]]] = {
     "Q4_0": (4.6, {0: 1.0}), "Q4_1": (4.6, {0: 1.0, 2: -7.5}), "Q5_0": (9.2, {0: 1.0}),
@@ -50,33 +48,24 @@ def made_up(type: str, inputs: int) -> Pattern:
     return Pattern(BY_NAME[type].bytes, found)
 
 
-class Stored(Codec, Protocol):
-    """A codec whose weights GGUF files may hold."""
-
-    @property
-    def from_blocks(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """uint8 [outputs, bytes], as GGUF files hold a weight → what `pack` takes."""
-
-    @property
-    def kept_bits(self) -> Callable[[int, torch.device], float]:
-        """(inputs, device): of a weight as `pack` keeps it there, with its share of the rest."""
-
-
 class Blocks(StoredPart):
     """Some outputs of a linear, which are cut between groups and never encoded again."""
 
     blocks: Tensor  # uint8 [O, bytes]
-    codec: Stored
+    codec: Ggml
     rows_apart = True
+    looks_up = True
 
-    def __init__(
-        self, codec: Stored, type: str, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]
-    ):
+    @property
+    def borrows(self) -> bool:  # type: ignore[override]  # of compiled kernels all pack into memory of their own
+        return ops.available()
+
+    def __init__(self, type: str, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
         ratios = {"i": Ratio(BY_NAME[type].bytes, BY_NAME[type].group)}
         random = made_up(type, inputs.size)
         fields = (Field("blocks", "oi", torch.uint8, ratios=ratios, made_up=random),)
         super().__init__(fields, inputs, outputs, bias, sources)
-        self.codec = codec
+        self.codec = CODECS[type]
 
     def encoded(self) -> Sequence[Tensor]:
         return self.codec.from_blocks(self.blocks.data)
@@ -84,52 +73,53 @@ class Blocks(StoredPart):
     def kept_bits(self, device: torch.device) -> float:
         return self.codec.kept_bits(self.inputs.width, device)
 
-
-class Scheme(NamedTuple):
-    """What makes parts of one type."""
-
-    type: str
-
-    @property
-    def stack_unit(self) -> int:
-        """Neighbouring inputs of an expert that a cut leaves together."""
-        return BY_NAME[self.type].group
-
-    @property
-    def read_plain(self) -> bool:
-        """A file's tensors can be read dequantised as well."""
-        return True
-
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        group = BY_NAME[self.type].group
-        if inputs.start % group or inputs.width % group:  # a rank's part is dequantised where it would cut groups
-            return Part(inputs, outputs, bias, sources)
-        return Blocks(cast(Stored, _codec(self.type)), self.type, inputs, outputs, bias, sources)
+    def rows(self, ids: Tensor, start: int, scale: float, dtype: torch.dtype) -> Tensor:
+        # C++ does this, as embeddings are left in this format only then.
+        return blocks_cpu.rows(ids, self.packed, start, scale, dtype)
 
 
 @dataclass(frozen=True)
-class Mxfp4Experts:
-    """Of stacked experts alone, which stay packed. A block has its scale, e8m0, and behind it the codes of 32 inputs:
-    in each of 16 bytes an input of the first half in the lower bits, and one of the second."""
+class Scheme(Format):
+    """Weights of one type."""
+
+    type: str
+
+    reads_plain = True  # a file's tensors can be read dequantised as well
 
     @property
-    def fields(self) -> tuple[Field, ...]:
+    def cut_unit(self) -> int:  # type: ignore[override]  # a constant of other formats
+        return BY_NAME[self.type].group
+
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        group = BY_NAME[self.type].group
+        if inputs.start % group or inputs.width % group:  # a rank's part is dequantised where it would cut groups
+            return Part(inputs, outputs, bias, sources)
+        return Blocks(self.type, inputs, outputs, bias, sources)
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts(Scheme):
+    """Experts in MXFP4, which stay packed; no linear does."""
+
+    type: str = "MXFP4"
+
+    def fitting(self, path: str, size: int, ranks: int) -> Format:
+        return self
+
+    def stack(self, layer: Stacked, sources: Sequence[Source]) -> StoredStack:
+        return Mxfp4Stack()
+
+
+class Mxfp4Stack(stored_mxfp4.ExpertStack):
+    """All experts of a layer. A block has its scale, e8m0, and behind it the codes of 32 inputs: in each of 16 bytes an
+    input of the first half in the lower bits, and one of the second."""
+
+    def __init__(self) -> None:
         size = BY_NAME["MXFP4"]
         ratios = {"i": Ratio(size.bytes, size.group)}
-        return (Field("blocks", "eoi", torch.uint8, ratios=ratios, made_up=Pattern(size.bytes, {0: 121})),)
+        self.fields = (Field("blocks", "eoi", torch.uint8, ratios=ratios, made_up=Pattern(size.bytes, {0: 121})),)
 
-    @property
-    def stack_unit(self) -> int:
-        return BY_NAME["MXFP4"].group
-
-    @property
-    def read_plain(self) -> bool:
-        return True
-
-    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
-        return mxfp4.kept_bits(layer.width, layer.inputs.width, layer.other_inputs, device)
-
-    def make(self, layer: StackedLinear) -> Matrices:
+    def make(self, layer: Stacked) -> Matrices:
         blocks = layer.in_order(layer.get_parameter("blocks").data)
         blocks = blocks.unflatten(-1, (-1, BY_NAME["MXFP4"].bytes))
         scales, codes = blocks[..., 0], blocks[..., 1:]
@@ -138,15 +128,8 @@ class Mxfp4Experts:
         return mxfp4.experts(codes, scales, layer.other_inputs, layer.model_dtype)
 
 
-def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | Mxfp4Experts | None:
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
     type = settings["types"].get(path, "")
     if type == "MXFP4" and path.rpartition(".")[0].endswith(".experts"):
         return Mxfp4Experts()
-    return Scheme(type) if type and hasattr(_codec(type), "linear") else None
-
-
-@functools.cache
-def _codec(type: str) -> ModuleType | None:
-    """The file of kernels/quantized/ of this type."""
-    known = {module.name for module in pkgutil.iter_modules(quantized.__path__)}
-    return importlib.import_module(f"{quantized.__name__}.{type.lower()}") if type.lower() in known else None
+    return Scheme(type) if type in CODECS else None

@@ -2,86 +2,101 @@
 
 Of a linear of I inputs and O outputs: qweight int32 [I * bits / 32, O], codes along the inputs; qzeros int32
 [groups, O * bits / 32], zero points along the outputs, one less than they are unless checkpoint_format is gptq_v2;
-scales [groups, O]. Lower bits come first. With desc_act, g_idx int32 [I] says which group each input is of.
+scales [groups, O]. Lower bits come first. With desc_act, g_idx int32 [I] has the group of each input.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ....errors import MODEL, FatalError
-from ....kernels.quantized import affine, int4_cuda
+from ....kernels import jit
+from ....kernels.activation.activation import gated_activation
+from ....kernels.device import DeviceCaps
+from ....kernels.quantized import affine, cuda_layouts
+from ..formats._part import Part
+from ..formats._stacks import Stacked, StackOfParts, StoredStack
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Source, Turns
 from . import is_stored
-from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+from ._part import GroupedFormat, GroupedPart, Grouping, check_settings, group_size, unpack, unpack_transposed
 
-PIECE = int4_cuda.INPUTS  # of codes of 4 bits
+PIECE = cuda_layouts.INT4_INPUTS  # of codes of 4 bits
 HARMLESS = ".g_idx", ".bias"  # the order of the inputs, and zeros where the model has no biases
 
 
 @dataclass(frozen=True)
-class Scheme:
-    grouping: Grouping
+class Scheme(GroupedFormat):
     offset: int  # of the zero points above what is stored
     ordered: bool  # by g_idx
 
-    stack_unit = affine.UNIT
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        return (OrderedPart if self.ordered else GroupedPart)(self, inputs, outputs, bias, sources)
 
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return (OrderedPart if self.ordered else Part)(self, inputs, outputs, bias, sources)
+    def stack(self, layer: Stacked, sources: Sequence[Source]) -> StoredStack:
+        return (OrderedStack if self.ordered else StackOfParts)(self.part, layer, sources)
+
+    def fields(self, inputs: Shard) -> Sequence[Field]:
+        bits, group, _ = self.grouping
+        packed, grouped = Ratio(1, 32 // bits), Ratio(1, group, True, everywhere=self.ordered)
+        zeros = self.grouping.zeros(self.offset)
+        fields = [
+            Field("qweight", "io", torch.int32, ratios={"i": packed}, made_up=self.grouping.codes),
+            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=zeros),
+            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=self.grouping.scales),
+        ]
+        if self.ordered:
+            fields.append(Field("g_idx", "si", torch.int32, made_up=Turns(-(-inputs.size // group))))
+        return fields
+
+    def unpacked(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
+        """codes uint8 [O, I], and of the stored groups scales f32 and zeros int16 [O, groups]."""
+        bits = self.grouping.bits
+        zeros = unpack(part.read("qzeros"), bits).to(torch.int16) + self.offset
+        return unpack_transposed(part.read("qweight"), bits), part.read("scales").t(), zeros.t()
+
+    def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
+        codes, scales, zeros = self.unpacked(part)
+        return codes, part.spread(scales), part.spread(zeros)
 
 
-class Part(GroupedPart):
+class OrderedPart(GroupedPart):
+    """Outputs with desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and
+    each group is filled up to a multiple of what kernels take, as those that a rank has of it may be any number. So are
+    all inputs, as codes of 4 bits lie in packed tiles.
+
+    Where the tensors that are multiplied as one put inputs into different groups, each has a part of its own.
+    """
+
+    form: Scheme
     qweight: Tensor
     qzeros: Tensor
     scales: Tensor
-
-    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        bits, group, _ = scheme.grouping
-        packed, grouped = Ratio(1, 32 // bits), Ratio(1, group, True, everywhere=scheme.ordered)
-        zeros = scheme.grouping.zeros(scheme.offset)
-        fields = [
-            Field("qweight", "io", torch.int32, ratios={"i": packed}, made_up=scheme.grouping.codes),
-            Field("qzeros", "io", torch.int32, ratios={"i": grouped, "o": packed}, made_up=zeros),
-            Field("scales", "io", torch.float32, ratios={"i": grouped}, made_up=scheme.grouping.scales),
-        ]
-        if scheme.ordered:
-            fields.append(Field("g_idx", "si", torch.int32, made_up=Turns(-(-inputs.size // group))))
-        super().__init__(fields, scheme.grouping, inputs, outputs, bias, sources)
-        self.scheme = scheme
-
-    def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """codes uint8 [O, I], and of the stored groups scales f32 and zeros int16 [O, groups]."""
-        bits = self.grouping.bits
-        zeros = unpack(self.qzeros, bits).to(torch.int16) + self.scheme.offset
-        return unpack(self.qweight.t(), bits), self.scales.t(), zeros.t()
-
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
-        codes, scales, zeros = self.unpacked()
-        return codes, self.spread(scales), self.spread(zeros)
-
-
-class OrderedPart(Part):
-    """Of desc_act: inputs of one group lie anywhere. They are brought together, in x as in the weight, and each group
-    is filled up to a multiple of what kernels take, as those that a rank has of it may be any number. So are all
-    inputs, as codes of 4 bits lie in pieces."""
-
     g_idx: Tensor  # [sources, I]
     order: Tensor  # [I'] which input each is; this rank's number of inputs where it fills up
 
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
-        codes, scales, zeros = self.unpacked()
+    def __init__(self, form: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
+        super().__init__(form, inputs, outputs, bias, sources)
+        self.apart: nn.ModuleList | None = None  # the parts that are multiplied one after the other
+
+    @property
+    def matrix(self) -> None:
+        """There is none: what is kept has its inputs in another order."""
+        return None
+
+    def encoded(self) -> Sequence[Tensor]:
+        codes, scales, zeros = self.form.unpacked(self)
         groups = scales.shape[1]
-        g_idx = self._groups(groups)
+        g_idx = self._groups(0, groups)
         counts = torch.bincount(g_idx, minlength=groups)
         units = -(-counts // affine.UNIT)  # of each group
         units[-1:] += -units.sum() % (PIECE // affine.UNIT)
@@ -92,10 +107,12 @@ class OrderedPart(Part):
         self.order[place] = g_idx.argsort(stable=True)
         together = math.gcd(*units.tolist()) or 1  # of a group's units, a scale serves so many
         of = torch.arange(groups, device=codes.device).repeat_interleave(units // together)
-        return pad(codes, (0, 1)).index_select(1, self.order), scales[:, of], zeros[:, of]
+        ordered = pad(codes, (0, 1)).index_select(1, self.order)
+        return [one.contiguous() for one in (ordered, scales[:, of], zeros[:, of])]
 
     def kept_bits(self, device: torch.device) -> float:
-        """As far as the sizes tell: where a rank has a part of the inputs, g_idx says how many of each group it has."""
+        """Bits as far as the sizes tell: where a rank has a part of the inputs, g_idx has how many of each group it
+        has."""
         bits, group, symmetric = self.grouping
         width, size = self.inputs.width, self.inputs.size
         if not width:
@@ -106,42 +123,94 @@ class OrderedPart(Part):
         of_order = 8 * torch.int64.itemsize / max(self.width, 1)
         return (affine.kept_bits(bits, unit, kept, symmetric, device) + of_order) * kept / width
 
-    def _groups(self, count: int) -> Tensor:
-        """Which of so many groups each input is of, [I]."""
-        g_idx = self.g_idx[0]
-        for source, other in zip(self.sources[1:], self.g_idx[1:], strict=True):
-            if not torch.equal(other, g_idx):
-                raise FatalError(
-                    f"{source.path}.g_idx and {self.sources[0].path}.g_idx put inputs into other groups, and both "
-                    "linears are multiplied as one: quantise them together, or without desc_act",
-                    MODEL,
-                )
+    def _groups(self, source: int, count: int) -> Tensor:
+        """Which of so many groups each input is of in the outputs of this source, [I]."""
+        g_idx = self.g_idx[source]
         if g_idx.numel() and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < count:
-            raise FatalError(f"{self.sources[0].path}.g_idx has numbers of groups outside 0 to {count - 1}", MODEL)
+            raise FatalError(f"{self.sources[source].path}.g_idx has numbers of groups outside 0 to {count - 1}", MODEL)
         return g_idx
+
+    def _slices(self) -> Iterator[slice]:
+        """The outputs of each source."""
+        ends = itertools.accumulate((shard.width for shard in self.outputs), initial=0)
+        return itertools.starmap(slice, itertools.pairwise(ends))
 
     def plain(self) -> Tensor:
         """The weight [O, I] in f32, its inputs where they were."""
-        codes, scales, zeros = self.unpacked()
-        at = self._groups(scales.shape[1]).long()
-        return (codes - zeros[:, at]) * scales.float()[:, at]
+        codes, scales, zeros = self.form.unpacked(self)
+        made = []
+        for source, rows in enumerate(self._slices()):
+            at = self._groups(source, scales.shape[1]).long()
+            made.append((codes[rows] - zeros[rows][:, at]) * scales[rows].float()[:, at])
+        return torch.cat(made)
 
     def finish(self) -> None:
+        if len({one.numpy(force=True).tobytes() for one in self.g_idx}) > 1:
+            self._finish_apart()
+            return
         super().finish()
         self.filled = bool((self.order == self.inputs.width).any())
         order = self.order
         del self.order
         self.register_buffer("order", order, persistent=False)
 
+    def _finish_apart(self) -> None:
+        parts = []
+        for at, rows in enumerate(self._slices()):
+            part = OrderedPart(self.form, self.inputs, self.outputs[at : at + 1], False, self.sources[at : at + 1])
+            words = slice(rows.start * self.grouping.bits // 32, rows.stop * self.grouping.bits // 32)
+            mine = {"qweight": self.qweight[:, rows], "qzeros": self.qzeros[:, words], "scales": self.scales[:, rows]}
+            for name, data in (mine | {"g_idx": self.g_idx[at : at + 1]}).items():
+                setattr(part, name, nn.Parameter(data.contiguous(), requires_grad=False))
+            if self.bias is not None:
+                part.bias = nn.Parameter(self.bias[rows].clone(), requires_grad=False)
+            part.adds_bias = self.adds_bias
+            part.finish()
+            parts.append(part)
+        self.drop()
+        self.bias = None
+        self.apart = nn.ModuleList(parts)
+
     def together(self, x: Tensor) -> Tensor:
         """x [T, I] in the order of the groups, [T, I']."""
         return (pad(x, (0, 1)) if self.filled else x).index_select(1, self.order)
 
+    def variants(
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+    ) -> Iterator[jit.KernelVariant]:
+        if self.apart is None:
+            yield from super().variants(rows, gate, dtype, found)
+        for part in self.apart or ():
+            yield from cast(OrderedPart, part).variants(rows, "", dtype, found)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.apart is not None:
+            return torch.cat([part(x) for part in self.apart], 1)
         return super().forward(self.together(x))
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
+        if self.apart is not None:
+            return gated_activation(self.forward(x), activation)
         return super().gated(self.together(x), activation)
+
+
+class OrderedStack(StackOfParts):
+    """Experts with desc_act, of which each orders its inputs in another way: they are dequantised when they are
+    loaded."""
+
+    packs_for_host = False
+
+    def make(self, layer: Stacked) -> Tensor:
+        shape = layer.experts.width, layer.width, layer.inputs.width
+        made = torch.empty(shape, dtype=layer.model_dtype, device=layer.get_parameter("scales").device)
+        for expert in range(len(made)):
+            self.take(layer, expert)
+            made[expert] = cast(OrderedPart, self.part).plain()
+        self.drop()
+        return made
+
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
+        return 0
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Marlin (Frantar et al. 2024, arXiv 2408.11743), as AutoGPTQ and GPTQModel store it: GPTQ's symmetric codes of 4 bits
 in the order in which that kernel's threads read them.
 
-Of a linear of I inputs and O outputs: B int32 [I / 16, 2 O], s [groups, O], and a workspace that nobody needs. 64
+Of a linear of I inputs and O outputs: B int32 [I / 16, 2 O], s [groups, O], and a workspace that is unused. 64
 outputs of 16 inputs are four tiles and lie together: 32 threads have eight codes of each. What the order is for: the
 fragments of `mma.m16n8k16`, in the PTX manual.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..shard import Shard
-from ..weights.slicing import Field, Ratio, Source
+from ..weights.slicing import Field, Ratio
 from . import is_stored
-from ._part import GroupedPart, Grouping, check_settings, group_size, unpack
+from ._part import GroupedFormat, GroupedPart, Grouping, check_settings, group_size, unpack
 
 ORDER = 0, 2, 4, 6, 1, 3, 5, 7  # of a thread's eight codes, from the lowest bits on
 MIDDLE = 8  # the zero point of all codes
@@ -27,49 +27,30 @@ HARMLESS = ".workspace", ".g_idx", ".bias"
 
 
 @dataclass(frozen=True)
-class Scheme:
-    group: int
+class Scheme(GroupedFormat):
+    cut_unit = TOGETHER  # so that a cut of an expert's inner size leaves both its linears' tiles whole
 
-    stack_unit = TOGETHER  # so that a cut of an expert's inner size leaves both its linears' tiles whole
-
-    def __call__(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
-        return Part(self, inputs, outputs, bias, sources)
-
-
-class Part(GroupedPart):
-    B: Tensor
-    s: Tensor
-
-    def __init__(self, scheme: Scheme, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]):
-        together = Ratio(TOGETHER, TOGETHER)
-        grouped, grouping = Ratio(1, scheme.group, shared=True), Grouping(4, scheme.group, True)
+    def fields(self, inputs: Shard) -> Sequence[Field]:
+        grouped, together = Ratio(1, self.grouping.group, shared=True), Ratio(TOGETHER, TOGETHER)
         tiles = {"i": Ratio(1, 16), "o": Ratio(2 * TOGETHER, TOGETHER)}
-        fields = (
-            Field("B", "io", torch.int32, ratios=tiles, made_up=grouping.codes),
-            Field("s", "io", torch.float32, ratios={"i": grouped, "o": together}, made_up=grouping.scales),
+        return (
+            Field("B", "io", torch.int32, ratios=tiles, made_up=self.grouping.codes),
+            Field("s", "io", torch.float32, ratios={"i": grouped, "o": together}, made_up=self.grouping.scales),
         )
-        super().__init__(fields, grouping, inputs, outputs, bias, sources)
 
-    def decode(self) -> tuple[Tensor, Tensor, Tensor]:
-        whole = self.group in (0, self.inputs.size)
-        scales = self.spread(scales_in_order(self.s, whole).t())
-        return codes_in_order(self.B).t(), scales, torch.full_like(scales, MIDDLE, dtype=torch.int16)
+    def decode(self, part: GroupedPart) -> tuple[Tensor, Tensor, Tensor]:
+        whole = self.grouping.group in (0, part.inputs.size)
+        scales = part.spread(scales_in_order(part.read("s"), whole).t())
+        return codes_in_order(part.read("B")).t(), scales, torch.full_like(scales, MIDDLE, dtype=torch.int16)
 
 
 def codes_in_order(packed: Tensor) -> Tensor:
     """int32 [I / 16, 2 O] → uint8 [I, O]."""
     codes = unpack(packed, 4).view(-1, 8)[:, [ORDER.index(one) for one in range(8)]]
-    # Of four tiles: a thread's column and row, the tile, and of its codes which eight columns, which eight rows, and
-    # which of two neighbouring rows.
+    # Axes of four tiles: a thread's column and row, the tile, and of its codes which eight columns, which eight rows,
+    # and which of two neighbouring rows.
     tiles = codes.view(-1, 8, 4, 4, 2, 2, 2).permute(0, 3, 5, 2, 6, 4, 1)
     return tiles.reshape(len(packed), -1, 16, 16).transpose(1, 2).flatten(0, 1).flatten(1)
-
-
-def codes_for_threads(codes: Tensor) -> Tensor:
-    """The reverse: uint8 [I, O] → uint8 [I / 16, 16 O], eight of each entry, the one of the lowest bits first."""
-    tiles = codes.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)
-    tiles = tiles.reshape(-1, 4, 2, 4, 2, 2, 8).permute(0, 6, 3, 1, 5, 2, 4)
-    return tiles.reshape(-1, 8)[:, list(ORDER)].view(len(codes) // 16, -1)
 
 
 def scales_in_order(scales: Tensor, whole: bool) -> Tensor:
@@ -81,4 +62,4 @@ def scales_in_order(scales: Tensor, whole: bool) -> Tensor:
 def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
     settings = {"bits": 4} | settings
     check_settings(settings, bits=(4,), sym=(None, True), desc_act=(None, False))
-    return Scheme(group_size(settings, "group_size")) if is_stored(path, "B", names) else None
+    return Scheme(Grouping(4, group_size(settings, "group_size"), True)) if is_stored(path, "B", names) else None

@@ -6,7 +6,7 @@ the lower bits; scales uint8 [E, O, I / 32].
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +14,42 @@ import torch
 
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import mxfp4
-from ..experts.fused import StackedLinear
-from ..weights.slicing import Field, Ratio
+from ..formats._format import Format
+from ..formats._part import Part
+from ..formats._stacks import Stacked, StoredStack
+from ..shard import Shard
+from ..weights.slicing import Field, Ratio, Source
 
 GROUP = 32
 HARMLESS: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """Of experts alone: no linear is stored so."""
+class Scheme(Format):
+    """Experts alone: no linear is stored so."""
 
-    fields = (
+    def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
+        raise AssertionError("experts alone are stored in MXFP4")
+
+    def stack(self, layer: Stacked, sources: Sequence[Source]) -> StoredStack:
+        return ExpertStack()
+
+
+class ExpertStack(StoredStack):
+    """All experts of a layer, which stay packed."""
+
+    fields: tuple[Field, ...] = (
         Field("blocks", "eoib", torch.uint8, ratios={"i": Ratio(1, GROUP), "b": Ratio(GROUP // 2)}),
         Field("scales", "eoi", torch.uint8, ratios={"i": Ratio(1, GROUP)}, made_up=121),
     )
 
-    def kept_bits(self, layer: StackedLinear, device: torch.device) -> float:
+    def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return mxfp4.kept_bits(layer.width, layer.inputs.width, layer.other_inputs, device)
 
-    def make(self, layer: StackedLinear) -> Matrices:
+    def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
+        return not self.kept_bits(layer, device)
+
+    def make(self, layer: Stacked) -> Matrices:
         codes, scales = layer.get_parameter("blocks").data.flatten(2), layer.get_parameter("scales").data
         return mxfp4.experts(codes, scales, layer.other_inputs, layer.model_dtype, layer.in_order)
 

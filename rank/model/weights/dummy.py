@@ -13,7 +13,7 @@ from .slicing import Codes, Pattern, Scales, Slice, Turns
 
 # Every tensor is a window into one endless repetition of this many numbers. It is prime, so no row length divides it
 # and the rows of a matrix differ. The numbers are uniform, as in other engines: the values decide how much power a GEMM
-# takes, and with it how long it runs. Normal numbers take 0.7 % more (docs/performance.md).
+# takes, and with it how long it runs. Normal numbers take 0.7 % more (docs/measurements).
 PERIOD = 1_048_573
 
 

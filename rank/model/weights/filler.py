@@ -31,8 +31,8 @@ class Filler:
         self._device, self._dtype, self._stored = device, dtype, stored or dtype
         self._finished = finished
         self._left = {layer: sum(part.numel for part in slices(layer)) for layer in layers}  # elements to come
-        # By the parameter on the meta device, so that modules that share one share its memory. Weak: a module that
-        # encodes its weight gives the plain one back.
+        # Keyed by the parameter on the meta device, so that modules that share one share its memory. Weak: a module
+        # that encodes its weight gives the plain one back.
         self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
         self._empty: set[ShardedModule] = set(self._left)  # modules without memory
 
@@ -40,6 +40,16 @@ class Filler:
         """The part of the parameter that a slice fills."""
         self._make(part.module)
         return part.target
+
+    def borrows(self, part: Slice) -> bool:
+        """Whether a slice is all of a parameter that may be `lent`."""
+        module = part.module
+        whole = module.borrows and module.get_parameter(part.field).numel() == part.numel
+        return whole and self._device.type == "cpu" and not module.in_host
+
+    def lend(self, part: Slice, data: Tensor) -> None:
+        """Let the parameter be this view of the file, until its module is finished."""
+        setattr(part.module, part.field, nn.Parameter(data, requires_grad=False))
 
     def nbytes(self, part: Slice) -> int:
         """Bytes of a slice's target."""
@@ -50,6 +60,7 @@ class Filler:
         """Report that `count` elements of a slice are in place."""
         if not count:
             return
+        self._make(part.module)
         self._left[part.module] -= count
         if not self._left[part.module]:
             part.module.finish()
@@ -71,6 +82,8 @@ class Filler:
         stored = {field.name for field in layer.fields if field.stored}
         layer.model_dtype = self._dtype
         for name, parameter in list(layer.named_parameters(recurse=False)):
+            if not parameter.is_meta:  # it is lent
+                continue
             made = self._made.get(parameter)
             if made is None:
                 dtype = self._stored if name in stored else layer.dtype_of(name, self._dtype)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....kernels.quantized import packing_cpu
 from ...gguf.types import BY_NAME
 
 CHUNK = 1 << 22  # elements that are dequantised at once: what that takes is small beside a matrix
-# Those that gguf-py dequantises.
+# Types that gguf-py dequantises.
 CODECS = {
     name: BY_NAME[name]
     for name in (
@@ -20,11 +21,14 @@ CODECS = {
 
 def dequantize(type: str, data: Tensor) -> Tensor:
     """Blocks uint8 [..., bytes], whole groups → f32 [..., elements]."""
+    codec, lines = CODECS[type], data.reshape(-1, data.shape[-1])
+    supers = data.shape[-1] // codec.bytes
+    width = supers * codec.group
+    if packing_cpu.dequantizes(type.lower(), lines):
+        return packing_cpu.dequantize(type.lower(), lines, supers, width).view(*data.shape[:-1], width)
     import gguf  # here: it takes a fifth of a second, and most models are not of GGUF files
 
-    codec, number = CODECS[type], gguf.GGMLQuantizationType[type]
-    lines = data.reshape(-1, data.shape[-1])
-    width = data.shape[-1] // codec.bytes * codec.group
+    number = gguf.GGMLQuantizationType[type]
     found = torch.empty(len(lines), width, dtype=torch.float32)
     each = max(1, CHUNK // max(width, 1))
     for first in range(0, len(lines), each):

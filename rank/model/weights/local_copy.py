@@ -2,7 +2,7 @@
 
 The rank that gets the lock copies. The node's other ranks wait for the lock and find the copy, so no rank needs to know
 which ranks share its node. A file gets its name only when it is complete: an interrupted job leaves none that looks
-complete. A note beside the files records each original's size and time of change, because not every file system can
+complete. A note next to the files records each original's size and time of change, because not every file system can
 store that time exactly.
 """
 
@@ -22,9 +22,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ....errors import USAGE, FatalError
+from ... import untrusted_files
 from ...checkpoint_files import directory, is_gguf, weight_files
 from ...safetensors_header import INDEX
 
+SMALL = ("config.json", "generation_config.json", INDEX)
 CHUNK = 16 << 20  # bytes of one read
 COPIES = 4  # files copied at once: network file systems are faster with several readers
 LOOK = 0.2  # seconds between progress reports
@@ -76,7 +78,7 @@ def _names(source: Path) -> list[str]:
             raise FatalError(
                 f"{source}: {name}, which the index names, is in another directory: it cannot be staged", USAGE
             )
-    return ["config.json", *(n for n in ("generation_config.json", INDEX) if (source / n).exists()), *weights]
+    return ["config.json", *(name for name in SMALL[1:] if (source / name).exists()), *weights]
 
 
 def _bring(source: Path, target: Path, into: Path, progress: Callable[[int, int], None]) -> int:
@@ -146,7 +148,11 @@ class _Copy:
     def _one(self, name: str) -> None:
         part = self._target / (name + PART)
         try:
-            with (self._source / name).open("rb", buffering=0) as source, part.open("wb", buffering=0) as copy:
+            if name in SMALL:
+                original = untrusted_files.open_small(self._source, name, 0)
+            else:
+                original = untrusted_files.open_weights(self._source / name, 0)
+            with original as source, part.open("wb", buffering=0) as copy:
                 found = os.fstat(source.fileno())  # before copying: the next start then notices a change meanwhile
                 self._all(source.fileno(), copy.fileno())
                 os.fsync(copy.fileno())  # or a crash could leave the name without the contents

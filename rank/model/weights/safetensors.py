@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
+from ... import untrusted_files
 from ...checkpoint_files import directory
 from ...gguf import checkpoint
 from ...safetensors_header import INDEX, Entry, Index, Order, rows
@@ -83,6 +84,20 @@ class Checkpoint:
         """Copy the slice from the mapped file into `target`, in its dtype and on its device."""
         if target.numel() == 0:  # this rank's shard is padding alone
             return
+        entry, values, rows = self._values(part)
+        put(values, target[:, None] if len(part.shape) == 1 else target, entry, *rows)
+
+    def lend(self, part: Slice) -> Tensor | None:
+        """The slice as it lies in the mapped file, where the file has its bytes one behind the other and unchanged."""
+        entry = self.find(part.tensor)[1]
+        if entry.dtype != "U8" or entry.order is not None or not part.numel:
+            return None
+        values = self._values(part)[1]
+        return values if values.is_contiguous() else None
+
+    def _values(self, part: Slice) -> tuple[Entry, Tensor, tuple[int, tuple[int, int]]]:
+        """The slice's elements, a view of the mapped file where they are stored so; and, as `put` takes them, the
+        file's first row of them and the model's rows."""
         file, entry = self.find(part.tensor)
         ranges = part.ranges if len(part.shape) > 1 else (*part.ranges, (0, 1))
         read = widened(entry, ranges)
@@ -94,8 +109,7 @@ class Checkpoint:
             name = self._told(self.names[part.tensor])
             raise FatalError(f"{self.directory / file}: {name} cannot be read: {_why(error)}", MODEL) from None
         data = torch.frombuffer(mapped, dtype=torch.uint8)[entry.start : entry.stop]
-        values = elements(window(data, entry, 0, read), entry, ranges[-1])
-        put(values, target[:, None] if len(part.shape) == 1 else target, entry, first, ranges[0])
+        return entry, elements(window(data, entry, 0, read), entry, ranges[-1]), (first, ranges[0])
 
     def _told(self, name: str) -> str:
         """A tensor's name as its file has it, for messages."""
@@ -103,7 +117,7 @@ class Checkpoint:
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
-            with (self.directory / file).open("rb") as opened:
+            with untrusted_files.open_weights(self.directory / file) as opened:
                 # Copy-on-write: torch needs a writable buffer. Nothing is written, so nothing is copied.
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
@@ -134,7 +148,7 @@ def _why(error: OSError) -> str:
 
 
 def widened(entry: Entry, ranges: Ranges) -> Ranges:
-    """What to read of a tensor for the model's `ranges` of it."""
+    """The parts to read of a tensor for the model's `ranges` of it."""
     if entry.order is None:
         return ranges
     if entry.order.columns:
@@ -143,7 +157,7 @@ def widened(entry: Entry, ranges: Ranges) -> Ranges:
 
 
 def places(order: Order, at: Tensor) -> Tensor:
-    """Where the model has the file's rows or columns `at`, int64."""
+    """The model's places of the file's rows or columns `at`, int64."""
     later = at - order.first
     within, each = later % order.period // order.each, later % order.each
     place = later - later % order.period + (within % order.b * order.a + within // order.b) * order.each + each

@@ -47,20 +47,20 @@ ONE = whole(1)  # the axis of a block
 
 
 class Pattern(NamedTuple):
-    """Of bytes that are random in a model of random weights, those that are not, by their places in each block."""
+    """Dummy weights: among random bytes those that are not random, by their places in each block."""
 
     size: int  # bytes of a block
     bytes: Mapping[int, int]
 
 
 class Turns(NamedTuple):
-    """Of a model of random weights: entry i of the last axis is i % period."""
+    """Dummy weights: entry i of the last axis is i % period."""
 
     period: int
 
 
 class Codes(NamedTuple):
-    """Of a model of random weights: packs of random codes of 4 or 8 bits, from `first` to `last`."""
+    """Dummy weights: packs of random codes of 4 or 8 bits, from `first` to `last`."""
 
     bits: int
     first: int
@@ -72,7 +72,7 @@ class Codes(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of a model of random weights: the number by which weights get a deviation of 1 / sqrt(inputs)."""
+    """Dummy weights: the number by which weights get a deviation of 1 / sqrt(inputs)."""
 
     deviation: float  # of what it multiplies
 
@@ -83,12 +83,12 @@ class Field(NamedTuple):
     name: str
     # One letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts, "s", before
     # the others, for its sources where each has all of these entries, and "b" for what stands for one of the axis
-    # before, as many entries as its ratio says.
+    # before, as many entries as its ratio.
     axes: str
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
     ratios: Mapping[str, Ratio] = MappingProxyType({})  # of axes of other than one entry for each of theirs
-    # What all of the tensor is in a model of random weights, or some of its bytes; None: random numbers.
+    # The dummy contents of the tensor, or some of its bytes; None: random numbers.
     made_up: float | Pattern | Turns | Codes | Scales | None = None
 
     def ratio(self, axis: str) -> Ratio:
@@ -96,7 +96,7 @@ class Field(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a checkpoint holds one of a module's outputs."""
+    """The place of one of a module's outputs in a checkpoint."""
 
     path: str  # the tensors' names without the field's name; {} for the number of an expert that has its own tensors
     start: int = 0  # offset of this output in a tensor that holds several
@@ -116,6 +116,7 @@ class ShardedModule(nn.Module):
     experts: Shard  # of modules that stack the weights of several experts
     in_host = False  # its weights stay in the host's memory, whatever the device
     packed_there = False  # with in_host: read to the device, which packs them for the host
+    borrows = False  # `finish` copies its parameters and drops them: until then they may be the file itself, mapped
     model_dtype: torch.dtype  # from when its parameters have memory
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -157,7 +158,7 @@ def stored_width(field: Field, axis: str, shard: Shard, source: Source) -> int:
 
 
 def axis_of(module: ShardedModule, axis: str) -> Shard:
-    """Of all axes but the outputs."""
+    """The shard of an axis other than the outputs."""
     return ONE if axis == "b" else module.inputs if axis == "i" else module.experts
 
 

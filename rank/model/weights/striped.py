@@ -27,6 +27,7 @@ from torch import Tensor
 from ....comm.base import HostComm
 from ....comm.broadcast import gather_bytes
 from ....errors import MODEL, FatalError
+from ... import untrusted_files
 from ...safetensors_header import Entry, rows
 from .filler import Filler
 from .safetensors import Checkpoint, Ranges, elements, kept, put, span, widened, window
@@ -51,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """`size` bytes of a file from `start` on, which consist of pieces."""
+    """`size` bytes of a file from `start` on, which consist of segments."""
 
     file: str
     start: int
@@ -60,7 +61,7 @@ class Chunk(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows first to last of a piece's tensor, for the receiver's slice number `place` of that tensor."""
+    """Rows first to last of a segment's tensor, for the receiver's slice number `place` of that tensor."""
 
     piece: Piece
     place: int
@@ -206,7 +207,7 @@ class Striped:
             at += self._padded_size(move)
 
     def _messages(self, chunks: Sequence[Chunk | None]) -> tuple[list[list[Move]], list[list[Move]]]:
-        """What this rank sends to each rank in a round, and what it receives from each."""
+        """The bytes that this rank sends to each rank in a round and receives from each."""
         me = self._world.rank
         own = chunks[me]
         out = [list(moves(own, wanted)) if own is not None and r != me else [] for r, wanted in enumerate(self._wanted)]
@@ -306,7 +307,7 @@ class Reader:
     def _open(self, file: str) -> int:
         if file not in self._files:
             try:
-                self._files[file] = os.open(self._path / file, os.O_RDONLY)
+                self._files[file] = untrusted_files.weights_descriptor(self._path / file)
             except OSError as error:
                 raise FatalError(f"{self._path / file} cannot be read: {error.strerror}", MODEL) from None
         return self._files[file]
@@ -331,7 +332,7 @@ class Reader:
 
 
 def _ranges(part: Slice) -> Ranges:
-    """Of a vector as a matrix of one column."""
+    """Ranges of a vector as a matrix of one column."""
     return (*part.ranges, (0, 1)) if len(part.shape) == 1 else part.ranges
 
 

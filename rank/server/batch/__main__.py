@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 
-from .... import errors
+from .... import errors, logs
 from ..__main__ import prepare
 from ..config import take
 from ..engine_client import EngineClient
@@ -23,21 +22,21 @@ def main() -> int:
     try:
         config = take(BatchConfig, VARIABLE, "batch")
     except ValueError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        logs.say(str(error), "error")
         return errors.USAGE
     if not prepare(config.server):
         return errors.ERROR
     try:
         journal = Journal(config.journal, config.input, setup(config.server), config.overwrite)
     except errors.FatalError as stop:
-        print(f"phalanx: {stop}", file=sys.stderr)
+        logs.say(str(stop), "error")
         return stop.code
     return asyncio.run(run(config, journal))
 
 
 async def run(config: BatchConfig, journal: Journal) -> int:
     """Listen for rank 0, and do the job."""
-    link = EngineClient(config.server.link, config.server.restarts_expected)
+    link = EngineClient(config.server.link, config.server.restarts_expected, config.server.timeout)
     sessions = TextEngine(link, config.server)
     batch = BatchRun(config, journal, link, sessions)
     loop = asyncio.get_running_loop()
@@ -55,6 +54,6 @@ async def run(config: BatchConfig, journal: Journal) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
+    logs.flush()
     # Not sys.exit: it would wait for threads that read the input or tokenise.
     os._exit(code)

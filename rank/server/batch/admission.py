@@ -16,7 +16,7 @@ class Request(Protocol):
         """How many it will be."""
 
     def limit(self) -> int | None:
-        """The most tokens that each may have, where the request says so."""
+        """The max_tokens of each, where the request limits them."""
 
 
 class Admission:

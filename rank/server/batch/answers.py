@@ -13,6 +13,7 @@ from .... import errors
 from ..api_error import ApiError
 from ..decoding import decode
 from ..http.routes import Call
+from ..renderer import Renderer
 from ..session import Session
 from ..text_engine import TextEngine
 from . import output
@@ -23,12 +24,12 @@ from .journal import ANSWERED, FAILED, Entry, Journal
 from .progress import Counts
 
 log = logging.getLogger("phalanx.batch")
-BUSY = 0.5  # seconds until a request is tried again that a full queue, or a server that drains, has refused
+BUSY = 0.5  # seconds until a request is tried again that a full queue, or a server that drains or sleeps, has refused
 
 
 class Answers:
-    """Asks the ranks and writes down what they say. `fail` is told, code and reason, when the journal cannot;
-    `written` is told of each entry, and `ended` of each session."""
+    """Asks the ranks and records their answers. `fail` gets a code and a reason when the journal cannot;
+    `written` gets each entry, and `ended` each session."""
 
     def __init__(
         self,
@@ -38,7 +39,9 @@ class Answers:
         fail: Callable[[int, str], None],
         written: Callable[[Entry], None] = lambda entry: None,
         ended: Callable[[Session], None] = lambda session: None,
+        owner: str = "",
     ):
+        """owner: whose the requests are, as Call.owner has it."""
         self.counts = Counts()  # by this start, on the disk
         self.under_way: set[asyncio.Task[None]] = set()
         self.records: set[asyncio.Task[None]] = set()  # being written
@@ -48,11 +51,12 @@ class Answers:
         self._fail = fail
         self._written = written
         self._ended = ended
+        self._owner = owner
         self._open: set[Session] = set()
 
     @property
     def output_tokens(self) -> int:
-        """What was generated so far, also of answers that are not complete."""
+        """Tokens generated so far, those of incomplete answers included."""
         return self.counts.output_tokens + sum(session.completion_tokens for session in self._open)
 
     def read(self, item: Item) -> Request | None:
@@ -68,7 +72,7 @@ class Answers:
             return None
 
     def limit(self, request: Request) -> int | None:
-        """The most tokens that a sequence of it may generate, where that is known."""
+        """The maximum of tokens that a sequence of it may generate, where that is known."""
         return request.limit() or self._sessions.defaults.get("max_tokens")
 
     def begin(self, item: Item, request: Request) -> asyncio.Task[None]:
@@ -95,7 +99,8 @@ class Answers:
                 if error.status not in (429, 503):
                     entry, content = output.entry(item, FAILED), output.failure(item, error)
                     break
-                pause = BUSY if error.status == 429 or self._sessions.link.draining else 0.0
+                link = self._sessions.link
+                pause = BUSY if error.status == 429 or link.draining or link.asleep else 0.0
             except Exception as error:
                 log.exception("request %s failed", item.custom_id)
                 told = ApiError(500, f"internal error: {type(error).__name__}: {error}")
@@ -111,23 +116,25 @@ class Answers:
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
         assert item.route is not None
         began = time.monotonic()
-        answer = item.route.prepare(Call(self._sessions, request))
+        answer = item.route.prepare(Call(self._sessions, request, batch_owner=self._owner))
         answer = await answer if inspect.isawaitable(answer) else answer
-        if not isinstance(answer, Session):
+        if not isinstance(answer, Session | Renderer):
             self._deadline.add_embedding(time.monotonic() - began)
             entry = output.entry(item, ANSWERED, answer["usage"]["prompt_tokens"])
             return entry, output.answer(item, f"req-{uuid.uuid4().hex[:24]}", answer)
-        assert item.route.render is not None and self._sessions.text is not None
-        renderer = item.route.render(answer, request, self._sessions.text.tokenizer)
-        self._open.add(answer)
+        if isinstance(answer, Session):
+            assert item.route.render is not None and self._sessions.text is not None
+            answer = item.route.render(answer, request, self._sessions.text.tokenizer)
+        session = answer.session
+        self._open.add(session)
         try:
-            body = await renderer.collect()
+            body = await answer.collect()
         finally:
             answer.close()
-            self._open.discard(answer)
-            self._ended(answer)
-        self._deadline.add(answer)
-        entry = output.entry(item, ANSWERED, answer.prompt_tokens, answer.completion_tokens)
+            self._open.discard(session)
+            self._ended(session)
+        self._deadline.add(session)
+        entry = output.entry(item, ANSWERED, session.prompt_tokens, session.completion_tokens)
         return entry, output.answer(item, body["id"], body)
 
     def _record(self, entry: Entry, content: bytes) -> None:

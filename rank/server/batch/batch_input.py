@@ -87,7 +87,7 @@ def check(path: str) -> None:
 
 
 class Known(msgspec.Struct):
-    """What a journal remembers of one input file. A file may grow: what was in it must stay."""
+    """A journal's record of one input file. A file may grow: what was in it must stay."""
 
     name: str
     size: int
@@ -105,7 +105,7 @@ def fingerprint(path: str) -> list[Known]:
 
 
 def changed(path: str, known: list[Known]) -> str:
-    """How the input differs from what it was, in words; "" where it is the same, or has only grown."""
+    """A message on how the input differs from what it was; "" where it is the same, or has only grown."""
     names = files(path)
     for one in known if path != "-" else []:
         if one.name not in names:

@@ -1,4 +1,4 @@
-"""The batch process's configuration, handed over by the launcher as JSON in the environment variable PHALANX_BATCH."""
+"""The batch process's configuration: JSON in a pipe, whose file descriptor the launcher names in PHALANX_BATCH."""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ CAUTION = 1.2  # of an estimate
 
 
 class Deadline:
-    """`end` is when nothing may run any more, on the monotonic clock; infinite where there is no such time."""
+    """`end` is the Unix time at which nothing may run any more; infinite where there is no such time.
+
+    The batch system ends the job by that clock, which may be set while the job runs.
+    """
 
     def __init__(self, end: float = float("inf")):
         self.end = end
@@ -46,9 +49,9 @@ class Deadline:
 
     def fits(self, limit: int | None) -> bool:
         """Whether a request that is begun now will be done in time."""
-        return time.monotonic() + self.seconds(limit) < self.end
+        return time.time() + self.seconds(limit) < self.end
 
 
 def _high(values: deque) -> float:
-    """What nine of ten do not exceed."""
+    """The value that nine of ten do not exceed."""
     return sorted(values)[(len(values) * 9) // 10]

@@ -13,7 +13,7 @@ STEP = 0.05  # seconds; more sequences are begun while steps are shorter, so tha
 
 
 class IdleRoom:
-    """As Admission, for one that always stands last."""
+    """Admission for work of the lowest priority."""
 
     def __init__(self, link: EngineClient):
         self._link = link
@@ -23,7 +23,7 @@ class IdleRoom:
         self._told = 0.0
 
     async def take(self, count: int) -> int:
-        """Wait until nobody else needs the places. Returns how many were taken, to be given back."""
+        """Wait until no other request needs the places. Returns how many were taken, to be given back."""
         while not self._has(count):
             await asyncio.sleep(LOOK_EVERY)
         self._mine += count

@@ -20,6 +20,7 @@ from zlib import crc32
 import msgspec
 
 from ....errors import ERROR, USAGE, FatalError
+from ..durable import sync_directory
 from .batch_input import Known, changed, fingerprint
 
 ANSWERED, FAILED, HEADER = "o", "e", "h"
@@ -30,7 +31,7 @@ VERSION = 2  # 1 did not tell the weights
 
 
 class Entry(msgspec.Struct, array_like=True):
-    """What is known of a journal line without its content."""
+    """A journal line without its content."""
 
     kind: str
     key: str = ""  # hexadecimal, as `lines.Item` has it
@@ -41,8 +42,14 @@ class Entry(msgspec.Struct, array_like=True):
     output_tokens: int = 0
 
 
+class _Version(msgspec.Struct):
+    """The version of a header of any shape."""
+
+    version: int = 1
+
+
 class Header(msgspec.Struct):
-    """What all lines have in common. Another input or setup cannot go on with this journal."""
+    """The facts that all lines share. Another input or setup cannot go on with this journal."""
 
     input: list[Known]
     setup: dict[str, Any]
@@ -59,18 +66,35 @@ def pack(entry: Entry, content: bytes) -> bytes:
 
 def unpack(line: bytes) -> tuple[Entry, bytes] | None:
     """None for a line that is torn or damaged."""
-    check, _, rest = line.removesuffix(b"\n").partition(b"\t")
-    head, _, content = rest.partition(b"\t")
     try:
-        if not line.endswith(b"\n") or int(check, 16) != crc32(rest):
-            return None
-        return _entries.decode(head), content
+        found = _checked(line)
+        return None if found is None else (_entries.decode(found[0]), found[1])
     except ValueError:
         return None
 
 
+def _checked(line: bytes) -> tuple[bytes, bytes] | None:
+    """The entry as JSON, and the content, of a line that is as it was written; else None, or ValueError is raised."""
+    check, _, rest = line.removesuffix(b"\n").partition(b"\t")
+    if not line.endswith(b"\n") or int(check, 16) != crc32(rest):
+        return None
+    head, _, content = rest.partition(b"\t")
+    return head, content
+
+
+def _version(line: bytes) -> int | None:
+    """The version of the journal that begins with this line; None for a line that is no header."""
+    try:
+        found = _checked(line)
+        if found is None or msgspec.json.decode(found[0])[0] != HEADER:
+            return None
+        return msgspec.json.decode(found[1], type=_Version).version
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
 class Found(msgspec.Struct):
-    """What an earlier start left."""
+    """The state that an earlier start left."""
 
     finished: dict[int, int] = {}  # key -> digest of its line
     answered: int = 0
@@ -131,9 +155,9 @@ class Journal:
         """Compare with the header that is there, or write one."""
         with open(self.path, "rb") as file:
             line = file.readline()
-        found = unpack(line)
+        version = _version(line)
         self._size = os.fstat(self._fd).st_size
-        if found is None or found[0].kind != HEADER:
+        if version is None:
             if line.endswith(b"\n"):
                 raise FatalError(
                     f"{self.path} is no journal of `phalanx batch`: remove it, or choose another -o", USAGE
@@ -141,25 +165,36 @@ class Journal:
             os.ftruncate(self._fd, 0)  # killed while it was begun
             self._size = 0
             self._write(pack(Entry(HEADER), msgspec.json.encode(mine)))
-            _sync_directory(self.path)
+            sync_directory(self.path)
             return
-        theirs = msgspec.json.decode(found[1], type=Header)
-        why = changed(self._input, theirs.input)
-        if theirs.version < VERSION:
+        if version < VERSION:
             why = "it was written by an older phalanx, which did not note the model's weights"
-        elif theirs.version > VERSION:
+        elif version > VERSION:
             why = "it was written by a newer phalanx"
-        elif why:
-            why = f"the input changed since: {why}"
-        for name, value in mine.setup.items():
-            if not why and theirs.setup.get(name) != value:
-                why = f"{name} was {theirs.setup.get(name)!r} and is {value!r} now"
+        else:
+            why = self._differs(line, mine)
         if why:
             raise FatalError(
                 f"journal {self.path} cannot be gone on with: {why}; give the old one back, or begin anew with "
                 "--overwrite",
                 USAGE,
             )
+
+    def _differs(self, line: bytes, mine: Header) -> str:
+        """Why a job with another header of this version cannot go on; "" where it can."""
+        found = unpack(line)
+        try:
+            if found is None:
+                return "its first line cannot be read"
+            theirs = msgspec.json.decode(found[1], type=Header)
+        except msgspec.DecodeError as error:
+            return f"its first line cannot be read: {error}"
+        if why := changed(self._input, theirs.input):
+            return f"the input changed since: {why}"
+        for name, value in mine.setup.items():
+            if theirs.setup.get(name) != value:
+                return f"{name} was {theirs.setup.get(name)!r} and is {value!r} now"
+        return ""
 
     def recover(self) -> Found:
         """All that is done. Cuts off what is torn."""
@@ -201,6 +236,11 @@ class Journal:
                 end += len(line)
                 entry, content = unpack(line) or (None, b"")
                 yield entry, content, end
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self._size
 
     def read(self, offset: int, length: int) -> bytes:
         return os.pread(self._fd, length, offset)
@@ -267,34 +307,8 @@ class Journal:
     def remove(self) -> None:
         """The output has everything."""
         os.unlink(self.path)
-        _sync_directory(self.path)
+        sync_directory(self.path)
 
     def close(self) -> None:
         self._thread.shutdown()
         os.close(self._fd)
-
-
-def _sync_directory(path: str) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-@contextlib.contextmanager
-def atomically(path: str) -> Iterator[Any]:
-    """A file that appears at `path` whole, or not at all."""
-    part = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.part")
-    try:
-        with open(part, "wb", buffering=1 << 20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        _sync_directory(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise

@@ -12,10 +12,11 @@ import msgspec
 
 from ....errors import ERROR, FatalError
 from ..api_error import ApiError
+from ..durable import atomically
+from ..json_line import encode
 from .batch_input import Item, Reader, id_key, read
-from .journal import ANSWERED, FAILED, Entry, Journal, NoRoom, atomically
+from .journal import ANSWERED, FAILED, Entry, Journal, NoRoom
 
-encode = msgspec.json.encode
 HEAD = 33  # characters of an entry's kind and key
 
 
@@ -92,7 +93,7 @@ def _as_written(journal: Journal) -> Iterator[tuple[str, bytes]]:
 
 
 def _in_order(journal: Journal) -> Iterator[tuple[str, bytes]]:
-    """By file and line. A line takes about a hundred bytes of memory here."""
+    """Answers by file and line. A line takes about a hundred bytes of memory here."""
     names = {name: place for place, name in enumerate(sorted({one.file for one, _, _ in journal.entries()}))}
     places, ends, lengths = array("Q"), array("Q"), array("Q")
     heads = bytearray()

@@ -1,4 +1,4 @@
-"""What the user sees while it runs: a bar on a terminal, lines elsewhere."""
+"""Progress for the user: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from ....logs import say
+
 
 class Counts(msgspec.Struct):
-    """Of requests and their tokens."""
+    """Counts of requests and their tokens."""
 
     answered: int = 0
     failed: int = 0
@@ -85,7 +87,7 @@ class Progress:
         with contextlib.suppress(OSError):
             if self._bar is not None:
                 self._bar.clear()
-            print(f"phalanx: {text}", file=sys.stderr, flush=True)
+        say(text)
 
     def close(self) -> None:
         if self._bar is not None:

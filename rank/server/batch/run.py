@@ -8,8 +8,10 @@ import functools
 import time
 
 from .... import errors
+from ... import nvml
 from ...protocol import Ready
 from ..api_error import ApiError
+from ..blocking import on_disk
 from ..engine_client import EngineClient
 from ..text_engine import TextEngine
 from . import batch_input, output, summary
@@ -18,7 +20,6 @@ from .answers import Answers
 from .batch_input import Feed, Reader
 from .config import BatchConfig
 from .deadline import Deadline
-from .energy import EnergyMeter
 from .journal import MOST_PENDING, Found, Journal
 from .progress import Counts, Progress, duration
 
@@ -40,8 +41,7 @@ class BatchRun:
         self.code: int | None = None  # of an end that cannot wait
         self._begun = time.monotonic()
         self._first = 0.0  # when the first request went out
-        left = config.end_time - time.time() if config.end_time else float("inf")
-        self._end = self._begun + left - config.reserve
+        self._end = config.end_time - config.reserve if config.end_time else float("inf")  # Unix time
         self._deadline = Deadline(self._end)
         self._answers = Answers(sessions, journal, self._deadline, self.end)
         self.counts = self._answers.counts
@@ -50,11 +50,11 @@ class BatchRun:
         self._world: Ready | None = None
         self._woken = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._meter: EnergyMeter | None = None
+        self._energy: float | None = None  # of the GPUs, in joules, when the first request went out
         link.on_lost = self._lost
         link.on_draining = lambda: self.stop("asked to by a signal")
 
-    # What may happen at any time.
+    # Events that may come at any time.
 
     def stop(self, reason: str) -> None:
         """Take no more requests; what is under way is finished."""
@@ -90,10 +90,6 @@ class BatchRun:
     async def run(self) -> int:
         """Until all is done, or as much as can be; the job's exit code."""
         ticker = asyncio.ensure_future(self._tick())
-        timer = None
-        if self._end < float("inf"):
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(max(0.0, self._end - time.monotonic()), self._time_is_over)
         work = asyncio.ensure_future(self._work())
         woken = asyncio.ensure_future(self._woken.wait())
         try:
@@ -106,16 +102,13 @@ class BatchRun:
         finally:
             ticker.cancel()
             woken.cancel()
-            if timer is not None:
-                timer.cancel()
         await self._answers.settle()
         return await self._conclude()
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         await self._recover()
         self._reader = Reader(self.config.input, self.before.finished)
-        counting = loop.run_in_executor(None, batch_input.count, self.config.input)
+        counting = asyncio.ensure_future(on_disk(batch_input.count, self.config.input))
         counting.add_done_callback(self._counted)
         feed = Feed(iter(self._reader))
         admission = asyncio.ensure_future(self._admit(feed))
@@ -138,7 +131,7 @@ class BatchRun:
             self.progress.total = counting.result()
 
     async def _recover(self) -> None:
-        found = await asyncio.get_running_loop().run_in_executor(None, self.journal.recover)
+        found = await on_disk(self.journal.recover)
         self.before, self.progress.before = found, found.answered + found.failed
         if found.finished:
             self.progress.say(f"going on after {len(found.finished)} finished requests in {self.journal.path}")
@@ -169,6 +162,8 @@ class BatchRun:
         """Wait for tokenizer and ranks; energy and rates count from here."""
         try:
             await self.sessions.load()
+        except errors.FatalError:
+            raise
         except Exception as error:  # whatever a damaged file makes the libraries raise
             raise errors.FatalError(
                 f"the tokenizer in {self.config.server.model_dir} cannot be read: {error}", errors.MODEL
@@ -176,7 +171,7 @@ class BatchRun:
         with contextlib.suppress(ApiError):  # `_lost` has the word
             self._world = await self.link.wait_ready()
             self._first = time.monotonic()
-            self._meter = EnergyMeter(self.config.gpus)
+            self._energy = self._joules()
             self.progress.began()
             ranks = "one rank" if self._world.ranks == 1 else f"{self._world.ranks} ranks"
             took = duration(self._first - self._begun)
@@ -188,9 +183,12 @@ class BatchRun:
         raise AssertionError
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY)
-            if self._first:
+        """Show progress, and end the job in time; not by one timer, as clocks are set."""
+        while self.code is None:
+            await asyncio.sleep(min(LOOK_EVERY, max(0.0, self._end - time.time())))
+            if time.time() >= self._end:
+                self._time_is_over()
+            elif self._first:
                 self.progress.look(self.counts.done, self._answers.output_tokens)
 
     def _time_is_over(self) -> None:
@@ -228,7 +226,7 @@ class BatchRun:
         self.progress.say(summary.text(told, printed))
         if self.config.summary:
             try:
-                summary.save(told, self.config.summary)
+                await on_disk(summary.save, told, self.config.summary)
             except OSError as error:
                 self.progress.say(f"--summary {self.config.summary}: {error.strerror}")
         if not complete:
@@ -239,8 +237,8 @@ class BatchRun:
         config = self.config
         write = (self.journal, self._reader.seen, config.output, config.errors, config.ordered)
         try:
-            orphans = await asyncio.get_running_loop().run_in_executor(None, output.write, *write)
-            self.journal.remove()
+            orphans = await on_disk(output.write, *write)
+            await on_disk(self.journal.remove)
         except errors.FatalError as stop:
             self.code, self.reason = stop.code, str(stop)
             return False
@@ -278,12 +276,19 @@ class BatchRun:
             output_tokens_per_second=summary.rate(run.output_tokens, now - first),
             total_tokens_per_second=summary.rate(run.prompt_tokens + run.output_tokens, now - first),
         )
-        joules = self._meter.joules() if self._meter else None
-        if joules is not None and self._world is not None:
+        energy = self._joules()
+        if energy is not None and self._energy is not None and self._world is not None:
+            joules = energy - self._energy
             told.energy_joules, told.energy_gpus = round(joules, 1), len(config.gpus)
             if len(set(self._world.hosts)) == 1 and run.output_tokens:
                 told.joules_per_output_token = round(joules / run.output_tokens, 4)
         return told
+
+    def _joules(self) -> float | None:
+        """The energy that this host's GPUs have used; None where it cannot be measured."""
+        with contextlib.suppress(OSError):
+            return nvml.joules(self.config.gpus) if self.config.gpus else None
+        return None
 
     async def leave(self, code: int) -> None:
         """End the ranks; without a supervisor they are the ones who end with the code."""

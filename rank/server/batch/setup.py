@@ -1,4 +1,4 @@
-"""What answers depend on besides the requests."""
+"""The settings, apart from the requests, that answers depend on."""
 
 from __future__ import annotations
 

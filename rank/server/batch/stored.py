@@ -1,4 +1,4 @@
-"""A server's batches: each is a file of the store, is answered in its turn, and outlives the server."""
+"""A server's batches: each is a file of the store, is answered in the order of arrival, and outlives the server."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ import uuid
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from ....errors import FatalError
 from ..api_error import ApiError
+from ..blocking import on_disk, to_its_end
+from ..durable import atomically
 from ..file_store import FULL, FileStore, StoredFile, cannot_write
 from ..session import Session
+from ..shares import Budget, SharedStore
 from ..text_engine import TextEngine
-from .journal import Entry, NoRoom, atomically
+from .journal import Entry, NoRoom
 from .setup import setup
 from .stored_run import Mistake, StoredRun, validate
 
 log = logging.getLogger("phalanx.batch")
 MOST_BATCHES = 1000
+FLOOR = 10  # batches in the queue for each key, however many keys there are
+READERS = 2  # of whole files at a time, so that uploads find threads that are free
 LOOK_EVERY = 60.0  # seconds between looks for batches whose time is over while they wait
 TRY_AGAIN = 60.0  # seconds until a batch is gone on with that found no room on the disk
+P = ParamSpec("P")
+T = TypeVar("T")
+PREFIXES = {"batch": "batch", "message_batch": "msgbatch"}  # of ids, by kind
 ENDS = ("completed", "failed", "expired", "cancelled")
 
 
 class StoredBatch(msgspec.Struct, kw_only=True):
-    """OpenAI's batch object, and what the server needs beside it."""
+    """OpenAI's batch object, and what the server needs in addition."""
 
     id: str
     endpoint: str
@@ -54,6 +62,8 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    given_up: int = 0  # of those that failed: had no answer when the batch ended
+    kind: str = "batch"  # whose API it came by: OpenAI's, or "message_batch", Anthropic's
     prompt_tokens: int = 0
     output_tokens: int = 0
     metadata: dict[str, str] | None = None
@@ -64,14 +74,27 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     def over(self) -> bool:
         return self.status in ENDS
 
+    @property
+    def running(self) -> bool:
+        return not self.over
+
+    @property
+    def key(self) -> str:
+        return self.owner
+
+    @property
+    def size(self) -> int:
+        return 0  # they are bounded by their number: what is in one is bounded
+
     def enter(self, status: str) -> None:
         """Change the status, and note when."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
     def body(self) -> dict[str, Any]:
-        """As clients see it."""
-        own = ("owner", "setup", "total", "completed", "failed", "prompt_tokens", "output_tokens", "errors")
+        """The batch as clients see it."""
+        counts = ("total", "completed", "failed", "given_up", "prompt_tokens", "output_tokens")
+        own = ("owner", "kind", "setup", "errors", *counts)
         shown = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
         return {
             **shown,
@@ -89,7 +112,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
 
 
 class StoredBatches:
-    """Answers one batch after the other, the oldest first. `used` is told whose tokens each answer took, and `ended` of
+    """Answers one batch after the other, the oldest first. `used` gets the owner and tokens of each answer, and `ended`
     each session.
     """
 
@@ -99,71 +122,105 @@ class StoredBatches:
         sessions: TextEngine,
         used: Callable[[str, int, int], None],
         ended: Callable[[Session], None],
+        keys: int = 1,
     ):
         self.files = files
         self._sessions = sessions
         self._used = used
         self._ended = ended
-        self._batches: dict[str, StoredBatch] = {}
+        self._batches: SharedStore[str, StoredBatch] = SharedStore(MOST_BATCHES, 0)
+        self._most_queued = Budget(MOST_BATCHES, keys, FLOOR).quota
+        self._saving = asyncio.Lock()
+        self._reading = asyncio.Semaphore(READERS)
         self._more = asyncio.Event()
         self._in_hand: set[str] = set()  # ids of those that are worked on
         self._runs: dict[str, StoredRun] = {}  # of those in hand, by their ids
         self._tasks: set[asyncio.Task[Any]] = set()
-        for path in files.batches.glob("batch_*.json"):
+        self._creating: set[asyncio.Task[Any]] = set()
+        self.done = 0  # requests that this server has answered or failed
+        found = []
+        for path in files.batches.glob("*batch_*.json"):
             try:
                 batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("%s is no batch: %s", path, error)
                 continue
-            self._batches[batch.id] = batch
-        self._batches = dict(sorted(self._batches.items(), key=lambda one: one[1].created_at))
+            found.append(batch)
+        for batch in sorted(found, key=lambda one: one.created_at):
+            journal = self._path(batch, "journal")
+            if not batch.over and journal.exists():
+                files.count(batch.id, batch.owner, journal.stat().st_size)
+            for old in self._batches.put(batch.id, batch):
+                self._remove(old)
 
     def start(self) -> None:
         """Begin to work, on the loop that runs."""
         self._begin(self._work())
         self._begin(self._expire())
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def close(self) -> None:
-        """What is unfinished is gone on with by the next server."""
+    async def stop(self) -> None:
+        """Works no more; the next server continues unfinished batches."""
+        self.files.closing = True
+        while self._creating:  # their clients are told that the server has them
+            await asyncio.wait(self._creating)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Stops, and leaves the directory to the next server."""
+        await self.stop()
         self.files.close()
 
-    def all(self, owner: str) -> list[dict[str, Any]]:
+    def all(self, owner: str, kind: str = "batch") -> list[StoredBatch]:
         """One owner's, the oldest first."""
-        return [self._current(one).body() for one in self._batches.values() if one.owner == owner]
+        return [self._current(one) for one in self._batches if one.owner == owner and one.kind == kind]
 
-    def get(self, id: str, owner: str) -> StoredBatch:
+    def unfinished(self) -> int:
+        """How many batches of all owners are not over."""
+        return sum(not one.over for one in self._batches)
+
+    def get(self, id: str, owner: str, kind: str = "batch") -> StoredBatch:
         """Raises ApiError 404, also for somebody else's."""
         batch = self._batches.get(id)
-        if batch is None or batch.owner != owner:
+        if batch is None or batch.owner != owner or batch.kind != kind:
             raise ApiError(404, f"there is no batch {id[:100]!r} here", code="batch_not_found")
         return self._current(batch)
 
     def check_unused(self, file: StoredFile) -> None:
         """Raises ApiError where a batch still reads the file."""
-        for one in self._batches.values():
+        for one in self._batches:
             if one.input_file_id == file.id and not one.over:
                 raise ApiError(400, f"the file {file.id} is the input of {one.id}: cancel that first", code="in_use")
 
-    def create(
-        self, owner: str, input: str, endpoint: str, window: str, hours: int, metadata: dict[str, str] | None
-    ) -> dict[str, Any]:
+    async def create(
+        self,
+        owner: str,
+        input: str,
+        endpoint: str,
+        window: str,
+        hours: int,
+        metadata: dict[str, str] | None,
+        kind: str = "batch",
+        total: int = 0,
+    ) -> StoredBatch:
         """A new batch, which begins when those before it are over. Raises ApiError."""
         file = self.files.get(input, owner, "input_file_id")
         if file.purpose != "batch":
             raise ApiError(400, f"the file {input} has the purpose {file.purpose}: expected batch", "input_file_id")
-        self._forget_old()
+        self._check_queue(owner)
         now = int(time.time())
         batch = StoredBatch(
-            id=f"batch_{uuid.uuid4().hex[:24]}",
+            id=f"{PREFIXES[kind]}_{uuid.uuid4().hex[:24]}",
+            kind=kind,
+            total=total,
             endpoint=endpoint,
             input_file_id=input,
             completion_window=window,
@@ -173,14 +230,37 @@ class StoredBatches:
             metadata=metadata,
             owner=owner,
         )
-        self._save(batch)
-        self._batches[batch.id] = batch
-        self._more.set()
-        return batch.body()
+        task = self._begin(self._create(batch, file))
+        self._creating.add(task)
+        task.add_done_callback(self._creating.discard)
+        return await asyncio.shield(task)  # also where the client leaves meanwhile
 
-    def cancel(self, id: str, owner: str) -> dict[str, Any]:
+    async def _create(self, batch: StoredBatch, file: StoredFile) -> StoredBatch:
+        self._in_hand.add(batch.id)  # nobody begins it before it is on the disk
+        old = self._batches.put(batch.id, batch)
+        try:
+            await on_disk(self.files.check, file)
+            await self._save(batch)
+        except BaseException:
+            self._batches.pop(batch.id)
+            raise
+        finally:
+            self._in_hand.discard(batch.id)
+            for one in old:
+                await on_disk(self._remove, one)
+        self._more.set()
+        return batch
+
+    async def delete(self, batch: StoredBatch) -> None:
+        """Remove a batch; its files stay. Raises ApiError where it is not over."""
+        if not batch.over or batch.id in self._in_hand:
+            raise ApiError(400, f"the batch is {batch.status}: cancel it, and wait for its end", code="batch_not_over")
+        self._batches.pop(batch.id)
+        await on_disk(self._remove, batch)
+
+    async def cancel(self, id: str, owner: str, kind: str = "batch") -> StoredBatch:
         """Stop a batch. Raises ApiError where it is over."""
-        batch = self.get(id, owner)
+        batch = self.get(id, owner, kind)
         if batch.over or batch.status == "finalizing":
             raise ApiError(400, f"the batch is {batch.status}: there is nothing to cancel", code="batch_over")
         if batch.status != "cancelling":
@@ -191,31 +271,42 @@ class StoredBatches:
                 self._take(batch)
             self._more.set()
             with contextlib.suppress(ApiError):  # it is stopped all the same, and saved at its end
-                self._save(batch)
-        return batch.body()
+                await asyncio.shield(self._begin(self._save(batch)))
+        return batch
 
-    def _forget_old(self) -> None:
-        """Make room for one more."""
-        for batch in list(self._batches.values()):
-            if len(self._batches) < MOST_BATCHES:
-                return
-            if batch.over:
-                self._path(batch).unlink(missing_ok=True)
-                self._path(batch, "journal").unlink(missing_ok=True)
-                del self._batches[batch.id]
-        if len(self._batches) >= MOST_BATCHES:
+    def _check_queue(self, owner: str) -> None:
+        """Raises ApiError 429 where there is no room for one batch more."""
+        waiting = [one.owner for one in self._batches if not one.over]
+        if len(waiting) >= MOST_BATCHES:
             raise ApiError(429, f"{MOST_BATCHES} batches are waiting already: try again later", code="queue_full")
+        if (count := waiting.count(owner)) >= self._most_queued:
+            raise ApiError(
+                429,
+                f"{count} batches of this API key are waiting already, and that is its share: try again later",
+                code="queue_full",
+            )
+
+    def _remove(self, batch: StoredBatch) -> None:
+        """Remove what the disk has of a batch, in a thread."""
+        for kind in ("json", "journal"):
+            self._path(batch, kind).unlink(missing_ok=True)
+        self.files.uncount(batch.id)
 
     def _path(self, batch: StoredBatch, kind: str = "json") -> Path:
         return self.files.batches / f"{batch.id}.{kind}"
 
-    def _save(self, batch: StoredBatch) -> None:
+    async def _save(self, batch: StoredBatch) -> None:
         """Raises ApiError 507."""
-        try:
-            with atomically(str(self._path(batch))) as out:
-                out.write(msgspec.json.encode(batch))
-        except OSError as error:
-            raise cannot_write("batch", error) from None
+        async with self._saving:  # two that write one batch at once would be in each other's way
+            try:
+                await on_disk(_write_whole, str(self._path(batch)), msgspec.json.encode(batch))
+            except OSError as error:
+                raise cannot_write("batch", error) from None
+
+    async def _read_whole(self, function: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """Call in a thread what reads a whole file."""
+        async with self._reading:
+            return await on_disk(function, *args, **more)
 
     def _current(self, batch: StoredBatch) -> StoredBatch:
         """With what is counted meanwhile."""
@@ -230,8 +321,8 @@ class StoredBatches:
     async def _work(self) -> None:
         while True:
             self._more.clear()
-            waiting = [one for one in self._batches.values() if not one.over and one.id not in self._in_hand]
-            # One that an earlier server was to cancel does not wait for its turn.
+            waiting = [one for one in self._batches if not one.over and one.id not in self._in_hand]
+            # One that an earlier server was to cancel does not wait in the queue.
             waiting.sort(key=lambda one: one.status != "cancelling")
             if not waiting:
                 await self._more.wait()
@@ -239,17 +330,25 @@ class StoredBatches:
                 return
 
     def _take(self, batch: StoredBatch) -> None:
-        """End one from the queue beside the one that runs: it does not wait for its turn."""
+        """End one from the queue while another runs: it does not wait."""
         self._in_hand.add(batch.id)
         self._begin(self._handle(batch))
 
     async def _expire(self) -> None:
-        """End those in the queue whose time is over; one that is in hand has a timer of its own."""
+        """End those whose time is over. One that is worked on has a timer, too, but clocks are set."""
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            for batch in self._batches.values():
-                if not batch.over and batch.id not in self._in_hand and batch.expires_at <= time.time():
-                    self._take(batch)
+            for batch in self._batches:
+                self._end_in_time(batch)
+
+    def _end_in_time(self, batch: StoredBatch) -> None:
+        """End a batch if its time is over."""
+        if batch.over or batch.expires_at > time.time():
+            return
+        if batch.id in self._runs:
+            self._runs[batch.id].stop()
+        elif batch.id not in self._in_hand:
+            self._take(batch)
 
     async def _handle(self, batch: StoredBatch) -> bool:
         """Bring one batch to its end. False: the ranks are gone for good, and the next server goes on."""
@@ -265,13 +364,13 @@ class StoredBatches:
                     if error.status == FULL:
                         await self._wait_for_room(batch, error)
                     elif error.status != 503:  # after that others will come, which _do waits for
-                        self._give_up(batch, Mistake(error.code or "failed", error.message))
+                        await self._give_up(batch, Mistake(error.code or "failed", error.message))
                 except (NoRoom, OSError) as error:
                     await self._wait_for_room(batch, error)
                 except Exception as error:  # one batch must not end the others
                     if not isinstance(error, FatalError):
                         log.exception("batch %s failed", batch.id)
-                    self._give_up(batch, Mistake("failed", str(error)))
+                    await self._give_up(batch, Mistake("failed", str(error)))
         finally:
             self._in_hand.discard(batch.id)
         return True
@@ -286,27 +385,28 @@ class StoredBatches:
 
     async def _do(self, batch: StoredBatch) -> None:
         """Bring one batch to its end."""
-        in_thread = asyncio.get_running_loop().run_in_executor
         file = self.files.get(batch.input_file_id, batch.owner)
         input = self.files.path(file)
-        if not input.exists():  # to wait for room would be to wait for ever
-            raise ApiError(404, f"the bytes of file {file.id} are no longer there", code="file_not_found")
+        await self._read_whole(self.files.check_whole, file)
         fresh = batch.status == "validating"
         batch.errors = []  # it waits for room no longer
         if fresh:
-            batch.total, mistakes = await in_thread(None, validate, str(input), batch.endpoint)
+            batch.total, mistakes = await self._read_whole(validate, str(input), batch.endpoint)
             if mistakes:
-                self._give_up(batch, *mistakes)
+                await self._give_up(batch, *mistakes)
                 return
             await self._sessions.link.wait_ready()
-            batch.setup = await in_thread(None, setup, self._sessions.config)
+            batch.setup = await on_disk(setup, self._sessions.config)
             if batch.status == "validating":  # and not cancelled meanwhile
                 batch.enter("in_progress")
-            self._save(batch)
+            await self._save(batch)
         count = partial(self._count, batch)
-        run = StoredRun(input, self._path(batch, "journal"), self._sessions, count, self._ended)
+        room = partial(self._has_room, batch)
+        told = count, self._ended, room
+        run = StoredRun(input, self._path(batch, "journal"), self._sessions, *told, batch.owner)
         self._runs[batch.id] = run
-        timer = asyncio.get_running_loop().call_later(max(0.0, batch.expires_at - time.time()), run.stop)
+        left = max(0.0, batch.expires_at - time.time())
+        timer = asyncio.get_running_loop().call_later(left, self._end_in_time, batch)
         try:
             if batch.status in ("in_progress", "finalizing"):  # the latter: a server ended while it wrote the files
                 run.failure = "" if fresh else await self._changed(batch)
@@ -319,12 +419,12 @@ class StoredBatches:
             timer.cancel()
             self._current(batch)
             del self._runs[batch.id]
-            run.close(remove=batch.over)
+            await to_its_end(run.close, remove=batch.over)  # a journal that stays open keeps its lock
 
     async def _changed(self, batch: StoredBatch) -> str:
-        """What answers depend on, and is not as it was when the batch was begun; "" where nothing is."""
+        """The setting that has changed since the batch began and would change answers; "" if none has."""
         await self._sessions.link.wait_ready()
-        now = await asyncio.get_running_loop().run_in_executor(None, setup, self._sessions.config)
+        now = await on_disk(setup, self._sessions.config)
         for name, before in batch.setup.items():
             if now.get(name) != before:
                 return f"{name} was {before!r} when the batch was begun and is {now.get(name)!r} now: create it again"
@@ -342,7 +442,8 @@ class StoredBatches:
                 batch.expired_at = int(time.time())  # known still when the files are written by a later attempt
             end = "expired" if batch.expired_at else "completed"
             batch.enter("finalizing")
-            self._save(batch)
+            await self._save(batch)
+        self.files.uncount(batch.id)  # the files take the place of the journal
         before = batch.status
         made = [self.files.new(f"{name}_{kind}.jsonl", "batch_output", batch.owner) for kind in ("output", "errors")]
         try:
@@ -351,35 +452,55 @@ class StoredBatches:
             batch.status = before if batch.over else batch.status
             batch.output_file_id = batch.error_file_id = None
             for file in made:
-                self.files.drop(file)
+                await on_disk(self.files.drop, file)
             raise
 
     async def _write(self, batch: StoredBatch, end: str, made: list[StoredFile], run: StoredRun) -> None:
         """The output file and the error file, of which an empty one is left out, and the batch as it ended."""
-        paths = [self.files.path(file) for file in made]
-        count = await asyncio.get_running_loop().run_in_executor(None, run.finish, end, paths[0], paths[1])
+        answers, errors = (self.files.path(file) for file in made)
+        count = await self._read_whole(run.finish, end, answers, errors)
+        batch.given_up = batch.given_up or run.given_up
         batch.total = batch.total or count  # one that was cancelled in the queue was not counted before
         self._current(batch)
+        batch.output_file_id, batch.error_file_id = await self._read_whole(self._keep, made)
+        batch.enter(end)
+        await self._save(batch)
+
+    def _keep(self, made: list[StoredFile]) -> list[str | None]:
+        """Have these files in the store, less the empty ones: their ids. In a thread."""
         kept: list[str | None] = []
-        for file, path in zip(made, paths, strict=True):
+        for file in made:
+            path = self.files.path(file)
             if path.exists() and path.stat().st_size:
                 self.files.add(file)
                 kept.append(file.id)
             else:
-                path.unlink(missing_ok=True)
+                self.files.drop(file)
                 kept.append(None)
-        batch.output_file_id, batch.error_file_id = kept
-        batch.enter(end)
-        self._save(batch)
+        return kept
 
-    def _give_up(self, batch: StoredBatch, *why: Mistake) -> None:
+    async def _give_up(self, batch: StoredBatch, *why: Mistake) -> None:
         batch.errors = [one.body() for one in why]
         batch.enter("failed")
         try:
-            self._path(batch, "journal").unlink(missing_ok=True)
-            self._save(batch)
+            await on_disk(self._path(batch, "journal").unlink, missing_ok=True)
+            self.files.uncount(batch.id)
+            await self._save(batch)
         except (ApiError, OSError) as error:
             log.error("batch %s: %s", batch.id, error)
 
+    def _has_room(self, batch: StoredBatch, journal: int) -> bool:
+        """Count the journal, and tell whether its owner may store as much again: for a time both it and the files that
+        are made of it are there.
+        """
+        self.files.count(batch.id, batch.owner, journal)
+        return self.files.left(batch.owner) > journal
+
     def _count(self, batch: StoredBatch, entry: Entry) -> None:
+        self.done += 1
         self._used(batch.owner, entry.prompt_tokens, entry.output_tokens)
+
+
+def _write_whole(path: str, content: bytes) -> None:
+    with atomically(path) as out:
+        out.write(content)

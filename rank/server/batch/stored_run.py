@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ....errors import ERROR
 from ..api_error import ApiError
+from ..blocking import to_its_end
 from ..session import Session
 from ..text_engine import TextEngine
 from . import output
@@ -61,7 +63,7 @@ def validate(path: str, endpoint: str) -> tuple[int, list[Mistake]]:
 
 
 class StoredRun:
-    """Answers the requests of `input`. Everything but what says otherwise runs on the server's loop."""
+    """Answers the requests of `input`. Everything runs on the server's loop unless marked otherwise."""
 
     def __init__(
         self,
@@ -70,22 +72,27 @@ class StoredRun:
         sessions: TextEngine,
         used: Callable[[Entry], None],
         ended: Callable[[Session], None],
+        room: Callable[[int], bool],
+        owner: str,
     ):
         self.input = str(input)
         self.before = Found()  # by earlier servers
+        self.given_up = 0  # requests that had no answer at the end
         self.failure = ""  # why it cannot go on
         self._full: NoRoom | None = None
         self._path = str(journal)
         self._sessions = sessions
         self._used = used  # told of each answer
         self._ended = ended  # told of each session
+        self._has_room = room  # told of the journal's bytes
+        self._owner = owner
         self._room = IdleRoom(sessions.link)
         self._journal: Journal | None = None
         self._answers: Answers | None = None
         self._stopped = asyncio.Event()
 
     def counts(self) -> Counts:
-        """What is done, by earlier servers too."""
+        """Counts of finished requests, those of earlier servers included."""
         here = self._answers.counts if self._answers is not None else Counts()
         return Counts(*(getattr(self.before, name) + getattr(here, name) for name in Counts.__struct_fields__))
 
@@ -103,14 +110,10 @@ class StoredRun:
 
     async def run(self) -> None:
         """Until all is answered, or `stop`. Raises FatalError where the journal cannot be used; NoRoom: it is full."""
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
-        try:
-            self.before = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            await asyncio.wait([opening])  # nothing ends the thread; what it opens is for `close`
-            raise
+        self.before = await to_its_end(self._open)  # nothing ends the thread; what it opens is for `close`
         assert self._journal is not None
-        self._answers = Answers(self._sessions, self._journal, Deadline(), self._fail, self._used, self._ended)
+        told = self._fail, self._used, self._ended
+        self._answers = Answers(self._sessions, self._journal, Deadline(), *told, self._owner)
         feed = Feed(iter(Reader(self.input, self.before.finished)))
         work = asyncio.ensure_future(self._answer_all(feed))
         stopped = asyncio.ensure_future(self._stopped.wait())
@@ -139,6 +142,9 @@ class StoredRun:
             request = self._answers.read(item)
             if request is None:
                 continue
+            if not self._has_room(self._journal.size):
+                self._fail(ERROR, "the answers of the batch have no room among its owner's files")
+                await asyncio.Event().wait()  # until `run` ends it
             request.priority = LAST
             taken = await self._room.take(request.sequences())
             while self._journal.pending_bytes > MOST_PENDING:
@@ -169,13 +175,14 @@ class StoredRun:
             told = ApiError(503, message, code=code)
             self._journal.append([(output.entry(one, FAILED), output.failure(one, told)) for one in missing])
             found.failed += len(missing)
+            self.given_up = len(missing)
         count = len(seen)
         output.write(self._journal, seen, str(answers), str(errors), ordered=True)
         self.before, self._answers = found, None
         return count
 
     def close(self, remove: bool) -> None:
-        """Leave the journal; remove it where its answers are in files."""
+        """Leave the journal; remove it where its answers are in files. In a thread."""
         if self._journal is not None:
             if remove:
                 self._journal.remove()

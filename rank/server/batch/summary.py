@@ -1,10 +1,10 @@
-"""What a batch job tells at its end, as text and as JSON."""
+"""The summary at the end of a batch job, as text and as JSON."""
 
 from __future__ import annotations
 
 import msgspec
 
-from .journal import atomically
+from ..durable import atomically
 from .progress import Counts, duration
 
 

@@ -1,4 +1,4 @@
-"""By what a model's weights are known again, without reading them all: 140 GB would take minutes, a megabyte does not.
+"""A fingerprint of a model's weights that reads a megabyte: reading 140 GB would take minutes.
 
 A digest of every weight file's name and header, which holds its tensors' names, types, shapes and places and so its
 size, and of a kilobyte from the middle of each tensor. Of more than SAMPLES tensors so many are looked into, evenly
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ....errors import MODEL, FatalError
+from ... import untrusted_files
 from ...checkpoint_files import directory, is_gguf, read_index
 from ...safetensors_header import INDEX, SINGLE, Entry
 
@@ -45,7 +46,7 @@ def _sample(place: tuple[Path, Entry]) -> bytes:
     file, entry = place
     size = min(SIZE, entry.stop - entry.start)
     try:
-        with open(file, "rb", buffering=0) as opened:
+        with untrusted_files.open_weights(file, 0) as opened:
             return os.pread(opened.fileno(), size, (entry.start + entry.stop - size) // 2)
     except OSError as error:
         raise FatalError(f"{file} cannot be read: {error.strerror}", MODEL) from None

@@ -2,7 +2,7 @@
 
 A browser on this machine, or in its network, sends what any web page tells it to. Two headers give such a request away.
 `Origin` names the page's server: another one's is refused unless --allowed-origins has it. `Host` names who was asked:
-a page whose name turns into this machine's address (DNS rebinding) has its own name there, and nothing else differs.
+a page whose name resolves to this machine's address (DNS rebinding) has its own name there, and nothing else differs.
 No name in the world's DNS is taken for ours unless it is known to be, so such pages are refused. With an API key the
 Host may be anything, as the page does not have the key; on a unix socket too, as no browser gets there.
 """
@@ -22,6 +22,7 @@ from ..config import ServerConfig
 
 # Load balancers and kubelets ask under any name; the answers tell a page nothing of worth.
 PROBES = ("/health", "/v1/health", "/ready", "/ping")
+UNTRACED = (*PROBES, "/metrics")  # asked all the time, by programs that want no trace of it
 PRIVATE = (".local", ".internal")  # names that no public DNS server has (RFC 6762; ICANN, 2024)
 
 
@@ -60,7 +61,7 @@ class Access:
             )
 
     def allowed(self, origin: str) -> str | None:
-        """What Access-Control-Allow-Origin says to a page."""
+        """The value of Access-Control-Allow-Origin for a page."""
         if "*" in self.origins:
             return "*"
         return origin if origin.lower() in self.origins else None

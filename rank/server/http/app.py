@@ -20,6 +20,7 @@ from .state import ServerState
 log = logging.getLogger(__name__)
 HEADER_TIMEOUT = 120  # seconds for a request's head, and for the pause between two requests of a connection
 BODY_TIMEOUT = 120
+ACCESS_RATE = 500  # lines of --access-log a second; others are counted
 ABSOLUTE = re.compile(r"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 
 
@@ -30,14 +31,16 @@ def make_app(state: ServerState) -> tornado.web.Application:
         label = handler.label if isinstance(handler, Handler) else "other"
         state.metrics.http(handler.request.method or "", label, handler.get_status())
         if state.config.access_log:
-            log.info(
-                "%s %s %d %.0f ms %s",
-                handler.request.method,
-                handler.request.uri,
-                handler.get_status(),
-                1000 * handler.request.request_time(),
-                getattr(handler, "request_id", ""),
-            )
+            ids = handler.ids if isinstance(handler, Handler) else {}
+            fields = {
+                "method": handler.request.method,
+                "path": handler.request.uri,
+                "status": handler.get_status(),
+                "duration_ms": round(1000 * handler.request.request_time()),
+                **ids,
+            }
+            text = "%(method)s %(path)s %(status)d %(duration_ms)d ms " + " ".join(ids.values())
+            log.info(text, fields, extra={"rate": ACCESS_RATE, "fields": fields})
 
     rules = [
         (next(iter(routes.values())).pattern(path), Endpoint, {"routes": routes}) for path, routes in paths().items()
@@ -70,5 +73,8 @@ def serve(app: tornado.web.Application, sock: socket.socket, context: ssl.SSLCon
         idle_connection_timeout=HEADER_TIMEOUT,
         body_timeout=BODY_TIMEOUT,
     )
-    server.add_socket(sock)
+    server.listen_on(sock)
+    state: ServerState = app.settings["state"]
+    if not state.requests_per_key and len(state.keys) > 1:  # one of several keys never has all connections
+        state.requests_per_key = server.listener.descriptors.per_client
     return server

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from .. import unsupported
 from ..api_error import bad
 from ..decoding import Body, show
+from ..fields import Metadata, doc
 from .files import batches_of
 from .paging import page
 from .routes import Call, Route, batchable
@@ -15,7 +16,6 @@ from .routes import Call, Route, batchable
 WINDOW = re.compile(r"([1-9]\d{0,2})([hd])")
 HOUR = {"h": 1, "d": 24}
 LONGEST = 30 * 24  # hours
-MOST_METADATA = 16
 REFUSED = {"output_expires_after": unsupported.Field("files stay until they are deleted, leave it out")}
 
 
@@ -24,10 +24,12 @@ class BatchRequest(Body, kw_only=True):
 
     refused: ClassVar[dict[str, unsupported.Field]] = REFUSED
 
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
+    input_file_id: Annotated[str, doc("an uploaded file of request lines ([docs/batch.md](batch.md))")]
+    endpoint: Annotated[str, doc("which one all lines are for")]
+    completion_window: Annotated[str, doc(
+        "`24h`, or another time from `1h` to `30d`: what is not answered then is given up"
+    )]  # fmt: skip
+    metadata: Annotated[Metadata | None, doc("comes back in the batch")] = None
 
     @property
     def hours(self) -> int:
@@ -44,22 +46,20 @@ class BatchRequest(Body, kw_only=True):
                 "completion_window",
                 f"completion_window is {show(self.completion_window)}: expected 24h, or another time from 1h to 30d",
             )
-        metadata = self.metadata or {}
-        if len(metadata) > MOST_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in metadata.items()):
-            raise bad("metadata", f"metadata may have {MOST_METADATA} keys of 64 characters, with values of 512")
 
 
-def create(call: Call) -> dict[str, Any]:
+async def create(call: Call) -> dict[str, Any]:
     """The requests of a file are answered in idle time; live requests go first."""
     request: BatchRequest = call.request
-    return batches_of(call).create(
+    batch = await batches_of(call).create(
         call.owner, request.input_file_id, request.endpoint, request.completion_window, request.hours, request.metadata
     )
+    return batch.body()
 
 
 def batches(call: Call) -> dict[str, Any]:
     """The batches, the last first (`order`, `limit`, `after`)."""
-    return page(batches_of(call).all(call.owner), call.query)
+    return page([one.body() for one in batches_of(call).all(call.owner)], call.query)
 
 
 def retrieve(call: Call) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def retrieve(call: Call) -> dict[str, Any]:
     return batches_of(call).get(call.args["batch_id"], call.owner).body()
 
 
-def cancel(call: Call) -> dict[str, Any]:
+async def cancel(call: Call) -> dict[str, Any]:
     """Stop a batch; what is answered already is in its output file."""
-    return batches_of(call).cancel(call.args["batch_id"], call.owner)
+    return (await batches_of(call).cancel(call.args["batch_id"], call.owner)).body()
 
 
 ROUTES = [

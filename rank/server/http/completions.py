@@ -11,7 +11,7 @@ from .routes import Call, Route
 
 async def complete(call: Call) -> Session:
     """The continuation of a text or of token ids, whole or as server-sent events."""
-    return await call.engine.generate(call.request, completion_generation)
+    return await call.engine.generate(call.request, completion_generation, call.owner)
 
 
 ROUTES = [Route("/v1/completions", complete, CompletionRequest, TextRenderer, also=("/completions",), batchable=True)]

@@ -14,9 +14,9 @@ from .routes import Call, Route
 async def embeddings(call: Call) -> dict[str, Any]:
     """Vectors of texts or of token ids."""
     if call.server is None:
-        return await embed(call.engine, call.request)
+        return await embed(call.engine, call.request, call.owner)
     ended = partial(call.server.metrics.embedding, time.monotonic())
-    answer = await embed(call.engine, call.request, ended, call.release)
+    answer = await embed(call.engine, call.request, call.owner, ended, call.release)
     call.count(answer["usage"]["prompt_tokens"])
     return answer
 

@@ -5,21 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import time
-from typing import Any
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import tornado.http1connection
 import tornado.iostream
 import tornado.web
 
-from ..api_error import ApiError
+from ..anthropic_format import error_body as anthropic_error
+from ..api_error import ApiError, bad
+from ..blocking import on_disk
+from ..file_store import MAX_FILE, changed_bytes, damaged, new_digest
 from ..renderer import Renderer
 from ..session import Session
+from . import spans
 from .handler import BodyHandler
-from .routes import Call, Download, Events, Reply, Route
+from .routes import ANTHROPIC, Call, Download, Events, Lines, Reply, Route
 from .upload import Upload
 
+if TYPE_CHECKING:
+    from ..otel import RequestTrace
+
+log = logging.getLogger(__name__)
 KEEP_ALIVE = b": keep-alive\n\n"
 PIECE = 1 << 18  # bytes of a download that are read and sent together
 UPLOAD_TIMEOUT = 3600  # seconds
@@ -30,12 +40,14 @@ GONE = 499  # nginx's status for a request whose client left before there was an
 class Endpoint(BodyHandler):
     """The routes of one path."""
 
-    session: Session | None = None
     gone = False  # the client closed the connection
     _counted = False  # among the open requests of its key
+    _ahead = 0  # sequences among those of its key that go before others
     _behind: asyncio.Future[Any] | None = None  # until this is done, too
     _upload: Upload | None = None
     _entered = False  # its model has to stay loaded
+    _live = 0  # bytes that count among the live ones of its key
+    _ended = False
 
     def initialize(self, routes: dict[str, Route]) -> None:
         self.routes = routes
@@ -47,12 +59,19 @@ class Endpoint(BodyHandler):
         return list(self.routes)
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
-        return next(iter(self.routes.values())).error(error)
+        route = next(iter(self.routes.values()))
+        if route.both and ANTHROPIC in self.request.headers:
+            return anthropic_error(error)
+        return route.error(error)
 
     @property
     def route(self) -> Route | None:
         method = "GET" if self.request.method == "HEAD" else self.request.method
         return self.routes.get(method or "")
+
+    @property
+    def body_limit(self) -> int:
+        return MAX_FILE if self.route is not None and self.route.receive is not None else super().body_limit
 
     def prepare(self) -> None:
         super().prepare()
@@ -65,7 +84,7 @@ class Endpoint(BodyHandler):
         if route is not None and route.receive is not None:
             self._count()
             self._upload = route.receive(self._call({}), self.request.headers.get("Content-Type", ""))
-            self.request.connection.set_body_timeout(UPLOAD_TIMEOUT)  # type: ignore[union-attr]
+            self._connection.set_body_timeout(UPLOAD_TIMEOUT)
 
     async def data_received(self, chunk: bytes) -> None:
         if self._upload is None:
@@ -74,11 +93,16 @@ class Endpoint(BodyHandler):
             await self._upload.write(chunk)
 
     def _call(self, args: dict[str, str]) -> Call:
-        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
-        return Call(self.state.sessions, None, args, query, self.state, self.key, self.release)
+        repeated = {name: self.get_query_arguments(name) for name in self.request.query_arguments}
+        query = {name: values[-1] for name, values in repeated.items()}
+        return Call(
+            self.state.sessions, None, args, query, repeated, self.request.headers, self.state, self.key, self.known,
+            self.release,
+        )  # fmt: skip
 
     async def _answer(self, **args: str) -> None:
         began = time.monotonic()
+        self._socket.answering()
         route = self.route
         if self._late is not None:
             raise self._late
@@ -90,12 +114,23 @@ class Endpoint(BodyHandler):
         elif route.schema is not None:
             self._count()
             call.request = await self.decoded(route.schema)
+            if call.request is None or self.gone:
+                return
+            if not self._hold_live(self._size):
+                raise too_much_live()
+            self._check_priority(call)
             if self.state.models is not None:
                 engine = self.state.models.named(getattr(call.request, "model", None))
+                asked_at, loaded = time.monotonic(), self.state.models.loaded
                 entered = await self.run(self.state.models.enter(engine))
                 if entered is None:
                     return
                 call.engine, self._entered = entered, True
+                if self.recording is not None and loaded != engine.model:
+                    about = {"gen_ai.request.model": engine.names[0]}
+                    self.recording.child("model switch", asked_at, time.monotonic(), about)
+            if self.recording is not None:
+                self.recording.attributes |= spans.asked(route.path, call.request, call.engine.names[0])
         if self.gone:  # while its body was inflated
             self._leave()
             return
@@ -114,6 +149,9 @@ class Endpoint(BodyHandler):
         elif isinstance(answer, Events):
             with contextlib.suppress(tornado.iostream.StreamClosedError):  # the client has gone
                 await self._stream(answer)
+        elif isinstance(answer, Lines):
+            with contextlib.suppress(tornado.iostream.StreamClosedError):
+                await self._send_lines(answer)
         elif isinstance(answer, Download):
             with contextlib.suppress(tornado.iostream.StreamClosedError):
                 await self._download(answer)
@@ -124,7 +162,7 @@ class Endpoint(BodyHandler):
 
     def _count(self) -> None:
         """Count this request as one of its key's. Raises ApiError 429 where there are too many."""
-        used, limit = self.state.used[self.key], self.state.config.requests_per_key
+        used, limit = self.state.used[self.key], self.state.requests_per_key
         if limit and used.open >= limit:
             raise ApiError(
                 429,
@@ -135,15 +173,40 @@ class Endpoint(BodyHandler):
         self._counted = True
         used.open += 1
 
+    def _check_priority(self, call: Call) -> None:
+        """Let a key's requests go before others' as far as its share reaches: all keys together never have all rows.
+
+        What is beyond the share stands among the others. Raises ApiError 400 where clients may not set a priority.
+        """
+        if not (priority := getattr(call.request, "priority", None)):
+            return
+        if not self.state.config.client_priorities:
+            raise bad("priority", f"priority is {priority}: this server takes only 0 (without --client-priorities)")
+        ready = self.state.link.ready
+        if priority < 0 and ready is not None:
+            used, count = self.state.used[self.key], call.request.sequences()
+            if used.ahead + count > ready.max_num_seqs // (len(self.state.used) + 1):
+                call.request.priority = 0
+            else:
+                self._ahead = count
+                used.ahead += count
+
     def _uncount(self) -> None:
         if not self._counted:
             return
         self._counted = False
-        used = self.state.used[self.key]
+        used, ahead = self.state.used[self.key], self._ahead
         if self._behind is None:
-            used.close()
+            used.close(ahead)
         else:
-            self._behind.add_done_callback(lambda _: used.close())
+            self._behind.add_done_callback(lambda _: used.close(ahead))
+
+    def _hold_live(self, size: int) -> bool:
+        """Count bytes that are held until the request is over. False where that is too much for its API key."""
+        if self._ended or not self.state.live.take(self.key, size):
+            return False
+        self._live += size
+        return True
 
     def _leave(self) -> None:
         """The model that answered may be unloaded."""
@@ -155,9 +218,18 @@ class Endpoint(BodyHandler):
         super().on_finish()
         self._end_body()
 
+    def end_trace(self, trace: RequestTrace) -> None:
+        super().end_trace(trace)
+        if self._behind is None:
+            trace.end_sessions()
+        else:
+            self._behind.add_done_callback(lambda _: trace.end_sessions())
+
     def _end_body(self) -> None:
         self._uncount()
         self._leave()
+        self.state.live.give(self.key, self._live)
+        self._live, self._ended = 0, True
         if self._upload is not None:
             self._upload.close()
 
@@ -172,19 +244,46 @@ class Endpoint(BodyHandler):
             self.reply(reply.body, reply.status)
 
     async def _download(self, answer: Download) -> None:
-        in_pool = self.state.sessions.in_pool
-        with await in_pool(open, answer.path, "rb") as file:
-            self.set_header("Content-Type", "application/octet-stream")
-            self.set_header("Content-Length", str(answer.path.stat().st_size))
-            self.set_header("Content-Disposition", f"attachment; filename*=UTF-8''{quote(answer.name)}")
-            self.set_header("X-Content-Type-Options", "nosniff")
-            while self.request.method != "HEAD" and (data := await in_pool(file.read, PIECE)):
+        """Send a file. The last chunk goes only where all are as they were stored: else the client misses it.
+
+        The file is open only while a chunk of it is read: a client that reads slowly holds one descriptor.
+        """
+        self._count()
+        file, digest, at = answer.file, new_digest(), 0
+        self.set_header("Content-Type", "application/octet-stream")
+        self.set_header("Content-Length", str(file.bytes))
+        self.set_header("Content-Disposition", f"attachment; filename*=UTF-8''{quote(file.filename)}")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        while self.request.method != "HEAD" and at < file.bytes:
+            data = await on_disk(_piece, answer.path, at, digest)
+            at += len(data)
+            if not data or at > file.bytes or (at == file.bytes and file.digest not in ("", digest.hexdigest())):
+                if not self._headers_written:
+                    raise damaged(changed_bytes(file.id))
+                log.error("a download ends early: %s", changed_bytes(file.id))
+                return self._socket.close()
+            self.write(data)
+            await self.flush()
+        self.finish()
+
+    async def _send_lines(self, answer: Lines) -> None:
+        """Send lines. Where they cannot be read on, the connection ends before the answer does: the client notices."""
+        self._count()
+        self.set_header("Content-Type", "application/x-jsonl")
+        try:
+            async for data in answer.stream:
                 self.write(data)
                 await self.flush()
+        except OSError as error:
+            if isinstance(error, tornado.iostream.StreamClosedError) or not self._headers_written:
+                raise
+            log.error("an answer ends early: %s", error)
+            return self._socket.close()
         self.finish()
 
     async def _generate(self, renderer: Renderer, call: Call, began: float) -> None:
-        self.session = renderer.session
+        self.session, self.begun = renderer.session, True
+        self.session.hold = self._hold_live
         self.session.start = began
         try:
             if self.gone:  # while the prompt was tokenised
@@ -193,12 +292,15 @@ class Endpoint(BodyHandler):
                 await self._stream(Events(renderer.stream(), renderer.error))
             else:
                 answer = await renderer.collect()
+                for store, id in call.stored:
+                    await store.saved(id, call.key)
                 if not self.gone:
                     self.reply(answer)
         except tornado.iostream.StreamClosedError:
             self.gone = True
         finally:
             renderer.close()
+            del self.session.hold  # they would hold each other until the next garbage collection
             self.state.metrics.session(self.session, self.gone)
             call.count(self.session.prompt_tokens, self.session.completion_tokens)
 
@@ -210,11 +312,6 @@ class Endpoint(BodyHandler):
         self._end_body()
         if self.session is not None:
             self.session.close()
-
-    @property
-    def _socket(self) -> tornado.iostream.IOStream:
-        assert isinstance(self.request.connection, tornado.http1connection.HTTP1Connection)
-        return self.request.connection.stream
 
     async def _stream(self, events: Events) -> None:
         """Tokens that come while the client has not taken the last event go into the next one together."""
@@ -232,6 +329,7 @@ class Endpoint(BodyHandler):
             if not isinstance(error, ApiError):
                 self.log_exception(type(error), error, error.__traceback__)
                 error = self.internal_error()
+            self.failure = error.code or "error"
             # The status is out already: the error is an event, and none follows.
             await self._send(events.error(error))
         finally:
@@ -260,3 +358,22 @@ class Endpoint(BodyHandler):
             # Tornado forgets it when the next event is written meanwhile.
             if time.monotonic() >= self._last_sent + interval and not self._socket.writing() and not self.gone:
                 self._send(KEEP_ALIVE)
+
+
+def too_much_live() -> ApiError:
+    """The client's error if the requests of its API key hold too many bytes."""
+    return ApiError(
+        429,
+        "the requests of this API key that are being answered hold all the memory that they may: wait for one",
+        code="busy",
+        retry_after=1,
+    )
+
+
+def _piece(path: Path, at: int, digest: blake2b) -> bytes:
+    """The next bytes of a file, which its digest takes in. In a thread."""
+    with open(path, "rb") as file:
+        file.seek(at)
+        data = file.read(PIECE)
+    digest.update(data)
+    return data

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..api_error import ApiError
 from ..batch.stored import StoredBatches
-from ..file_store import OFF, FileStore, StoredFile
+from ..blocking import on_disk
+from ..file_store import OFF, FileStore, StoredFile, elsewhere
 from .paging import page
 from .routes import Call, Download, Route
 from .upload import Upload
@@ -15,8 +16,8 @@ from .upload import Upload
 def store_of(call: Call) -> FileStore:
     """Raises ApiError 404 where there is none."""
     assert call.server is not None
-    if call.server.batches is None:
-        raise ApiError(404, OFF, code="files_off")
+    if call.server.batches is None or call.server.batches.files.closing:
+        raise elsewhere() if call.server.config.file_store else ApiError(404, OFF, code="files_off")
     return call.server.batches.files
 
 
@@ -28,7 +29,7 @@ def batches_of(call: Call) -> StoredBatches:
 
 
 def receive(call: Call, content_type: str) -> Upload:
-    return Upload(content_type, store_of(call), call.owner, call.engine)
+    return Upload(content_type, store_of(call), call.owner)
 
 
 def create(call: Call) -> dict[str, Any]:
@@ -37,31 +38,35 @@ def create(call: Call) -> dict[str, Any]:
     return file.body()
 
 
-def files(call: Call) -> dict[str, Any]:
+async def files(call: Call) -> dict[str, Any]:
     """The files, the last first (`order`, `limit`, `after`, `purpose`)."""
-    purpose = call.query.get("purpose")
-    kept = [one.body() for one in store_of(call).all(call.owner) if purpose in (None, one.purpose)]
-    return page(kept, call.query, 10_000, 10_000)
+    store, purpose = store_of(call), call.query.get("purpose")
+    kept = [one for one in store.all(call.owner) if purpose in (None, one.purpose)]
+    return page(await on_disk(lambda: [one.body(store.wrong(one)) for one in kept]), call.query, 10_000, 10_000)
 
 
-def retrieve(call: Call) -> dict[str, Any]:
-    """What is known of a file."""
-    return store_of(call).get(call.args["file_id"], call.owner).body()
+async def retrieve(call: Call) -> dict[str, Any]:
+    """Answers with a file's metadata."""
+    store = store_of(call)
+    file = store.get(call.args["file_id"], call.owner)
+    return file.body(await on_disk(store.wrong, file))
 
 
-def content(call: Call) -> Download:
+async def content(call: Call) -> Download:
     """A file's bytes."""
     store = store_of(call)
     file = store.get(call.args["file_id"], call.owner)
-    return Download(store.path(file), file.filename)
+    await on_disk(store.check, file)
+    return Download(store.path(file), file)
 
 
-def delete(call: Call) -> dict[str, Any]:
+async def delete(call: Call) -> dict[str, Any]:
     """Remove a file."""
     store = store_of(call)
     file = store.get(call.args["file_id"], call.owner)
     batches_of(call).check_unused(file)
-    store.drop(file)
+    store.forget(file)  # at once, so that nobody begins a batch with it
+    await on_disk(store.drop, file)
     return {"id": file.id, "object": "file", "deleted": True}
 
 

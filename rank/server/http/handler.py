@@ -1,4 +1,4 @@
-"""What all endpoints share: the headers of every answer, keys, errors, bodies."""
+"""The parts that all endpoints share: headers of every answer, keys, errors, bodies."""
 
 from __future__ import annotations
 
@@ -11,36 +11,57 @@ import time
 import uuid
 import zlib
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import tornado.http1connection
 import tornado.web
 
-from ..api_error import ApiError
+from .... import logs
+from .. import trace_context, tracing
+from ..api_error import NOT_TAKEN, ApiError
+from ..blocking import on_body
+from ..body_values import BodyValues
 from ..decoding import Kind, decode
 from ..engine_client import STOPPING
-from ..text_engine import LARGE_BODY
+from ..prompts import context_of
+from ..trace_context import TraceContext
+from . import spans
+from .access import PROBES, UNTRACED
+from .connection import StreamHandler
 from .routes import paths
-from .state import ServerState
+from .state import MAX_BODY, ServerState
+
+if TYPE_CHECKING:
+    from ..otel import RequestTrace
+    from ..session import Session
 
 log = logging.getLogger(__name__)
-MAX_BODY = 64 << 20
+COUNTED_BODY = 64 << 10  # bytes; a larger one's values are counted before it is decoded
+LARGE_BODY = 1 << 20  # bytes; a larger one waits for others, and is decoded in a thread
+EXPANSION = 100  # of gzip, beyond LARGE_BODY: JSON of texts gets a tenth or so, only a bomb a thousandth
+INLINE = 256 << 10  # bytes of a gzip body that are made on the event loop, as they take less than going to a thread
 # Bytes a second that all large bodies together are read with. Reading and decoding one takes time of the
 # event loop, which the streams of others feel; tokenising it would take far longer.
 LARGE_RATE = 8 << 20
-DISCARD_BODY = 1 << 30  # a larger body than this is not even read to its end, so its sender may miss the 413
+DISCARD_TIMEOUT = 30  # seconds in which a body is read and dropped that is refused; then its sender may miss why
+MOST_CONTEXT = 1 << 17  # tokens that count for a body's values where the model that they are for is not known yet
 Result = TypeVar("Result")
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
-class Handler(tornado.web.RequestHandler):
+class Handler(StreamHandler):
     """Base of all endpoints."""
 
     needs_key = True
     key = 0  # which API key was sent
+    known = True  # the request has a valid key, or the server asks for none
     label = "other"  # the path's, for the metrics
     request_id = ""
+    begun = False  # the ranks have had something of the request
+    trace: TraceContext | None = None
+    recording: RequestTrace | None = None  # what is recorded of it
+    session: Session | None = None  # what is generated for it
+    failure = ""  # the code of an error that it was answered with
 
     @property
     def state(self) -> ServerState:
@@ -53,8 +74,27 @@ class Handler(tornado.web.RequestHandler):
         if not self.request_id:  # this runs again before an error is written
             asked = self.request.headers.get("X-Request-Id", "")
             self.request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+            self._begin_trace()
         self.set_header("X-Request-Id", self.request_id)
         self.set_header("Request-Id", self.request_id)  # what Anthropic's client reads
+        if self.trace is not None:
+            self.set_header("Traceresponse", self.trace.header())
+
+    def _begin_trace(self) -> None:
+        source = self.state.tracing
+        if source is not None and self.request.path not in UNTRACED:
+            self.recording = source.begin(self.request.headers, self.request._start_time)
+            self.trace = self.recording.context
+        elif parent := self.request.headers.get("Traceparent"):
+            self.trace = trace_context.read(parent)
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The ids by which the log names this request."""
+        ids = {"request_id": self.request_id}
+        if self.trace is not None:
+            ids |= {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}
+        return ids
 
     def _let_page_read(self) -> None:
         """Browsers keep an answer from a page of another server unless the answer names that server (CORS)."""
@@ -63,33 +103,45 @@ class Handler(tornado.web.RequestHandler):
             self.set_header("Vary", "Origin")
         if origin is not None and (allowed := access.allowed(origin)):
             self.set_header("Access-Control-Allow-Origin", allowed)
-            self.set_header("Access-Control-Expose-Headers", "x-request-id, request-id, retry-after")
+            self.set_header("Access-Control-Expose-Headers", "x-request-id, request-id, traceresponse, retry-after")
 
     def prepare(self) -> None:
+        logs.request.set(self.ids)  # this request has an asyncio task of its own
+        if self.recording is not None:
+            tracing.active.set(self.recording)
         self.state.active[self] = None
-        assert isinstance(self.request.connection, tornado.http1connection.HTTP1Connection)
-        sock = self.request.connection.stream.socket  # none: the client has gone
+        if self._socket.crowded and self.request.path not in PROBES:
+            busy = ApiError(503, "all connections are in use; try again later", code="busy", retry_after=1)
+            raise busy.not_taken()
+        sock = self._socket.socket  # none: the client has gone
         self.state.access.check(self.request, sock and sock.getsockname())
         keys = self.state.keys
-        if not keys or not self.needs_key or self.request.method == "OPTIONS":
+        if not keys:
             return
         sent = self._sent_keys()  # all are compared with all: the time tells nothing
         same = [any([hmac.compare_digest(one, key) for one in sent]) for key in keys]
-        if not any(same):
+        self.known = any(same)
+        if self.known:
+            self.key = same.index(True)
+        elif self.needs_key and self.request.method != "OPTIONS":
             raise ApiError(
                 401, 'a valid API key is needed: send it as "Authorization: Bearer KEY"', code="invalid_api_key"
             )
 
-        self.key = same.index(True)
-
     def _sent_keys(self) -> list[bytes]:
-        """What the two headers for a key have: OpenAI's clients send one, Anthropic's the other, some send both."""
+        """Keys in the two headers: OpenAI's clients send one, Anthropic's the other, some send both."""
         scheme, _, token = self.request.headers.get("Authorization", "").partition(" ")
         given = [token if scheme.lower() == "bearer" else "", self.request.headers.get("X-Api-Key", "")]
         return [one.strip().encode("latin-1") for one in given]
 
     def on_finish(self) -> None:
         self.state.active.pop(self, None)
+        if self.recording is not None:
+            self.end_trace(self.recording)
+
+    def end_trace(self, trace: RequestTrace) -> None:
+        """The request is answered: record it."""
+        spans.end(self, trace, self.session)
 
     def on_connection_close(self) -> None:
         """The client has gone. One that leaves in the middle of its body is never answered, so nothing else ends it."""
@@ -111,7 +163,7 @@ class Handler(tornado.web.RequestHandler):
         return []
 
     def _allow(self) -> str:
-        """As a header: where there is GET, there is HEAD."""
+        """The Allow header; HEAD goes with GET."""
         return ", ".join((*self.allowed(), "OPTIONS")).replace("GET", "GET, HEAD")
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
@@ -131,11 +183,13 @@ class Handler(tornado.web.RequestHandler):
         if not isinstance(error, ApiError):
             error = self._other_error(status_code, error)
         self.set_status(error.status)
-        assert isinstance(self.request.connection, tornado.http1connection.HTTP1Connection)
-        if not self.request.connection._read_finished:  # then Tornado closes it behind the answer
+        self.failure = error.code or ""
+        if not self._connection._read_finished:  # then Tornado closes it behind the answer
             self.set_header("Connection", "close")
         if error.retry_after is not None:
             self.set_header("Retry-After", str(error.retry_after))
+        if not (error.taken or self.begun):
+            self.set_header(NOT_TAKEN, error.code or "busy")
         self.reply(self.error_body(error), error.status)
 
     def _other_error(self, status: int, error: BaseException | None) -> ApiError:
@@ -169,24 +223,13 @@ class Handler(tornado.web.RequestHandler):
             )
 
 
-class NotFound(Handler):
-    needs_key = False
-
-    def prepare(self) -> None:
-        raise tornado.web.HTTPError(404)
-
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        """As the endpoint above it has them: Anthropic's clients look for theirs below /v1/messages."""
-        above = next((one for path, one in paths().items() if self.request.path.startswith(f"{path}/")), {})
-        return next(iter(above.values())).error(error) if above else error.body()
-
-
 @tornado.web.stream_request_body
 class BodyHandler(Handler):
     """An endpoint with a JSON body, which is read here so that one too large is answered and not cut off."""
 
     def __init__(self, *args: Any, **more: Any):
         self._body: list[bytes] = []  # all this before `prepare`, which requests of unknown methods do not reach
+        self._values: BodyValues | None = None  # once it is larger than COUNTED_BODY
         self._size = 0
         self._held = 0
         self._refused = self._gone = False  # refused: not kept
@@ -194,19 +237,31 @@ class BodyHandler(Handler):
         self._work: asyncio.Task[Any] | None = None
         super().__init__(*args, **more)
 
+    @property
+    def body_limit(self) -> int:
+        """Bytes that a body may have; of a larger one as many again are read and dropped, so that it is answered."""
+        return MAX_BODY
+
     def prepare(self) -> None:
-        self.request.connection.set_max_body_size(DISCARD_BODY)  # type: ignore[union-attr]
         self._tell_late(super().prepare)
+        self._bound_body()
+
+    def _bound_body(self) -> None:
+        most = 2 * self.body_limit
+        if self._late is not None:
+            most = 2 * MAX_BODY
+            self._connection.set_body_timeout(DISCARD_TIMEOUT)
+        self._connection.set_max_body_size(most)
         length = self.request.headers.get("Content-Length", "")
-        if length.isdecimal() and (len(length) > 12 or int(length) > DISCARD_BODY):
-            raise self._too_large()
+        if length.isdecimal() and (len(length) > 12 or int(length) > most):
+            raise self._late or self._too_large()
         self._refused |= length.isdecimal() and int(length) > MAX_BODY
 
     def _tell_late(self, check: Callable[[], None]) -> None:
         """Raise the check's error only once the body is read and dropped.
 
         An answer before that ends the connection, and its reset takes the answer from a client that still sends. One
-        that sends its body when it is asked to (Expect) is told at once, as is a browser's OPTIONS.
+        that sends its body when it is asked to (Expect) is answered at once, as is a browser's OPTIONS.
         """
         try:
             check()
@@ -222,73 +277,95 @@ class BodyHandler(Handler):
         self._size += len(chunk)
         if self._size > MAX_BODY or self._refused:
             self.release()
-        else:
-            self._body.append(chunk)
+            return
+        self._body.append(chunk)
+        if self._size <= COUNTED_BODY:
+            return
+        if not self._coding():
+            self._count_values(chunk)
         if self._size > LARGE_BODY:
             self._hold()
             if self._body:  # what is thrown away costs nothing, and its sender waits for the answer
                 await self._pace(len(chunk))
 
+    def _coding(self) -> str:
+        """The Content-Encoding, "" for none."""
+        return self.request.headers.get("Content-Encoding", "identity").strip().lower().replace("identity", "")
+
+    def _count_values(self, chunk: bytes) -> None:
+        """Refuse a body of too many values as soon as it has them."""
+        if self._values is None:
+            self._values = BodyValues()
+            chunk = b"".join(self._body)
+        self._values.feed(chunk)
+        try:
+            self._values.check(self._context())
+        except ApiError as error:
+            self._late, self._refused = error, True
+            self.release()
+
+    def _context(self) -> int:
+        ready = self.state.link.ready
+        if ready is None or self.state.models is not None:
+            return MOST_CONTEXT
+        return context_of(ready)
+
     def _hold(self) -> None:
         if self._body:
-            self.state.held += self._size - self._held
-            self._held = self._size
-        if self.state.held > MAX_BODY:
-            self._refused = True
-            self.release()
+            if self.state.coming.take(self.key, self._size - self._held):
+                self._held = self._size
+            else:
+                self._refused = True
+                self.release()
 
     async def _pace(self, size: int) -> None:
         now = time.monotonic()
         self.state.read_until = max(now, self.state.read_until) + size / LARGE_RATE
         await asyncio.sleep(self.state.read_until - now)
 
-    async def body(self) -> bytes:
-        """The whole body, once."""
-        kind = self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        # What a form of a web page may send is refused; clients that send no type at all are no browsers.
-        if kind and kind != "application/json" and not kind.endswith("+json"):
-            raise ApiError(415, f'the request\'s Content-Type is {kind[:100]}: send "Content-Type: application/json"')
+    async def decoded(self, kind: type[Kind]) -> Kind | None:
+        """The body's request; None where the client has gone. Raises ApiError."""
+        # Content types that a web page's form may send are rejected; clients that send none are no browsers.
+        media = self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if media and media != "application/json" and not media.endswith("+json"):
+            raise ApiError(415, f'the request\'s Content-Type is {media[:100]}: send "Content-Type: application/json"')
         if self._size > MAX_BODY:
             raise self._too_large()
         self._check_refused()
-        body = b"".join(self._body)
-        self._body.clear()
-        coding = self.request.headers.get("Content-Encoding", "identity").strip().lower()
-        if coding in ("identity", ""):
-            return body
-        if coding not in ("gzip", "x-gzip"):
-            raise ApiError(415, f"the request's Content-Encoding is {coding[:100]}: send gzip, or no coding at all")
-        return await self._inflated(body)
+        if coding := self._coding():
+            if coding not in ("gzip", "x-gzip"):
+                raise ApiError(415, f"the request's Content-Encoding is {coding[:100]}: send gzip, or no coding at all")
+            await self._inflate()
+            if self._gone:
+                return None
+        parts, self._body = self._body, []
+        if self._size <= LARGE_BODY:
+            return decode(b"".join(parts), kind, self.state.config.strict)
+        return await self.run(on_body(_decode, parts, kind, self.state.config.strict))
 
     def _check_refused(self) -> None:
         if self._refused:
             raise ApiError(
                 429,
-                f"other requests of more than {LARGE_BODY >> 20} MiB have {MAX_BODY >> 20} MiB in "
-                "hand already; try again later",
+                f"bodies of more than {LARGE_BODY >> 20} MiB of this API key, or of all, that come in have all the "
+                f"{self.state.coming.quota >> 20} MiB that are taken at a time; try again later",
                 code="busy",
                 retry_after=1,
             )
 
-    async def _inflated(self, body: bytes) -> bytes:
-        """A gzip body as it was; like others it is bounded, and what all large ones hold together is too."""
-        whole = await self.state.sessions.in_pool(_inflate, body)
-        if len(whole) > MAX_BODY:
-            raise self._too_large()
-        self._size = max(self._size, len(whole))
+    async def _inflate(self) -> None:
+        """Make a gzip body what it was; like others it is bounded, and what all large ones hold together is too."""
+        inflater = Inflater(b"".join(self._body))
+        self._body.clear()
+        if not inflater.step(INLINE):
+            await on_body(inflater.finish, self._context())
+        if self._gone:
+            return
+        self._body, self._size = inflater.parts, max(self._size, inflater.size)
         if self._size > LARGE_BODY:
-            self._body.append(whole)
             self._hold()
             self._check_refused()
-            self._body.clear()
-            await self._pace(len(whole))
-        return whole
-
-    async def decoded(self, kind: type[Kind]) -> Kind:
-        """The body's request. Raises ApiError."""
-        body = await self.body()
-        self.state.sessions.check_body(body)
-        return decode(body, kind, self.state.config.strict)
+            await self._pace(inflater.size)
 
     async def run(self, work: Awaitable[Result]) -> Result | None:
         """Do this while the client is there; None where it has gone."""
@@ -309,7 +386,7 @@ class BodyHandler(Handler):
     def release(self) -> None:
         """The body is not needed any more."""
         self._body.clear()
-        self.state.held -= self._held
+        self.state.coming.give(self.key, self._held)
         self._held = 0
 
     def on_finish(self) -> None:
@@ -329,16 +406,75 @@ class BodyHandler(Handler):
             self.state.sessions.trim_soon()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request's body is larger than the limit of {MAX_BODY >> 20} MiB", code="too_large")
+        return ApiError(
+            413, f"the request's body is larger than the limit of {self.body_limit >> 20} MiB", code="too_large"
+        )
 
 
-def _inflate(body: bytes) -> bytes:
-    """A gzip file's content; of one that is too large a little more than the limit."""
-    inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        whole = inflater.decompress(body, MAX_BODY + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the request's body is not valid gzip: {error}") from None
-    if not inflater.eof and len(whole) <= MAX_BODY:
-        raise ApiError(400, "the request's body is not valid gzip: it is cut off")
-    return whole
+@tornado.web.stream_request_body
+class NotFound(BodyHandler):
+    """The answer to unknown paths, which keeps nothing of their bodies."""
+
+    needs_key = False
+
+    def prepare(self) -> None:
+        self._tell_late(self._answer)
+        self._bound_body()
+
+    def _answer(self) -> None:
+        raise self._other_error(404, None)
+
+    get = head = post = put = patch = delete = _answer
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """The shape of the endpoint above it: Anthropic's clients look for theirs below /v1/messages."""
+        above = next((one for path, one in paths().items() if self.request.path.startswith(f"{path}/")), {})
+        return next(iter(above.values())).error(error) if above else error.body()
+
+
+def _decode(parts: list[bytes], kind: type[Kind], strict: bool) -> Kind:
+    """Decode a body in a thread, where copying it together holds up the event loop less than there."""
+    body = b"".join(parts)
+    parts.clear()
+    return decode(body, kind, strict)
+
+
+class Inflater:
+    """A gzip body that becomes what it was, as far as it is bounded."""
+
+    def __init__(self, body: bytes):
+        self._inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        self._rest = body
+        self._most = max(LARGE_BODY, EXPANSION * len(body))
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def step(self, most: int) -> bool:
+        """Make so many bytes more. Returns whether these were the last. Raises ApiError."""
+        try:
+            part = self._inflater.decompress(self._rest, most)
+        except zlib.error as error:
+            raise ApiError(400, f"the request's body is not valid gzip: {error}") from None
+        self._rest = self._inflater.unconsumed_tail
+        self.parts.append(part)
+        self.size += len(part)
+        if self.size > min(self._most, MAX_BODY):
+            raise ApiError(
+                413,
+                f"the request's body is larger than {MAX_BODY >> 20} MiB or {EXPANSION} times what was sent, once it "
+                "is no gzip any more",
+                code="too_large",
+            )
+        if not self._inflater.eof and not part:
+            raise ApiError(400, "the request's body is not valid gzip: it is cut off")
+        return self._inflater.eof
+
+    def finish(self, context: int) -> None:
+        """Make all the rest, in a thread. Raises ApiError, also for too many values."""
+        values = BodyValues()
+        values.feed(b"".join(self.parts))
+        while not self.step(LARGE_BODY):
+            values.feed(self.parts[-1])
+            values.check(context)
+        values.feed(self.parts[-1])
+        values.check(context)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..version import version
 from .routes import Call, Reply, Route
 
 
 def health(call: Call) -> Reply:
-    """200 while requests are answered, else 503 with what the server is doing."""
+    """200 while requests are answered, else 503. Where keys are needed, a client without one sees the state only."""
     link = call.engine.link
     status = link.state
     models = call.server.models if call.server is not None else None
@@ -15,23 +17,35 @@ def health(call: Call) -> Reply:
         status = "loading"
     if models is not None and models.switching is not None:
         status = "switching"
+    if link.asleep and status in ("loading", "unloaded"):
+        status = "sleeping"
     answered = status in ("ready", "switching", "unloaded")  # at once, or once the model is there
     body: dict = {"status": status}
     headers = {}
-    if status == "loading":
-        body["progress"] = {"phase": link.progress.phase, "done": link.progress.done, "total": link.progress.total}
-    elif status == "ready":
-        body |= {"running": link.stats.running, "waiting": link.stats.waiting}
-    elif models is not None and answered:
-        body["models"] = models.describe()
-    elif link.fatal is not None:
-        body["message"] = link.fatal.message
-    if call.server is not None and (tools := call.server.tools.health()):
-        # Anybody may ask; why one is not there may name its address, so /v1/mcp/tools says it to those with a key.
-        body["tool_servers"] = {name: {"status": one["status"], "tools": one["tools"]} for name, one in tools.items()}
+    if call.known:
+        body |= _details(call, status, answered)
     if not answered and (retry_after := link.unavailable().retry_after) is not None:
         headers["Retry-After"] = str(retry_after)
     return Reply(body, 200 if answered else 503, headers)
+
+
+def _details(call: Call, status: str, answered: bool) -> dict[str, Any]:
+    """The rest of the status, for those who have a key."""
+    link = call.engine.link
+    models = call.server.models if call.server is not None else None
+    found: dict[str, Any] = {}
+    if status == "loading":
+        found["progress"] = {"phase": link.progress.phase, "done": link.progress.done, "total": link.progress.total}
+    elif status == "ready":
+        found |= {"running": link.stats.running, "waiting": link.stats.waiting}
+    elif models is not None and answered:
+        found["models"] = models.describe()
+    elif link.fatal is not None:
+        found["message"] = link.fatal.message
+    if call.server is not None and (tools := call.server.tools.health()):
+        # Without the reasons, which may name addresses: if no key is needed, anybody may ask here.
+        found["tool_servers"] = {name: {"status": one["status"], "tools": one["tools"]} for name, one in tools.items()}
+    return found
 
 
 def metrics(call: Call) -> Reply:
@@ -41,7 +55,7 @@ def metrics(call: Call) -> Reply:
 
 
 def ping(call: Call) -> Reply:
-    """The same status without a body."""
+    """Health's status without a body."""
     status = health(call)
     return Reply(b"", status.status, status.headers)
 
@@ -60,7 +74,7 @@ def versions(call: Call) -> dict[str, str]:
 ROUTES = [
     Route("/health", health, method="GET", also=("/ready", "/v1/health"), needs_key=False),
     Route("/ping", ping, method="GET", needs_key=False, media=()),
-    Route("/load", load, method="GET", needs_key=False),
-    Route("/version", versions, method="GET", needs_key=False),
-    Route("/metrics", metrics, method="GET", needs_key=False, media=("text/plain",)),
+    Route("/load", load, method="GET"),
+    Route("/version", versions, method="GET"),
+    Route("/metrics", metrics, method="GET", media=("text/plain",)),
 ]

@@ -9,6 +9,7 @@ import msgspec
 
 from ..api_error import bad
 from ..conversation import Message
+from ..mcp.connection import LEFT_OUT, MOST_TEXTS
 from ..mcp.request_tools import RequestTools
 from ..mcp.rounds import MOST_CALLS, ToolSession
 from ..mcp.tool_servers import Offered
@@ -67,7 +68,7 @@ async def respond(
 
 
 async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[list[Event], list[dict[str, Any]]]:
-    """Make the calls that a person has approved and nobody has made: their events, and them as items."""
+    """Make the calls that a person has approved and that were not made yet: their events, and them as items."""
     asked = {item["id"]: item for item in items if item.get("type") == "mcp_approval_request" and item.get("id")}
     over = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
     said = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_approval_response"}
@@ -77,6 +78,7 @@ async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[l
         )
     events: list[Event] = []
     made: list[dict[str, Any]] = []
+    room = MOST_TEXTS
     for item in items:
         wanted = item.get("approval_request_id")
         if item.get("type") != "mcp_approval_response" or not item.get("approve") or wanted in over:
@@ -89,6 +91,9 @@ async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[l
         id, arguments = "call_" + uuid.uuid4().hex[:24], request.get("arguments") or ""
         given.approved[id] = str(wanted)
         result = await call_tool(one, arguments)
+        if len(result.text) > room:
+            result = LEFT_OUT
+        room -= len(result.text)
         index = len(made)
         events += [ToolCallStart(index, id, one.name), ToolCallArguments(index, arguments), ToolCallEnd(index)]
         events.append(ToolResult(id, result.text, result.failed))

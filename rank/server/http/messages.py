@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import re
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -12,19 +13,24 @@ from ..api_error import ApiError, bad
 from ..conversation import Call as ToolCall
 from ..conversation import Function, Message
 from ..decoding import Body, show
-from ..generation import LoadedModel
-from ..prompts import chat_prompt
-from ..schema import MAX_STOPS, ChatRequest, check_ranges
+from ..fields import ModelName, Positive, Priority, Stops, Temperature, TopK, TopP, doc
+from ..hosted_tools import log_left_out
+from ..schema import ChatRequest
 from ..session import Session
 from .chat import answer
 from .routes import Call, Route
+from .tokens import count_prompt
 
+BILLING = re.compile(r"\A\s*(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+", re.IGNORECASE)
+OWN_TOOL = re.compile(r"[a-z0-9_]+_\d{8}|mcp_toolset")  # types of Anthropic's own tools end with a date
+CALLS = ("tool_use", "server_tool_use")
+RESULT_TEXTS = {"text": "text", "tool_reference": "tool_name"}  # what a result may have, and where its text is
 TEXT_ONLY = "this model takes text only"
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # and OpenAI's word, where there is one
 
 
 class Block(msgspec.Struct):
-    """A piece of a message: text, tool_use, tool_result, thinking or redacted_thinking."""
+    """A block of a message: text, tool_use, tool_result, thinking, or what came of Anthropic's own tools."""
 
     type: str
     text: str = ""
@@ -33,7 +39,7 @@ class Block(msgspec.Struct):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: str | list[Block] | None = None  # of a tool_result
+    content: str | list[dict[str, Any]] | dict[str, Any] | None = None  # of a result
     is_error: bool | None = None
 
 
@@ -48,13 +54,18 @@ class Turn(msgspec.Struct):
 
 
 class ClientTool(msgspec.Struct):
-    """A tool that the client runs."""
+    """A tool that the client runs, or one of Anthropic's own."""
 
-    name: str
+    name: str = ""
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+
+    @property
+    def offered(self) -> bool:
+        """Whether the model sees it. Agents send Anthropic's own tools, for which only its models are made."""
+        return self.type in (None, "custom")
 
 
 class MeantChat(ChatRequest, kw_only=True):
@@ -77,17 +88,31 @@ class CountRequest(Body, kw_only=True):
 
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.MESSAGES
 
-    messages: list[Turn]
-    model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[ClientTool] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
+    messages: Annotated[list[Turn], doc(
+        "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, `thinking`, and those of "
+        "Anthropic's own tools. A last message of the assistant is continued"
+    )]  # fmt: skip
+    model: ModelName | None = None
+    system: Annotated[str | list[Block] | None, doc("a text, or blocks of type `text`")] = None
+    tools: Annotated[list[ClientTool] | None, doc(
+        "tools with an `input_schema`, which the client runs; `strict` holds their arguments to it. Anthropic's own, "
+        "such as `web_search_20250305`, are left out"
+    )] = None  # fmt: skip
+    tool_choice: Annotated[dict[str, Any] | None, doc(
+        '`{"type": "auto"}`, `any`, `tool` with a name, or `none`; `disable_parallel_tool_use` keeps the first call '
+        'only'
+    )] = None  # fmt: skip
+    thinking: Annotated[Thinking | None, doc(
+        "`enabled`, `adaptive` or `disabled`, the default: the model does not think where its template has a switch, "
+        "and what it thinks all the same is left out of the answer. `budget_tokens` is no limit here: `max_tokens` "
+        "counts thoughts and answer"
+    )] = None  # fmt: skip
+    output_config: Annotated[OutputConfig | None, doc(
+        "`effort`, handed to the template; `format`, a JSON schema that the answer keeps to"
+    )] = None  # fmt: skip
+    output_format: Annotated[dict[str, Any] | None, doc("the beta's name for `output_config.format`")] = None
 
     def check(self) -> None:
-        check_ranges(self)
         if not self.messages:
             raise bad("messages", "messages is an empty list: give at least one message")
         for i, turn in enumerate(self.messages):
@@ -98,11 +123,13 @@ class CountRequest(Body, kw_only=True):
         for i, block in enumerate(self.system if isinstance(self.system, list) else ()):
             _check_block(block, "system", f"system[{i}]")
         for i, tool in enumerate(self.tools or ()):
-            if tool.type not in (None, "custom") or tool.input_schema is None:
+            if tool.type is not None and OWN_TOOL.fullmatch(tool.type):
+                log_left_out(f"tools of type {tool.type[:40]}", "nothing here runs them, the model is not told of them")
+            elif not tool.offered or tool.input_schema is None or not tool.name:
                 raise bad(
                     f"tools[{i}]",
-                    f"tools[{i}] is {show(tool.type or tool.name)}: only tools with an input_schema, which the client "
-                    "runs, are supported",
+                    f"tools[{i}] is {show(tool.type or tool.name)}: only tools with a name and an input_schema, which "
+                    "the client runs, are supported",
                 )
         self._check_choices()
 
@@ -129,8 +156,13 @@ class CountRequest(Body, kw_only=True):
         except ApiError as error:
             raise renamed(error) from None
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model is to think: where the request leaves it open, it does not, as Anthropic has it."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
     def form(self) -> dict[str, Any] | None:
-        """What the answer must be. The beta of this API had it in output_format."""
+        """The format of the answer. The beta of this API had it in output_format."""
         return (self.output_config.format if self.output_config else None) or self.output_format
 
     def chat(self) -> ChatRequest:
@@ -151,6 +183,7 @@ class CountRequest(Body, kw_only=True):
                 },
             }
             for tool in self.tools or ()
+            if tool.offered
         ]
         form = self.form()
         return MeantChat(
@@ -159,9 +192,10 @@ class CountRequest(Body, kw_only=True):
             tools=tools or None,
             tool_choice=CHOICES[choice.get("type", "auto")]
             or {"type": "function", "function": {"name": choice["name"]}},
-            response_format={"type": "json_schema", "json_schema": form} if form else None,
+            # Anthropic has no word for strict: all its schemas are.
+            response_format={"type": "json_schema", "json_schema": {**form, "strict": True}} if form else None,
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-            enable_thinking=None if self.thinking is None else self.thinking.type != "disabled",
+            enable_thinking=self.thinks,
             reasoning_effort=self.output_config.effort if self.output_config else None,
             continue_final_message=last.role == "assistant" and not last.tool_calls,
         )
@@ -170,22 +204,21 @@ class CountRequest(Body, kw_only=True):
 class MessagesRequest(CountRequest, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    metadata: dict[str, Any] | None = None
+    max_tokens: Annotated[Positive, doc("longest answer; at most what the context leaves")]
+    stop_sequences: Annotated[Stops | None, doc("as `stop`")] = None
+    stream: Annotated[bool | None, doc("server-sent events")] = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    metadata: Annotated[dict[str, Any] | None, doc("ignored")] = None
+    priority: Priority | None = None
 
-    def check(self) -> None:
-        super().check()
-        if self.max_tokens == 0:
-            raise bad("max_tokens", "max_tokens is 0: it must be at least 1")
-        stops = self.stop_sequences or []
-        if not all(stops) or len(stops) > MAX_STOPS:
-            what = show(stops) if not all(stops) else f"{len(stops)} texts"
-            raise bad("stop_sequences", f"stop_sequences is {what}: at most {MAX_STOPS} texts, none of them empty")
+    def limit(self) -> int | None:
+        """The answer's max_tokens."""
+        return self.max_tokens
+
+    def sequences(self) -> int:
+        return 1
 
     def chat(self) -> ChatRequest:
         return msgspec.structs.replace(
@@ -195,50 +228,95 @@ class MessagesRequest(CountRequest, kw_only=True):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            priority=self.priority,
         )
 
 
 def _check_block(block: Block, role: str, at: str) -> None:
     allowed = {
         "user": ("text", "tool_result"),
-        "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+        "assistant": ("text", "thinking", "redacted_thinking", "tool_use", "server_tool_use"),
         "system": ("text",),
     }[role]
+    if role == "assistant" and _is_own_result(block):
+        return
     if block.type not in allowed:
         why = TEXT_ONLY if role == "user" else f"expected one of {', '.join(allowed)}"
         raise bad(at, f"{at}.type is {show(block.type)}: {why}")
+    if isinstance(block.content, dict):
+        raise bad(f"{at}.content", f"{at}.content is {show(block.content)}: expected a text, or a list of blocks")
     for i, part in enumerate(block.content if isinstance(block.content, list) else ()):
-        if part.type != "text":
-            raise bad(f"{at}.content[{i}]", f"{at}.content[{i}].type is {show(part.type)}: {TEXT_ONLY}")
+        here, kind = f"{at}.content[{i}]", part.get("type")
+        if not isinstance(kind, str) or kind not in RESULT_TEXTS:
+            raise bad(here, f"{here}.type is {show(kind)}: {TEXT_ONLY}")
+        if not isinstance(part.get(RESULT_TEXTS[kind], ""), str):
+            name = RESULT_TEXTS[kind]
+            raise bad(f"{here}.{name}", f"{here}.{name} is {show(part[name])}: expected a text")
 
 
-def _text(content: str | list[Block] | None) -> str:
-    return content or "" if not isinstance(content, list) else "\n".join(block.text for block in content)
+def _is_own_result(block: Block) -> bool:
+    """Whether it is what one of Anthropic's own tools has given."""
+    return block.type.endswith("_tool_result")
+
+
+def _text(block: Block) -> str:
+    """The text of a result."""
+    content = block.content
+    if _is_own_result(block) and not isinstance(content, str):
+        return msgspec.json.encode(_readable(content)).decode()
+    if isinstance(content, list):
+        return "\n".join(part.get(RESULT_TEXTS[part["type"]], "") for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _readable(content: Any) -> Any:
+    """A result of one of Anthropic's own tools without what only Anthropic can read."""
+    if isinstance(content, list):
+        return [_readable(one) for one in content]
+    if isinstance(content, dict):
+        return {key: _readable(one) for key, one in content.items() if not key.startswith("encrypted_")}
+    return content
 
 
 def _system(system: str | list[Block] | None) -> list[Message]:
-    return [Message("system", text)] if (text := _text(system)) else []
+    """The system prompt, without the billing lines of Anthropic's clients: they differ from request to request, stand
+    first, and so would keep all that follows out of the prefix cache."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    text = "\n".join(filter(None, (BILLING.sub("", one) for one in texts)))
+    return [Message("system", text)] if text else []
 
 
 def _messages(turn: Turn) -> list[Message]:
     """A turn as a chat has it: results of tools are messages of their own."""
     blocks = turn.blocks()
-    if turn.role == "assistant":
-        calls = [ToolCall(Function(one.name, one.input), one.id) for one in blocks if one.type == "tool_use"]
-        texts = [one.text for one in blocks if one.type == "text"]
-        thoughts = "\n".join(one.thinking for one in blocks if one.type == "thinking")
-        text = "\n".join(texts) if texts else None
-        return [Message("assistant", text, tool_calls=calls or None, reasoning_content=thoughts or None)]
     messages: list[Message] = []
+    if turn.role == "assistant":
+        begun: list[Block] = []
+        for block in blocks:
+            if _is_own_result(block):
+                messages += [_answer(begun), Message("tool", _text(block), tool_call_id=block.tool_use_id)]
+                begun = []
+            else:
+                begun.append(block)
+        return [*messages, _answer(begun)] if begun or not messages else messages
     for block in blocks:
         if block.type == "tool_result":
-            text = ("Error: " if block.is_error else "") + _text(block.content)
+            text = ("Error: " if block.is_error else "") + _text(block)
             messages.append(Message("tool", text, tool_call_id=block.tool_use_id))
         elif messages and messages[-1].role == turn.role:
             messages[-1].content = f"{messages[-1].content}\n{block.text}"
         else:
             messages.append(Message(turn.role, block.text))
     return messages or [Message(turn.role, "")]
+
+
+def _answer(blocks: list[Block]) -> Message:
+    """The assistant's texts and calls, up to a result that came within its turn."""
+    calls = [ToolCall(Function(one.name, one.input), one.id) for one in blocks if one.type in CALLS]
+    texts = [one.text for one in blocks if one.type == "text"]
+    thoughts = "\n".join(one.thinking for one in blocks if one.type == "thinking")
+    text = "\n".join(texts) if texts else None
+    return Message("assistant", text, tool_calls=calls or None, reasoning_content=thoughts or None)
 
 
 async def messages(call: Call) -> Session:
@@ -261,14 +339,10 @@ def renamed(error: ApiError) -> ApiError:
 
 async def count_tokens(call: Call) -> dict[str, int]:
     """How many tokens the prompt of such a request has."""
-    return {"input_tokens": await call.engine.prepare(call.request.chat(), _count)}
-
-
-def _count(model: LoadedModel, request: ChatRequest) -> int:
-    return len(chat_prompt(model.text, request, model.ready, model.thinking).tokens)
+    return {"input_tokens": await call.engine.prepare(call.request.chat(), count_prompt, call.owner)}
 
 
 ROUTES = [
-    Route("/v1/messages", messages, MessagesRequest, MessageRenderer, error=error_body),
+    Route("/v1/messages", messages, MessagesRequest, MessageRenderer, batchable=True, error=error_body),
     Route("/v1/messages/count_tokens", count_tokens, CountRequest, error=error_body),
 ]

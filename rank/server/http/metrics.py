@@ -1,28 +1,38 @@
-"""What Prometheus sees: counters of the server process's own, and the engine's statistics as they last came."""
+"""Metrics for Prometheus: the server process's counters, and the engine's last statistics."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from .... import logs
+from ... import protocol
 from ..engine_client import EngineClient
 from ..session import Session
 from ..version import version
+
+if TYPE_CHECKING:
+    from ..batch.stored import StoredBatches
+    from ..otel import Tracing
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class Metrics:
+class Metrics(Collector):
     """Nothing here is touched per token."""
 
-    def __init__(self, link: EngineClient, model: str):
+    def __init__(self, link: EngineClient, model: str, certificate_end: float | None = None):
+        """certificate_end: Unix time; None: the server has no certificate."""
+        self.batches: StoredBatches | None = None  # None: without --file-store
+        self.tracing: Tracing | None = None  # None: without --otlp-endpoint
+        self._certificate_end = certificate_end
         self._registry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self._registry}
         Gauge("phalanx_build_info", "Always 1; the labels tell version and model", ["version", "model"], **make).labels(
@@ -51,6 +61,7 @@ class Metrics:
         self._e2e = Histogram(
             "phalanx_request_seconds", "From the request to its last token or vector", buckets=SECONDS, **make
         )
+        self._registry.register(self)
         self._registry.register(_Engine(link))
         self._registry.register(_VllmNames(self._registry, model))
 
@@ -84,6 +95,27 @@ class Metrics:
         if finish == "stop":
             self._e2e.observe(time.monotonic() - began)
 
+    def collect(self) -> Iterator[Metric]:
+        """Figures of the server process that others count."""
+        dropped, left_out = logs.lost()
+        sent, lost = (self.tracing.export.sent, self.tracing.export.dropped) if self.tracing else (0, 0)
+        unfinished, done = (self.batches.unfinished(), self.batches.done) if self.batches else (0, 0)
+        yield CounterMetricFamily(
+            "phalanx_log_dropped_bytes", "Bytes of the server process's log that nobody read", value=dropped
+        )
+        yield CounterMetricFamily(
+            "phalanx_log_left_out_lines", "Lines of the server process's log that came too often", value=left_out
+        )
+        yield GaugeMetricFamily("phalanx_batches_unfinished", "Batches that run or wait for their turn", unfinished)
+        yield CounterMetricFamily("phalanx_batch_requests", "Requests of batches that have ended", value=done)
+        yield CounterMetricFamily("phalanx_spans_sent", "Spans that the collector of --otlp-endpoint took", value=sent)
+        yield CounterMetricFamily("phalanx_spans_dropped", "Spans that it did not take, or not in time", value=lost)
+        yield GaugeMetricFamily(
+            "phalanx_tls_certificate_end_seconds",
+            "Unix time at which the certificate of --tls-cert ends; absent without one",
+            self._certificate_end,
+        )
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -99,7 +131,11 @@ class _Engine(Collector):
         used = s.blocks_used / s.blocks_total if s.blocks_total else 0.0
         experts = s.experts_resident + s.experts_cpu + s.experts_streamed
         for name, text, value in (
-            ("ready", "1 while requests are answered", float(self._link.state == "ready")),
+            (
+                "ready",
+                "1 while requests are answered, also where the model is loaded for them first",
+                float(self._link.state in ("ready", "unloaded")),
+            ),
             ("ranks", "MPI ranks of the job", ready.ranks if ready else 0),
             ("requests_running", "Sequences in the running batch", s.running),
             ("requests_waiting", "Sequences that wait for a place", s.waiting),
@@ -142,6 +178,31 @@ class _Engine(Collector):
             ("aborted", "Sequences aborted", s.aborted),
         ):
             yield CounterMetricFamily(f"phalanx_{name}", text, value=value)
+        yield from _speculation(s)
+
+
+def _speculation(stats: protocol.Stats) -> Iterator[Metric]:
+    """Guessed tokens by where they came from, under vLLM's names but for the beginning."""
+    made = [
+        CounterMetricFamily(f"phalanx_spec_decode_{name}", text, labels=labels)
+        for name, text, labels in (
+            ("num_drafts", "Times that a sequence had guessed tokens verified", ["source"]),
+            ("num_draft_tokens", "Guessed tokens that were verified", ["source"]),
+            ("num_accepted_tokens", "Guessed tokens that were right", ["source"]),
+            ("num_accepted_tokens_per_pos", "The same by position behind the last token", ["source", "position"]),
+        )
+    ]
+    for source, (drafts, tokens, *accepted) in stats.speculation.items():
+        for metric, value in zip(made, (drafts, tokens, sum(accepted)), strict=False):
+            metric.add_metric([source], value)
+        for position, value in enumerate(accepted):
+            made[3].add_metric([source, str(position)], value)
+    yield from made
+    for name, text, seconds in (
+        ("seconds", "Seconds of steps that verified guessed tokens", stats.speculation_seconds),
+        ("plain_seconds", "Seconds that as many tokens take without guessing", stats.plain_seconds),
+    ):
+        yield CounterMetricFamily(f"phalanx_spec_decode_{name}", text, value=seconds)
 
 
 # Dashboards, autoscalers and load generators read vLLM's names.
@@ -159,11 +220,15 @@ VLLM_NAMES = {
     "phalanx_request_prompt_tokens": "request_prompt_tokens",
     "phalanx_request_output_tokens": "request_generation_tokens",
     "phalanx_requests": "request_success",
+    "phalanx_spec_decode_num_drafts": "spec_decode_num_drafts",
+    "phalanx_spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
+    "phalanx_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "phalanx_spec_decode_num_accepted_tokens_per_pos": "spec_decode_num_accepted_tokens_per_pos",
 }
 
 
 class _VllmNames(Collector):
-    """The same figures under vLLM's names, with its label for the model."""
+    """The figures under vLLM's names, with its label for the model."""
 
     def __init__(self, registry: CollectorRegistry, model: str):
         self._registry = registry

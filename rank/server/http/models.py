@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from ..anthropic_format import rfc3339
 from ..api_error import ApiError, bad
 from ..decoding import Body
+from ..fields import doc
 from ..models import Models
 from ..text_engine import TextEngine
+from .paging import anthropic_page
 from .routes import Call, Route
 from .state import ServerState
 
@@ -15,8 +18,8 @@ from .state import ServerState
 class SelectRequest(Body):
     """POST /v1/models/select."""
 
-    model: str | None = None
-    model_id: str | None = None  # candle-vLLM's name for it
+    model: Annotated[str | None, doc("the name of the model to load")] = None
+    model_id: Annotated[str | None, doc("the same under candle-vLLM's name")] = None
 
     def check(self) -> None:
         self.model = self.model or self.model_id
@@ -25,13 +28,15 @@ class SelectRequest(Body):
 
 
 def models(call: Call) -> dict[str, Any]:
-    """The models that there are, with `max_model_len`; of several with their `status`."""
+    """The models that there are, with `max_model_len`; of several with their `status`. In Anthropic's shape where the
+    client sends `anthropic-version`."""
     assert call.server is not None
-    return {"object": "list", "data": [_describe(call.server, *one) for one in _names(call.server)]}
+    data = [_shown(call, *one) for one in _names(call.server)]
+    return anthropic_page(data, call.query) if call.anthropic else {"object": "list", "data": data}
 
 
 def model(call: Call) -> dict[str, Any]:
-    """The same of one name; 404 for another."""
+    """Answers with the model of this name; 404 for another."""
     assert call.server is not None
     name, known = call.args["model"], dict(_names(call.server))
     if name not in known:
@@ -41,18 +46,18 @@ def model(call: Call) -> dict[str, Any]:
             "model",
             "model_not_found",
         )
-    return _describe(call.server, name, known[name])
+    return _shown(call, name, known[name])
 
 
 def status(call: Call) -> dict[str, Any]:
-    """Of several models: which is loaded, how many requests wait for each, why one cannot be loaded."""
+    """The state of several models: which is loaded, how many requests wait for each, why one cannot be loaded."""
     several = _several(call)
     return {"object": "list", "loaded": _loaded(several), "data": several.describe()}
 
 
 def select(call: Call) -> dict[str, Any]:
     """Load one of several models, once the requests of the running one have ended."""
-    # By now it is loaded, as for every request that names it.
+    # The model is loaded by now, as for every request that names it.
     several = _several(call)
     return {"model": call.engine.names[0], "status": several.status(call.engine)}
 
@@ -72,6 +77,23 @@ def _names(state: ServerState) -> list[tuple[str, TextEngine]]:
     """Every name with its model; all names of a model after the first are other names of the same."""
     engines = state.models.engines if state.models is not None else [state.sessions]
     return [(name, engine) for engine in engines for name in engine.names]
+
+
+def _shown(call: Call, name: str, engine: TextEngine) -> dict[str, Any]:
+    """A model's entry in the shape that the client expects."""
+    assert call.server is not None
+    found = _describe(call.server, name, engine)
+    if not call.anthropic:
+        return found
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": rfc3339(found["created"]),
+        "lifecycle": "active",
+        "max_input_tokens": found["max_model_len"],
+        "max_tokens": found["max_model_len"],
+    }
 
 
 def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, Any]:
@@ -95,8 +117,8 @@ def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, An
 
 
 ROUTES = [
-    Route("/v1/models", models, method="GET", also=("/models",)),
+    Route("/v1/models", models, method="GET", also=("/models",), both=True),
     Route("/v1/models/status", status, method="GET"),
     Route("/v1/models/select", select, SelectRequest),
-    Route("/v1/models/{model}", model, method="GET"),
+    Route("/v1/models/{model}", model, method="GET", both=True),
 ]

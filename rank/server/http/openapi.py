@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..api_error import TYPES, ApiError
-from ..field_meanings import meaning
+from ..fields import REFERENCE, properties
 from .routes import EVENTS, JSON, PART, Call, Reply, Route, routes
 from .upload import PURPOSES
 
@@ -61,7 +61,7 @@ def openapi(call: Call) -> Reply:
 
 
 def page(call: Call) -> Reply:
-    """The same for people."""
+    """The OpenAPI page for people."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
     return Reply(documents(), headers={"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy})
 
@@ -70,10 +70,9 @@ def page(call: Call) -> Reply:
 def description() -> bytes:
     """OpenAPI 3.1 as JSON. Schemas of bodies are those that requests are checked with."""
     schemas = list(dict.fromkeys(route.schema for route in routes() if route.schema))
-    refs, components = msgspec.json.schema_components(schemas, ref_template="#/components/schemas/{name}")
+    refs, components = msgspec.json.schema_components(schemas, ref_template=REFERENCE)
     for schema in schemas:
-        for name, field in components[schema.__name__].get("properties", {}).items():
-            field["description"] = meaning(schema, name)
+        components[schema.__name__]["properties"] = properties(schema)
     by_schema = dict(zip(schemas, refs, strict=True))
     found: dict[str, dict[str, Any]] = {}
     for route in routes():
@@ -137,8 +136,8 @@ def documents() -> bytes:
             parts.append(f"<p>{head}</p>")
             continue
         rows = "".join(
-            f"<tr><td><code>{field.name}</code><td>{html.escape(meaning(route.schema, field.name))}"
-            for field in msgspec.structs.fields(route.schema)
+            f"<tr><td><code>{name}</code><td>{html.escape(field['description'])}"
+            for name, field in properties(route.schema).items()
         )
         parts.append(f"<details><summary>{head}</summary><table><tr><th>field<th>meaning{rows}</table></details>")
     return "\n".join(parts).encode()

@@ -31,8 +31,11 @@ HEADERS = {
 
 @functools.cache
 def files() -> dict[str, tuple[bytes, str]]:
-    """Each file's bytes and Content-Type, by its name."""
-    return {path.name: (path.read_bytes(), KINDS[path.suffix]) for path in FILES.iterdir() if path.suffix in KINDS}
+    """Each file's bytes and Content-Type, by its path below `ui/`."""
+    paths = [*FILES.iterdir(), *(FILES / "vendor").iterdir()]
+    return {
+        str(path.relative_to(FILES)): (path.read_bytes(), KINDS[path.suffix]) for path in paths if path.suffix in KINDS
+    }
 
 
 def _file(call: Call, name: str) -> Reply:
@@ -55,7 +58,13 @@ def asset(call: Call) -> Reply:
     return _file(call, call.args["file"])
 
 
+def library(call: Call) -> Reply:
+    """The libraries that the page uses."""
+    return _file(call, f"vendor/{call.args['file']}")
+
+
 ROUTES = [
     Route("/", page, method="GET", needs_key=False, media=("text/html",)),
     Route("/ui/{file}", asset, method="GET", needs_key=False, media=("text/javascript", "text/css", "image/svg+xml")),
+    Route("/ui/vendor/{file}", library, method="GET", needs_key=False, media=("text/javascript",)),
 ]

@@ -5,25 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from .. import unsupported
 from ..api_error import bad
 from ..decoding import Body, show
+from ..fields import ModelName, Positive, Priority, doc
 from ..relevance import scores
-from ..schema import MAX_SEQUENCES, check_ranges
+from ..schema import MAX_SEQUENCES
 from .routes import Call, Route
 
 
 class Scored(Body, kw_only=True):
-    """What both requests have."""
+    """Fields that both requests share."""
 
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.RERANK
 
-    model: str | None = None
-    instruction: str | None = None
-    user: str | None = None
-    priority: int | None = None
+    model: ModelName | None = None
+    instruction: Annotated[str | None, doc("what a reranker is told to look for; refused for other models")] = None
+    user: Annotated[str | None, doc("ignored")] = None
+    priority: Priority | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         raise NotImplementedError
@@ -38,7 +39,6 @@ class Scored(Body, kw_only=True):
         return 1
 
     def check(self) -> None:
-        check_ranges(self)
         if (count := len(self.pairs())) > MAX_SEQUENCES // 2:
             raise bad("documents", f"{count} pairs of texts: at most {MAX_SEQUENCES // 2} are allowed in a request")
 
@@ -46,10 +46,10 @@ class Scored(Body, kw_only=True):
 class RerankRequest(Scored, kw_only=True):
     """POST /v1/rerank."""
 
-    query: str
-    documents: list[str | dict[str, Any]]
-    top_n: int | None = None
-    return_documents: bool | None = None
+    query: Annotated[str, doc("what the documents are to fit")]
+    documents: Annotated[list[str | dict[str, Any]], doc('texts, or objects with "text"')]
+    top_n: Annotated[Positive | None, doc("only the best so many")] = None
+    return_documents: Annotated[bool | None, doc("false leaves the texts out")] = None
 
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one["text"] for one in self.documents]
@@ -65,40 +65,62 @@ class RerankRequest(Scored, kw_only=True):
                 raise bad(
                     f"documents[{i}]", f'documents[{i}] is {show(one)}: expected a text, or an object with "text"'
                 )
-        if self.top_n is not None and self.top_n < 1:
-            raise bad("top_n", f"top_n is {self.top_n}: it must be at least 1")
         super().check()
 
 
 class ScoreRequest(Scored, kw_only=True):
-    """POST /v1/score."""
+    """POST /v1/score. vLLM has two names for each of the two."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Annotated[str | list[str] | None, doc("a text for all of `text_2`, or one for each")] = None
+    text_2: Annotated[str | list[str] | None, doc("a text or several")] = None
+    queries: Annotated[str | list[str] | None, doc("another name for `text_1`")] = None
+    documents: Annotated[str | list[str] | None, doc("another name for `text_2`")] = None
 
     def pairs(self) -> list[tuple[str, str]]:
-        first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
+        first, second = ([one] if isinstance(one, str) else one for one in self._texts())
         if len(first) == 1:
             first = first * len(second)
         return list(zip(first, second, strict=True))
 
+    def _texts(self) -> tuple[str | list[str], str | list[str]]:
+        return (
+            self._given("text_1", self.text_1, "queries", self.queries),
+            self._given("text_2", self.text_2, "documents", self.documents),
+        )
+
+    @staticmethod
+    def _given(name: str, one: str | list[str] | None, other: str, two: str | list[str] | None) -> str | list[str]:
+        if one is None and two is None:
+            raise bad(name, f"{name} is missing, and so is its other name {other}")
+        if one is not None and two is not None:
+            raise bad(name, f"{name} and {other} are two names for one thing: give one of them")
+        found = one if two is None else two
+        assert found is not None
+        return found
+
     def check(self) -> None:
-        first, second = (1 if isinstance(one, str) else len(one) for one in (self.text_1, self.text_2))
+        first, second = (1 if isinstance(one, str) else len(one) for one in self._texts())
         if not second or first not in (1, second):
+            name, other = (
+                ("text_1" if self.queries is None else "queries"),
+                ("text_2" if self.documents is None else "documents"),
+            )
             raise bad(
-                "text_1", f"text_1 has {first} texts and text_2 {second}: give one for all of text_2, or one for each"
+                name, f"{name} has {first} texts and {other} {second}: give one for all of {other}, or one for each"
             )
         super().check()
 
 
 async def _scores(call: Call) -> tuple[list[float], dict[str, int]]:
     if call.server is None:
-        found, tokens = await scores(call.engine, call.request, lambda *_: None, lambda _: None, call.release)
+        found, tokens = await scores(
+            call.engine, call.request, call.owner, lambda *_: None, lambda _: None, call.release
+        )
     else:
         metrics = call.server.metrics
         ended = partial(metrics.embedding, time.monotonic())
         over = partial(metrics.session, gone=False)
-        found, tokens = await scores(call.engine, call.request, ended, over, call.release)
+        found, tokens = await scores(call.engine, call.request, call.owner, ended, over, call.release)
     call.count(tokens)
     return found, {"prompt_tokens": tokens, "total_tokens": tokens}
 
@@ -117,7 +139,7 @@ async def rerank(call: Call) -> dict[str, Any]:
 
 
 async def score(call: Call) -> dict[str, Any]:
-    """How well pairs of texts fit each other."""
+    """How well two texts fit each other, for each of several."""
     found, usage = await _scores(call)
     return {
         "id": f"score-{uuid.uuid4().hex[:24]}",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from .. import unsupported
 from ..api_error import ApiError, bad
 from ..conversation import Message
 from ..decoding import Body
+from ..fields import ModelName, doc
 from ..generation import LoadedModel
-from ..prompts import chat_prompt, completion_prompts, context_of, render_chat
+from ..prompts import chat_prompt, completion_prompts, context_of, rendered_text
 from ..schema import ChatRequest, CompletionRequest
-from ..text.control import MARK
+from .chat import with_server_tools
 from .routes import Call, Route
 
 
@@ -22,18 +23,22 @@ class TokenizeRequest(Body, kw_only=True):
         "parse_special": unsupported.Field("control tokens in a text are always taken as such", (True,), default=True)
     }
 
-    model: str | None = None
-    prompt: str | None = None
-    content: str | None = None
-    messages: str | list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    add_special: bool | None = None
-    return_token_strs: bool | None = None
-    with_pieces: bool | None = None
+    model: ModelName | None = None
+    prompt: Annotated[str | None, doc("a text; or send `messages`")] = None
+    content: Annotated[str | None, doc("a text, as llama.cpp has it")] = None
+    messages: Annotated[str | list[Message] | None, doc("a conversation; its prompt's tokens are the answer")] = None
+    tools: Annotated[list[dict[str, Any]] | None, doc("as in a chat")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("as in a chat")] = None
+    add_generation_prompt: Annotated[bool | None, doc("as in a chat")] = None
+    continue_final_message: Annotated[bool | None, doc("as in a chat")] = None
+    add_special_tokens: Annotated[bool | None, doc(
+        "whether the tokenizer adds its own to `prompt`; to a conversation's only if true"
+    )] = None  # fmt: skip
+    add_special: Annotated[bool | None, doc("the same for `content`; false unless given")] = None
+    return_token_strs: Annotated[bool | None, doc("`token_strs`: each token's text")] = None
+    with_pieces: Annotated[bool | None, doc(
+        "`tokens` has objects with `id` and `piece`: the token's text, or its bytes where they are no text"
+    )] = None  # fmt: skip
 
     def meant(self) -> ChatRequest | CompletionRequest:
         """The request whose prompt is meant."""
@@ -59,8 +64,8 @@ class TokenizeRequest(Body, kw_only=True):
 class DetokenizeRequest(Body, kw_only=True):
     """POST /detokenize."""
 
-    tokens: list[int]
-    model: str | None = None
+    tokens: Annotated[list[int], doc("token ids")]
+    model: ModelName | None = None
 
     def characters(self) -> int:
         return len(self.tokens)
@@ -68,16 +73,16 @@ class DetokenizeRequest(Body, kw_only=True):
 
 async def tokenize(call: Call) -> dict[str, Any]:
     """Token ids of a text, or of the prompt that a conversation becomes."""
-    return await call.engine.prepare(call.request, _tokenize)
+    return await call.engine.prepare(call.request, _tokenize, call.owner)
 
 
 def _tokenize(model: LoadedModel, request: TokenizeRequest) -> dict[str, Any]:
     text = model.text
     meant = request.meant()
     if isinstance(meant, ChatRequest):
-        tokens = chat_prompt(text, meant, model.ready, model.thinking).tokens
+        tokens = text.run(chat_prompt, meant, model.ready, model.thinking).tokens
     else:
-        tokens = completion_prompts(text, meant, model.ready)[0].tokens
+        tokens = text.run(completion_prompts, meant, model.ready)[0].tokens
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context_of(model.ready), "tokens": tokens}
     if request.return_token_strs:
         answer["token_strs"] = [text.tokenizer.piece(token).decode(errors="replace") for token in tokens]
@@ -96,7 +101,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 async def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
-    return await call.engine.prepare(call.request, _detokenize)
+    return await call.engine.prepare(call.request, _detokenize, call.owner)
 
 
 def _detokenize(model: LoadedModel, request: DetokenizeRequest) -> dict[str, Any]:
@@ -107,17 +112,33 @@ def _detokenize(model: LoadedModel, request: DetokenizeRequest) -> dict[str, Any
     return {"prompt": text, "content": text}
 
 
+async def count_chat(call: Call) -> dict[str, Any]:
+    """How many tokens the prompt of a chat request has, as llama.cpp's server tells it."""
+    return input_tokens(await call.engine.prepare(with_server_tools(call, call.request), count_prompt, call.owner))
+
+
+def count_prompt(model: LoadedModel, request: ChatRequest) -> int:
+    """How many tokens a chat's prompt has."""
+    return len(model.text.run(chat_prompt, request, model.ready, model.thinking).tokens)
+
+
+def input_tokens(count: int) -> dict[str, Any]:
+    """OpenAI's answer to how many tokens a prompt has."""
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
 async def apply_template(call: Call) -> dict[str, str]:
     """The prompt that the model's template makes of a chat request, as a text."""
-    return {"prompt": await call.engine.prepare(call.request, _render)}
+    return {"prompt": await call.engine.prepare(call.request, _render, call.owner)}
 
 
 def _render(model: LoadedModel, request: ChatRequest) -> str:
-    return render_chat(model.text, request, model.ready, model.thinking)[0].replace(MARK, "")
+    return model.text.run(rendered_text, request, model.ready, model.thinking)
 
 
 ROUTES = [
     Route("/tokenize", tokenize, TokenizeRequest, also=("/v1/tokenize",)),
     Route("/detokenize", detokenize, DetokenizeRequest, also=("/v1/detokenize",)),
+    Route("/v1/chat/completions/input_tokens", count_chat, ChatRequest, also=("/chat/completions/input_tokens",)),
     Route("/apply-template", apply_template, ChatRequest),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from typing import IO
@@ -11,29 +10,30 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ..api_error import ApiError, bad
+from ..blocking import begin_on_disk, on_disk
 from ..decoding import show
 from ..file_store import MAX_FILE, FileStore, StoredFile, cannot_write
-from ..text_engine import TextEngine
 
 GATHER = 1 << 20  # bytes that are written together
 MAX_FIELD = 1 << 10  # of a field that is no file
-MOST_FIELDS = 16
+MOST_PARTS = 16
 PURPOSES = ("batch",)
 
 
 class Upload:
     """One request's form. What is wrong with it is raised by `finish`: until then the rest is read and dropped."""
 
-    def __init__(self, content_type: str, store: FileStore, owner: str, engine: TextEngine):
+    def __init__(self, content_type: str, store: FileStore, owner: str):
         self._store = store
         self._owner = owner
-        self._engine = engine
         self._gathered: list[bytes] = []
         self._size = 0
         self._error: Exception | None = None
         self._file: StoredFile | None = None
         self._out: IO[bytes] | None = None
+        self._size_of_file = 0
         self._fields: dict[str, bytes] = {}
+        self._parts = 0
         self._header = self._value = b""
         self._disposition: dict[bytes, bytes] = {}
         self._whole = False
@@ -72,20 +72,27 @@ class Upload:
     async def _flush(self) -> None:
         data, self._size = b"".join(self._gathered), 0
         self._gathered.clear()
-        await self._engine.in_pool(self._parse, data)
+        await on_disk(self._parse, data)
 
     def _parse(self, data: bytes) -> None:
-        assert self._parser is not None
         with self._busy:
             try:
                 if not self._closed:
-                    self._parser.write(data)
+                    self._write(data)
             except FormParserError as error:
                 self._error = ApiError(400, f"the request's body is no multipart form: {error}")
             except (ApiError, OSError, ValueError) as error:
                 self._error = error
-        if self._closed:  # meanwhile: `close` could not wait for it
-            self._remove()
+
+    def _write(self, data: bytes) -> None:
+        """The file is open only meanwhile: uploads may be many and slow, and descriptors are few."""
+        assert self._parser is not None
+        try:
+            self._parser.write(data)
+        finally:
+            out, self._out = self._out, None
+            if out is not None:
+                out.close()  # writes what is buffered
 
     async def finish(self) -> StoredFile:
         """The file, which is in the store now. Raises ApiError."""
@@ -94,21 +101,22 @@ class Upload:
         if self._error is None:
             self._check()
         if self._error is None:
-            self._keep()
+            await on_disk(self._keep)
         if self._error is not None:
-            self.close()
+            self._closed = True
+            await on_disk(self._remove)
             raise cannot_write("file", self._error) if isinstance(self._error, OSError) else self._error
         file, self._file = self._file, None
         assert file is not None
         return file
 
     def _keep(self) -> None:
-        assert self._file is not None and self._out is not None
-        try:
-            self._out.close()  # writes what is buffered
-            self._store.add(self._file)
-        except OSError as error:
-            self._error = error
+        with self._busy:
+            try:
+                if self._file is not None:  # not given up meanwhile
+                    self._store.add(self._file)
+            except OSError as error:
+                self._error = error
 
     def _check(self) -> None:
         purpose = self._fields.get("purpose", b"").decode(errors="replace")
@@ -124,29 +132,26 @@ class Upload:
             self._error = bad(strange, f"{strange[:100]} is not supported: files stay until they are deleted")
 
     def close(self) -> None:
-        """The request is over; what was not finished is removed."""
-        self._closed = True
-        self._error = self._error or ApiError(400, "the upload was given up")
-        self._remove()
+        """The request is over; what was not finished is removed, in a thread."""
+        if not self._closed:
+            self._closed = True
+            self._error = self._error or ApiError(400, "the upload was given up")
+            if self._file is not None or self._busy.locked():
+                begin_on_disk(self._remove)
 
     def _remove(self) -> None:
-        """Remove what was not finished, unless a thread is writing it: that does so then."""
-        if not self._busy.acquire(blocking=False):
-            return
-        try:
-            if self._out is not None:
-                with contextlib.suppress(OSError):
-                    self._out.close()
+        with self._busy:  # not before the thread that may write it
             if self._file is not None:
                 self._store.drop(self._file)
                 self._file = None
-        finally:
-            self._busy.release()
 
-    # The parser's calls, in a thread of the pool.
+    # The parser's calls, in a thread of the disk's pool.
 
     def _begin_part(self) -> None:
         self._disposition, self._header, self._value = {}, b"", b""
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise ApiError(400, f"the form has more than {MOST_PARTS} parts: purpose and file are expected")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -166,14 +171,12 @@ class Upload:
     def _begin_content(self) -> None:
         if self._name != "file":
             self._fields[self._name] = b""
-            if len(self._fields) > MOST_FIELDS:
-                raise ApiError(400, f"the form has more than {MOST_FIELDS} fields: purpose and file are expected")
             return
         if self._file is not None:
             raise bad("file", "file is there twice: send one file in a request")
         filename = self._disposition.get(b"filename", b"").decode(errors="replace")
         self._file = self._store.new(os.path.basename(filename)[:255] or "file", "batch", self._owner)
-        self._out = open(self._store.path(self._file), "wb", opener=_private)  # noqa: SIM115
+        self._open(self._file)
 
     def _content(self, data: bytes, start: int, end: int) -> None:
         if self._name != "file":
@@ -181,10 +184,17 @@ class Upload:
             if len(self._fields[self._name]) > MAX_FIELD:
                 raise bad(self._name, f"{self._name[:100]} is longer than {MAX_FIELD} bytes")
             return
-        assert self._out is not None
-        if self._out.tell() + end - start > MAX_FILE:
+        assert self._file is not None
+        out = self._out or self._open(self._file)
+        self._size_of_file += end - start
+        if self._size_of_file > MAX_FILE:
             raise ApiError(413, f"the file is larger than the limit of {MAX_FILE >> 20} MiB", code="too_large")
-        self._out.write(data[start:end])
+        self._store.grow(self._file, end - start)
+        out.write(data[start:end])
+
+    def _open(self, file: StoredFile) -> IO[bytes]:
+        self._out = open(self._store.path(file), "ab", opener=_private)  # noqa: SIM115
+        return self._out
 
     def _end(self) -> None:
         self._whole = True

@@ -1,4 +1,4 @@
-"""What each API key has used, for whoever shares a server."""
+"""Usage of each API key, for those who share a server."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-from typing import Any
 
 import msgspec
+
+from ... import json_decoding
 
 TIMEOUT = 30.0  # seconds that a call may take, where the file does not say
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -44,17 +44,14 @@ class _File(msgspec.Struct):
 
 
 def read(path: str) -> list[ToolServer]:
-    """The servers that a file names. Raises ValueError that says what is wrong in it."""
+    """The servers that a file names. Raises ValueError that names its fault."""
     try:
-        with open(path, encoding="utf-8") as file:
-            content: Any = json.load(file)
-        found = msgspec.convert(content, _File)
+        with open(path, "rb") as file:
+            found = json_decoding.decode_as(file.read(), _File)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
     if not (found.mcpServers or found.servers):
         raise ValueError(f'{path}: it names no server: {{"mcpServers": {{"NAME": {{"command": …}}}}}} is expected')
     servers = [msgspec.structs.replace(one, name=name) for name, one in found.mcpServers.items()] + found.servers
@@ -70,7 +67,7 @@ def read(path: str) -> list[ToolServer]:
 
 
 def _wrong(server: ToolServer) -> str | None:
-    """What is wrong with it, in words."""
+    """The fault of a tool server's entry, as a message; None if there is none."""
     if not NAME.fullmatch(server.name):
         return "a name has 1 to 40 letters, digits, - or _, as the names of its tools begin with it"
     if bool(server.command) == bool(server.url):

@@ -22,10 +22,14 @@ RETRY = (1.0, 60.0)  # seconds before the first and before later attempts to con
 CLOSE_TIMEOUT = 2.0  # seconds to take leave of a server
 PING_EVERY = 20.0  # seconds of silence after which a server is asked whether it is there
 MOST_TOOLS = 256  # of one server
-MOST_TEXT = 1 << 20  # characters of a call's result that are kept
+MOST_TEXT = 1 << 20  # characters of a call's result that are kept ...
+MOST_TEXTS = 4 << 20  # ... and of all results of a response
 
-# A child that ends with this process even where it is killed: PR_SET_PDEATHSIG outlives exec.
-_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+# A child that ends with this process even where it is killed: PR_SET_PDEATHSIG outlives exec. Macs have no such call.
+_TIED = (
+    "import ctypes, os, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 15); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Tool(NamedTuple):
@@ -37,14 +41,17 @@ class Tool(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a call gave: the tool's words, or why there are none."""
+    """The result of a call: the tool's text, or why there is none."""
 
     text: str
     failed: bool = False
 
 
+LEFT_OUT = Result("the result is left out: there is no more room for results of this response", failed=True)
+
+
 class Connection:
-    """One tool server. `state` is "connecting", "ready" or "failed" (`why` says it, and it is tried again)."""
+    """One tool server. `state` is "connecting", "ready" or "failed" (`why` has the reason, and it is tried again)."""
 
     def __init__(self, server: ToolServer):
         self.server = server
@@ -67,7 +74,7 @@ class Connection:
                     break
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Result:
-        """Call a tool. What goes wrong is a result too: the model is told."""
+        """Call a tool. An error is a result too: the model sees it."""
         client, limit = self._client, self.server.timeout_secs
         if client is None:
             return Result(f"the tool server {self.server.name} is not there: {self.why or self.state}", failed=True)
@@ -142,7 +149,7 @@ class Connection:
         path = {**os.environ, **server.env}.get("PATH")
         if shutil.which(server.command, path=path) is None:
             raise FileNotFoundError(f"command {server.command!r} is not found")
-        words = ["-S", "-c", _TIED, server.command, *server.args]
+        words = ["-I", "-S", "-c", _TIED, server.command, *server.args]  # -I: nothing of cwd is imported
         child = StdioServerParameters(command=sys.executable, args=words, env=server.env, cwd=server.cwd)
         # Not sys.stderr, which notebooks replace by what is no file.
         return stdio_client(child, sys.__stderr__ or stack.enter_context(open(os.devnull, "w", encoding="utf-8")))

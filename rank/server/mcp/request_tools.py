@@ -18,7 +18,7 @@ class AllowedTools(msgspec.Struct):
 
 
 class Approval(msgspec.Struct):
-    """Of which tools calls are always asked for, and of which never."""
+    """Tools whose calls always need approval, and tools whose calls never do."""
 
     always: AllowedTools | None = None
     never: AllowedTools | None = None
@@ -75,7 +75,7 @@ def mcp_tool(tool: dict[str, Any], at: str) -> McpTool:
 
 
 class RequestTools:
-    """What a request's entries mean with the tool servers as they are now. Raises ApiError for one that is unknown."""
+    """A request's tools with the tool servers as they are now. Raises ApiError for an unknown server."""
 
     def __init__(self, entries: list[McpTool], servers: ToolServers):
         self.lists: dict[str, list[Offered]] = {}  # by the entries' labels
@@ -102,7 +102,7 @@ class RequestTools:
                 self._asks.add(one.name)
 
     def functions(self) -> list[dict[str, Any]]:
-        """As chats have tools."""
+        """The tools as functions of chats."""
         return [one.as_function() for one in self.offered.values()]
 
     def asks(self, name: str, call_id: str) -> bool:

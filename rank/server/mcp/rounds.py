@@ -12,7 +12,7 @@ from typing import Any
 from ..conversation import Call, Function, Message
 from ..session import Session, Update
 from ..text.events import Answer, Event, ToolCall, ToolResult
-from .connection import Result
+from .connection import LEFT_OUT, MOST_TEXTS, Result
 from .request_tools import RequestTools
 from .tool_servers import call
 
@@ -38,6 +38,7 @@ class ToolSession(Session):
         self._session = first
         self._tools = tools
         self._again = again
+        self._room = MOST_TEXTS  # characters of results
         self._calls_left = MOST_CALLS if most_calls is None else min(most_calls, MOST_CALLS)
         self._rounds = 1
         self._begin = begin
@@ -53,6 +54,9 @@ class ToolSession(Session):
         if self._begin:
             update = self._update(self._begin)
             self._begin = []
+            for event in update.events:
+                if isinstance(event, ToolResult):
+                    self._take(len(event.text))
             return [update]
         if self._state == "over":
             raise StopAsyncIteration
@@ -95,14 +99,23 @@ class ToolSession(Session):
     async def _call(self, one: ToolCall) -> ToolResult:
         if self._calls_left > 0:
             result = await self._while_read(call(self._tools.offered[one.name], one.arguments))
+            if not self._take(len(result.text)):
+                result = LEFT_OUT
         else:
             result = Result("not called: this response has had all the calls it may have", failed=True)
         self._calls_left -= 1
         self._results[one.id] = result
         return ToolResult(one.id, result.text, result.failed)
 
+    def _take(self, size: int) -> bool:
+        """Count characters of results until the response is over. False where there is no room for them."""
+        if size > self._room or not self.hold(size):
+            return False
+        self._room -= size
+        return True
+
     async def _while_read(self, made: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a call, which is given up once nobody reads on."""
+        """The result of a call, which is given up once the client has gone."""
         self._calling = asyncio.ensure_future(made)
         try:
             return await self._calling

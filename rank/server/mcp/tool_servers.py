@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .. import tracing
 from .config import ToolServer
 from .connection import Connection, Result, Tool
 
@@ -24,16 +25,16 @@ class Offered(NamedTuple):
     tool: Tool
 
     def as_function(self) -> dict[str, Any]:
-        """As chats have tools."""
+        """The tool as a function of chats."""
         function = {"name": self.name, "description": self.tool.description, "parameters": self.tool.schema}
         return {"type": "function", "function": function}
 
 
 def full_name(server: str, tool: str, others: Iterable[str] = ()) -> str:
-    """What the model calls a server's tool: `server_tool`, and no other tool by the same name.
+    """The model's name of a server's tool: `server_tool`, and no other tool has the same.
 
-    `others` are the servers beside it. A name that could be another tool's, too, ends with a hash: one of which
-    characters were replaced or cut off, and "a_b_c" of server "a_b" beside "a", whose tool "b_c" has it already.
+    `others` are the other servers. A name that could be another tool's, too, ends with a hash: one of which
+    characters were replaced or cut off, and "a_b_c" of server "a_b" next to "a", whose tool "b_c" has it already.
     """
     plain = f"{server}_{tool}"
     name = re.sub(r"[^A-Za-z0-9_-]", "_", plain)
@@ -44,7 +45,7 @@ def full_name(server: str, tool: str, others: Iterable[str] = ()) -> str:
 
 
 class ToolServers:
-    """Starts and keeps the connections. Whoever has none gets no tools, and nobody waits for one."""
+    """Starts and keeps the connections. Whoever has none gets no tools, and no request waits for one."""
 
     def __init__(self, servers: list[ToolServer]):
         self.connections = {one.name: Connection(one) for one in servers}
@@ -88,7 +89,7 @@ class ToolServers:
         return await call(one, arguments)
 
     def health(self) -> dict[str, dict[str, Any]]:
-        """Of each server its state, and why it is not ready."""
+        """Each server's state, and why it is not ready."""
         return {
             name: {"status": one.state, "tools": len(one.tools)} | ({"message": one.why} if one.why else {})
             for name, one in self.connections.items()
@@ -99,6 +100,10 @@ async def call(one: Offered, arguments: str) -> Result:
     """Call a tool with arguments as the model wrote them."""
     try:
         given = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return Result(f"the arguments of {one.name} are no JSON object: {error}", failed=True)
-    return await one.connection.call(one.tool.name, given)
+    with tracing.tool_call(one.tool.name, one.connection.server.name) as said:
+        result = await one.connection.call(one.tool.name, given)
+        if result.failed:
+            said["error"] = "tool_error"
+    return result

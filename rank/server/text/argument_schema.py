@@ -17,7 +17,7 @@ GRAMMAR = "x-phalanx-grammar"  # of a text, in Lark: what custom tools bring, an
 MOST = 64  # alternatives of a value
 DEEPEST = 32  # references and alternatives within each other
 STEPS = 20_000  # keywords and items that are looked at for one value: about a tenth of a second
-# They say nothing about values.
+# They do not constrain values.
 ANNOTATIONS = frozenset(
     "title description default examples example deprecated readOnly writeOnly nullable contentEncoding "
     "contentMediaType $schema $id $anchor $comment $defs definitions x-guidance".split()
@@ -27,11 +27,11 @@ SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxPropertie
 
 
 class Unwritable(ValueError):
-    """What a schema asks for and a format cannot be held to, in words."""
+    """A schema's demand that a format cannot be held to, as a message."""
 
 
 def resolve(root: Mapping[str, Any], ref: str) -> Any:
-    """What a reference within the schema stands for."""
+    """The schema that a reference stands for."""
     if not ref.startswith("#"):
         raise Unwritable(f"$ref {ref!r} leads out of the schema")
     found: Any = root
@@ -154,7 +154,7 @@ class Parameters:
         return list(dict.fromkeys(name for shape in self._shapes for name in _mapping(shape.get("properties"))))
 
     def types(self, name: str) -> frozenset[str]:
-        """Of the argument of that name; all where the schema does not say."""
+        """The JSON types of the argument of that name; all where the schema leaves it open."""
         if name not in self._types:
             schemas = [
                 _mapping(shape.get("properties")).get(name, shape.get("additionalProperties")) for shape in self._shapes
@@ -174,7 +174,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def standing_alone(schema: Schema, root: Mapping[str, Any]) -> Schema:
-    """The same as a schema of its own: what it refers to is in it."""
+    """The schema standing alone: it contains what it refers to."""
     if "$ref" not in json.dumps(schema):
         return schema
     return {**_moved(schema), "$defs": {"root": _moved({k: v for k, v in root.items() if k != "x-guidance"})}}

@@ -13,7 +13,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tokenizers import pre_tokenizers
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 LETTER, DIGIT, BLANK, OTHER, WIDE, WIDEST = b"a0 .\xfe\xff"
 
@@ -46,7 +47,7 @@ class Bound:
     """Two bounds, of which the greater one holds.
 
     Each character counts as 1 / the length of the longest token in which its kind occurs, so that no token counts more
-    than 1 (the longest tokens are often runs of blanks or dashes, which say nothing about words). And an ASCII letter
+    than 1 (the longest tokens are often runs of blanks or dashes, which are not words). And an ASCII letter
     with a blank behind it is within a token or between two, so n of them need n / (most within a token + 1) tokens.
     """
 
@@ -67,14 +68,15 @@ class Bound:
         written = WORD_OF_BYTES if bytewise else WORD_OF_CHARACTERS
         self.longest = self.longest_word = 1
         inside = 0
-        lengths = [(token, len(token), written) for token in tokens]
-        lengths += [(token, len(token.encode()), WORD_OF_CHARACTERS) for token in added]
-        for token, length, word in lengths:
+        lengths = [(len(token), token, written) for token in tokens]
+        lengths += [(len(token.encode()), token, WORD_OF_CHARACTERS) for token in added]
+        for length, token, word in sorted(lengths, key=lambda one: one[0], reverse=True):
             self.longest = max(self.longest, length)
             if length > self.longest_word and word.search(token):
                 self.longest_word = length
-            if length > 1 and WORD_END.search(token):
-                inside = max(inside, len(WORD_END.findall(token)))
+            if length < 2 * (inside + 1):  # nor has any shorter one more
+                break
+            inside = max(inside, len(WORD_END.findall(token)))
         self._per_token = inside + 1 if blanks_stay else 0
 
     def fewest(self, text: str, enough: float = float("inf")) -> int:
@@ -90,7 +92,7 @@ class Bound:
         return least
 
     def fewest_words(self, text: str, enough: float) -> int:
-        """The second bound alone: those of pieces of a text can be added, wherever it was cut."""
+        """The second bound alone: those of parts of a text can be added, wherever it was cut."""
         ends = least = 0
         for piece in _pieces(text) if self._per_token else ():
             ends += piece.encode("utf-8", "ignore").translate(KINDS).count(WORD_ENDS)
@@ -124,14 +126,15 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def bound(data: dict[str, Any]) -> Bound | None:
-    """From a tokenizer.json; None where characters may vanish, or its parts are not known here."""
-    model, added = data["model"], data.get("added_tokens") or []
-    splits, normalizers = _steps(data.get("pre_tokenizer")), _steps(data.get("normalizer"))
+def bound(tokenizer: tokenizers.Tokenizer, data: dict[str, Any]) -> Bound | None:
+    """data: its tokenizer.json without the vocabulary. None where characters may vanish, or its parts are
+    not known here."""
+    model, added = tokenizer.model, data["added_tokens"]
+    splits, normalizers = _steps(data["pre_tokenizer"]), _steps(data["normalizer"])
     kinds = {step["type"] for step in splits}
     bytewise = "ByteLevel" in kinds | {step["type"] for step in normalizers}
     if (
-        model.get("type") != "BPE"
+        not isinstance(model, models.BPE)
         or not kinds <= {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
         or any("removed" in str(step.get("behavior")).lower() for step in splits)
         or not all(map(_keeps, normalizers))
@@ -143,7 +146,7 @@ def bound(data: dict[str, Any]) -> Bound | None:
         return None
     replaced = [step for step in normalizers if step["type"] == "Replace"]
     return Bound(
-        model["vocab"],
+        tokenizer.get_vocab(with_added_tokens=False),
         [token["content"] for token in added],
         bytewise,
         composes,
@@ -171,13 +174,12 @@ def _keeps(normalizer: dict[str, Any]) -> bool:
     return normalizer["type"] in ("Prepend", "ByteLevel", "NFC")
 
 
-def _knows_all(model: dict[str, Any], bytewise: bool) -> bool:
+def _knows_all(model: models.BPE, bytewise: bool) -> bool:
     """Whether each character becomes a token of its own at least."""
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    vocab = model["vocab"]
     if bytewise:
-        return all(char in vocab for char in pre_tokenizers.ByteLevel.alphabet())
-    if model.get("byte_fallback"):
-        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
-    return model.get("unk_token") is not None and not model.get("fuse_unk")
+        return all(model.token_to_id(char) is not None for char in pre_tokenizers.ByteLevel.alphabet())
+    if model.byte_fallback:
+        return all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    return model.unk_token is not None and not model.fuse_unk

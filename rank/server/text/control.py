@@ -8,6 +8,8 @@ rendered and tokenised as if none of this existed.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,9 +18,10 @@ import tokenizers
 
 # Half of a surrogate pair: JSON of clients cannot hold it alone, a template's trim leaves it, and no text needs it.
 MARK = "\udc80"
-# An added token whose id is dropped. A piece of a text that begins with it is no text's beginning, to which some
-# tokenizers add a blank. Unicode gives these characters to nobody.
+# An added token whose id is dropped. A part of a text that begins with it is no text's beginning, to which some
+# tokenizers add a blank. Unicode assigns these characters no meaning.
 GUARD = "\U0010fffe\U0010ffff\U0010fffe"
+DEEPEST = 50  # groups within each other in a regular expression that is made; `re` counts its own levels
 SIGN = re.compile(r"[^\w\s]")
 
 
@@ -44,7 +47,22 @@ def control_tokens(added: Iterable[tokenizers.AddedToken], template: str, kept: 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Any of these texts, the longest that fits."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    return re.compile(_alternatives(sorted(texts)) or "(?!)")
+
+
+def _alternatives(texts: list[str], depth: int = 0) -> str:
+    """Any of these sorted texts, the longest first. What texts begin with alike is written once: `re` takes long to
+    compile, and at each place to try, thousands of texts with the same first characters."""
+    if depth == DEEPEST:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    found = []
+    for _, group in itertools.groupby((text for text in texts if text), lambda text: text[0]):
+        alike = list(group)
+        head = os.path.commonprefix(alike)
+        rest = [text[len(head) :] for text in alike]
+        within = _alternatives(rest, depth + 1)
+        found.append(re.escape(head) + (f"(?:{within}){'' if rest[0] else '?'}" if within else ""))
+    return "|".join(found)
 
 
 class Marker:
@@ -87,8 +105,8 @@ class Encoder:
         added = tokenizer.get_added_tokens_decoder()
         self._tokenizer = tokenizer
         self._control = _with_blanks([token for token in added.values() if token.content in control])
-        self._control_ids = {id for id, token in added.items() if token.content in {*control} - {unknown}}
-        # The other added tokens, such as <think>, stay what they are: conversations bring them back.
+        self._control_ids = {id for id, token in added.items() if token.content in control and token.content != unknown}
+        # Added tokens that are no control tokens, such as <think>, stay: conversations bring them back.
         others = [token for token in added.values() if token.content not in control]
         self._others = {token.content: id for id, token in added.items() if token.content not in control}
         self._plain = _without_added(tokenizer)
@@ -96,11 +114,11 @@ class Encoder:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The whole text, with its control tokens."""
-        # Of the library's ways to encode, this one releases the GIL and computes no offsets.
+        # This way to encode releases the GIL and computes no offsets, unlike the library's others.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The same without control tokens where they are marked."""
+        """Encodes a text whose marked parts have no control tokens."""
         ids: list[int] = []
         done = last = 0  # what is encoded; where the last control token ended
         for start, end in [*(found.span() for found in self._control.finditer(text)), (len(text), len(text))]:
@@ -122,7 +140,7 @@ class Encoder:
         for cut in ("", GUARD):  # some models compose control tokens from letters: then each is cut where it is marked
             whole = ("" if first else GUARD) + text.replace(MARK, cut)
             found = self._plain.encode_batch([whole], add_special_tokens=False)[0]  # the fast one tells no texts
-            # By their texts: added tokens have other ids here, which may be those of tokens in the vocabulary.
+            # Tokens are compared by their texts: added ones have other ids here, which may be those of the vocabulary.
             ids = [
                 self._others.get(token, id) for token, id in zip(found.tokens, found.ids, strict=True) if token != GUARD
             ]
@@ -131,7 +149,7 @@ class Encoder:
         return ids
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind every text."""
+        """Tokens that the tokenizer puts before and behind every text."""
         bare, whole = self.encode("a"), self.encode("a", True)
         at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
@@ -139,16 +157,18 @@ class Encoder:
 
 def _with_blanks(control: list[tokenizers.AddedToken]) -> re.Pattern[str]:
     """Any control token, with the blanks around it that it takes."""
+    if not any(token.lstrip or token.rstrip for token in control):
+        return _any_of(token.content for token in control)
     longest_first = sorted(control, key=lambda token: len(token.content), reverse=True)
     texts = [
         (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
         for token in longest_first
     ]
-    return re.compile("|".join(texts) or "(?!)")
+    return re.compile("|".join(texts))
 
 
 def _without_added(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same without added tokens; both share the vocabulary."""
+    """The tokenizer without added tokens; both share the vocabulary."""
     plain = tokenizers.Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         plain.normalizer = tokenizer.normalizer

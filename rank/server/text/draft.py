@@ -1,8 +1,8 @@
 """Tool calls within a model's thoughts.
 
 Models forget to close their thoughts before they call. They also draft calls in their thoughts, and speak of how
-calls are written; such a call must not be made, least of all beside the real one. The end tells them apart: a model
-ends its turn with its calls. So calls in thoughts count if nothing follows them, or nothing but the end of the
+calls are written; such a call must not be made, least of all together with the real one. The end distinguishes them: a
+model ends its turn with its calls. So calls in thoughts count if nothing follows them, or nothing but the end of the
 thoughts, and they are held back until that is known.
 """
 
@@ -16,7 +16,7 @@ from .tool_formats import ToolCallFormat, ToolCallParser, Tools
 
 
 class Draft:
-    """What may be the calls that a model ends its output with, from the first marker on."""
+    """Text that may be the calls at the end of an output, from the first marker on."""
 
     def __init__(
         self,

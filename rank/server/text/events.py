@@ -1,14 +1,17 @@
-"""What an answer is made of: an ordered stream of typed events for each choice, and the same put together."""
+"""Parts of an answer: an ordered stream of typed events for each choice, and the same put together."""
 
 from __future__ import annotations
 
 import msgspec
+
+from ... import protocol
 
 
 class Text(msgspec.Struct, gc=False):
     """More of the answer's text, its content."""
 
     text: str
+    logprobs: list[protocol.TokenLogprob] | None = None  # of its tokens, where they are wanted
 
 
 class Reasoning(msgspec.Struct, gc=False):
@@ -39,7 +42,7 @@ class ToolCallEnd(msgspec.Struct, gc=False):
 
 
 class ToolResult(msgspec.Struct, gc=False):
-    """What a call gave that was made here, by a tool server."""
+    """The result of a call made here, by a tool server."""
 
     id: str  # the call's
     text: str
@@ -55,6 +58,8 @@ def add_event(events: list[Event], event: Event) -> None:
         last = events[-1]
         if isinstance(event, Text) and isinstance(last, Text):
             last.text += event.text
+            if event.logprobs:
+                last.logprobs = [*(last.logprobs or ()), *event.logprobs]
             return
         if isinstance(event, Reasoning) and isinstance(last, Reasoning):
             last.text += event.text

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import tekken
-from .tokenizer_file import CHATGLM, read_json
+from .model_files import read_json
+from .tokenizer_file import CHATGLM
 
 
 class FamilyTemplate(NamedTuple):
@@ -60,7 +61,7 @@ def framed(frames: Iterable[str], prompt: str, begin: str = "") -> str:
 
 BOS = "{{ bos_token }}"
 EOS = "{{ eos_token }}"
-# Of families without a turn of the system: its message is before the user's first text, framed or not. Where no message
+# Families without a system turn put its message before the user's first text, framed or not. Where no message
 # of the user follows it, it is one of the user's.
 FIRST = (
     "{% set folds = messages | length > 1 and messages[0]['role'] == 'system' and messages[1]['role'] != 'assistant' %}"
@@ -69,14 +70,14 @@ FIRST = (
 )
 FOLD = "{% if system and loop.first %}{{ system }}\n\n{% endif %}"
 FRAMED = "{% if system and loop.first %}<<SYS>>\n{{ system }}\n<</SYS>>\n\n{% endif %}"
-# What the user asks, after the number of its round.
+# The user's text, after the number of its round.
 ROUNDS = (
     "[gMASK]sop{% set round = namespace(number=0) %}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}答：" + TEXT + "\n\n"
     "{% else %}{% set round.number = round.number + 1 %}[Round {{ round.number }}]\n\n问：" + FOLD + TEXT + "\n\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}答：{% endif %}"
 )  # fmt: skip
-# What Apertus has behind its system message, and before all others where there is none.
+# Apertus's text behind its system message, or before all others where there is none.
 DEVELOPER = "<|developer_start|>Deliberation: disabled\nTool Capabilities: disabled<|developer_end|>"
 ROLES = "system", "user", "assistant"
 SPEAKERS = "SYSTEM", "USER", "CHATBOT"
@@ -193,7 +194,7 @@ FAMILIES = (
 def family_template(model_dir: Path) -> FamilyTemplate | None:
     """The family of a model directory; None where it is unknown."""
     config = read_json(model_dir, "config.json")
-    tokens = {token["content"] for token in read_json(model_dir, "tokenizer.json").get("added_tokens", [])}
+    tokens = {token["content"] for token in read_json(model_dir, "tokenizer.json").get("added_tokens") or ()}
     if not tokens and (model_dir / tekken.NAME).is_file():
         tokens = tekken.control(model_dir / tekken.NAME)
     model_type = config.get("model_type")

@@ -1,7 +1,7 @@
 """The tokenizer and the chat template in a GGUF file's metadata.
 
-docs/gguf.md of https://github.com/ggml-org/ggml names the keys. A BPE's pre-tokenizer has a name there, which says what
-the `pre_tokenizer` of the model's own tokenizer.json is.
+docs/gguf.md of https://github.com/ggml-org/ggml names the keys. A BPE's pre-tokenizer has a name there, which stands
+for what the `pre_tokenizer` of the model's own tokenizer.json is.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...gguf import header
 from . import sentencepiece
-from .sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece
+from .sentencepiece import CONTROL, NORMAL, USER_DEFINED, Piece
 
 log = logging.getLogger(__name__)
-
-# Tokens that end an answer, in files that do not say which does.
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-# Those of harmony, gpt-oss's format, whose <|end|> ends no more than the thoughts.
-HARMONY = ("<|return|>", "<|call|>")
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +39,7 @@ DEEPSEEK = (
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CJK = "[一-龥ࠀ-一가-퟿]+"
-# Kimi K2's: runs of Chinese characters are pieces of their own.
+# Kimi K2's: runs of Chinese characters are words of their own.
 HAN = r"&&[^\p{Han}]]"
 KIMI_UPPER, KIMI_LOWER = rf"[{UPPER}{HAN}", rf"[{LOWER}{HAN}"
 KIMI = (
@@ -120,7 +115,7 @@ class _Vocabulary:
 
     def array(self, name: str, kind: type) -> list[Any]:
         found = self.value(name, list, [])
-        if not all(isinstance(one, kind) for one in found):
+        if not all(issubclass(one, kind) for one in set(map(type, found))):
             raise ValueError(f"{self.file}: tokenizer.ggml.{name} holds something else than {kind.__name__}")
         return found
 
@@ -140,21 +135,21 @@ class _Vocabulary:
 
 
 def documents(file: Path) -> dict[str, dict[str, Any]]:
-    """What the files of a model directory would say, by their names."""
+    """The contents that a model directory's files would have, by their names."""
+    return _documents(*header.state(file))
+
+
+@functools.lru_cache(1)  # each name that is asked for is a question
+def _documents(file: Path, size: int, changed: int) -> dict[str, dict[str, Any]]:
     found = _Vocabulary(file)
-    end, special = found.token("eos"), [found.tokens[i] for i, type in enumerate(found.types) if type in (CONTROL, 4)]
-    ends = [found.token("eos"), found.token("eot") or next((one for one in ENDS if one in special), None)]
-    if set(HARMONY) <= set(special):
-        ends = [end, *HARMONY]
-    ids = {text: i for i, text in enumerate(found.tokens)}
+    special = [found.tokens[i] for i, type in enumerate(found.types) if type in (CONTROL, USER_DEFINED)]
+    ends = [found.value(f"{name}_token_id", int, -1) for name in ("eos", "eot", "eom")]
     config = {f"{name}_token": found.token(name) for name in ("bos", "eos")}
     config |= {"pad_token": found.token("padding"), "unk_token": found.token("unknown")}
     return {
-        "tokenizer_config.json": config | {"eos_token": end, "chat_template": found.template()},
+        "tokenizer_config.json": config | {"chat_template": found.template()},
         "tokenizer.json": {"added_tokens": [{"content": one} for one in special]},
-        "generation_config.json": {
-            "eos_token_id": list(dict.fromkeys(ids[one] for one in (*ends, found.token("eom")) if one is not None))
-        },
+        "generation_config.json": {"eos_token_id": [id for id in ends if 0 <= id < len(found.tokens)]},
     }
 
 
@@ -194,9 +189,7 @@ def _byte_level(found: _Vocabulary) -> tokenizers.Tokenizer:
         made.normalizer = cast(Any, normalizers.NFC())
     made.pre_tokenizer = cast(Any, pre_tokenizers.Sequence(steps()))
     made.decoder = cast(Any, decoders.ByteLevel())
-    for token, type in zip(found.tokens, found.types, strict=True):
-        if type in (UNKNOWN, CONTROL, USER_DEFINED):
-            made.add_tokens([AddedToken(token, special=type != USER_DEFINED, normalized=False)])
+    made.add_tokens(sentencepiece.added_tokens(zip(found.tokens, found.types, strict=True)))
     return made
 
 

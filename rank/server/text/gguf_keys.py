@@ -8,11 +8,13 @@ from typing import Any
 
 import tokenizers
 
+from ... import untrusted_files
+from ..api_error import ApiError
 from . import sentencepiece, tokenizer_file
 from .gguf import COMPOSED, STEPS, WHOLE_WORDS
 from .load import Text
+from .model_files import read_json
 from .sentencepiece import BPE, BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Piece
-from .tokenizer_file import read_json
 
 # Cut differently by each of STEPS.
 PROBE = (
@@ -21,16 +23,31 @@ PROBE = (
 )
 
 
+def keys_of_text(text: Text, directory: str, vocab_size: int) -> dict[str, Any]:
+    """`keys` as a TextProcess runs it. Raises ApiError where a GGUF file cannot hold the tokenizer."""
+    try:
+        return _keys(text.within(vocab_size), Path(directory), vocab_size)
+    except (OSError, ValueError) as error:
+        raise ApiError(400, str(error)) from None
+
+
 def keys(directory: Path, vocab_size: int) -> dict[str, Any]:
     """vocab_size: the embedding's rows, of which the tokenizer may have fewer. Raises ValueError where a GGUF file
     cannot hold the tokenizer, OSError where there is none."""
+    return _keys(Text(str(directory)).within(vocab_size), directory, vocab_size)
+
+
+def _keys(text: Text, directory: Path, vocab_size: int) -> dict[str, Any]:
     file = tokenizer_file.find(directory)
     if file.name not in ("tokenizer.json", "tokenizer.model"):
         raise ValueError(f"{file}: GGUF files of this tokenizer cannot be written: convert it to a tokenizer.json")
-    text = Text(str(directory))
     made = tokenizer_file.load(file, {})
     found = _of_json(file, made) if file.suffix == ".json" else _of_model(file, made)
     missing = vocab_size - len(found["tokens"])
+    if missing < 0 and not set(found["token_type"][vocab_size:]) & {NORMAL, BYTE}:  # added tokens of other models
+        for name in {"tokens", "token_type", "scores"} & found.keys():
+            del found[name][vocab_size:]
+        missing = 0
     if missing < 0:
         raise ValueError(f"{file} has {len(found['tokens'])} tokens, the model's embedding {vocab_size}")
     found["tokens"] += [f"[PAD{vocab_size - missing + i}]" for i in range(missing)]
@@ -66,7 +83,7 @@ def _ends(directory: Path, text: Text, made: tokenizers.Tokenizer) -> dict[str, 
 
 
 def _of_json(file: Path, made: tokenizers.Tokenizer) -> dict[str, Any]:
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = untrusted_files.read_json(file.parent, file.name)
     model = data["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"{file} is a tokenizer of the type {model['type']}; GGUF files of BPE can be written")

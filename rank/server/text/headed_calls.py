@@ -70,7 +70,7 @@ class HeadedCalls:
 
         head: its group `name` is the function's, and what follows the match is the arguments.
         arguments: makes their reader, of the function's name.
-        close: any of these ends the calls. between: these may stand behind a call and say nothing.
+        close: any of these ends the calls. between: these may stand behind a call and have no meaning.
         one: another marker begins the next call. known: only these functions are called, if there are any.
         """
         self._marker = marker
@@ -121,7 +121,7 @@ class HeadedCalls:
         return events, None
 
     def _behind(self, text: str) -> tuple[str, bool] | None:
-        """What follows a call: (the rest, whether the calls have ended); None where it may be another call."""
+        """The text behind a call: (the rest, whether the calls have ended); None where it may be another call."""
         body = text.lstrip()
         for end in self._close:
             if body.startswith(end):

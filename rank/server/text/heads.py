@@ -8,7 +8,7 @@ NAME = r"(?P<name>[\w.:/-]{1,128})"  # of a function
 
 
 class Head:
-    """Matches at the beginning of a text, and says whether a text may still become a match.
+    """Matches at the beginning of a text, and tests whether a text may still become a match.
 
     The pattern has to be bounded, so that a head that never ends is not read again and again, and more text must not
     change what it matches. Each of `examples` is a text that it matches; whatever may become a match does so with the

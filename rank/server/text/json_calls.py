@@ -70,7 +70,7 @@ class JsonCalls:
     """One or more call objects, bare, in a list, or with punctuation between them.
 
     A call begins once its name and the beginning of its arguments are known. After a marker an object with a name
-    alone is a call too. Until then everything is kept, and what turns out to be no call is given back as text.
+    alone is a call too. Until then everything is kept, and what proves to be no call is given back as text.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class JsonCalls:
         self._read = self._after
         return at
 
-    # What is being read. Each takes the text and a position in it and returns the position from which to go on.
+    # States of reading. Each takes the text and a position in it and returns the position from which to go on.
 
     def _before(self, text: str, at: int) -> int:
         char = text[at]
@@ -328,7 +328,7 @@ class JsonCalls:
 
 
 def _unquote(text: str) -> str:
-    """What a string of JSON says; as it is written where it is no such thing."""
+    """The value of a JSON string; the text itself where it is no JSON string."""
     try:
         return json.loads(f'"{text}"', strict=False)
     except ValueError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,31}/"  # of an argument that no schema names
+GAP = r"/[ \n]{0,4}/"  # between calls and behind the last: a model that has written a newline may still end
 SIGN = re.compile(r"[^\w\s]")
 
 
@@ -41,7 +42,7 @@ class Lark:
         return json.dumps(text) if text else '""'
 
     def marker(self, text: str) -> str:
-        """A marker: the tokens that are in it, the rest spelled out. Spelled beside a token it is text."""
+        """A marker: the tokens that are in it, the rest spelled out. Spelled next to a token it is text."""
         if text in self.added:
             return f"<[{self.added[text]}]>"
         pieces = filter(None, self._tokens.split(text))
@@ -57,13 +58,17 @@ class Lark:
         one = self.rule(" | ".join(self.call(tool.name, tool.arguments) for tool in tools))
         return f'"[" {one} (", " {one})* "]"' if several else f'"[" {one} "]"'
 
+    def repeated(self, call: str, opening: str = "") -> str:
+        """One call or several, each further one behind an opening marker, with white space between them."""
+        return f"{call} ({GAP} {opening} {call})* {GAP}"
+
     def part(self, part: dict[str, Any]) -> str:
         """Another grammar, {"json_schema": …} or {"lark_grammar": …}."""
         key = json.dumps(part)
         return self._parts.setdefault(key, f"@part_{len(self._parts)}")
 
     def name(self, kind: str = "rule") -> str:
-        """A new one; `define` says later what it stands for. Those of terminals are upper case."""
+        """A new one; `define` gives it its meaning later. Those of terminals are upper case."""
         self._count += 1
         return f"{kind}_{self._count}"
 
@@ -75,7 +80,7 @@ class Lark:
         return self.define(self.name(), expression, attributes)
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """These in their order with something between them. Each may be left out where the bool is false."""
+        """A rule for items in order with a separator between them. Each may be left out where the bool is false."""
         behind: str | None = None  # what follows one of the items
         alone = '""'  # the items from here on, where none came before
         for expression, needed in reversed(items):
@@ -96,7 +101,7 @@ class Lark:
 
     def until(self, markers: tuple[str, ...], without: tuple[str, ...] = ()) -> str:
         """Any text up to and with the first of these markers, and without others."""
-        # A marker of several pieces cannot be an end that is searched for: its first piece is.
+        # A marker of several tokens cannot be an end that is searched for: its first token is.
         ways = [f"{self.text((*markers, *without))} {self.marker(one)}" for one in markers if self._begins(one)]
         if spelled := tuple(one for one in markers if not self._begins(one)):
             ways.append(self.rule(self.text(without), f"[suffix=/{any_of(spelled)}/]"))
@@ -106,9 +111,12 @@ class Lark:
         """Whether it begins with a token of its own."""
         return self._tokens.match(marker) is not None
 
-    def ended(self, terminal: str, close: str, newline: str = "") -> str:
-        """A text of this terminal up to and with a marker, which is not in it; with the newline before the marker."""
-        body = f"({terminal}) & {without((close,))}"
+    def ended(self, terminal: str, close: str, newline: str = "", forbidden: tuple[str, ...] = ()) -> str:
+        """A text of this terminal up to and with a marker, which is not in it; with the newline before the marker.
+
+        forbidden: all markers that are not in the text, where there are others.
+        """
+        body = f"({terminal}) & {without(forbidden or (close,))}"
         if self._begins(close):
             end = f" {self.literal(newline)}" if newline else ""
             return f"{self.define(self.name('TEXT'), f'({body}){end}')} {self.marker(close)}"

@@ -1,7 +1,8 @@
 """From the text of one choice to its events: content, reasoning, tool calls, in the order in which they come.
 
-Text comes in pieces that may be cut anywhere; the cuts decide only how the events' text is divided. What may still turn
-out to be a marker, the beginning of a call or a stop string is held back, and nothing else but newlines before markers.
+Text comes in segments that may be cut anywhere; the cuts decide only how the events' text is divided. What may still
+turn out to be a marker, the beginning of a call or a stop string is held back, and nothing else but newlines before
+markers.
 
 Stop strings apply to the content alone: a client that stops at a line's end means a line of the answer. The reasoning
 is not searched, or a thinking model's answer would be empty. Tool calls are not either: what is left of a call would be
@@ -25,6 +26,7 @@ from .input_text import InputText
 from .reasoning import ReasoningFormat
 from .stop_strings import StopFinder, partial_suffix
 from .tool_formats import ToolCallFormat, ToolCallParser, Tools
+from .unmarked_call import UnmarkedCall
 
 QUOTES = frozenset("`'\"‘“")  # before a marker: the model speaks of it
 
@@ -34,9 +36,9 @@ def _unmarked(text: str) -> str:
 
 
 class Channel:
-    """The content or the reasoning: its text without the newlines beside markers and without stop strings.
+    """The content or the reasoning: its text without the newlines next to markers and without stop strings.
 
-    Where text goes on behind markers, the newlines that parted it stay in it, so that words do not run together.
+    Where text goes on behind markers, the newlines between stay in it, so that words do not run together.
     """
 
     __slots__ = ("blank", "_kind", "_stop", "_lead", "_marked", "_gap")
@@ -113,7 +115,7 @@ class OutputParser:
         custom: Collection[str] = (),
     ):
         """`thinking`: the prompt has opened the reasoning already. No tool_format leaves tool calls in the text.
-        `tools` are those that the model was offered; of the `custom` ones the input is told instead of arguments."""
+        `tools` are those that the model was offered; events of `custom` ones have the input instead of arguments."""
         self.calls = 0
         self.thinking = reasoning is not None and thinking
         self._stop = StopFinder(stops, keep_stop) if stops else None
@@ -140,7 +142,10 @@ class OutputParser:
         self._parser: ToolCallParser | None = None  # of the call that is being read
         self._draft: Draft | None = None  # calls within the thoughts
         self._bare = tool_format.bare if tool_format is not None else ""  # what begins a call, as no text came yet
-        self._busy = bool(self._bare)  # the next text cannot be passed on as it is, whatever it is
+        self._unmarked: UnmarkedCall | None = None  # what the answer begins with, if that may be a call
+        if tool_format is not None and tool_format.unmarked and self._tools:
+            self._unmarked = UnmarkedCall(self.calls, self._tools)
+        self._busy = bool(self._bare or self._unmarked)  # the next text cannot be passed on as it is, whatever it is
 
     @property
     def stopped(self) -> bool:
@@ -149,6 +154,11 @@ class OutputParser:
     @property
     def stop_string(self) -> str | None:
         return self._stop.found if self._stop is not None else None
+
+    def hold_stops(self, off: bool) -> None:
+        """Look for no stop string in the text that comes, or look again."""
+        if self._stop is not None:
+            self._stop.off = off
 
     def feed(self, text: str, events: list[Event]) -> None:
         """Add the events of one token's text."""
@@ -160,7 +170,10 @@ class OutputParser:
         elif self._busy or self._firsts.search(text):
             self._route(text, events)
             self._bare = self._bare if self._content.blank and not self.calls else ""
-            self._busy = bool(self._held or self._parser or self._draft or self._bare)
+            if self.calls or not self._content.blank:
+                self._unmarked = None
+            waiting = self._unmarked is not None and not self.thinking
+            self._busy = bool(self._held or self._parser or self._draft or self._bare or waiting)
         elif text:
             self._last = text
             (self._thoughts if self.thinking else self._content).write(text, events)
@@ -176,6 +189,8 @@ class OutputParser:
                 self._finish_draft(self._draft, events)
             elif self._parser is not None:
                 self._add(self._parser.finish(), events)
+            elif self._unmarked is not None and not self.thinking:
+                self._add(self._unmarked.finish(), events)
             else:
                 self._channel.write(self._held, events)
         self._thoughts.finish(events)
@@ -206,6 +221,15 @@ class OutputParser:
     def _read_text(self, text: str, events: list[Event]) -> str:
         """Content or reasoning up to the next marker; returns what follows that."""
         channel = self._channel
+        if self._unmarked is not None and channel is self._content and channel.blank and not self.calls:
+            if not self._unmarked.begun:
+                head = text.lstrip()
+                channel.write(text[: len(text) - len(head)], events)
+                text = head
+            begun = self._unmarked.feed(text)
+            if begun is None:
+                return ""
+            self._unmarked, text = None if self._unmarked.begun else self._unmarked, begun
         if self._bare and channel is self._content and channel.blank and (head := text.lstrip())[:1] in self._bare:
             channel.write(text[: len(text) - len(head)], events)
             if head:

@@ -23,7 +23,7 @@ FORMATS = {
 
 
 def terminal(plain: Schema, strict: bool) -> str:
-    """Of the texts that a plain schema allows, which names none. Raises Unwritable."""
+    """A terminal for the texts that a plain schema allows, which names none. Raises Unwritable."""
     found = [ANY]
     shortest, longest = plain.get("minLength", 0), plain.get("maxLength")
     if shortest or longest is not None:

@@ -20,7 +20,7 @@ WORDS = {"True": True, "False": False, "None": None}  # as Python writes them
 
 
 def kinds_of(said: Any) -> frozenset[str]:
-    """What `type` of a schema says, a name or several. A number may be an integer."""
+    """The kinds in `type` of a schema, a name or several. A number may be an integer."""
     names = frozenset((said,) if isinstance(said, str) else (one for one in said if isinstance(one, str)))
     return names | {"integer"} if "number" in names else names
 

@@ -1,4 +1,4 @@
-"""Stop strings and markers in text that comes in pieces."""
+"""Stop strings and markers in streamed text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,29 @@ def partial_suffix(text: str, words: Sequence[str]) -> int:
 
 
 class StopFinder:
-    """Finds the stop string that is complete first; of two that end together, the longer."""
+    """Finds the stop string that is complete first; of two that end together, the longer.
 
-    __slots__ = ("found", "stops", "keep", "_held")
+    Text that comes while `off` is set is passed on as it is: a stop string may neither begin nor end in it.
+    """
+
+    __slots__ = ("found", "keep", "off", "_stops", "_held")
 
     def __init__(self, stops: Sequence[str], keep: bool):
         self.found: str | None = None
-        self.stops = stops
+        self._stops = stops
         self.keep = keep  # the stop string itself is shown
+        self.off = False
         self._held = ""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The texts that are looked for now."""
+        return () if self.off else self._stops
 
     def feed(self, text: str) -> str:
         """The text that is certainly before any stop string."""
+        if self.off:
+            return text
         text = self._held + text
         best: tuple[int, int, str] | None = None
         for stop in self.stops:

@@ -1,4 +1,4 @@
-"""Formats that differ in their words alone: one pair of markers around all calls, and a tag for each argument."""
+"""Formats that differ in their markers alone: markers around all calls, and a tag for each argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tagged_format(open: str, close: str, head: Head, tags: Tags, around: Around,
 
     def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
         one = tagged_calls(lark, tools, tags, *around)
-        return f"{one}{f' {one}*' if several else ''} {lark.marker(close)}"
+        return f"{lark.repeated(one) if several else one} {lark.marker(close)}"
 
     return ToolCallFormat(
         matches=lambda template: open in template,

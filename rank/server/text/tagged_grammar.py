@@ -50,7 +50,7 @@ def _spelled(lark: Lark, text: str) -> str:
 
 
 class _Arguments:
-    """Of one tool."""
+    """The grammar of one tool's arguments."""
 
     def __init__(self, lark: Lark, tool: CallableTool, tags: Tags):
         self._lark = lark
@@ -104,7 +104,7 @@ class _Arguments:
             return f"{lark.part({'lark_grammar': grammar})} {lark.literal(newline)} {lark.marker(tags.close)}"
         parts = [] if "string" in types else [schema]
         texts = self._texts(plain, types, parts) if "string" in types else []
-        ways = [lark.ended(" | ".join(texts), tags.close, newline)] if texts else []
+        ways = [lark.ended(" | ".join(texts), tags.close, newline, tags.forbidden)] if texts else []
         if parts:
             values = " | ".join(tool.json(part) for part in parts)
             ways.append(f"({values}) {lark.literal(newline)} {lark.marker(tags.close)}")
@@ -142,6 +142,6 @@ class _Arguments:
         found = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if json.loads(to_json(text, types)) == value and self._tags.close not in text:
+            if json.loads(to_json(text, types)) == value and not any(mark in text for mark in self._tags.forbidden):
                 found.append(text)
         return found

@@ -1,11 +1,13 @@
-"""Chat templates: Jinja sources of the model's authors, rendered in a sandbox with the conventions they rely on."""
+"""Chat templates: Jinja sources of the model's authors, rendered in a sandbox with the conventions they rely on.
+
+The sandbox keeps Python's objects from them. Nothing here bounds their time and memory: a server has templates parsed
+and rendered in a process with limits (text_process.py).
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,13 +18,15 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from ... import untrusted_files
 from ..api_error import ApiError
 from .control import MARK
 from .family_templates import FamilyTemplate, family_template
+from .model_files import read_json
 
 # Marks where the final message ends, so that what the template writes after it can be cut off.
 CUT = "\u2063phalanx-cut\u2063"
-LONGEST = 10.0  # seconds to render a prompt
+LONGEST_ERROR = 1000  # characters of a template's own words that an error repeats
 LOOK = 1 << 16  # characters between two looks at how long a prompt has become
 ESCAPE = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 MARK_ESCAPED = json.dumps(MARK)[1:-1]
@@ -51,38 +55,10 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with an end of the time: `start`, in each thread that renders.
-
-    It looks at the clock where a template calls something or reads an attribute, as loops do; jinja2 bounds a range.
-    """
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self._clock = threading.local()
-
-    def start(self) -> None:
-        self._clock.end = time.monotonic() + LONGEST
-
-    def look(self) -> None:
-        if time.monotonic() > self._clock.end:
-            raise jinja2.TemplateError(f"rendering takes longer than {LONGEST:g} s")
-
-    def call(self, *args: Any, **options: Any) -> Any:
-        self.look()
-        return super().call(*args, **options)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.look()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.look()
-        return super().getitem(obj, argument)
-
-
-def _environment() -> _Sandbox:
-    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -98,7 +74,7 @@ class ChatTemplate:
         self.source = "\n".join(sources.values())
         self.family = family
         self._tokens = tokens
-        self._sandbox = env = _environment()
+        env = _environment()
         self._templates = {name: env.from_string(source) for name, source in sources.items()}
 
     @property
@@ -121,9 +97,7 @@ class ChatTemplate:
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default") or next(iter(self._templates.values()))
         if continue_final:
-            final = messages[-1]
-            messages = [*messages[:-1], {**final, "content": (final.get("content") or "") + CUT}]
-        self._sandbox.start()
+            messages = [*messages[:-1], _with_cut(messages[-1])]
         try:
             parts = template.generate(
                 {
@@ -134,7 +108,7 @@ class ChatTemplate:
                     "add_generation_prompt": generate,
                 }
             )
-            # What a continued message's template writes behind it is cut off again, so its length says nothing.
+            # The template's text behind a continued message is cut off again, so its length does not matter.
             text = "".join(parts if check is None or continue_final else _checked(parts, check))
         except ApiError:
             raise
@@ -160,6 +134,14 @@ class ChatTemplate:
         return text
 
 
+def _with_cut(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with CUT behind its content, which is a text or a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + CUT}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + CUT}]}
+
+
 def _checked(parts: Iterable[str], check: Callable[[str], None]) -> Iterator[str]:
     kept: list[str] = []
     size = 0
@@ -175,7 +157,7 @@ def _checked(parts: Iterable[str], check: Callable[[str], None]) -> Iterator[str
 
 
 def _unmarked(error: Exception) -> str:
-    return str(error).replace(MARK, "")
+    return str(error)[:LONGEST_ERROR].replace(MARK, "")
 
 
 def _token_texts(config: dict) -> dict[str, str]:
@@ -195,12 +177,12 @@ def load_template(model_dir: Path, tokenizer_config: dict, override: str = "") -
     inline = tokenizer_config.get("chat_template")
     if override:
         sources["default"] = Path(override).read_text(encoding="utf-8")
-    elif (file := model_dir / "chat_template.jinja").is_file():
-        sources["default"] = file.read_text(encoding="utf-8")
+    elif (model_dir / "chat_template.jinja").is_file():
+        sources["default"] = untrusted_files.read_text(model_dir, "chat_template.jinja")
         for extra in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
-            sources[extra.stem] = extra.read_text(encoding="utf-8")
-    elif (file := model_dir / "chat_template.json").is_file():
-        sources["default"] = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+            sources[extra.stem] = untrusted_files.read_text(model_dir, f"additional_chat_templates/{extra.name}")
+    elif named := read_json(model_dir, "chat_template.json"):
+        sources["default"] = named["chat_template"]
     elif isinstance(inline, str):
         sources["default"] = inline
     elif inline:

@@ -1,7 +1,7 @@
 """A vocabulary in tiktoken's format as a tokenizer of `tokenizers`: GLM-4 9B's tokenizer.model.
 
 Each line has a token's bytes in base64 and its rank, which is its id. The format: load_tiktoken_bpe of
-https://github.com/openai/tiktoken, tiktoken/load.py. The file says neither how texts are split into words nor which
+https://github.com/openai/tiktoken, tiktoken/load.py. The file holds neither how texts are split into words nor which
 special tokens there are: those of GLM-4 are as its code has them
 (https://huggingface.co/zai-org/glm-4-9b-chat, tokenization_chatglm.py).
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from ... import untrusted_files
 from .sentencepiece import merges_of
 
 LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
@@ -30,8 +31,7 @@ PATTERNS = {
 
 def is_one(path: Path) -> bool:
     """Whether a file begins as the format does."""
-    with path.open("rb") as file:
-        return bool(LINE.match(file.readline()))
+    return bool(LINE.match(untrusted_files.read_bytes(path.parent, path.name)))
 
 
 def build(path: Path, tokenizer_class: str, alphabet: Mapping[str, int]) -> tokenizers.Tokenizer:
@@ -45,7 +45,7 @@ def build(path: Path, tokenizer_class: str, alphabet: Mapping[str, int]) -> toke
             "converted for transformers"
         )
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines()]
+        lines = [line.split() for line in untrusted_files.read_bytes(path.parent, path.name).splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         raise ValueError(f"{path} is not in tiktoken's format, or it is damaged: {error}") from None

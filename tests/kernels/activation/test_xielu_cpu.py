@@ -1,6 +1,6 @@
 import pytest
 import torch
-from phalanx.kernels.activation.xielu import xielu, xielu_reference
+from phalanx.kernels.activation.activation import xielu, xielu_reference
 from transformers.activations import XIELUActivation
 
 from ..conftest import DTYPES, close

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention_tma, decode, kv_boxes
+from phalanx.kernels.attention import decode, kv_boxes, prefill
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import CurrentKV, Part
+from phalanx.kernels.attention.backend import Part
 from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope import fp8_cache
-from phalanx.kernels.rope.rope import CosSin, KVCache, QKNorm, rope_and_store_kv_reference
+from phalanx.kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, rope_and_store_kv_reference
 from torch import Tensor
 
 from .test_attention import make_caches, make_rows
@@ -68,6 +68,17 @@ CASES = [
 ]
 
 
+# Several tokens of each sequence: parts that some of them see nothing of, windows that begin in the middle of one.
+SEVERAL = [
+    Case([0, 1, 20, 33, 70, 129], splits=4),
+    Case([140, 9], 5, 1, 80, block_size=5, splits=2, sinks=True),
+    Case([1, 40, 90, 140], 8, 2, 34, window=33, splits=4, cap=1.5),
+    Case([66, 34, 0, 140], 6, 3, 96, window=9, splits=4, sinks=True),
+    Case([33, 70, 17], 16, 2, 64, splits=4, fp8=True),
+    Case([0, 0], 4, 1, 16, splits=2),
+]
+
+
 def random_cases(count: int) -> list[Case]:
     draw = random.Random(5)
     cases = []
@@ -85,7 +96,7 @@ def random_cases(count: int) -> list[Case]:
     return cases
 
 
-# What decode.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty sequences
+# Inputs that decode.decode takes: runs that end in the middle of a sequence, groups of up to 16 heads, empty sequences
 # and long ones.
 BOXES = [
     Case([1]),
@@ -146,12 +157,49 @@ def random_boxes(count: int) -> list[Case]:
 
 
 def part_of(rows, keep: list[int]) -> SimpleNamespace:
-    """These sequences of decoding rows alone."""
+    """The decoding rows of these sequences alone."""
     return SimpleNamespace(
         block_tables=rows.block_tables[keep], lengths=rows.lengths[keep], num_decodes=len(keep),
-        query_starts=torch.arange(len(keep) + 1, dtype=torch.int32), query_lens=[1] * len(keep),
+        query_len=1, query_starts=torch.arange(len(keep) + 1, dtype=torch.int32), query_lens=[1] * len(keep),
         kv_lens=[rows.kv_lens[i] for i in keep], scratch={},
     )  # fmt: skip
+
+
+def token_by_token(rows) -> tuple[list[int], SimpleNamespace]:
+    """The tokens of decoding sequences that are not empty, by their rows of q, and these as sequences of one token."""
+    q = rows.query_len
+    keep = [i for i, length in enumerate(rows.kv_lens) if length]
+    alone = part_of(rows, [i for i in keep for _ in range(q)])
+    alone.kv_lens = [rows.kv_lens[i] - q + 1 + j for i in keep for j in range(q)]
+    alone.lengths = torch.tensor(alone.kv_lens, dtype=torch.int32)
+    return [i * q + j for i in keep for j in range(q)], alone
+
+
+def check_several(case: Case, query_len: int, dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """query_len tokens of each sequence that is not empty; it is at least as long."""
+    from phalanx.kernels.attention import attention_triton
+
+    lengths = [max(length, query_len) if length else 0 for length in case.lengths]
+    n, blocks = len(lengths), sum(-(-length // case.block_size) for length in lengths) + 2
+    rows = make_rows([query_len] * n, lengths, case.block_size, blocks, query_len=query_len)
+    cache = make_kv_cache(rows, case, blocks, dtype)
+    q = torch.randn(n * query_len, case.heads + 1, case.dim).to(dtype)[:, :-1]
+    sinks = torch.randn(case.heads) * 3 if case.sinks else None
+    scores = AttentionParams(case.dim**-0.5, case.window, case.cap, sinks)
+    want = torch.zeros(q.shape, dtype=dtype)
+    keep, single = token_by_token(rows)
+    if keep:
+        found = paged_attention_reference(q[keep], *cache[:2], single, scores, cache.scales)
+        want[keep] = found.view(-1, *want.shape[1:])
+    there, wide = moved_cache(cache, device), q.to(device)
+    scores = scores._replace(sinks=None if sinks is None else sinks.to(device))
+    tables, at = rows.block_tables.to(device), rows.lengths.to(device)
+    for _ in range(2):  # the second time with what the first left in the counters
+        out = torch.full(want.shape, NAN, dtype=dtype, device=device)
+        attention_triton.decode(
+            wide, *there[:2], tables, at, out, *scores, case.splits, None, there.scales, query_len, case.tile, case.part
+        )  # fmt: skip
+        torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
 
 
 def make_kv_cache(rows, case: Case, blocks: int, dtype: torch.dtype) -> KVCache:
@@ -186,7 +234,7 @@ def spoil(cache: KVCache, slots: list[int]) -> None:
 
 
 def check_caches(found: KVCache, want: KVCache, bound: float) -> None:
-    """Of e4m3 a code may be the next one, where a sum in another order has rounded elsewhere."""
+    """A code of e4m3 may be the next one, where a sum in another order has rounded elsewhere."""
     if want.scales is None:
         for mine, other in zip(found[:2], want[:2], strict=True):
             torch.testing.assert_close(mine, other, atol=bound, rtol=bound, equal_nan=True)
@@ -228,7 +276,7 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
     turned, after = torch.zeros_like(q), KVCache(*(None if x is None else x.clone() for x in before))
     of_keep = CosSin(turn.cos[keep], turn.sin[keep])
     at = torch.tensor([newest[i] for i in keep], dtype=torch.int64)
-    turned[keep] = rope_and_store_kv_reference(q[keep], k[keep], v[keep], of_keep, norms, after, at)
+    turned[keep] = rope_and_store_kv_reference(q[keep], CurrentKV(k[keep], v[keep], of_keep, norms, at), after)
     sinks = torch.randn(heads) * 3 if case.sinks else None
     scores = AttentionParams(dim**-0.5, case.window, case.cap, sinks)
     want = torch.zeros(n, heads, dim, dtype=dtype)
@@ -291,7 +339,7 @@ def check_widened(dtype: torch.dtype, device: str = "cpu") -> None:
     rows = make_rows([1, 7, 33], [5, 60, 70], 16, 16)
     keys, values, scales = make_kv_cache(rows, Case([], dim=40, fp8=True), 16, dtype)
     q = torch.zeros(41, 4, 40, dtype=dtype)
-    some = attention_tma.widened_blocks(Part(q, keys, values, rows, AttentionParams(1.0), 1, 3, q, scales))
+    some = prefill.widened_blocks(Part(q, keys, values, rows, AttentionParams(1.0), 1, 3, q, scales))
     for i, codes in enumerate((keys, values)):
         arguments = (x.to(device) for x in (codes, scales))
         found = fp8_triton.gather_blocks(*arguments, i, some.blocks.to(device), dtype).cpu()
@@ -316,7 +364,7 @@ def mend_interpreter() -> None:
 
 
 def main() -> None:
-    """Of at most five parts in the interpreter, which takes seconds for more; GPUs get the others."""
+    """Cases of at most five KV splits in the interpreter, which takes seconds for more; GPUs get the others."""
     mend_interpreter()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
@@ -328,6 +376,8 @@ def main() -> None:
         except Exception:
             print(f"in {case} of {dtype}", flush=True)
             raise
+    for i, case in enumerate(SEVERAL):
+        check_several(case, (4, 2, 3)[i % 3], *[(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2])
     for i, (window, cap) in enumerate(((0, 0.0), (0, 1.5), (20, 1.5), (0, 0.02))):
         check_prompts(window, cap, *[(torch.float32, 3e-6), (torch.float16, 2e-3)][i % 2])
     for window in (0, 20):

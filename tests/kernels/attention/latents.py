@@ -16,7 +16,7 @@ from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
 
-from .decoding import mend_interpreter, part_of
+from .decoding import mend_interpreter, token_by_token
 from .test_attention import make_caches, make_rows
 
 NAN = float("nan")
@@ -79,13 +79,13 @@ def fp8_latents(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
 
 
 def check_codes(got: Tensor, want: Tensor) -> None:
-    """Of what is read from e4m3: where a norm's sum in another order rounds elsewhere, a code may be the next one."""
+    """Codes read from e4m3: where a norm's sum in another order rounds elsewhere, a code may be the next one."""
     torch.testing.assert_close(got, want, atol=1e-3, rtol=0.13)
     assert (got != want).float().mean() < 0.02
 
 
 def check_fp8_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, device: str = "cpu") -> None:
-    """As the reference."""
+    """Stores as the reference does."""
     from phalanx.kernels.attention import mla_store_triton
 
     n, heads, latent, width = 5, sizes.heads, sizes.latent, sizes.latent + sizes.rope
@@ -138,7 +138,7 @@ def check_store(sizes: Sizes, interleaved: bool, dtype: torch.dtype, bound: floa
 
 
 def empty_cache(blocks: int, width: int, dtype: torch.dtype, fp8: bool, device: str) -> tuple[Tensor, Tensor | None]:
-    """Of blocks of 4 tokens, NaN or zero, and its scales if it is in e4m3."""
+    """A cache of blocks of 4 tokens, NaN or zero, and its scales if it is in e4m3."""
     if not fp8:
         return torch.full((blocks, 4, width), NAN, dtype=dtype, device=device), None
     codes = torch.zeros(blocks, 4, width, dtype=fp8_cache.E4M3, device=device)
@@ -199,20 +199,22 @@ def check_absorb(
 
 def check_decode(
     sizes: Sizes, lengths: list[int], most: int, dtype: torch.dtype, bound: float, device: str = "cpu",
-    fp8: bool = False,
+    fp8: bool = False, query_len: int = 1,
 ) -> None:  # fmt: skip
+    """query_len: tokens of each sequence that is not empty; it is at least as long."""
     from phalanx.kernels.attention import mla_triton
 
+    lengths = [max(n, query_len) if n else 0 for n in lengths]
     blocks = sum(-(-n // sizes.block_size) for n in lengths) + 2
-    rows = make_rows([1] * len(lengths), lengths, sizes.block_size, blocks)
+    rows = make_rows([query_len] * len(lengths), lengths, sizes.block_size, blocks, query_len=query_len)
     cache, scales = latent_cache(rows, sizes, blocks, dtype), None
     if fp8:
         cache, scales = fp8_latents(cache, sizes.latent)
-    q = torch.randn(len(lengths), sizes.heads, sizes.latent + sizes.rope).to(dtype)
-    keep = [i for i, n in enumerate(lengths) if n]
-    want = torch.zeros(len(lengths), sizes.heads, sizes.latent, dtype=dtype)
+    q = torch.randn(len(lengths) * query_len, sizes.heads, sizes.latent + sizes.rope).to(dtype)
+    want = torch.zeros(len(q), sizes.heads, sizes.latent, dtype=dtype)
     keys, params = cache[:, :, None], AttentionParams(0.2)
-    found = paged_attention_reference(q[keep], keys, keys[..., : sizes.latent], part_of(rows, keep), params, scales)
+    keep, single = token_by_token(rows)
+    found = paged_attention_reference(q[keep], keys, keys[..., : sizes.latent], single, params, scales)
     want[keep] = found.view(-1, *want.shape[1:])
     out = torch.full(want.shape, NAN, dtype=dtype, device=device)
     rows = to(rows, device)
@@ -227,6 +229,7 @@ def check_decode(
         0.2,
         most,
         None if scales is None else scales.to(device),
+        query_len,
         **options,
     )
     torch.testing.assert_close(out.cpu(), want, atol=bound, rtol=bound)
@@ -288,7 +291,7 @@ def check_gather(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
 
 
 def check_supports() -> None:
-    """What is no latent is left to other backends."""
+    """Caches that hold no latents are left to other backends."""
     from phalanx.kernels.attention import mla_triton
 
     rows, keys = SimpleNamespace(num_decodes=1), torch.zeros(3, 4, 1, 32)
@@ -322,6 +325,7 @@ def main() -> None:
         check_decode(sizes, LENGTHS[1 + i], 1 + 3 * i, dtype, bound, fp8=True)
         check_prompts(sizes, STEPS[i % 2], dtype, bound, fp8=True)
         check_gather(sizes, dtype)
+        check_decode(sizes, LENGTHS[1 + i], 1 + 3 * i, dtype, bound, fp8=bool(i), query_len=2 + i)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ import random
 import pytest
 import torch
 from phalanx.errors import MODEL, FatalError
-from phalanx.kernels.attention import attention, attention_tma, cudnn, decode, reference
+from phalanx.kernels.attention import attention, cudnn, decode, prefill, reference
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from phalanx.kernels.attention.backend import Part
 from phalanx.kernels.attention.reference import paged_attention_reference
-from phalanx.kernels.rope.rope import CosSin, QKNorm, rope_and_store_kv
+from phalanx.kernels.candidate import Candidate
+from phalanx.kernels.rope.rope import CosSin, CurrentKV, QKNorm, rope_and_store_kv
+from phalanx.rank import cache_groups
 
 from ..interpreter import interpret
 
 
-def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
+def make_rows(query_lens, kv_lens, block_size, blocks, spare=1, query_len=1):
     """Block tables in random order; unused entries are 0, and block 0 is nobody's."""
     free = list(range(1, blocks))
     random.Random(1).shuffle(free)
@@ -29,16 +31,18 @@ def make_rows(query_lens, kv_lens, block_size, blocks, spare=1):
     rows.block_tables = rows.block_tables.view(len(tables), width)
     rows.lengths = torch.tensor(kv_lens, dtype=torch.int32)
     rows.query_starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    rows.num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    rows.num_decodes = next((i for i, n in enumerate(query_lens) if n != query_len), len(query_lens))
+    rows.query_len = query_len
     rows.query_lens, rows.kv_lens, rows.scratch = list(query_lens), list(kv_lens), {}
     return rows
 
 
-def make_caches(rows, block_size, blocks, kv_heads, dim, dtype):
-    """NaN everywhere but in the slots that the sequences use."""
+def make_caches(rows, block_size, blocks, kv_heads, dim, dtype, window=0):
+    """NaN everywhere but in the slots that the sequences use: not in blocks that are freed behind a window."""
     caches = torch.full((2, blocks, block_size, kv_heads, dim), float("nan"), dtype=dtype)
-    for table, length in zip(rows.block_tables.tolist(), rows.kv_lens, strict=True):
-        for p in range(length):
+    for table, count, length in zip(rows.block_tables.tolist(), rows.query_lens, rows.kv_lens, strict=True):
+        first = cache_groups.first_read(window, length - count) // block_size * block_size
+        for p in range(first, length):
             caches[:, table[p // block_size], p % block_size] = torch.randn(2, kv_heads, dim).to(dtype)
     return caches[0], caches[1]
 
@@ -81,7 +85,7 @@ def check(
     torch.manual_seed(len(query_lens) + dim)
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
     rows = make_rows(query_lens, kv_lens, block_size, blocks)
-    keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype)
+    keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype, window)
     whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
     q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
     before = q.clone()
@@ -131,6 +135,18 @@ def test_sliding_window(window, monkeypatch):
     check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_blocks_behind_the_window_are_not_read(sinks, monkeypatch):
+    """A CPU's kernels do not read them, whatever they hold; kernels for prompts on GPUs read whole tiles."""
+    monkeypatch.setattr(cache_groups, "TILE", 1)
+    for window in (1, 5, 16):
+        check([1, 1, 1, 13, 2], [90, 14, 5, 61, 29], window=window, sinks=sinks)
+
+
+def test_tiles_are_not_wider_than_blocks_are_kept_behind_a_window():
+    assert max(prefill.KEYS) <= cache_groups.TILE
+
+
 @pytest.mark.parametrize("window, cap", [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_sinks(window, cap, monkeypatch):
     monkeypatch.setattr(reference, "PIECE", 5)
@@ -173,32 +189,26 @@ def test_which_prompts_suit_cudnn():
     assert found == [(True, 0, 1), (False, 1, 3), (True, 3, 4), (True, 4, 5), (False, 5, 7)]
 
 
-def test_the_first_backend_that_takes_a_part_computes_it(monkeypatch):
+def test_the_first_candidate_that_takes_a_part_computes_it(monkeypatch):
     rows = make_rows([1, 1, 5], [3, 4, 9], 4, 8)
     q, keys = torch.randn(7, 4, 8), torch.randn(8, 4, 2, 8)
     parts = []
 
-    class Backend:
-        plan, run = staticmethod(lambda part: "plan"), staticmethod(lambda part, plan: parts.append((plan, part[5:7])))
+    def made(wanted):
+        return Candidate("", "", "", lambda part: part.decodes == wanted, lambda part: parts.append(part[5:7]))
 
-        def __init__(self, wanted):
-            self.supports = lambda part: part.decodes == wanted
-
-    monkeypatch.setattr(attention, "backends", lambda device: (Backend(True), Backend(False), reference))
+    monkeypatch.setitem(attention.CANDIDATES, "cpu", (made(True), made(False), reference.CANDIDATE))
     paged_attention(q, keys, keys, rows, AttentionParams(1.0))
-    assert parts == [("plan", (0, 2)), ("plan", (2, 3))]
-    monkeypatch.setattr(attention, "backends", lambda device: (Backend(True),))
+    assert parts == [(0, 2), (2, 3)]
+    monkeypatch.setitem(attention.CANDIDATES, "cpu", (made(True),))
     with pytest.raises(FatalError) as caught:
         paged_attention(q, keys, torch.randn(8, 4, 2, 6), rows, AttentionParams(1.0))
-    assert caught.value.code == MODEL and str(caught.value) == (
-        "no attention kernel for cpu takes keys of 8 and values of 6 elements a head: use --device cpu, which computes "
-        "all"
-    )
+    assert caught.value.code == MODEL and "head: use --device" in str(caught.value)
 
 
 @pytest.mark.parametrize("window, cap", [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_values_may_be_of_another_size_than_keys(window, cap):
-    """As in multi-head latent attention whose latent is expanded."""
+    """Sizes of multi-head latent attention whose latent is expanded."""
     rows = make_rows([1, 1, 6], [3, 14, 9], 4, 12)
     keys, padded = make_caches(rows, 4, 12, 2, 12, torch.float32)
     q, params = torch.randn(8, 4, 12), AttentionParams(0.3, window, cap)
@@ -242,10 +252,10 @@ def test_write_and_attend(query_lens, kv_lens):
             for positions in [torch.arange(length - count, length)]
         ]
     )
-    theirs = [c.clone() for c in cache]
-    rotated = rope_and_store_kv(q.clone(), k.clone(), v, cos_sin, norms, (theirs[0], theirs[1]), rows.slots)
+    theirs, new = [c.clone() for c in cache], CurrentKV(k, v, cos_sin, norms, rows.slots)
+    rotated = rope_and_store_kv(q.clone(), new._replace(k=k.clone()), (theirs[0], theirs[1]))
     want = paged_attention(rotated, theirs[0], theirs[1], rows, AttentionParams(0.3))
-    assert torch.equal(store_and_attend(q, k, v, cos_sin, norms, cache, rows, AttentionParams(0.3)), want)
+    assert torch.equal(store_and_attend(q, new, cache, rows, AttentionParams(0.3)), want)
     for mine, other in zip(cache, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
@@ -257,10 +267,10 @@ def test_which_steps_suit_one_kernel():
     keys = torch.zeros(8, 4, 2, 8)
 
     def supports(q=q, k=k, cos_sin=whole, keys=keys, rows=rows):
-        return attention.supports_one_kernel(q, k, v, cos_sin, (keys, keys), rows)
+        return attention.supports_one_kernel(q, CurrentKV(k, v, cos_sin, None, q), (keys, keys), rows)
 
     assert supports()
-    assert not supports(cos_sin=part), "some dimensions are not rotated"
+    assert not supports(cos_sin=part)  # some dimensions are not rotated
     assert not supports(keys=keys.bfloat16()) and not supports(k=torch.zeros(3, 8, 2).mT)
     assert not supports(q=torch.zeros(3, 8, 8)[:, ::2])
     assert not supports(rows=make_rows([1, 1, 2], [3, 4, 5], 4, 8))
@@ -281,4 +291,4 @@ def test_tokens_of_prompts_do_not_count_as_decoding_sequences(monkeypatch):
     for stop, taken in ((2, True), (len(q), False)):
         rows.num_decodes = stop
         part = Part(q, keys, keys, rows, AttentionParams(1.0), 0, stop, q)
-        assert attention_tma.supports(part) is taken
+        assert decode.supports(part) is taken

@@ -7,8 +7,8 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import attention, attention_triton, prefill, reference
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.rope import rope
+from phalanx.kernels.rope.rope import CurrentKV
 
 from ...devices import needs_tma, require_gpu
 from ..gpu import KINDS, near, poison  # noqa: F401
@@ -90,7 +90,7 @@ def test_prompts_of_all_lengths(by_triton, dim, dtype, bound, monkeypatch):
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 def test_long_prompts(dtype, bound):
-    """Whole prompts that cuDNN takes where attention_tma does not take them, among others and alone."""
+    """Whole prompts that cuDNN takes where prefill.cu does not take them, among others and alone."""
     check_attention([1, 60, 2049, 5], [77, 60, 2049, 9], 4, 2, 128, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound)
     check_attention([2560], [2560], 4, 1, 64, dtype, bound, cap=1.5)  # not by cuDNN
@@ -120,6 +120,14 @@ def test_decode_kernel_random_shapes(i, case):
     decoding.check(case, dtype, max(bound, 1e-5), "cuda")
 
 
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("case", [*decoding.SEVERAL, *(case._replace(unwritten=()) for case in decoding.CASES)])
+@pytest.mark.parametrize("query_len", [2, 4, 5])
+def test_several_tokens_of_a_sequence(case, dtype, bound, query_len):
+    decoding.check_several(case, query_len, dtype, max(bound, 1e-5), "cuda")
+    assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
+
+
 @needs_tma
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
 @pytest.mark.parametrize("case", decoding.BOXES)
@@ -138,13 +146,16 @@ def test_decode_by_tma_random_shapes(i, case):
 @pytest.mark.parametrize("turned", [64, 32])
 @pytest.mark.parametrize("query_lens, kv_lens", [([1] * 4, [3000, 1, 17, 500]), ([1, 1, 9], [300, 16, 40])])
 def test_write_and_attend(query_lens, kv_lens, turned):
-    """As one kernel, or as two where heads are turned in part or a step has a prompt."""
+    """Writes and attends in one kernel, or in two where heads are turned in part or a step has a prompt."""
     rows, cache, y, rest = a_step(query_lens, kv_lens, turned)
     theirs = cache.clone()
-    q = rope.rope_and_store_kv_reference(*split(y), *rest, (theirs[0], theirs[1]), rows.slots)
+    q, k, v = split(y)
+    q = rope.rope_and_store_kv_reference(q, CurrentKV(k, v, *rest, rows.slots), (theirs[0], theirs[1]))
     want = reference.paged_attention_reference(q, theirs[0], theirs[1], rows, AttentionParams(0.125))
     rows.scratch.clear()
-    near(attention.store_and_attend(*split(y), *rest, (cache[0], cache[1]), rows, AttentionParams(0.125)), want, 2e-3)
+    q, k, v = split(y)
+    new = CurrentKV(k, v, *rest, rows.slots)
+    near(attention.store_and_attend(q, new, (cache[0], cache[1]), rows, AttentionParams(0.125)), want, 2e-3)
     torch.testing.assert_close(cache, theirs, atol=2e-3, rtol=2e-3, equal_nan=True)
 
 
@@ -173,9 +184,10 @@ def test_one_kernel_in_a_graph():
     rows, cache, y, rest = a_step([1] * 4, [3000, 2000, 2500, 700], 64)
     cache.nan_to_num_(0)
     q, k, v = split(y)
+    new = CurrentKV(k, v, *rest, rows.slots)
 
     def step():
-        return attention.store_and_attend(q, k, v, *rest, (cache[0], cache[1]), rows, AttentionParams(0.125))
+        return attention.store_and_attend(q, new, (cache[0], cache[1]), rows, AttentionParams(0.125))
 
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -191,7 +203,6 @@ def test_one_kernel_in_a_graph():
             found = out.clone()
             near(found, step(), 2e-3)
             alone = torch.empty_like(q, memory_format=torch.contiguous_format)
-            new = CurrentKV(k, v, *rest, rows.slots)
             attention_triton.decode(
                 q, cache[0], cache[1], rows.block_tables, rows.lengths, alone, *AttentionParams(0.125), 1, new
             )

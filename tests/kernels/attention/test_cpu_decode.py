@@ -24,10 +24,11 @@ def cache(lengths, size, kv_heads, dim, dtype):
     return blocks, keys, values
 
 
-def rows_of(blocks, lengths):
+def rows_of(blocks, lengths, query_len=1):
     return SimpleNamespace(
         block_tables=blocks, lengths=torch.tensor(lengths, dtype=torch.int32), query_starts=None,
-        num_decodes=len(lengths), query_lens=[1] * len(lengths), kv_lens=lengths, scratch={},
+        num_decodes=len(lengths), query_len=query_len, query_lens=[query_len] * len(lengths), kv_lens=lengths,
+        scratch={},
     )  # fmt: skip
 
 
@@ -52,6 +53,33 @@ def test_decode(isa, threads, called, dtype, lengths, heads, kv_heads, dim, wind
     want = paged_attention_reference(q.float(), keys.float(), values.float(), rows, scores)
     close(paged_attention(q, keys, values, rows, scores), want, dtype, atol=2e-5)
     assert [name.rpartition("_")[0] for name in called] == ["decode", "merge"]
+
+
+def one_token_each(blocks, lengths, query_len):
+    """The tokens as sequences of one token."""
+    ends = [length - after for length in lengths for after in range(query_len - 1, -1, -1)]
+    return rows_of(blocks.repeat_interleave(query_len, 0), ends)
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("query_len", [2, 4, 17])
+@pytest.mark.parametrize("lengths, heads, kv_heads, dim", [*SHAPES[2:], ([17, 150, 18], 4, 2, 16)])
+@pytest.mark.parametrize("window, cap, sink", [(0, 0.0, False), (3, 2.0, False), (300, 0.0, True)])
+def test_several_tokens_of_a_sequence(
+    isa, threads, called, dtype, query_len, lengths, heads, kv_heads, dim, window, cap, sink
+):
+    """Each sees the tokens up to itself, in its own window."""
+    lengths = [max(length, query_len) for length in lengths]
+    blocks, keys, values = cache(lengths, 16, kv_heads, dim, dtype)
+    q = torch.randn(len(lengths) * query_len, heads + 3, dim).to(dtype)[:, :heads]
+    params = AttentionParams(dim**-0.5, window, cap, torch.randn(heads) if sink else None)
+    single = one_token_each(blocks, lengths, query_len)
+    want = paged_attention_reference(q.float(), keys.float(), values.float(), single, params)
+    rows = rows_of(blocks, lengths, query_len)
+    close(paged_attention(q, keys, values, rows, params), want, dtype, atol=2e-5)
+    assert [name.rpartition("_")[0] for name in called] == ["decode", "merge"]
+    close(paged_attention_reference(q.float(), keys.float(), values.float(), rows, params), want, torch.float32)
 
 
 @pytest.mark.parametrize("lengths, heads, kv_heads, dim", SHAPES)
@@ -97,7 +125,7 @@ def test_what_is_left_to_torch(called):
         return cpu_decode.supports(Part(q, keys, values, rows, scores, first, 2, q))
 
     assert supports(q)
-    assert not supports(q.bfloat16()), "a cache of another type"
+    assert not supports(q.bfloat16())  # a cache of another type
     assert not supports(torch.randn(2, 2, cpu_decode.MOST_DIM + 1)) and not supports(torch.randn(2, 8, 4).mT)
     assert not supports(q, values[..., :5].contiguous())
     assert called == []
@@ -105,4 +133,4 @@ def test_what_is_left_to_torch(called):
     assert not supports(q, first=1)
     want = paged_attention_reference(q, keys, values, rows, scores)
     close(paged_attention(q, keys, values, rows, scores), want, torch.float32, atol=2e-5)
-    assert called == ["decode_f32", "merge_f32"], "of the sequence that decodes"
+    assert called == ["decode_f32", "merge_f32"]  # of the sequence that decodes

@@ -36,8 +36,8 @@ class Launcher:
     def kernel(self, source, name, dtype, shared=0, **sizes):
         library = self.models.build(source, {"T": dtype, **sizes})
 
-        def launch(grid, threads, *args, shared=0):
-            assert shared <= 227 << 10
+        def launch(grid, threads, *args, shared=0, overlap):
+            assert shared <= 227 << 10 and overlap
             self.seed += 1
             q, scales = args[4], args[14]
             made = q if q._base is None else q._base  # by the kernel before
@@ -76,11 +76,13 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_decode(case, launcher):
     check(launcher, case, torch.bfloat16)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [one for case in CASES if takes(one := case._replace(fp8=True))])
 def test_cache_in_e4m3(case, launcher):
     check(launcher, case, torch.float16)
@@ -98,6 +100,7 @@ def test_codes_come_32_at_a_time(launcher):
         assert decode.supports_decode(5, q, keys.to(E4M3), None, scales) is (dim % 32 == 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_sequence_in_many_parts(fp8, launcher, monkeypatch):
     """More than a warp has lanes."""

@@ -6,7 +6,13 @@ from phalanx.kernels.attention import mla
 from phalanx.kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope import fp8_cache
-from phalanx.kernels.rope.rope import QKNorm, cos_sin_reference, rope_and_store_kv, rope_and_store_kv_reference
+from phalanx.kernels.rope.rope import (
+    CurrentKV,
+    QKNorm,
+    cos_sin_reference,
+    rope_and_store_kv,
+    rope_and_store_kv_reference,
+)
 
 from ..conftest import DTYPES, close
 from .latents import SIZES
@@ -48,9 +54,9 @@ def test_what_quantising_loses():
     y = fp8_cache.dequantize(codes, exponents, torch.float32)
     largest = x.abs().amax(1, True)
     assert ((x - y).abs() <= torch.maximum(x.abs() / 16, largest * 2**-16)).all()
-    assert 0.02 < ((x - y).norm(dim=1) / x.norm(dim=1)).mean() < 0.03, "each row counts alike, whatever its size"
+    assert 0.02 < ((x - y).norm(dim=1) / x.norm(dim=1)).mean() < 0.03  # each row counts alike, whatever its size
     scaled = codes.float().abs().amax(1)
-    assert (scaled >= 224).all() and (scaled <= 448).all(), "no scale is larger than it must be, and none too small"
+    assert (scaled >= 224).all() and (scaled <= 448).all()  # no scale is larger than it must be, and none too small
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(fp8_cache.dequantize(codes, exponents, dtype).float(), y), "exact in every dtype"
     again = fp8_cache.quantize(y)
@@ -76,7 +82,8 @@ def test_cpus_write_what_the_reference_writes(threads, called, dtype, heads, kv_
     found = []
     for write in (rope_and_store_kv_reference, rope_and_store_kv):
         cache = empty_cache(4, 3, kv_heads, dim)
-        q = write(*wide.clone().split([heads, kv_heads, kv_heads], 1), turn, norms, cache, slots)
+        q, k, v = wide.clone().split([heads, kv_heads, kv_heads], 1)
+        q = write(q, CurrentKV(k, v, turn, norms, slots), cache)
         found.append((q, cache))
     (q, cache), (want, wanted) = reversed(found)
     assert called == [f"rope_{'f32' if dtype == torch.float32 else 'bf16'}"]
@@ -86,7 +93,7 @@ def test_cpus_write_what_the_reference_writes(threads, called, dtype, heads, kv_
     assert torch.equal(cache[2][:, :, 1], wanted[2][:, :, 1])
     for mine, other in zip(widened(cache), widened(wanted), strict=True):
         used = [mine.view(-1, kv_heads, dim)[slots], other.view(-1, kv_heads, dim)[slots]]
-        assert (used[0] - used[1]).norm() <= 0.01 * used[1].norm(), "a sum in another order may round elsewhere"
+        assert (used[0] - used[1]).norm() <= 0.01 * used[1].norm()  # a sum in another order may round elsewhere
         unused = torch.ones(12, dtype=torch.bool)
         unused[slots] = False
     assert (cache[0].view(torch.uint8).view(12, -1)[unused] == NAN).all()
@@ -131,9 +138,10 @@ def test_a_step_attends_to_what_it_has_stored():
     rows.slots = torch.stack([tables[0, 2] * 4, tables[1, 0] * 4 + 3])
     turn = cos_sin_reference(torch.randn(20, 2, 8), torch.tensor([8, 3]))
     q, k, v = torch.randn(2, 8, 16).split([4, 2, 2], 1)
-    out = store_and_attend(q.clone(), k.clone(), v, turn, None, cache, rows, AttentionParams(0.25))
+    new = CurrentKV(k, v, turn, None, rows.slots)
+    out = store_and_attend(q.clone(), new._replace(k=k.clone()), cache, rows, AttentionParams(0.25))
     other = tuple(x.clone() for x in cache)
-    rotated = rope_and_store_kv_reference(q, k, v, turn, None, other, rows.slots)
+    rotated = rope_and_store_kv_reference(q, new, other)
     want = paged_attention_reference(rotated, *widened(other), rows, AttentionParams(0.25))
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 

@@ -36,7 +36,7 @@ def test_rotary_kernel_writes_what_the_reference_does(dim, turned, tokens, heads
         q, k, v = y.to(device, copy=True).split([heads, kv_heads, kv_heads], 1)
         there = rope.CosSin(turn.cos.to(device), turn.sin.to(device), interleaved)
         call = rope.rope_and_store_kv_cuda if device == "cuda" else rope.rope_and_store_kv_reference
-        call(q, k, v, there, None, cache, slots.to(device))
+        call(q, rope.CurrentKV(k, v, there, None, slots.to(device)), cache)
         found.append(decoding.moved_cache(cache, "cpu"))
     decoding.check_caches(found[1], found[0], bound)
 

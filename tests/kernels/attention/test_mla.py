@@ -54,7 +54,7 @@ def test_both_ways(sizes, expanded, monkeypatch):
 
 
 def test_few_heads_and_few_sequences_at_once(monkeypatch):
-    """As many as memory is kept for."""
+    """Heads and sequences at once are as many as memory is kept for."""
     monkeypatch.setattr(mla, "expands", lambda *_: True)
     monkeypatch.setattr(mla, "EXPANDED_BYTES", 40 * 28 * 4 * 3)
     monkeypatch.setattr(mla, "CONTEXT", 30)

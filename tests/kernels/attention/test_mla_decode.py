@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import mla_decode, mla_decode_e4m3, mla_parts
+from phalanx.kernels.attention import mla_decode
 from phalanx.kernels.attention.backend import AttentionParams, Part
 from phalanx.kernels.attention.reference import paged_attention_reference, slots_of
 from phalanx.kernels.device import HALF_SHARED
@@ -18,7 +18,8 @@ from .latents import DEEPSEEK, NAN, fp8_latents, latent_cache
 from .test_attention import make_rows
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
-WIDTH, LATENT = mla_parts.WIDTH, mla_parts.LATENT
+TMA = mla_decode.Tiles("mla_tma", 64, 8, 2)
+WIDTH, LATENT = mla_decode.WIDTH, mla_decode.LATENT
 
 
 class Launcher:
@@ -38,8 +39,8 @@ class Launcher:
     def kernel(self, source, name, dtype, shared=0, **sizes):
         library = self.models.build(source, {"T": dtype, **sizes})
 
-        def launch(grid, threads, *args, shared=0):
-            assert shared <= 227 << 10
+        def launch(grid, threads, *args, shared=0, overlap):
+            assert shared <= 227 << 10 and overlap
             self.seed += 1
             self.grids.append(grid)
             options = dict(seed=self.seed, writes=self.writes, any_order=True)
@@ -55,12 +56,12 @@ def launcher(monkeypatch, cuda_models):
 
 
 def not_yet(x: torch.Tensor) -> torch.Tensor:
-    """What a tensor of numbers, codes or scales holds before it is written."""
+    """Contents of a tensor of numbers, codes or scales before it is written."""
     return torch.full_like(x, NAN if x.is_floating_point() else 0x7F)
 
 
 class Step:
-    """Of one token of each sequence; what is no token's is NaN. The reference computes in f32."""
+    """A step of one token of each sequence; what is no token's is NaN. The reference computes in f32."""
 
     def __init__(self, lengths, dtype=torch.bfloat16, heads=16, size=16, spare=2, fp8=False):
         sizes = DEEPSEEK._replace(heads=heads, block_size=size)
@@ -95,7 +96,7 @@ class Step:
         return want
 
     def decode(self, launcher, most: int, fill: int) -> torch.Tensor:
-        """What the kernel before writes is there when that has ended: queries, and the step's own tokens."""
+        """The kernel before has written when it has ended: queries, and the step's own tokens."""
         launcher.writes += [(one, not_yet(one)) for one in (self.q, *self.tokens(-1))]
         rows, scales = self.rows, self.scales
         mla_decode.decode(
@@ -119,7 +120,7 @@ CASES = [
     ([1024, 2], 64, 64, 8, dict(heads=2, size=64)),
     ([900, 161], 2, 4, 5, dict(dtype=torch.float16, heads=17, size=32)),
 ]
-# The same of a cache in e4m3, by the kernel of GPUs without TMA.
+# Cases of a cache in e4m3, by the kernel of GPUs without TMA.
 FP8_CASES = [
     ([1, 0, 34, 127], 1, 1, 8, dict(fp8=True)),
     ([200, 0, 65, 31], 4, 4, 5, dict(heads=5, size=48, fp8=True)),
@@ -139,6 +140,7 @@ TMA_CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "lengths, most, fill, panels, options",
     [
@@ -149,8 +151,8 @@ TMA_CASES = [
     ],
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
-    monkeypatch.setattr(mla_decode, "occupancy", lambda *_: (panels, 1))
-    monkeypatch.setattr(mla_decode_e4m3, "supports", lambda _: not panels)
+    tiles = mla_decode.Tiles("mla_copied", 32, panels, 1) if panels else TMA
+    monkeypatch.setattr(mla_decode, "choose_tiles", lambda *_: tiles)
     step = Step(lengths, **options)
     want = step.want()
     got = step.decode(launcher, most, fill)
@@ -176,9 +178,9 @@ def test_what_is_read_early(launcher):
         assert step.decode(launcher, 1, 1).isnan().any().item() == early
 
 
-@pytest.fixture(params=[False, True])
+@pytest.fixture(params=[mla_decode.Tiles("mla_copied", 32, 5, 2), TMA], ids=lambda tiles: tiles.header)
 def tma(request, monkeypatch):
-    monkeypatch.setattr(mla_decode_e4m3, "supports", lambda _: request.param)
+    monkeypatch.setattr(mla_decode, "choose_tiles", lambda *_: request.param)
 
 
 def test_numbers_of_all_sizes_in_e4m3(launcher, tma):
@@ -194,7 +196,7 @@ def test_numbers_of_all_sizes_in_e4m3(launcher, tma):
 
 
 def test_many_small_weights_in_e4m3(launcher, tma):
-    """Of 700 tokens whose weights are 2^-23 of another one's, which has a value of 0, a sum is left: f16 keeps them."""
+    """A sum is left of 700 tokens whose weights are 2^-23 of another one's, which has a value of 0: f16 keeps them."""
     step = Step([701], heads=1, fp8=True)
     codes, (tokens,) = step.cache.view(torch.uint8).view(-1, WIDTH), [slots_of(step.rows, 0, 16)]
     codes[tokens, :LATENT], codes[tokens, LATENT:], step.scales[:] = 0x38, 0, 127  # ones, and zeros
@@ -219,7 +221,7 @@ def test_as_a_backend(launcher, chosen):
     step = Step([40, 3, 9], heads=3)
     part, want = part_of_step(step, stop=2), step.want()
     assert mla_decode.supports(part)
-    mla_decode.run(part, mla_decode.plan(part))
+    mla_decode.run(part)
     assert launcher.grids == [(2, 2, 1)]
     torch.testing.assert_close(step.out[:2].float(), want[:2], atol=2e-2, rtol=2e-2)
     assert step.out[2].isnan().all()
@@ -242,7 +244,7 @@ def test_what_it_takes(monkeypatch, chosen):
 
 @pytest.mark.parametrize("size, taken", [(16, True), (48, True), (8, False), (1, False)])
 def test_caches_in_e4m3(size, taken, monkeypatch):
-    """Of any number of sequences; the scales of 16 tokens lie side by side in a block."""
+    """Caches of any number of sequences; the scales of 16 tokens lie side by side in a block."""
     monkeypatch.setattr(mla_decode, "LEAST_SEQUENCES", 9)
     step = Step([3, 4], heads=2, size=size, fp8=True)
     assert mla_decode.supports(part_of_step(step, scales=step.scales)) is taken
@@ -250,8 +252,10 @@ def test_caches_in_e4m3(size, taken, monkeypatch):
 
 
 def test_parts():
-    """As many as there is room for, in a graph; no more than there are tiles."""
+    """KV splits are as many as there is room for, in a graph; no more than there are tiles."""
     sizes = [(1, 64), (16, 16), (64, 4), (100, 2), (128, 2), (256, 1)]
     assert [(blocks, mla_decode.choose_kv_splits(blocks, 1 << 15, 264)) for blocks, _ in sizes] == sizes
     assert mla_decode.choose_kv_splits(1, 32, 264) == 1 and mla_decode.choose_kv_splits(1, 33, 264) == 2
-    assert max(mla_decode.shared_bytes(5), mla_decode_e4m3.SHARED) <= HALF_SHARED, "two blocks of a multiprocessor"
+    for fp8 in (False, True):
+        tiles = mla_decode.choose_tiles(torch.device("cpu"), fp8)
+        assert mla_decode.shared_bytes(tiles, fp8) <= HALF_SHARED and tiles.per_sm == 2

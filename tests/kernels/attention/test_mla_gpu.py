@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.attention import attention, mla, mla_decode, mla_triton
+from phalanx.kernels.attention import attention, mla, mla_decode
 from phalanx.kernels.attention.backend import AttentionParams
+from phalanx.kernels.candidate import choose
 
 from ...devices import require_gpu
 from ..gpu import run_steps
@@ -45,9 +46,10 @@ def test_absorb(sizes, dtype, bound):
 @pytest.mark.parametrize("sizes", [*SIZES, DEEPSEEK, DEEPSEEK._replace(heads=128)])
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("most", [1, 4, 64])
-def test_decode(sizes, dtype, bound, most):
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_decode(sizes, dtype, bound, most, query_len):
     for lengths in (*LENGTHS, [5000, 0, 257, 1]):
-        latents.check_decode(sizes, lengths, most, dtype, bound, "cuda")
+        latents.check_decode(sizes, lengths, most, dtype, bound, "cuda", query_len=query_len)
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS[1:])
@@ -78,8 +80,8 @@ def test_what_is_chosen(decoded_by):
     step = Step([40, 3], torch.bfloat16)
     step.q, step.cache, step.out = (x.cuda() for x in (step.q, step.cache, step.out))
     part = part_of_step(step)
-    found = next(one for one in attention.backends("cuda") if one.supports(part))
-    assert found is {"cuda": mla_decode, "triton": mla_triton}[decoded_by]
+    found = choose(attention.CANDIDATES["cuda"], part)
+    assert found.name == {"cuda": "mla_decode.cu", "triton": "mla_triton.py"}[decoded_by]
 
 
 class Layers:
@@ -102,7 +104,7 @@ class Layers:
         tables = torch.randperm(blocks, dtype=torch.int32, device="cuda").view(count, self.WIDTH)
         self.rows = SimpleNamespace(
             block_tables=tables, lengths=self.starts.clone(), slots=self.starts.long(), num_decodes=count,
-            query_lens=[1] * count, kv_lens=[1 << 15] * count, scratch={},
+            query_len=1,            query_lens=[1] * count, kv_lens=[1 << 15] * count, scratch={},
         )  # fmt: skip
 
     def __call__(self, caches, pause):
@@ -120,7 +122,8 @@ class Layers:
 
 
 def test_steps_that_begin_early(decoded_by):
-    """As graphs, where kernels begin before what is before them has ended, and one by one with a pause after each."""
+    """Steps as graphs, where kernels begin before what is before them has ended, and one by one with a pause after
+    each."""
     step, stream = Layers(), torch.cuda.Stream()
 
     reset = functools.partial(step.rows.lengths.copy_, step.starts)

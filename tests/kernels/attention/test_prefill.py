@@ -18,7 +18,7 @@ BOUNDS = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
 
 
 def box(start, rows, columns, height, pitch, *runs):
-    assert pitch == columns, "the model has no other pitch"
+    assert pitch == columns  # the model has no other pitch
     return cuda_model.Box(start, rows, columns, height, *runs)
 
 
@@ -47,6 +47,7 @@ def in_the_model(monkeypatch, cuda_models):
 
 # Heads of whole runs of 64 elements and others, q in registers and in part in shared memory; prompts, chunks behind
 # others' tokens, ends within a tile, boxes of several sizes.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "dim, heads, kv_heads, block_size, window, cap, sinks, dtype",
     [

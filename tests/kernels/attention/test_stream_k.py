@@ -1,4 +1,4 @@
-"""How decode.cu's blocks share out what they read: by a model in Python, and by stream_k.cuh where a compiler is."""
+"""How decode.cu's blocks share out what they read: by a model in Python, and by its own lines where a compiler is."""
 
 import ctypes
 import itertools
@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
     tile: int = 64
 
     def span(self, length: int) -> tuple[int, int, int]:
-        """Of the tokens that are read: where the first one's box begins, and where they end; how many boxes."""
+        """The tokens that are read: where the first one's box begins, and where they end; how many boxes."""
         last = max(length - self.rotate, 0)
         start = (max(length - self.window, 0) if self.window else 0) // self.box * self.box
         return start, last, max(-(-(last - start) // self.box), 1)
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 def model(sizes: Sizes, lengths: list[int], wanted: int) -> list[list[Part]]:
-    """The parts of each run, as stream_k.cuh reckons."""
+    """The parts of each run, as decode.cu reckons."""
     counts = [sizes.span(length)[2] for length in lengths]
     ends = list(itertools.accumulate(counts))
     tiles = sum(-(-count // sizes.per_tile) for count in counts)
@@ -127,13 +127,15 @@ extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
 def runs(request, tmp_path_factory):
-    """sizes and what finds the runs: the model, held against the header if it can be compiled."""
+    """sizes and what finds the runs: the model, held against decode.cu if it can be compiled."""
     sizes = request.param
     compiler = shutil.which("c++")
     if compiler is None:
         return sizes, lambda lengths, wanted: model(sizes, lengths, wanted)
     folder = tmp_path_factory.mktemp("runs")
-    text = HARNESS % (decode.LEAST, *sizes, jit.SOURCES["stream_k.cuh"].read_text())
+    _, _, shares = jit.SOURCES["decode.cu"].read_text().partition("// Stream-K: ")
+    shares, _, _ = shares.partition("// A sequence's query heads of one key head")
+    text = HARNESS % (decode.LEAST, *sizes, f"// {shares}")
     source, library = folder / "runs.cpp", folder / "runs.so"
     source.write_text(text)
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
@@ -178,6 +180,7 @@ def check(sizes: Sizes, lengths: list[int], parts: list[list[Part]]) -> None:
     assert all(abs(share - mean) <= sizes.per_tile + 1 for share in shares)
 
 
+@pytest.mark.sample(3)
 def test_few_sequences(runs):
     sizes, found = runs
     for n in (1, 2, 3):

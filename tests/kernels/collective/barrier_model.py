@@ -1,4 +1,4 @@
-"""kernels/collective/barrier.cuh and ll.cuh, thread by thread and access by access, under a scheduler out for trouble.
+"""Model of barrier.cuh and of allreduce_norm.cu's LL protocol, access by access, under a scheduler out for trouble.
 
 Every thread of every block of every rank is a generator that stops before each access to memory. What a rank stores is
 seen by the others later, each store on its own and in any order, as the memory model allows: only two stores to the
@@ -155,7 +155,7 @@ class Thread:
             yield from self.store(words[i], *place, i)
 
     def receive(self, *place: Any) -> Steps:
-        """What has been sent to this place, once it is there."""
+        """The data sent to this place, once it is there."""
         looked_at = range(1 if self.group.flaw == "one word is looked at" else 2)
         yield lambda: all(self.group.load(self.rank, (*place, i)) for i in looked_at)
         words = []

@@ -36,6 +36,7 @@ def test_all_ranks_get_the_sum_whatever_the_interleaving(part):
         attempt(1000 * part + seed)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_scheduler_finds_what_is_left_out(flaw):
     first = 19 if flaw in ("only used blocks count", "shares of other blocks' rows") else 0  # which earlier seeds miss
@@ -47,6 +48,7 @@ def test_the_scheduler_finds_what_is_left_out(flaw):
     raise AssertionError(f"{flaw}: no interleaving fails, so it is not needed, or not tried")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["push_add_norm", pytest.param("one_way_push_add_norm", marks=pytest.mark.long)])
 @pytest.mark.parametrize("flaw", MAIL_FLAWS)
 def test_what_is_sent_needs_its_zeros(kind, flaw):

@@ -70,7 +70,7 @@ def test_the_sum_with_the_norm(isa):
 
 
 def test_the_argmax_over_ranks_is_recorded(isa):
-    """What each has found, gathered and compared by all, and again by a replay."""
+    """Each rank's result, gathered and compared by all, and again by a replay."""
     made, x = boards(3), torch.randn(2, 3, 4, 50).round()  # [time, rank, row, id]: many ties
 
     def one(rank):

@@ -65,7 +65,7 @@ def test_tensors_of_a_graph_share_memory_as_they_come_and_go():
     result, made, _ = graph.capture(lambda: layers(torch.empty(4, 32), count=50), memory)
     del result, made
     gc.collect()
-    assert memory.nbytes == few, "fifty layers need no more than three"
+    assert memory.nbytes == few  # fifty layers need no more than three
 
 
 def test_results_of_graphs_that_share_memory_do_not_overlap():
@@ -95,7 +95,7 @@ def not_captured(function):
 
 
 def test_recording_imports_nothing():
-    """As torch's compiler, by which a second token came 2 s late."""
+    """Recording imports nothing such as torch's compiler, by which a second token came 2 s late."""
     program = """if True:
         import sys
         import torch

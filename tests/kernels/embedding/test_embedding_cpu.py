@@ -13,7 +13,7 @@ def test_embedding(isa, threads, called, dtype, width):
     ids = torch.tensor([3, 12, 0, 9, 4, 2, 13])
     assert torch.equal(embedding(ids, weight, 3, whole=False), embedding_reference(ids, weight, 3, whole=False))
     assert torch.equal(embedding(ids[:1], weight), weight[3:4]) and embedding(ids[:0], weight).shape == (0, width)
-    assert (embedding(torch.tensor([-1, 5]), weight)[0] == 0).all(), "rows that fill a captured batch up"
+    assert (embedding(torch.tensor([-1, 5]), weight)[0] == 0).all()  # rows that fill a captured batch up
     assert len(called) == 4
     got, want = (f(ids, weight, 3, whole=False, scale=6.93) for f in (embedding, embedding_reference))
     assert torch.equal(got, want) and torch.equal(got[0], (weight[0].float() * 6.93).to(dtype))

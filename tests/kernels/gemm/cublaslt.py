@@ -73,7 +73,7 @@ class Lib:
         proposed = self.proposed.get(rows, range(self.count))
         if not proposed:
             return 15
-        assert self._epilogue(matmul)[1] != 0, "what is proposed depends on the alignment"
+        assert self._epilogue(matmul)[1] != 0  # what is proposed depends on the alignment
         assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
         for i, algorithm in enumerate(proposed):
             found[i].algorithm[0] = algorithm
@@ -81,7 +81,7 @@ class Lib:
         return 0
 
     def _epilogue(self, matmul):
-        """What is added: 4, a bias; where it is, and elements from one batch's to the next's."""
+        """The epilogue: 4, a bias; where it is, and elements from one batch's to the next's."""
         given = self.epilogues.get(matmul.value, {})
         assert given.get(7, 4) == 4 and (7 in given) == (8 in given)
         return given.get(7), given.get(8), given.get(10, 0)
@@ -89,7 +89,7 @@ class Lib:
     def cublasLtMatmul(
         self, handle, matmul, one, a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, space, size, stream
     ):  # fmt: skip
-        assert one._obj.value == 1 and beta._obj.value in (0, 1) and c == d and stream == STREAM
+        assert one._obj.value == 1 and beta._obj.value == 0 and c == d and stream == STREAM
         assert space == cublaslt.workspace(torch.device("cpu"), STREAM).data_ptr() and size == cublaslt.WORKSPACE
         rows, outputs, inputs = self._sizes(of_a, of_b, of_c, of_d)
         if algorithm[0] not in self.works:
@@ -105,10 +105,8 @@ class Lib:
             weight, x, y = (at(*one) for one in zip(starts, sizes, pitches, strict=True))
             added, bias, apart = self._epilogue(matmul)
             if added:
-                product = x.float() @ weight.float().T + at(bias + i * apart * 2, (1, outputs), outputs)
-                y.copy_(product + y * beta._obj.value if beta._obj.value else product)
+                y.copy_(x.float() @ weight.float().T + at(bias + i * apart * 2, (1, outputs), outputs))
             else:
-                assert not beta._obj.value
                 y.copy_(x @ weight.T)
         return 0
 

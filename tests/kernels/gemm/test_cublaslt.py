@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from phalanx.kernels.gemm import cublaslt, split_k_gemm
+from phalanx.kernels.gemm import cublaslt
 from phalanx.kernels.gemm.cublaslt import nearest
 
 from .cublaslt import SIZES, Lib, algo, check, near, plain, put
@@ -25,7 +25,7 @@ def test_chosen_gemms_go_to_the_library(monkeypatch):
     weight = plain(48, 32)
     for rows, gemms in ((80, 1), (61, 2), (70, 3), (60, 3), (0, 3), (81, 3), (96, 3), (97, 3)):
         check(plain(rows, 32), weight)
-        assert {what[2] for what in lib.made.values() if what[1:2] == (48,)} == {80}, "counts between are filled up"
+        assert {what[2] for what in lib.made.values() if what[1:2] == (48,)} == {80}  # counts between are filled up
         assert lib.gemms == gemms, rows
     # CUBLAS_COMPUTE_32F and CUDA_R_32F; TRANSA = T; MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK = COMPUTE_TYPE.
     assert lib.attributes == [
@@ -57,7 +57,8 @@ def test_nothing_is_chosen_on_other_devices():
 
 
 def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
-    """Whatever is chosen: the library has a kernel for nearly every count, and each is loaded on its first use."""
+    """Rows are filled up whatever is chosen: the library has a kernel for nearly every count, and each is loaded on its
+    first use."""
     put(Lib(), {SIZES: {80: None}}, monkeypatch)
     found, linear = [], cublaslt.torch_linear
     monkeypatch.setattr(cublaslt, "torch_linear", lambda x, *of: found.append(len(x)) or linear(x, *of))
@@ -71,27 +72,17 @@ def test_rows_are_filled_up_to_a_measured_count_for_torch_too(monkeypatch):
 
 
 def test_other_choices_take_the_place_of_what_was_planned(monkeypatch):
-    """Of the whole GEMM and of one in parts."""
-    split = split_k_gemm.sizes(torch.empty(48, 128, device="meta", dtype=torch.bfloat16), 2)
-    whole = split._replace(splits=1)
-    lib, x, weight = put(Lib(), {}, monkeypatch), plain(80, 128), plain(48, 128)
-    for choices, seen in (
-        ({whole: {80: algo(1)}}, [1]),
-        ({whole: {80: None}, split: {80: algo(1)}}, [1]),
-        ({whole: {96: algo(2)}, split: {80: algo(2)}}, [2, 2]),
-        ({}, []),
-    ):
-        cublaslt.in_use[x.device].choose(choices)
+    lib, x, weight = put(Lib(), {}, monkeypatch), plain(80, 32), plain(48, 32)
+    for choices, seen in (({80: algo(1)}, [1]), ({80: None}, []), ({96: algo(2)}, [2]), ({}, [])):
+        cublaslt.in_use[x.device].choose({SIZES: choices})
         for _ in range(2):
             lib.seen.clear()
             near(cublaslt.linear(x, weight), x, weight, torch.zeros(48))
-            terms = split_k_gemm.partial_sums(x, weight)
-            assert (terms is None) == (split not in choices)
             assert [algorithm for algorithm, _ in lib.seen] == seen
 
 
 def test_the_library_adds_biases(monkeypatch):
-    """By choices of their own; what reads one in a GEMM is not what another GEMM reads."""
+    """GEMMs with biases have choices of their own; what reads one in a GEMM is not what another GEMM reads."""
     lib = put(Lib(), {SIZES: {80: algo(1)}, BIASED: {80: algo(2), 96: None}}, monkeypatch)
     weight, (first,), (second,) = plain(48, 32), plain(1, 48), plain(1, 48)
     for rows, bias, seen in ((80, first, [2]), (70, second, [2]), (80, None, [1]), (80, first, [2]), (90, first, [])):
@@ -111,22 +102,6 @@ def test_biases_that_the_library_does_not_read_stay_with_torch(monkeypatch):
     for bias in (wide[1:49], wide[::2]):
         near(cublaslt.linear(x, weight, bias), x, weight, bias)
     assert cublaslt.library_for(x, weight, wide[:48].float()) is None and lib.gemms == 0
-
-
-def test_a_product_and_a_bias_are_added_to_what_is_there(monkeypatch):
-    """By the library's first proposal, for any number of rows."""
-    x, weight, (bias,), y = plain(81, 32), plain(48, 32), plain(1, 48), plain(81, 48)
-    old = y.clone()
-    assert not cublaslt.accumulate_linear(x, weight, bias, y), "no library"
-    lib = put(Lib(proposed={81: [1, 2], 80: [4], 79: []}), {}, monkeypatch)
-    assert cublaslt.accumulate_linear(x, weight, bias, y)
-    assert lib.seen == [(1, weight.data_ptr())]
-    near(y, x, weight, old + bias)
-    old = y.clone()
-    for rows in (80, 79):  # one is refused when called, one has no proposal
-        assert not cublaslt.accumulate_linear(x[:rows], weight, bias, y[:rows])
-    assert not cublaslt.accumulate_linear(plain(80, 32), weight, bias, y[1:]), "not aligned"
-    assert torch.equal(y, old) and lib.gemms == 1
 
 
 def test_a_library_that_lacks_a_function(monkeypatch):

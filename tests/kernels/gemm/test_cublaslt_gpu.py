@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from phalanx.kernels import jit
-from phalanx.kernels.gemm import autotune, cublaslt, split_k_gemm
-from phalanx.kernels.gemm.linear import accumulates, linear
+from phalanx.kernels import kernel_cache
+from phalanx.kernels.gemm import autotune, cublaslt
+from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 
 from ...devices import require_gpu
@@ -75,7 +75,7 @@ def test_products_by_every_proposal(count, outputs, inputs, dtype, biased, lib):
 @pytest.mark.parametrize("rows", [80, 448])
 @pytest.mark.parametrize("parts", [3, 4])
 def test_parts_with_their_shares_of_a_bias_by_every_proposal(rows, parts, lib):
-    """As they are scattered over a group's ranks, with gaps."""
+    """Parts as they are scattered over a group's ranks, with gaps."""
     width, inputs, dtype = 512, 1024, torch.bfloat16
     pitch = rows * width + 4096
     sizes, taken = cublaslt.GemmShape(dtype, parts * width, inputs, parts, pitch, bias=True), 0
@@ -91,42 +91,9 @@ def test_parts_with_their_shares_of_a_bias_by_every_proposal(rows, parts, lib):
     assert taken
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("outputs, inputs", [(2880, 4096), (4608, 18432), (1000, 1032)])
-@pytest.mark.parametrize("rows", [1024, 1500, 8192])
-def test_a_product_and_a_bias_are_added_to_a_stream(rows, outputs, inputs, dtype, lib):
-    x, weight = (torch.randn(n, inputs, device="cuda").to(dtype) / 8 for n in (rows, outputs))
-    (stream, after), bias = guarded(rows, outputs, dtype), added(outputs, dtype)
-    stream.normal_()
-    want = stream.double() + (x.float() @ weight.float().T).double() + bias.double()
-    assert accumulates(x, weight, stream) and cublaslt.accumulate_linear(x, weight, bias, stream)
-    assert apart(stream, want) < 4e-3 and after.isnan().all()
-
-
-@pytest.mark.parametrize("count", split_k_gemm.SPLITS)
-@pytest.mark.parametrize("outputs, inputs", [(4096, 14336), (3584, 18944), (1000, 1024), (96, 256)])
-@pytest.mark.parametrize("rows", [80, 129, 256])
-def test_partial_sums_by_every_proposal(rows, outputs, inputs, count, lib):
-    """Each alone, their sum, and nothing written behind them."""
-    weight = torch.randn(outputs, inputs, device="cuda").bfloat16() / 8
-    x = torch.randn(rows, inputs, device="cuda").bfloat16() / 8
-    sizes, taken = split_k_gemm.sizes(weight, count), 0
-    cut = x.view(rows, count, -1), weight.view(outputs, count, -1)
-    want = torch.einsum("tni,oni->tno", *(one.double() for one in cut))
-    for algo in lib.proposals(sizes, rows):
-        y, after = guarded(rows, count * outputs, torch.bfloat16)
-        if lib.run(lib.plan_of(algo, sizes, rows), x, weight, y.data_ptr()):
-            taken += 1
-            assert apart(y.view(rows, count, outputs), want) < 4e-3 and after.isnan().all()
-            assert apart(y.view(rows, count, outputs).float().sum(1), want.sum(1)) < 4e-3
-            lib.choose({sizes: {rows: algo}})
-            assert torch.equal(split_k_gemm.partial_sums(x, weight).flatten(), y.flatten())
-    assert taken
-
-
 @pytest.mark.parametrize("rows", [73, 96, 400, 447])
 def test_library_products_in_a_graph(rows, lib):
-    """Beside kernels of ours on both sides, twice in turn through the same workspace."""
+    """GEMMs between kernels of ours, twice in turn through the same workspace."""
     sizes = cublaslt.GemmShape(torch.bfloat16, 4096, 4096)
     count = next(count for count in (96, 448) if count >= rows)
     lib.choose({sizes: {count: lib.proposals(sizes, count)[-1]}})
@@ -156,8 +123,8 @@ def test_library_products_in_a_graph(rows, lib):
 
 
 def test_choosing_among_gemms(lib, tmp_path, monkeypatch):
-    """As a start does it, and the next one; then all rows of all sizes against f32."""
-    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+    """Chooses as a start does, and the next one; then all rows of all sizes against f32."""
+    monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     weights = [torch.randn(n, 4096, device="cuda").bfloat16() / 8 for n in (6144, 28672, 4096, 6144, 28672, 4096)]
     biases = [added(6144, torch.bfloat16), None, added(4096, torch.bfloat16)] * 2
     counts = [*range(80, 257, 16), 448, 2048]
@@ -172,7 +139,7 @@ def test_choosing_among_gemms(lib, tmp_path, monkeypatch):
         first = autotune.tune(requests())
         assert f"of {3 * len(counts)} GEMMs" in first and "measured in" in first
         again = autotune.tune(requests())
-        assert again.startswith(first.split("measured in")[0] + "read from this node in 0.")
+        assert again.startswith(first.split("measured in")[0]) and "read from" in again
         for weight, bias in zip(weights[:3], biases[:3], strict=True):
             for rows in (1, 65, 79, 100, 191, 256, 400, 1500, 2048):
                 x = torch.randn(rows, 4096, device="cuda").bfloat16() / 8

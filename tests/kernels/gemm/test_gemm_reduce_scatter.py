@@ -70,10 +70,10 @@ def test_nothing_begins_where_nothing_was_measured(monkeypatch):
     assert (regions == 0xFF).all()
     put(Lib(works=()), {gemm_reduce_scatter.sizes(weight, peers): {80: FIRST}}, monkeypatch)
     for x in (plain(80, 32), plain(80, 64)[:, :32]):
-        with pytest.raises(RuntimeError, match="cuBLASLt refuses 80 rows times .*, which it has measured"):
+        with pytest.raises(RuntimeError, match="cuBLASLt.*refuses 80"):
             gemm_reduce_scatter.gemm_reduce_scatter(x, weight, peers)
     put(Lib(), {gemm_reduce_scatter.sizes(weight, peers, bias=True): {80: FIRST}}, monkeypatch)
-    with pytest.raises(RuntimeError, match="bias=True.*, which it has measured"):  # it cannot be read
+    with pytest.raises(RuntimeError, match="bias=True.*measured"):  # it cannot be read
         gemm_reduce_scatter.gemm_reduce_scatter(plain(80, 32), weight, peers, plain(2, 48).view(-1)[1:49])
 
 
@@ -88,7 +88,7 @@ def test_what_ranks_compare(monkeypatch):
         put(Lib(), given | {SIZES: {80: FIRST}}, monkeypatch)
         assert gemm_reduce_scatter.measured(device) == want
     put(Lib(), {unbiased: choices, biased: choices | {80: None}}, monkeypatch)
-    assert gemm_reduce_scatter.measured(device) == [(48, 32, 80, False), *want], "the group has to see it"
+    assert gemm_reduce_scatter.measured(device) == [(48, 32, 80, False), *want]  # the group has to see it
 
 
 def test_a_group_fuses_gemm_and_all_reduce_where_that_was_measured(monkeypatch):

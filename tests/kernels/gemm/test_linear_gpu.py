@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.gemm import gemv, linear, pipelined_gemm, skinny, swiglu_gemm
+from phalanx.kernels.gemm import gemv, linear, pipelined_gemm, swiglu_gemm
 from phalanx.kernels.norm import norm
 from torch.nn.functional import gelu, silu
 
@@ -34,21 +34,21 @@ def test_gemms_of_few_rows(rows, outputs, inputs, dtype):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("gated", ["", "silu", "gelu_tanh"])
 def test_gemvs_that_norm_their_rows(gated, rows, outputs, inputs, dtype):
-    """Beside the two operations; x and the residual stay as they are, as other blocks read them."""
+    """Compared with the two operations; x and the residual stay as they are, as other blocks read them."""
     x, residual, norm_weight = (torch.randn(*n, inputs, device="cuda").to(dtype) for n in ((rows,), (rows,), ()))
     weight = torch.randn(outputs, inputs, device="cuda").to(dtype) / 8
     before = x.clone(), residual.clone()
-    assert skinny.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= gemv.NORMED)
+    assert gemv.supports_norm(x, residual, norm_weight, weight) is (rows * inputs <= gemv.NORMED)
     normed, total = norm.add_rms_norm_reference(x.clone(), residual.clone(), norm_weight, 1e-5)
     want = normed.double() @ weight.double().T
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want += 0 if bias is None else bias.double()
-        y, stream = skinny.normed_linear(x, residual, norm_weight, 1e-5, weight, gated, bias)
+        y, stream = gemv.normed_linear(x, residual, norm_weight, 1e-5, weight, gated, bias)
         assert torch.equal(stream, total) and torch.equal(x, before[0]) and torch.equal(residual, before[1])
         assert apart(y, gate(want, dtype, gated) if gated else want) < 4e-3
     odd = torch.empty(rows * inputs + 1, device="cuda", dtype=dtype)[1:].view(rows, inputs)
-    assert not skinny.supports_norm(x, odd, norm_weight, weight)
-    assert not skinny.supports_norm(x, residual, norm_weight.float(), weight)
+    assert not gemv.supports_norm(x, odd, norm_weight, weight)
+    assert not gemv.supports_norm(x, residual, norm_weight.float(), weight)
 
 
 def gate(y, dtype, act="silu"):
@@ -73,7 +73,7 @@ def test_pipelined_gemms(rows, outputs, inputs, gated, dtype):
     found = device_caps(x.device)
     whole = pipelined_gemm.whole_tiles(rows, found)
     for config in pipelined_gemm.tile_configs(rows, outputs, inputs, found.num_sms, whole):
-        made = [pipelined_gemm.pipelined_gemm(x, weight, config, gated, bias) for _ in range(4)]
+        made = [pipelined_gemm.pipelined_gemm(x, weight, gated, bias, config) for _ in range(4)]
         assert all(apart(y, want) < 4e-3 for y in made), config
         differ = [(y != made[0]).nonzero() for y in made]
         assert not any(map(len, differ)), (config, [(len(at), at[:8].tolist(), at[-1:].tolist()) for at in differ])
@@ -91,5 +91,5 @@ def test_gated_gemms_of_many_rows(rows, outputs, inputs, dtype):
         found = [swiglu_gemm.swiglu_gemm(x, weight, bias=bias) for _ in range(3)]
         assert apart(found[0], want) < 4e-3
         assert all(torch.equal(y, found[0]) for y in found)
-    assert swiglu_gemm.supports(x, weight, bias) is swiglu_gemm.supports(x, weight)
-    assert not swiglu_gemm.supports(x, weight, bias.float())
+    assert swiglu_gemm.supports(x, weight, bias=bias) is swiglu_gemm.supports(x, weight)
+    assert not swiglu_gemm.supports(x, weight, bias=bias.float())

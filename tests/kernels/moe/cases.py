@@ -5,20 +5,21 @@ Without a GPU: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.moe.cases
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
-from phalanx.kernels.activation.activation import ACTIVATIONS
+from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
 from phalanx.kernels.gemm.linear import gated_linear, linear
-from phalanx.kernels.moe import dequantized, moe
+from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.expert_mlp import SharedExperts
-from phalanx.kernels.moe.moe import Biases, Held, Inputs, TileConfig, Tiling
-from phalanx.kernels.quantized import floats, q8_0
+from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.moe.plain_experts import TileConfig, Tiling
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 from torch import Tensor
 
 from ..attention.decoding import mend_interpreter
+from .reference import fused_experts_reference
 
 
 class Sizes(NamedTuple):
@@ -31,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 def summed(pairs: Tensor, given: Inputs) -> Tensor:
-    """What kernels leave apart, [T * k, H], as `fused_experts` adds it up."""
+    """Adds up [T * k, H] that kernels leave apart, as `fused_experts` does."""
     return moe.summed(moe.apart(pairs, given.ids, given.held), given.ids)
 
 
@@ -43,16 +44,6 @@ CASES = [
     Sizes(33, 1, 3, 64, 32, "one"),
     Sizes(20, 4, 60, 64, 24, "few"),
     Sizes(50, 5, 5, 40, 80),
-]
-
-
-# With quantised weights: whether in pairs, and inputs of a scale.
-QUANTIZED = [
-    (Sizes(7, 3, 6, 64, 32), True, 32),
-    (Sizes(20, 2, 5, 96, 160), True, 32),
-    (Sizes(7, 3, 6, 64, 32), False, 32),
-    (Sizes(20, 2, 5, 72, 40), False, 8),
-    (Sizes(5, 2, 5, 128, 256), False, 128),
 ]
 
 
@@ -79,7 +70,7 @@ def strided(given: Inputs) -> Inputs:
 
 
 def share_of(given: Inputs, held: Held) -> Inputs:
-    """What a rank with some of the experts gets."""
+    """The inputs of a rank with some of the experts."""
     w13, w2, up, down = (
         None if one is None else one[held.first :][: held.size].contiguous()
         for one in (given.w13, given.w2, *given.biases)
@@ -88,7 +79,7 @@ def share_of(given: Inputs, held: Held) -> Inputs:
 
 
 def shares(experts: int) -> list[Held]:
-    """Of the first expert alone, of the last third, and of two in the middle."""
+    """Shares of the first expert alone, of the last third, and of two in the middle."""
     third, middle = max(1, experts // 3), experts // 2
     return [Held(0, 1, experts), Held(experts - third, third, experts), Held(middle - 1, 2, experts)]
 
@@ -113,7 +104,7 @@ def make_shared(inner: int, given: Inputs) -> SharedExperts:
 def with_shared_reference(given: Inputs, shared: SharedExperts) -> Tensor:
     """[T, H], in f32 on the CPU."""
     x, w13, w2 = (one.float().cpu() for one in (given.x, *shared))
-    routed = moe.fused_experts_reference(given._replace(x=given.x.float(), w13=given.w13.float(), w2=given.w2.float()))
+    routed = fused_experts_reference(given._replace(x=given.x.float(), w13=given.w13.float(), w2=given.w2.float()))
     return (routed.cpu() + linear(gated_linear(x, w13, given.act), w2)).to(given.x.dtype)
 
 
@@ -130,46 +121,19 @@ def main() -> None:
         Tiling(TileConfig(rows, outputs, inputs, 4, 2), TileConfig(rows, 2 * outputs, inputs, 4, 2))
         for rows, outputs, inputs in ((16, 32, 32), (32, 32, 64))
     ]
-    acts = ACTIVATIONS
+    acts = *ACTIVATIONS, clamped_swiglu(0.5)
     dtypes = [(torch.float32, 3e-6), (torch.float16, 4e-3)]
     for i, sizes in enumerate(CASES):  # each dtype meets both tilings, with biases and without
         tiles = tilings[i % 2]
         dtype, bound = dtypes[i // 2 % 2]
         given = make(sizes, dtype)._replace(act=acts[i % len(acts)])
-        near(summed(moe.by_triton(given, tiles), given), moe.fused_experts_reference(given), bound)
+        near(summed(plain_experts.by_triton(given, tiles), given), fused_experts_reference(given), bound)
         dtype, bound = dtypes[1 - i // 2 % 2]
         given = make(sizes, dtype)._replace(act=acts[-1 - i % len(acts)])
         given = given._replace(biases=biases(given)._replace(**{"down": None} if i == 2 else {}))
         for one in (given, share_of(given, shares(sizes.experts)[i % 3])):
-            near(summed(moe.by_triton(one, tiles), one), moe.fused_experts_reference(one), bound * 4)
-    check_quantized(tilings)
+            near(summed(plain_experts.by_triton(one, tiles), one), fused_experts_reference(one), bound * 4)
     check_dequantized(tilings[0])
-
-
-def quantized(given: Inputs, pairs: bool, unit: int) -> tuple[Inputs, Inputs]:
-    """These experts with random codes: dequantised, and as codes. unit: inputs of a scale."""
-    found = []
-    for weight in (given.w13, given.w2):
-        experts, outputs, inputs = weight.shape
-        codes = torch.randint(0, 256, (experts, outputs, inputs // 2 if pairs else inputs), dtype=torch.uint8)
-        if pairs:
-            middle = 127 - round(math.log2(3 * inputs**0.5))  # outputs of about 1
-            scales = torch.randint(middle - 2, middle + 2, (experts, outputs, inputs // unit), dtype=torch.uint8)
-        else:
-            codes &= 0xBF  # numbers below 2, the smallest too
-            scales = torch.rand(experts, outputs, inputs // unit) * inputs**-0.5
-        found.append(floats.pack(codes.to(weight.device), scales.to(weight.device)))
-    plain = (floats.dequantize(one, given.x.dtype) for one in found)
-    return given._replace(w13=next(plain), w2=next(plain)), given._replace(w13=found[0], w2=found[1])
-
-
-def check_quantized(tilings: list[Tiling]) -> None:
-    for i, (sizes, pairs, unit) in enumerate(QUANTIZED):
-        dtype, bound = [(torch.float32, 2e-5), (torch.float16, 2e-2)][i % 2]
-        both = quantized(make(sizes, dtype)._replace(act="clamped_swiglu"), pairs, unit)
-        added = biases(both[0]) if i % 3 == 0 else moe.UNBIASED
-        want, got = (summed(moe.by_triton(one._replace(biases=added), tilings[i % 2]), one) for one in both)
-        near(got, want, bound)
 
 
 def encoded(weight: Tensor) -> Stack:
@@ -180,14 +144,14 @@ def encoded(weight: Tensor) -> Stack:
 
 def check_dequantized(tiles: Tiling) -> None:
     """Packed experts, some at a time, make the bits of plain ones, also where a rank has some of them."""
-    for i, elements in enumerate((1, 3 * 64 * 64, dequantized.AT_ONCE)):
-        dequantized.AT_ONCE = elements
+    for i, elements in enumerate((1, 3 * 64 * 64, plain_experts.AT_ONCE)):
+        plain_experts.AT_ONCE = elements
         given = make(Sizes(20, 3, 7, 64, 32, "few" if i else "any"), torch.float32)
         added = biases(given._replace(w13=given.w13.nan_to_num(0), w2=given.w2.nan_to_num(0))) if i else moe.UNBIASED
         packed = given._replace(w13=encoded(given.w13), w2=encoded(given.w2), biases=added)
         packed = packed._replace(held=Held(0, 7, 9) if i == 1 else None)
         plain = packed._replace(w13=packed.w13.plain(torch.float32), w2=packed.w2.plain(torch.float32))
-        got, want = (summed(moe.by_triton(one, tiles), one) for one in (packed, plain))
+        got, want = (summed(plain_experts.by_triton(one, tiles), one) for one in (packed, plain))
         assert torch.equal(got, want)
 
 

@@ -8,15 +8,15 @@ import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
 from phalanx.kernels.moe.group import Groups
 from phalanx.kernels.moe.moe import Inputs
-from phalanx.kernels.quantized import e4m3_wide, floats, pieces_cuda
+from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda
 from phalanx.kernels.quantized.stack import Stack
 from torch import Tensor
 
 from ..quantized import floats_cases
 from ..quantized.floats_cases import rounded
 
-# Of the norm of an expert's error: outputs in 16 bits, and what tensor cores drop of sums of 128 to 512 inputs. With a
-# gate two factors are rounded before, and the weight's product is.
+# Bounds of the norm of an expert's error: outputs in 16 bits, and what tensor cores drop of sums of 128 to 512 inputs.
+# With a gate two factors are rounded before, and the weight's product is.
 BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 
 
@@ -24,7 +24,7 @@ def stack_of(experts: int, outputs: int, inputs: int, unit: int, device: str = "
     """Random weights [E, O, I] in wide pieces, of which `unit` inputs share a scale, and what they mean in f64."""
     made = [floats_cases.make(outputs, inputs, unit, seed=seed) for seed in range(experts)]
     made = [one._replace(scales=one.scales * 6 / inputs**0.5) for one in made]  # outputs of about one
-    packed = [e4m3_wide.pack(*one) for one in made]
+    packed = [cuda_layouts.pack_wide(*one) for one in made]
     strips = -(-outputs // 16) * 16
     whole = pieces_cuda.Packed(torch.cat([one.pieces for one in packed]).to(device), experts * strips, packed[0].layout)
     codec: Any = floats
@@ -33,7 +33,7 @@ def stack_of(experts: int, outputs: int, inputs: int, unit: int, device: str = "
 
 
 def places(groups: Groups, expert: int) -> slice:
-    """Of its pairs, in the order of the groups."""
+    """Places of its routed tokens, in the order of the groups."""
     return slice(int(groups.ends[expert]), int(groups.ends[expert + 1]))
 
 
@@ -93,7 +93,7 @@ def with_plain_rows(given: Inputs, up: Tensor, down: Tensor) -> Tensor:
 
 
 def near(found: Tensor, want: Tensor, bound: float, about: tuple[object, ...]) -> None:
-    """Of each row. What is off by more is told: which rows and which columns of the first of them."""
+    """Compares each row; reports what is off by more: which rows and which columns of the first of them."""
     error = (found.double() - want).abs()
     apart = error.norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
     bad = (~(apart < bound)).nonzero().flatten()

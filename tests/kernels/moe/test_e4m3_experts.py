@@ -6,9 +6,10 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda, quantized_experts, quantized_pipeline
+from phalanx.kernels.moe import moe, quantized_experts
+from phalanx.kernels.moe.group import encode_pairs, group
 from phalanx.kernels.moe.moe import Held
-from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, q8_0_cuda
+from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, int8_codes
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
@@ -16,7 +17,8 @@ from .. import cuda_model
 from ..cuda_model import Box
 from ..quantized.test_pieces_cuda import make as weight_of
 from .e4m3_cases import check_codes, check_down, check_up, stack_of
-from .test_quantized_cuda import in_types
+from .reference import planned
+from .test_quantized_experts import in_types
 
 HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -65,7 +67,7 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(e4m3_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(quantized_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
     monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
     cuda_model.poison_new_tensors(monkeypatch)
 
@@ -87,12 +89,12 @@ def test_experts(launched, case, dtype):
     x = torch.randn(case.tokens, case.hidden).to(dtype)
     ids, weights = chosen(case), torch.rand(case.tokens, case.k)
     of_up, of_down = (torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down))
-    groups = moe.group(ids, held.size, case.up.rows, held)
-    h = quantized_cuda.expert_up(x, weights, w13, groups, case.k, "silu", case.up, of_up)
+    groups = group(ids, held.size, case.up.rows, held)
+    h = quantized_experts.up(x, weights, w13, groups, case.k, "silu", case.up, of_up)
     check_up(h, x, weights, groups, up, case.k, "silu", of_up)
     last = int(groups.ends[-1])
-    assert h[last:].isnan().all(), "what is of no pair stays as it is"
-    y = quantized_cuda.expert_down(h, weights, w2, groups, case.down, of_down)
+    assert h[last:].isnan().all()  # what is of no pair stays as it is
+    y = quantized_experts.down(h, weights, w2, groups, case.down, of_down)
     check_down(y, h, weights, groups, down, of_down)
     elsewhere = torch.ones(len(y), dtype=torch.bool)
     elsewhere[groups.order[:last].long()] = False
@@ -104,10 +106,10 @@ def test_experts(launched, case, dtype):
 def test_rows_of_pairs(launched, inputs, dtype, top):
     torch.manual_seed(0)
     ids, weights = torch.randint(0, 6, (11, 3)).int(), torch.rand(11, 3)
-    groups = moe.group(ids, 4, 16, Held(1, 4, 6))
+    groups = group(ids, 4, 16, Held(1, 4, 6))
     x = torch.randn(11 if top else 33, inputs).to(dtype)
     x[2] = 0
-    found = e4m3_pairs.encode(x, groups, weights, top, 64)
+    found = encode_pairs(x, groups, weights, top, 64)
     assert found[0].shape == (64, inputs)
     check_codes(found, x, groups, weights, top, e4m3_rows.encode_reference(x))
 
@@ -115,33 +117,33 @@ def test_rows_of_pairs(launched, inputs, dtype, top):
 def test_what_it_is_for():
     def stacks(up, down):
         return (
-            Stack(q8_0_cuda, weight_of(16, 512, form)[0], (128, *shape))
+            Stack(int8_codes.q8_0, weight_of(16, 512, form)[0], (128, *shape))
             for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))
         )
 
     def kernels_of(tokens, up="e4m3_wide", down="e4m3_wide", caps=HOPPER):
-        return quantized_cuda.choose_kernels(8 * tokens, 128, *stacks(up, down), caps)
+        return planned(8 * tokens, 128, *stacks(up, down), caps)
 
-    assert isinstance(kernels_of(64).up, quantized_pipeline.PipelineConfig)
+    assert isinstance(kernels_of(64).up, quantized_experts.PipelineConfig)
     for tokens, rows in ((65, 32), (384, 32), (385, 64), (1025, 192), (1 << 15, 128)):
         found = kernels_of(tokens)
         assert all(isinstance(one, E4m3Config) and one.rows == rows for one in found)
-        assert quantized_cuda.multiplies_codes(8 * tokens, 128, *stacks("e4m3_wide", "e4m3_wide"), HOPPER)
     blackwell = DeviceCaps(148, "sm_100", True, True, False)
     for found in (kernels_of(129, caps=blackwell), kernels_of(129, down="e4m3"), kernels_of(129, up="q4_k")):
         assert all(isinstance(one, quantized_experts.ExpertTileConfig) for one in found)
-    assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell)
-    assert not quantized_cuda.multiplies_codes(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER)
+    assert planned(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell) == "dequantised"
+    assert planned(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER) == "dequantised"
 
 
 def test_configs():
-    for up, down in e4m3_experts.TILES.values():
+    for up, down in quantized_experts.E4M3_TILES.values():
         assert up.rows == down.rows and up.split == down.split == up.over == down.over == 1
         for config in (up, down):
-            assert e4m3_wgmma.stages(config)[1] <= 227 << 10
+            assert config.stages()[1] <= 227 << 10
 
 
 def test_every_cut_is_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
-        used = {e4m3_experts.choose(n * k, experts) for n in moe.tiling_rows(experts, k)}
-        assert used == set(e4m3_experts.TILES.values())
+        w13, w2 = (Stack(int8_codes.q8_0, weight_of(16, 512, "e4m3_wide")[0], (experts, n, 512)) for n in (1024, 512))
+        used = {quantized_experts.choose_e4m3(n * k, experts, w13, w2, HOPPER) for n in moe.warm_up_rows(experts, k)}
+        assert used == set(quantized_experts.E4M3_TILES.values())

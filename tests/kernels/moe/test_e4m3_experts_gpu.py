@@ -9,7 +9,8 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import e4m3_experts, e4m3_pairs, moe, quantized_cuda
+from phalanx.kernels.moe import moe, quantized_experts
+from phalanx.kernels.moe.group import encode_pairs, group
 from phalanx.kernels.moe.moe import Biases, Held, Inputs
 from phalanx.kernels.quantized import e4m3_rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
@@ -18,6 +19,7 @@ from ...devices import needs_hopper, require_gpu
 from ..gpu import poison  # noqa: F401
 from .cases import Sizes, make, shares
 from .e4m3_cases import check_codes, check_down, check_up, stack_of, with_plain_rows
+from .reference import planned
 
 require_gpu()
 pytestmark = needs_hopper
@@ -52,14 +54,14 @@ def inputs_of(sizes, dtype, act="silu", biased=False, held=None, unit=128):
 def check(given, up, down, configs):
     """Each GEMM three times, and what lies between."""
     x, ids, weights, w13, w2, act, biases, held = given
-    groups, top = moe.group(ids, w13.shape[0], configs[0].rows, held), ids.shape[1]
-    rows = e4m3_pairs.encode(x, groups, weights, top, configs[0].rows)
+    groups, top = group(ids, w13.shape[0], configs[0].rows, held), ids.shape[1]
+    rows = encode_pairs(x, groups, weights, top, configs[0].rows)
     check_codes(rows, x, groups, weights, top, e4m3_rows.encode_reference(x))
     last = int(groups.ends[-1])
-    h = [quantized_cuda.expert_up(x, weights, w13, groups, top, act, configs[0], biases.up) for _ in range(3)]
+    h = [quantized_experts.up(x, weights, w13, groups, top, act, configs[0], biases.up) for _ in range(3)]
     check_up(h[0], x, weights, groups, up, top, act, biases.up)
     assert all(torch.equal(one[:last], h[0][:last]) for one in h), ("up differs from run to run", configs)
-    y = [quantized_cuda.expert_down(h[0], weights, w2, groups, configs[1], biases.down) for _ in range(3)]
+    y = [quantized_experts.down(h[0], weights, w2, groups, configs[1], biases.down) for _ in range(3)]
     check_down(y[0], h[0], weights, groups, down, biases.down)
     pairs = groups.order[:last].long()
     assert all(torch.equal(one[pairs], y[0][pairs]) for one in y), ("down differs from run to run", configs)
@@ -67,7 +69,8 @@ def check(given, up, down, configs):
 
 def compile_ahead(dtype, sizes, configs, unit, act="silu", biased=False):
     w13, _, w2, _ = weights_of(sizes.experts, sizes.hidden, sizes.inner, unit)
-    made = [e4m3_experts.sizes(one, config, gate, biased) for one, gate in ((w13, act), (w2, "")) for config in configs]
+    both = (w13, act), (w2, "")
+    made = [quantized_experts.sizes(one, config, gate, 1, biased) for one, gate in both for config in configs]
     jit.compile_ahead([jit.variant("e4m3_experts", dtype, **one) for one in made], torch.device("cuda"))
 
 
@@ -102,17 +105,17 @@ def test_every_config(blocks_end, dtype, unit):
 
 @pytest.mark.parametrize("sizes, dtype, unit", [(LITE, torch.bfloat16, 128), (QWEN, torch.bfloat16, 256)], ids=str)
 def test_experts_of_models(blocks_end, sizes, dtype, unit):
-    compile_ahead(dtype, sizes, {config for configs in e4m3_experts.TILES.values() for config in configs}, unit)
+    compile_ahead(dtype, sizes, {one for configs in quantized_experts.E4M3_TILES.values() for one in configs}, unit)
     for tokens in (256, 512, 2000):
         given = inputs_of(sizes._replace(tokens=tokens), dtype, unit=unit)
-        for configs in e4m3_experts.TILES.values():
+        for configs in quantized_experts.E4M3_TILES.values():
             check(*given, configs)
 
 
 @pytest.mark.parametrize("act", ["gelu_tanh", CLAMPED_SWIGLU])
 def test_biases_and_activations(blocks_end, act):
     for tokens in (50, 300):
-        check(*inputs_of(SMALL._replace(tokens=tokens), torch.bfloat16, act, True), e4m3_experts.choose(300, 20))
+        check(*inputs_of(SMALL._replace(tokens=tokens), torch.bfloat16, act, True), quantized_experts.E4M3_TILES[24])
 
 
 @pytest.mark.parametrize("held", shares(12), ids=str)
@@ -123,12 +126,10 @@ def test_experts_of_other_ranks_are_left_out(blocks_end, held):
 
 
 def test_the_way_that_is_chosen(blocks_end):
-    """Of any number of tokens, also as a graph of other choices."""
+    """Any number of tokens, also as a graph of other choices."""
     for tokens in (12, 30, 100, 200, 500, 2000):
         given, up, down = inputs_of(QWEN._replace(tokens=tokens), torch.bfloat16, unit=256)
-        kernels_of = quantized_cuda.choose_kernels(
-            given.pairs, given.experts, given.w13, given.w2, device_caps(given.x.device)
-        )
+        kernels_of = planned(given.pairs, given.experts, given.w13, given.w2, device_caps(given.x.device))
         assert isinstance(kernels_of.up, E4m3Config) == (tokens > 12)
         moe.fused_experts(given)
         graph = torch.cuda.CUDAGraph()

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.moe import expert_mlp, moe
+from phalanx.kernels.moe import expert_mlp
+from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Held
 
 from .. import cuda_model
 from .cases import Sizes, make, make_shared, near, share_of, with_shared_reference
+from .reference import fused_experts_reference
 
-# Of one tile and several, of every expert and few, where a block's first item is what it guesses and where it is not,
+# One tile and several, every expert and few, where a block's first item is what it guesses and where it is not,
 # and with fewer chunks of an item than a block holds. Of more experts than the warp that cuts tiles has lanes, and more
 # pairs than threads that sort.
 CASES = [
@@ -67,8 +69,8 @@ def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     if held:
         given = share_of(given, held)
     x, ids, weights, w13, w2, act, *_ = given
-    groups = moe.group(ids, len(w13), 8 * tiles, held)
-    want = moe.fused_experts_reference(given)
+    groups = group(ids, len(w13), 8 * tiles, held)
+    want = fused_experts_reference(given)
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
     y = expert_mlp.expert_mlp(*args)
@@ -83,7 +85,7 @@ def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
     assert not launcher.counts.any()
 
 
-# Of one tile and several, fewer items of routed experts than blocks, all rows that an item has, and one.
+# One tile and several, fewer items of routed experts than blocks, all rows that an item has, and one.
 SHARED = [
     (Sizes(9, 2, 4, 128, 128), 1, 64, 1, torch.bfloat16),
     (Sizes(1, 1, 5, 128, 128), 1, 256, 9, torch.bfloat16),
@@ -103,7 +105,7 @@ def test_shared_experts(sizes, tiles, inner, blocks, dtype, monkeypatch, cuda_mo
     x, ids, weights, w13, w2, act, *_ = given
     shared = make_shared(inner, given)
     assert expert_mlp.supports_shared(x, w2, shared)
-    groups = moe.group(ids, len(w13), 8 * tiles)
+    groups = group(ids, len(w13), 8 * tiles)
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
     apart = expert_mlp.expert_mlp(*args).view(*ids.shape, -1)
@@ -113,16 +115,24 @@ def test_shared_experts(sizes, tiles, inner, blocks, dtype, monkeypatch, cuda_mo
     assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles, shared).view(y.shape), y), "blocks sort"
     near(y.float().sum(1).to(x.dtype), with_shared_reference(given, shared), 4e-2)
     assert not launcher.counts.any()
-    if blocks == 1:
-        return
-    # The model runs blocks one after the other: all rows of both second GEMMs are there from the start.
-    inside, h = (one.clone() for one in launcher.made[:2])
-    launcher.blocks, tiles_there = blocks, len(groups.tile_expert)
-    launcher.counts[:tiles_there], launcher.counts[tiles_there + 1] = COUNTED, COUNTED
-    kept = {one.shape: one for one in (inside, h)}
-    monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(kept[x.shape]) if x.shape in kept else x.fill_(NAN))
+    launcher.blocks = blocks
     assert torch.equal(expert_mlp.expert_mlp(*args, shared).view(y.shape), y)
-    assert launcher.counts[tiles_there + 1] == COUNTED + inner // 64 + 128 // 128
+    assert not launcher.counts.any()
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 7])
+def test_blocks_that_cannot_run_together(blocks, monkeypatch, cuda_models):
+    """The model runs one block after the other, as a GPU does whose other multiprocessors are taken: those that find
+    blocks missing end after their first item, and the last one does the rest."""
+    torch.manual_seed(1)
+    given = make(Sizes(9, 2, 4, 128, 128), torch.bfloat16)
+    x, ids, weights, w13, w2, act, *_ = given
+    launcher = Launcher(monkeypatch, cuda_models)
+    args = x, ids, weights, w13, w2, group(ids, len(w13), 8), act, 1
+    alone = expert_mlp.expert_mlp(*args)
+    launcher.blocks = blocks
+    assert torch.equal(expert_mlp.expert_mlp(*args), alone)
+    assert not launcher.counts.any()
 
 
 def test_what_it_takes_of_shared_experts():
@@ -148,8 +158,8 @@ def test_borders_of_tiles(tiles, monkeypatch, cuda_models):
     given = given._replace(ids=ids.view(50, 1))
     x, ids, weights, w13, w2, act, *_ = given
     launcher = Launcher(monkeypatch, cuda_models)
-    y = expert_mlp.expert_mlp(x, ids, weights, w13, w2, moe.group(ids, len(w13), 8 * tiles), act, tiles)
-    near(y, moe.fused_experts_reference(given), 4e-2)
+    y = expert_mlp.expert_mlp(x, ids, weights, w13, w2, group(ids, len(w13), 8 * tiles), act, tiles)
+    near(y, fused_experts_reference(given), 4e-2)
     assert torch.equal(expert_mlp.expert_mlp(x, ids, weights, w13, w2, None, act, tiles), y), "blocks sort"
     assert not launcher.counts.any()
 
@@ -166,7 +176,7 @@ def test_several_blocks(blocks, one_expert, monkeypatch, cuda_models):
     if one_expert:
         given = given._replace(ids=torch.ones_like(given.ids))
     x, ids, weights, w13, w2, act, *_ = given
-    groups = moe.group(ids, len(w13), 8)
+    groups = group(ids, len(w13), 8)
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, 1
     want = expert_mlp.expert_mlp(*args)
@@ -176,5 +186,5 @@ def test_several_blocks(blocks, one_expert, monkeypatch, cuda_models):
     monkeypatch.setattr(launcher, "keep", lambda x: x.copy_(h) if x.shape == h.shape else x.fill_(NAN))
     assert torch.equal(expert_mlp.expert_mlp(*args), want)
     used = int((groups.tile_expert >= 0).sum())
-    assert (launcher.counts[:used] == COUNTED + 3 + 1).all(), "items of a tile: 192 / 64 of the first GEMM, 128 / 128"
+    assert (launcher.counts[:used] == COUNTED + 3 + 1).all()  # items of a tile: 192 / 64 of the first GEMM, 128 / 128
     assert not launcher.counts[len(groups.tile_expert) :].any()

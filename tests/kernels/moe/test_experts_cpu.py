@@ -5,11 +5,15 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.moe import experts_cpu, moe
-from phalanx.kernels.moe.moe import Biases, Held, fused_experts_reference
-from phalanx.kernels.quantized import affine, e4m3, q4_0, q4_k, q5_1, q6_k, q8_0
+from phalanx.kernels.moe.moe import Biases, Held
+from phalanx.kernels.quantized import affine, digits_cpu, e4m3
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
+from phalanx.kernels.quantized.super_blocks import q4_0, q4_k, q5_1, q6_k
 
+from ..quantized.codecs import name_of
 from .cases import Sizes, make
+from .reference import fused_experts_reference
 
 FORMATS = [(q8_0, q8_0), (q4_k, q6_k), (q4_0, e4m3), (e4m3, q5_1)]
 # One token, several, all to one expert, and experts without tokens.
@@ -29,7 +33,7 @@ def plain(one):
 
 
 @needs_compiler
-@pytest.mark.parametrize("up, down", FORMATS, ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("up, down", FORMATS, ids=name_of)
 def test_experts(up, down):
     torch.manual_seed(0)
     before = torch.get_num_threads()
@@ -47,6 +51,23 @@ def test_experts(up, down):
             want = fused_experts_reference(case._replace(x=x.float(), biases=wide))
             assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_a_prompt_is_taken_in_parts(monkeypatch):
+    """Experts are computed by the number of their rows, as far as the processor is faster with them as they lie."""
+    torch.manual_seed(0)
+    given = make(Sizes(40, 2, 4, 256, 256), torch.float32)
+    w13, w2 = quantised(given.w13, q4_k), quantised(given.w2, q6_k)
+    case = given._replace(w13=w13, w2=w2)
+    whole = moe.fused_experts(case)
+    monkeypatch.setattr(experts_cpu, "MOST_ROWS", 4)
+    monkeypatch.setattr(digits_cpu, "most_rows", lambda dtype: 20)
+    parts, run = [], experts_cpu._experts
+    monkeypatch.setattr(experts_cpu, "_experts", lambda one: parts.append(len(one.x)) or run(one))
+    assert torch.equal(moe.fused_experts(case), whole) and parts == [8] * 5
+    assert not experts_cpu.supports(given.x.repeat(2, 1), given.ids.repeat(2, 1), w13, w2)
+    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "it has no digits"
 
 
 @needs_compiler
@@ -105,7 +126,7 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     assert torch.equal(moe.fused_experts(given), moe.fused_experts(given._replace(x=rows.contiguous())))
 
 
-@pytest.mark.parametrize("up, down", FORMATS[:2], ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("up, down", FORMATS[:2], ids=name_of)
 def test_without_a_compiler_and_of_many_tokens(monkeypatch, up, down):
     """Each expert is dequantised, and multiplied by torch."""
     torch.manual_seed(0)

@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 from phalanx.benchmarks.offload import draw
-from phalanx.kernels.moe import host_choice
+from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
 
+from . import choice_reference
 
-def made(compiled, monkeypatch, ids, of, costs, way, first=0, limit=1 << 30, adopts=False, fixed=0):
-    with monkeypatch.context() as patch:
-        if not compiled:
-            patch.setattr(host_choice.ops, "available", lambda: False)
-        choice = Choice(len(of.slot_of), first, costs, way, fixed)
-        choice.choose(ids, of, limit, adopts)
+pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
+
+
+def made(compiled, ids, of, costs, way, first=0, limit=1 << 30, adopts=False, fixed=0, lag=0.0):
+    choice = Choice(len(of.slot_of), first, costs, way, fixed)
+    choice.lag[:] = lag
+    (Choice.choose if compiled else choice_reference.choose)(choice, ids, of, limit, adopts)
     return choice
 
 
@@ -27,7 +29,7 @@ def residency(draw, experts):
 
 @pytest.mark.parametrize("adopts", [False, True])
 @pytest.mark.parametrize("way", [CHEAPEST, ON_CPU, COPIED, ADOPTED])
-def test_both_agree(monkeypatch, way, adopts):
+def test_both_agree(way, adopts):
     draw, moved = np.random.default_rng(0), 0
     for turn in range(60):
         experts, tokens = int(draw.integers(1, 40)), int(draw.integers(1, 30))
@@ -38,7 +40,7 @@ def test_both_agree(monkeypatch, way, adopts):
         limit, fixed = int(draw.integers(0, 9)), turn % 3
         for compiled in (True, False):
             of = Residency(*(one.copy() for one in before))
-            one = made(compiled, monkeypatch, ids, of, costs, way, turn % 5, limit, adopts, fixed)
+            one = made(compiled, ids, of, costs, way, turn % 5, limit, adopts, fixed)
             both.append((one.counts, one.cpu, one.copied, one.adopted, one.found, *of, one.of_fixed))
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
@@ -58,37 +60,31 @@ def test_both_agree(monkeypatch, way, adopts):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_expert_that_is_chosen_often_is_copied_once(monkeypatch, compiled):
+def test_an_expert_that_is_chosen_often_is_copied_once(compiled):
     """Even where the CPU would be faster, and it takes the slot of the one that is chosen least."""
     costs = Costs((1.0, 1.0, 1.0, 1.0), copy=9.0)
     of = Residency(np.array([0, 1, -1, -1]), np.array([3.0, 1.0, 9.0, 2.0]), np.array([0, 1]))
     ids = torch.tensor([[3, 2]], dtype=torch.int32)
-    first = made(compiled, monkeypatch, ids, of, costs, CHEAPEST, adopts=True)
+    first = made(compiled, ids, of, costs, CHEAPEST, adopts=True)
     assert first.copied.tolist() == [2] and first.adopted.tolist() == [1] and first.found.tolist() == [0, 1, 1, 1, 1]
     assert of.slot_of.tolist() == [0, -1, 1, -1] and of.expert_in.tolist() == [0, 2]
-    second = made(compiled, monkeypatch, ids, of, costs, CHEAPEST, adopts=True)
+    second = made(compiled, ids, of, costs, CHEAPEST, adopts=True)
     assert second.found.tolist() == [1, 1, 0, 1, 0]
     of = Residency(np.array([0, 1, -1, -1]), np.array([3.0, 1.0, 9.0, 2.0]), np.array([0, 1]))
-    assert made(compiled, monkeypatch, ids, of, costs, CHEAPEST, limit=0, adopts=True).found[4] == 0
+    assert made(compiled, ids, of, costs, CHEAPEST, limit=0, adopts=True).found[4] == 0
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_copies_take_besides(monkeypatch, compiled):
-    """Of eight missing experts, of which the CPU and copies take equally long, half are copied, and fewer the longer
+def test_what_copies_take_besides(compiled):
+    """Half of eight missing experts are copied where the CPU and copies take equally long, and fewer the longer
     copies take besides."""
     ids, found = torch.arange(8, dtype=torch.int32)[None], []
     for lag in (0.0, 2.0, 5.0, 9.0):
-        choice = Choice(8, 0, Costs((1.0, 1.0, 1.0, 1.0), copy=1.0), CHEAPEST)
-        choice.lag[:] = lag
-        with monkeypatch.context() as patch:
-            if not compiled:
-                patch.setattr(host_choice.ops, "available", lambda: False)
-            choice.choose(ids, Residency(np.full(8, -1), np.zeros(8), np.zeros(0, np.int64)))
-        found.append(len(choice.copied))
+        costs, of = Costs((1.0, 1.0, 1.0, 1.0), copy=1.0), Residency(np.full(8, -1), np.zeros(8), np.zeros(0, np.int64))
+        found.append(len(made(compiled, ids, of, costs, CHEAPEST, lag=lag).copied))
     assert found == [4, 3, 1, 0]
 
 
-@pytest.mark.skipif(not host_choice.ops.available(), reason="no C++ operations")
 @pytest.mark.parametrize("exponent, early, late, most", [(0.0, 0.45, 0.45, 80), (0.8, 0.72, 0.75, 80)])
 def test_the_resident_set_follows_popularity_and_not_chance(exponent, early, late, most):
     """Half of 128 experts, 8 of which each step draws by a Zipf law: how many of steps 100 to 200 and 400 to 800 are
@@ -105,9 +101,8 @@ def test_the_resident_set_follows_popularity_and_not_chance(exponent, early, lat
     assert resident[100:200].mean() > early and resident[400:].mean() > late and 0 < adopted.sum() < most
 
 
-@pytest.mark.skipif(not host_choice.ops.available(), reason="no C++ operations")
 def test_the_resident_set_is_nearly_the_best_one():
-    """Of the benchmark's draws, in six layers: no set has more of what independent draws choose than the most popular
+    """The benchmark's draws, in six layers: no set has more of what independent draws choose than the most popular
     experts, of which this one must have 97 % after 400 steps."""
     resident, best = 0, 0
     for layer in range(1, 7):
@@ -124,7 +119,7 @@ def test_the_resident_set_is_nearly_the_best_one():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
+def test_copies_are_for_the_experts_with_the_most_tokens(compiled):
     costs = Costs((10.0, 10.0, 16.0, 64.0), copy=30.0)  # the CPU takes 10 up to 4 tokens, then more
     ids = torch.tensor([[4], [6], [6], [7], *[[5]] * 200], dtype=torch.int32)
 
@@ -132,7 +127,7 @@ def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
         return Residency(np.full(8, -1), np.zeros(8), np.zeros(0, np.int64))
 
     def copied(costs, ids):
-        return made(compiled, monkeypatch, ids, none(), costs, CHEAPEST).copied.tolist()
+        return made(compiled, ids, none(), costs, CHEAPEST).copied.tolist()
 
     assert copied(costs, ids) == [5]
     assert copied(costs, ids[:1]) == [] == copied(costs, ids[:0])
@@ -140,6 +135,10 @@ def test_copies_are_for_the_experts_with_the_most_tokens(monkeypatch, compiled):
 
 
 def test_the_memory_is_shared():
-    """Where both are at work, each is slower; who is left has all of it."""
+    """CPU and copies slow each other; who is left has all of it."""
     costs = Costs((1.0,) * 4, copy=1.0, cpu_beside=2.0, copy_beside=4.0)
-    assert costs.both(np.array([0.0, 3.0, 3.0]), np.array([5.0, 0.0, 2.0])).tolist() == [5.0, 3.0, 6 + 2 / 4]
+    assert choice_reference.both(costs, np.array([0.0, 3.0, 3.0]), np.array([5.0, 0.0, 2.0])).tolist() == [
+        5.0,
+        3.0,
+        6 + 2 / 4,
+    ]

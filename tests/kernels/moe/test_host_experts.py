@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from phalanx.kernels.activation.activation import ACTIVATIONS
+from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
 from phalanx.kernels.moe import host_experts
 from phalanx.kernels.moe.host_experts import Experts, HostPairs
-from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
-from phalanx.kernels.quantized import e4m3, gpu_form, q8_0
+from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.quantized import e4m3, gpu_form
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 
 from ..conftest import TILES, close
 from .cases import CASES, make
+from .reference import fused_experts_reference
 
 
 def rounds(case, cuts):
@@ -39,10 +41,10 @@ def test_sums(monkeypatch, sizes, dtype, compiled):
     one = rounds(case, 1)
     close(one.to(dtype), want, dtype, atol=2e-5 if dtype == torch.float32 else 3e-2)
     if compiled and dtype == torch.float32:
-        assert all(torch.equal(rounds(case, cuts), one) for cuts in (2, 3)), "bit by bit, in any rounds"
+        assert all(torch.equal(rounds(case, cuts), one) for cuts in (2, 3))  # bit by bit, in any rounds
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", [*ACTIVATIONS, clamped_swiglu(0.5)])
 def test_biases_and_experts_of_other_ranks(act):
     case = make(CASES[1], torch.float32)
     w13, w2 = case.w13[3:9].contiguous(), case.w2[3:9].contiguous()

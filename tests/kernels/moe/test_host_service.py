@@ -89,7 +89,7 @@ class Device:
         while int(told[0]) >> 9 != count:
             time.sleep(0)
         entries = told[1 : 1 + (int(told[0]) & 511)].tolist()
-        # What is copied to stay is computed by the CPU in this step.
+        # The CPU computes in this step what is copied to stay.
         copied = set() if layer.choice.way == ADOPTED else {one & 0xFFFF for one in entries}
         for one in entries:
             if one >> 16:
@@ -140,7 +140,7 @@ def test_both_sides(way, slots, posted, monkeypatch):
     assert (resident > 0) == (slots > 0) and (adopted > 0) == (way in (CHEAPEST, ADOPTED) and slots > 0)
     assert (copied > 0) == (way in (CHEAPEST, COPIED))
     for layer, table in zip(device.layers, device.tables, strict=True):
-        assert layer.of.slot_of.tolist() == table.tolist(), "both sides know the same residents"
+        assert layer.of.slot_of.tolist() == table.tolist()  # both sides know the same residents
     assert not posted or min(service.totals[:3]) > 0
 
 
@@ -158,7 +158,7 @@ def test_copies_that_end_last_become_fewer(late):
     device.service.drain()
     assert max(device.wrong) < 1e-4
     lags, copies = [float(layer.lag) for layer in device.layers], np.array(device.copies).reshape(steps, 3)
-    assert lags[2] == 0, "of a step's last layer nothing is known: what follows it is another step"
+    assert lags[2] == 0  # of a step's last layer nothing is known: what follows it is another step
     if not late:
         assert lags == [0, 0, 0] and (copies[:, :2].mean(0) > 1).all()
         return
@@ -242,13 +242,13 @@ def test_a_thread_does_not_wait_for_ever(monkeypatch):
     device.service.post(whole)
     device.service.drain()
     assert int(device.flags[1][1]) == 3, "kernels wait no more"
-    with pytest.raises(RuntimeError, match="the CPU has waited .* for a GPU's part"):
+    with pytest.raises(RuntimeError, match="waited .*GPU's part"):
         device.service.post(whole)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_thread_ends_with_its_service(in_flight):
-    """As where a model is unloaded; also while it waits for a step that does not come."""
+    """The service ends as where a model is unloaded; also while it waits for a step that does not come."""
     draw = torch.Generator().manual_seed(0)
     device = Device([Layer(ON_CPU, 0, draw)], 1, draw)
     before = set(os.listdir("/proc/self/task"))

@@ -1,11 +1,14 @@
 """Experts and routers on a GPU against their torch references, with NaN in all that must not be read or left."""
 
+import time
+
 import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import expert_gemm, expert_gemv, expert_mlp, moe, router
+from phalanx.kernels.moe import expert_mlp, moe, plain_experts, router
 from phalanx.kernels.moe.expert_mlp import SharedExperts
+from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.norm import norm
 
@@ -14,19 +17,18 @@ from ..gpu import poison  # noqa: F401
 from ..programs import V2_ROUTER, V3_ROUTER
 from .cases import (
     CASES,
-    QUANTIZED,
     Sizes,
     biases,
     make,
     make_shared,
     near,
-    quantized,
     share_of,
     shares,
     strided,
     summed,
     with_shared_reference,
 )  # fmt: skip
+from .reference import fused_experts_reference
 
 require_gpu()
 KINDS = [(torch.float32, 3e-5), (torch.bfloat16, 4e-2), (torch.float16, 6e-3)]
@@ -38,7 +40,7 @@ QWEN = Sizes(1, 8, 24, 2048, 768)  # but for its count of experts
 def test_experts(sizes, dtype, bound):
     for act in ("silu", "gelu_tanh"):
         given = make(sizes, dtype, "cuda")._replace(act=act)
-        want = moe.fused_experts_reference(given)
+        want = fused_experts_reference(given)
         near(moe.fused_experts(given), want, bound)
         near(moe.fused_experts(strided(given)), want, bound)
 
@@ -46,17 +48,17 @@ def test_experts(sizes, dtype, bound):
 @pytest.mark.parametrize("sizes", [one._replace(tokens=n) for one in (QWEN, CASES[0], CASES[3]) for n in (1, 5, 8)])
 def test_gemv(sizes):
     given = make(sizes, torch.bfloat16, "cuda")
-    assert expert_gemv.supports(given.x, given.ids, given.w13, given.w2)
-    near(expert_gemv.experts(given), moe.fused_experts_reference(given), 4e-2)
+    assert plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+    near(plain_experts.gemv(given), fused_experts_reference(given), 4e-2)
 
 
-@pytest.mark.parametrize("tiles", moe.TILINGS.values())
+@pytest.mark.parametrize("tiles", plain_experts.TILINGS.values())
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
 @pytest.mark.parametrize("tokens", [1, 16, 100, 300])
 def test_tiles(tiles, spread, tokens):
     given = make(Sizes(tokens, 4, 20, 512, 384, spread), torch.bfloat16, "cuda")
-    want = moe.fused_experts_reference(given)
-    near(summed(moe.by_triton(given, tiles), given), want, 4e-2)
+    want = fused_experts_reference(given)
+    near(summed(plain_experts.by_triton(given, tiles), given), want, 4e-2)
 
 
 @pytest.mark.parametrize("sizes", [QWEN, *CASES])
@@ -66,43 +68,7 @@ def test_biases(sizes, tokens):
     added = biases(given)
     for part in (added, added._replace(down=None)):
         one = given._replace(act=CLAMPED_SWIGLU, biases=part)
-        near(moe.fused_experts(one), moe.fused_experts_reference(one), 8e-2)
-
-
-@pytest.mark.parametrize("sizes, pairs, unit", [*QUANTIZED, (QWEN, False, 128), (QWEN, True, 32)])
-@pytest.mark.parametrize("tokens", [1, 40, 300])
-def test_quantized(sizes, pairs, unit, tokens):
-    given = make(sizes._replace(tokens=tokens), torch.bfloat16, "cuda")._replace(act=CLAMPED_SWIGLU)
-    plain, packed = quantized(given, pairs, unit)
-    near(moe.fused_experts(packed), moe.fused_experts_reference(plain), 8e-2)
-
-
-@needs_tma
-@pytest.mark.parametrize("outputs", [(64, 64), (128, 128)])
-@pytest.mark.parametrize("spread", ["any", "few", "one"])
-@pytest.mark.parametrize("tokens", [1, 9, 30, 75, 200])
-def test_pipelined(outputs, spread, tokens):
-    """Also more items than blocks, and experts of several items."""
-    for dtype, bound in KINDS[1:]:
-        given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
-        assert expert_gemm.supports(given.x, given.w13, given.w2)
-        near(summed(moe.pipelined(given, outputs), given), moe.fused_experts_reference(given), bound)
-
-
-@needs_tma
-@pytest.mark.parametrize("hidden, inner", [(192, 320), (2880, 192), (256, 64)])
-def test_pipelined_with_chunks_of_64(hidden, inner):
-    given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
-    assert expert_gemm.supports(given.x, given.w13, given.w2)
-    near(summed(moe.pipelined(given), given), moe.fused_experts_reference(given), 4e-2)
-
-
-@needs_tma
-def test_pipelined_with_many_items():
-    given = make(QWEN._replace(tokens=40), torch.bfloat16, "cuda")
-    want = moe.fused_experts_reference(given)
-    for _ in range(20):  # a race would not show each time
-        near(summed(moe.pipelined(given), given), want, 4e-2)
+        near(moe.fused_experts(one), fused_experts_reference(one), 8e-2)
 
 
 @needs_tma
@@ -114,7 +80,7 @@ def test_in_one_launch(tiles, spread, tokens):
     for dtype, bound in KINDS[1:]:
         given = make(Sizes(tokens, 4, 20, 512, 384, spread), dtype, "cuda")
         assert expert_mlp.supports(given.x, given.w13, given.w2)
-        near(summed(moe.in_one_launch(given, tiles), given), moe.fused_experts_reference(given), bound)
+        near(summed(expert_mlp.experts(given, tiles), given), fused_experts_reference(given), bound)
         assert not jit.counters(torch.device("cuda", 0), torch.cuda.current_stream().cuda_stream).any()
 
 
@@ -123,7 +89,7 @@ def test_in_one_launch(tiles, spread, tokens):
 def test_in_one_launch_with_chunks_of_64(hidden, inner):
     given = make(Sizes(11, 4, 20, hidden, inner), torch.bfloat16, "cuda")
     assert expert_mlp.supports(given.x, given.w13, given.w2)
-    near(summed(moe.in_one_launch(given), given), moe.fused_experts_reference(given), 4e-2)
+    near(summed(expert_mlp.experts(given), given), fused_experts_reference(given), 4e-2)
 
 
 @needs_tma
@@ -138,8 +104,8 @@ def test_shared_experts_in_one_launch(tiles, tokens, spread):
         shared = SharedExperts(*(one.to(device) for one in shared))
         assert expert_mlp.supports(there.x, there.w13, there.w2)
         assert expert_mlp.supports_shared(there.x, there.w2, shared)
-        y = moe.in_one_launch(there, tiles, shared).view(tokens, 5, -1)
-        assert torch.equal(y[:, :-1].flatten(0, 1), moe.in_one_launch(there, tiles))
+        y = expert_mlp.experts(there, tiles, shared).view(tokens, 5, -1)
+        assert torch.equal(y[:, :-1].flatten(0, 1), expert_mlp.experts(there, tiles))
         near(moe.summed(y, there.ids), want, bound)
         assert not jit.counters(device, torch.cuda.current_stream().cuda_stream).any()
 
@@ -176,7 +142,7 @@ def test_layers_in_one_launch(tokens, tiles, inner):
             ids, by = router.route(x, gate, None, params)
             pause()
             given = moe.Inputs(x, ids, by, w13, w2)
-            terms = moe.in_one_launch(given, tiles, every).view(len(x), -1, x.shape[1])
+            terms = expert_mlp.experts(given, tiles, every).view(len(x), -1, x.shape[1])
             pause()
         found.append(residual.add(terms.float().sum(1)))
 
@@ -204,7 +170,7 @@ def test_layers_in_one_launch(tokens, tiles, inner):
 @pytest.mark.parametrize("sizes", [*CASES, QWEN._replace(tokens=700), Sizes(9000, 8, 128, 8, 8, "few")])
 def test_groups(sizes, rows):
     ids = make(sizes, torch.float32, "cuda").ids
-    found, want = moe.group(ids, sizes.experts, rows), moe.group(ids.cpu(), sizes.experts, rows)
+    found, want = group(ids, sizes.experts, rows), group(ids.cpu(), sizes.experts, rows)
     assert torch.equal(found.ends.cpu(), want.ends)
     assert torch.equal(found.tile_expert.cpu(), want.tile_expert)
     needed = want.tile_expert >= 0
@@ -217,33 +183,32 @@ def test_groups(sizes, rows):
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
 def test_experts_of_one_rank(tokens, spread):
-    """By every kernel: pairs of experts that the rank lacks are left out, and what they would be is not read."""
+    """Every kernel: routed tokens of experts that the rank lacks are left out, and what they would be is not read."""
     sizes = Sizes(tokens, 4, 20, 512, 384, spread)
     for dtype, bound in KINDS:
         whole = make(sizes, dtype, "cuda")
         for held in shares(sizes.experts):
             given = share_of(whole, held)
-            want = moe.fused_experts_reference(given)
+            want = fused_experts_reference(given)
             near(moe.fused_experts(given), want, bound)
-            near(summed(moe.grouped(given), given), want, bound)
+            tiles = plain_experts.tiling(given.pairs, given.experts, dtype)
+            near(summed(plain_experts.by_triton(given, tiles), given), want, bound)
             if dtype != torch.float32:
-                assert expert_gemv.supports(given.x, given.ids, given.w13, given.w2)
-                near(expert_gemv.experts(given), want, bound)
-                if expert_gemm.supports(given.x, given.w13, given.w2):
-                    near(summed(moe.pipelined(given), given), want, bound)
+                assert plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
+                near(plain_experts.gemv(given), want, bound)
 
 
 def test_groups_of_one_rank():
     ids = make(Sizes(700, 8, 24, 8, 8), torch.float32, "cuda").ids
     for held in shares(24):
-        found, want = moe.group(ids, held.size, 16, held), moe.group(ids.cpu(), held.size, 16, held)
+        found, want = group(ids, held.size, 16, held), group(ids.cpu(), held.size, 16, held)
         assert torch.equal(found.ends.cpu(), want.ends) and torch.equal(found.tile_expert.cpu(), want.tile_expert)
         count = int(want.ends[-1])
         assert torch.equal(found.order[:count].cpu().sort().values, want.order[:count].sort().values)
 
 
 def test_a_graph_with_other_choices():
-    """What is captured holds for any choice."""
+    """A captured graph holds for any choice."""
     for tokens in (2, 50):
         one, other = (make(Sizes(tokens, 4, 33, 256, 128), torch.bfloat16, "cuda") for _ in range(2))
         w13, w2 = (torch.randn_like(x) * 0.06 for x in (one.w13, one.w2))
@@ -262,7 +227,7 @@ def test_a_graph_with_other_choices():
                     to.copy_(value)
                 graph.replay()
                 stream.synchronize()
-                near(y, moe.fused_experts_reference(given._replace(w13=w13, w2=w2)), 4e-2)
+                near(y, fused_experts_reference(given._replace(w13=w13, w2=w2)), 4e-2)
 
 
 ROUTERS = [
@@ -287,7 +252,8 @@ def test_router(params, experts, hidden):
         want_ids, _ = router.route_reference(x, weight, bias, params)
         assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
         assert all(len(set(row)) == params.top_k for row in ids.tolist())
-        # Of scores that are as good as equal either may be chosen: nearly all choices agree, and all weights fit them.
+        # Either of two scores that are as good as equal may be chosen: nearly all choices agree, and all weights fit
+        # them.
         agree = (ids.sort().values == want_ids.sort().values).all(-1).float().mean() if tokens else 1
         assert agree > 0.97
         every = params._replace(top_k=experts, normalise=False, scale=1.0, corrected=False, groups=1)
@@ -305,3 +271,45 @@ def test_ids_are_valid_whatever_comes():
         for params in (RouterParams(4), RouterParams(4, "sigmoid")):
             ids, _ = router.route(x, weight, None, params)
             assert ((ids >= 0) & (ids < 20)).all() and all(len(set(row)) == 4 for row in ids.tolist())
+
+
+HOLD = r"""
+extern "C" __global__ void hold(volatile int* flag, int* there) {
+    extern __shared__ char memory[];
+    if (threadIdx.x == 0) atomicAdd(there, 1);
+    while (!*flag) __nanosleep(1000);
+}
+"""
+
+
+@needs_tma
+@pytest.mark.parametrize("held", [1, 40, 131])
+def test_one_launch_beside_a_kernel_that_holds_multiprocessors(held):
+    """Blocks that wait for others must not keep those from starting: this hung until the other kernel had ended."""
+    cupy = pytest.importorskip("cupy")
+    given = make(Sizes(64, 8, 128, 2048, 768), torch.bfloat16, "cuda")
+    want = expert_mlp.experts(given)  # compiles
+    torch.cuda.synchronize()
+    flag, there = torch.zeros(1, dtype=torch.int32, pin_memory=True), torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    hold = cupy.RawKernel(HOLD, "hold")
+    hold.max_dynamic_shared_size_bytes = 200 << 10
+    mine, other = torch.cuda.Stream(), torch.cuda.Stream()
+    ended = torch.cuda.Event()
+    limit = time.monotonic() + 20
+    try:
+        with cupy.cuda.ExternalStream(other.cuda_stream):
+            hold((held,), (32,), (flag.data_ptr(), there.data_ptr()), shared_mem=200 << 10)
+        while int(there) < held and time.monotonic() < limit:
+            time.sleep(1e-3)  # until the next look
+        with torch.cuda.stream(mine):
+            for _ in range(3):
+                y = expert_mlp.experts(given)
+            ended.record()
+        while not ended.query() and time.monotonic() < limit:
+            time.sleep(1e-3)  # until the next look
+        beside = ended.query()
+    finally:
+        flag[0] = 1
+    torch.cuda.synchronize()
+    assert beside and int(there) == held
+    assert torch.equal(y, want) and not jit.counters(given.x.device, mine.cuda_stream).any()

@@ -8,9 +8,12 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import affine, gpu_form, q2_k, q4_0, q4_k, q5_1, q5_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, gpu_form
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
+from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_k, q5_1, q5_k, q6_k
 
+from ..quantized.codecs import name_of
 from ..test_compile import TRITON, Recorder, checked, compile_launch
 
 
@@ -44,9 +47,7 @@ def test_what_is_no_move_is_left_to_torch(make):
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
-@pytest.mark.parametrize(
-    "codec", [q2_k, q4_0, q4_k, q5_1, q5_k, q6_k, q8_0, affine], ids=lambda one: one.__name__.rpartition(".")[2]
-)
+@pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q5_1, q5_k, q6_k, q8_0, affine], ids=name_of)
 def test_forms(codec):
     """They all are such moves: what prompts copy to a GPU is not made over by torch."""
     weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))

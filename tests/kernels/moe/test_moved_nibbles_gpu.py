@@ -3,17 +3,18 @@
 import pytest
 import torch
 from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import affine, gpu_form, q2_k, q4_0, q4_k, q5_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, gpu_form
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
+from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_k, q5_k, q6_k
 
 from ...devices import require_gpu
+from ..quantized.codecs import name_of
 
 require_gpu()
 
 
-@pytest.mark.parametrize(
-    "codec", [q2_k, q4_0, q4_k, q5_k, q6_k, q8_0, affine], ids=lambda one: one.__name__.rpartition(".")[2]
-)
+@pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q5_k, q6_k, q8_0, affine], ids=name_of)
 @pytest.mark.parametrize("experts, outputs, inputs", [(1, 16, 256), (5, 40, 512), (9, 768, 2048)])
 def test_forms(codec, experts, outputs, inputs):
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))

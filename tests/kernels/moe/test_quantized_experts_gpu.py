@@ -1,7 +1,6 @@
 """Quantised experts on a GPU beside f64 of their dequantised weights, with NaN in all that must not be left."""
 
 import functools
-import importlib
 import math
 import subprocess
 import sys
@@ -10,15 +9,17 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.moe import dequantized, moe, quantized_cuda, quantized_expert_gemv, quantized_wgmma_experts
+from phalanx.kernels.moe import moe, plain_experts, quantized_experts
 from phalanx.kernels.moe.moe import Biases, Held
-from phalanx.kernels.quantized import affine, e4m3, e4m3_cuda, e4m3_wgmma, mxfp4
+from phalanx.kernels.quantized import affine, cuda_layouts, e4m3, e4m3_wgmma, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
 
 from ...devices import needs_hopper, needs_tma, require_gpu
 from ..gpu import poison  # noqa: F401
+from ..quantized import codecs
 from ..quantized.floats_cases import rounded
 from .cases import Sizes, make, shares, summed
+from .reference import by_plain_kernels, fused_experts_reference, planned
 
 require_gpu()
 CAPS = device_caps(torch.device("cuda"))
@@ -63,9 +64,9 @@ def quantised(weight, form):
         return made
     if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in pieces of 32
         made = stack(e4m3, lambda e: e4m3.encode_reference(weight[e], 64), weight.shape)
-        assert made.packed.layout == e4m3_cuda.LAYOUT
+        assert made.packed.layout == cuda_layouts.E4M3
         return made
-    codec = importlib.import_module(f"phalanx.kernels.quantized.{form}")
+    codec = codecs.find(form)
     return stack(codec, lambda e: codec.encode(weight[e]), weight.shape)
 
 
@@ -102,27 +103,28 @@ def check(
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
     w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
     x = given.x.to(dtype)
-    assert quantized_cuda.supports(x, w13, w2)
+    assert quantized_experts.takes(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
     given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
-    call, chosen = moe.fused_experts, quantized_cuda.choose_kernels(given.pairs, given.experts, w13, w2, CAPS)
-    eight = isinstance(chosen.up, e4m3_wgmma.E4m3Config) and not (tiles or pipeline or tile or plain or few)
+    call, chosen = moe.fused_experts, planned(given.pairs, given.experts, w13, w2, CAPS)
+    eight = isinstance(getattr(chosen, "up", None), e4m3_wgmma.E4m3Config)
+    eight = eight and not (tiles or pipeline or tile or plain or few)
     if eight:  # of what the first GEMM makes some is rounded another way, and then off by a sixteenth to an eighth
         bound = max(bound, 3e-2)
     if tile and dtype == torch.bfloat16:  # scales and minima are rounded, too
         bound = max(bound, 1.5e-2)
     if few:
-        call = lambda one: quantized_expert_gemv.experts(*one[:6], *one.biases, one.held)  # noqa: E731
+        call = quantized_experts.gemv
     if plain:
-        call = lambda one: summed(moe.grouped(one), one)  # noqa: E731
+        call = lambda one: summed(by_plain_kernels(one, CAPS), one)  # noqa: E731
     if tiles or pipeline or tile:
-        configs = quantized_cuda.tiled_configs(tiles or 1, w13, w2)
+        configs = quantized_experts.tiled(tiles or 1, w13, w2)
         if tile:
-            configs = quantized_cuda.KernelConfigs(*(quantized_wgmma_experts.config(*tile, one) for one in (w13, w2)))
+            configs = quantized_experts.Configs(*(quantized_experts.wgmma_config(*tile, one) for one in (w13, w2)))
         if pipeline:
-            configs = quantized_cuda.KernelConfigs(*(quantized_cuda.choose_pipeline(one) for one in (w13, w2)))
-            assert all(configs), "a format that takes no pipeline"
-        call = lambda one: summed(moe.in_pieces(one, configs), one)  # noqa: E731
+            configs = quantized_experts.Configs(*(quantized_experts.choose_pipeline(one) for one in (w13, w2)))
+            assert all(configs)  # a format that takes no pipeline
+        call = lambda one: summed(quantized_experts.experts(one, configs), one)  # noqa: E731
     got, want = [call(given) for _ in range(2)], reference(given, eight)
     assert got[0].shape == want.shape and got[0].isfinite().all()
     assert (got[0].double() - want).norm() <= bound * want.norm()
@@ -140,7 +142,7 @@ def test_experts(tokens, up, down, dtype, bound):
 @pytest.mark.parametrize("elements", [1 << 27, 5 * 1536 * 2048])
 @pytest.mark.parametrize("up, down", FORMS)
 def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, held):
-    monkeypatch.setattr(dequantized, "AT_ONCE", elements)
+    monkeypatch.setattr(plain_experts, "AT_ONCE", elements)
     check(QWEN._replace(tokens=400), up, down, torch.bfloat16, 1e-2, biased=held is None, held=held, plain=True)
 
 
@@ -287,12 +289,12 @@ def test_stacks_that_no_kernel_takes_are_dequantised():
     given = make(Sizes(5, 2, 4, 96, 48), torch.bfloat16, "cuda")
     w13, w2 = quantised(given.w13, "q4_0"), given.w2.nan_to_num(0)
     given = given._replace(w13=w13, w2=w2)
-    got, want = moe.fused_experts(given), moe.fused_experts_reference(given)
+    got, want = moe.fused_experts(given), fused_experts_reference(given)
     torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
 
 
 def test_a_graph_of_other_choices():
-    """What is captured holds for whatever the router chooses."""
+    """A captured graph holds for whatever the router chooses."""
     w13, w2 = weights_of(24, 2048, 768, "q4_k", "q6_k")
     given = make(QWEN._replace(tokens=4, inner=1), torch.bfloat16, "cuda")._replace(w13=w13, w2=w2)
     moe.fused_experts(given)

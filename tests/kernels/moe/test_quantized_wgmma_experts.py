@@ -6,16 +6,17 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import moe, quantized_cuda, quantized_experts, quantized_wgmma_experts
-from phalanx.kernels.moe.moe import Biases, Held, Inputs, fused_experts_reference
-from phalanx.kernels.moe.quantized_wgmma_experts import WgmmaExpertsConfig
-from phalanx.kernels.quantized import q8_0_cuda
+from phalanx.kernels.moe import quantized_experts
+from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.moe.quantized_experts import WgmmaExpertsConfig
+from phalanx.kernels.quantized import int8_codes
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
 from ..cuda_model import Box
 from ..quantized.test_pieces_cuda import make as weight_of
-from .test_quantized_cuda import in_types, stack_of
+from .reference import fused_experts_reference, planned
+from .test_quantized_experts import in_types, stack_of
 
 HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -67,8 +68,8 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(quantized_wgmma_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(quantized_wgmma_experts, "MOST_STAGES", 3)
+    monkeypatch.setattr(quantized_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(quantized_experts, "MOST_STAGES", 3)
     cuda_model.poison_new_tensors(monkeypatch)
 
 
@@ -87,9 +88,9 @@ def test_experts(launched, case, dtype):
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
     configs = [WgmmaExpertsConfig(*case.tile, chunk) for chunk in case.chunks]
     given = Inputs(x, ids, weights, w13, w2, "silu", biases, held)
-    y = moe.in_pieces(given, quantized_cuda.KernelConfigs(*configs)).float()
+    y = quantized_experts.experts(given, quantized_experts.Configs(*configs)).float()
     here = (ids >= held.first) & (ids < held.first + held.size)
-    assert y[~here.flatten()].isnan().all(), "what is of no pair stays as it is"
+    assert y[~here.flatten()].isnan().all()  # what is of no pair stays as it is
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, case.hidden), 0).sum(1)
     wide = Biases(*(None if one is None else one.float() for one in biases))
     want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
@@ -98,16 +99,16 @@ def test_experts(launched, case, dtype):
 
 
 def stacks(up, down, hidden=2048, inner=768):
-    """Of Qwen3-30B-A3B, unless said otherwise, without its weights."""
+    """Stacks of Qwen3-30B-A3B, unless said otherwise, without its weights."""
     return [
-        Stack(q8_0_cuda, weight_of(16, 512, form)[0], (128, *shape))
+        Stack(int8_codes.q8_0, weight_of(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (2 * inner, hidden)), (down, (hidden, inner)))
     ]
 
 
 def test_what_it_is_for():
     def kernels_of(pairs, up="q4_k", down="q6_k", caps=HOPPER, **sizes):
-        return quantized_cuda.choose_kernels(pairs * 128, 128, *stacks(up, down, **sizes), caps)
+        return planned(pairs * 128, 128, *stacks(up, down, **sizes), caps)
 
     for up, down in (("q4_k", "q6_k"), ("int4 64", "int4 32 zeros"), ("mxfp4", "mxfp4"), ("q8_0", "e4m3")):
         for pairs in (7, 16, 24, 32, 64, 96):
@@ -122,16 +123,16 @@ def test_what_it_is_for():
 
 def test_cuts_are_what_the_kernel_takes():
     """Whole chunks of whole pieces and of whole boxes, and room for several of them."""
-    tiles = {(rows, quantized_wgmma_experts.OUTPUTS) for rows in quantized_wgmma_experts.TILES.values()}
-    tiles |= {(rows, quantized_wgmma_experts.MORE_OUTPUTS) for rows in (16, quantized_wgmma_experts.MOST_ROWS_OF_MORE)}
+    tiles = {(rows, quantized_experts.OUTPUTS) for rows in quantized_experts.WGMMA_TILES.values()}
+    tiles |= {(rows, quantized_experts.MORE_OUTPUTS) for rows in (16, quantized_experts.MOST_ROWS_OF_MORE)}
     for form in ("q8_0", "q4_k", "q6_k", "int4 32 zeros", "mxfp4", "e4m3"):
         for inputs in (64, 768, 2048, 2880, 4096, 7168, 14336):
             stack = stacks(form, form, inputs)[0]
             for rows, outputs in tiles:
-                config = quantized_wgmma_experts.config(rows, outputs, stack)
+                config = quantized_experts.wgmma_config(rows, outputs, stack)
                 assert inputs % config.inputs == config.inputs % 64 == config.inputs % stack.packed.layout.inputs == 0
-                count, shared = quantized_wgmma_experts.stages(config, stack.packed.layout)
-                assert count >= quantized_wgmma_experts.LEAST_STAGES and shared + 16 * count <= 227 << 10
+                count, shared = config.stages(stack.packed.layout)
+                assert count >= quantized_experts.LEAST_STAGES and shared + 16 * count <= 227 << 10
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_cuts_are_what_the_kernel_takes():
 )
 def test_outputs_of_a_tile(experts, hidden, inner, rows, outputs):
     shapes = (2 * inner, hidden), (hidden, inner)
-    w13, w2 = (Stack(q8_0_cuda, weight_of(16, 512, "mxfp4")[0], (experts, *shape)) for shape in shapes)
-    pairs = next(most for most, tile in quantized_wgmma_experts.TILES.items() if tile == rows) * experts
-    found = quantized_wgmma_experts.choose(pairs, experts, w13, w2, 132)
+    w13, w2 = (Stack(int8_codes.q8_0, weight_of(16, 512, "mxfp4")[0], (experts, *shape)) for shape in shapes)
+    pairs = next(most for most, tile in quantized_experts.WGMMA_TILES.items() if tile == rows) * experts
+    found = quantized_experts.choose_wgmma(pairs, experts, w13, w2, HOPPER)
     assert tuple(one.outputs for one in found) == outputs and {one.rows for one in found} == {rows}

@@ -122,3 +122,12 @@ def test_blocks_of_a_router():
     assert router.blocks(3, 128) == (4, (16, 1, 1))
     assert router.blocks(64, 60) == (8, (4, 8, 1))
     assert router.blocks(65, 257) == (8, (17, 9, 1))
+
+
+@pytest.mark.parametrize("tokens", [9, 100])  # C++'s, and torch's
+def test_weights_of_a_bf16_model_are_not_rounded(tokens):
+    """Matrix and tokens have the model's dtype, as transformers' have; scores and weights are f32 from there on."""
+    x, weight = torch.randn(tokens, 64).bfloat16(), torch.randn(12, 64).bfloat16()
+    scores = (x.double() @ weight.double().T).softmax(-1)
+    want, ids = scores.topk(4, -1)
+    check(x, weight, None, RouterParams(4), ids, (want / want.sum(-1, keepdim=True)).float())

@@ -1,18 +1,20 @@
 """Grouped GEMMs of many pairs: for which they are, and the kernels thread by thread on a CPU."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.moe import dequantized, moe, wgmma_experts
+from phalanx.kernels.moe import moe, plain_experts
+from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Held
-from phalanx.kernels.quantized.floats import Floats
 
 from .. import cuda_model
 from ..cuda_model import Box
 from .cases import Sizes, biases, encoded, make, near, share_of
+from .reference import fused_experts_reference
 
 HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
@@ -49,8 +51,8 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(wgmma_experts, "stages", lambda rows: (2, 1024 + 2 * (rows + 256) * 128))
+    monkeypatch.setattr(plain_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
+    monkeypatch.setattr(plain_experts, "wgmma_stages", lambda rows: (2, 1024 + 2 * (rows + 256) * 128))
     cuda_model.poison_new_tensors(monkeypatch)
 
 
@@ -69,60 +71,46 @@ def test_experts(launched, case, dtype, bound):
     given = make(case.sizes, dtype)
     given = given._replace(biases=biases(given)) if case.biased else given
     given = share_of(given, case.held) if case.held else given
-    found = moe.by_wgmma(given, case.rows)
+    found = plain_experts.by_wgmma(given, case.rows)
     elsewhere = torch.ones(len(found), dtype=torch.bool)
-    groups = moe.group(given.ids, given.w13.shape[0], case.rows, case.held)
+    groups = group(given.ids, given.w13.shape[0], case.rows, case.held)
     elsewhere[groups.order[: int(groups.ends[-1])].long()] = False
-    assert found[elsewhere].isnan().all(), "what is of no pair stays as it is"
+    assert found[elsewhere].isnan().all()  # what is of no pair stays as it is
     found[elsewhere] = 0
     y = found.float().view(*given.ids.shape, -1).sum(1).to(dtype)
-    near(y, moe.fused_experts_reference(given), bound * (2 if case.biased else 1))
+    near(y, fused_experts_reference(given), bound * (2 if case.biased else 1))
 
 
 def test_packed_experts_become_plain_some_at_a_time(launched, monkeypatch):
-    monkeypatch.setattr(dequantized, "AT_ONCE", 3 * 64 * 64)
+    monkeypatch.setattr(plain_experts, "AT_ONCE", 3 * 64 * 64)
     given = make(Sizes(100, 2, 5, 64, 64), torch.bfloat16)
     packed = given._replace(w13=encoded(given.w13.nan_to_num(0)), w2=encoded(given.w2.nan_to_num(0)))
     plain = packed._replace(w13=packed.w13.plain(torch.bfloat16), w2=packed.w2.plain(torch.bfloat16))
-    found, want = (moe.by_wgmma(one, 128) for one in (packed, plain))
+    found, want = (plain_experts.by_wgmma(one, 128) for one in (packed, plain))
     assert torch.equal(found, want)
 
 
-class OnGpu(NamedTuple):
-    """As much of a tensor as is asked."""
+def test_what_they_are_for():
+    def takes(x, w13, w2, found=HOPPER):
+        return plain_experts.wgmma_takes(SimpleNamespace(x=x, w13=w13, w2=w2), found)
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    device: str = "cuda"
-    is_cuda: bool = True
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-
-def test_what_they_are_for(monkeypatch):
-    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: HOPPER)
-    x, w13, w2 = OnGpu((1, 2048)), encoded(torch.zeros(2, 128, 64)), encoded(torch.zeros(2, 64, 64))
-    assert wgmma_experts.takes(x, w13, w2, 193, 2) and not wgmma_experts.takes(x, w13, w2, 192, 2)
-    assert wgmma_experts.takes(x, torch.zeros(2, 128, 64, dtype=x.dtype), w2, 193, 2)
-    for other in (x._replace(dtype=torch.float32), x._replace(is_cuda=False)):
-        assert not wgmma_experts.takes(other, w13, w2, 193, 2)
-    assert not wgmma_experts.takes(x, torch.zeros(2, 128, 64), w2, 193, 2)
-    assert not wgmma_experts.takes(x, Floats(torch.zeros(2, 128, 64), torch.zeros(2, 128, 2)), w2, 193, 2)
-    assert not wgmma_experts.takes(x, w13, encoded(torch.zeros(2, 64, 96)), 193, 2)
-    monkeypatch.setattr(wgmma_experts, "device_caps", lambda device: DeviceCaps(148, "sm_100", True, True, False))
-    assert not wgmma_experts.takes(x, w13, w2, 193, 2)
+    x, w13, w2 = torch.zeros(1, 64).bfloat16(), encoded(torch.zeros(2, 128, 64)), encoded(torch.zeros(2, 64, 64))
+    assert takes(x, w13, w2) and takes(x, torch.zeros(2, 128, 64, dtype=x.dtype), w2)
+    assert not takes(x.float(), w13, w2)
+    assert not takes(x, torch.zeros(2, 128, 64), w2)
+    assert not takes(x, w13, encoded(torch.zeros(2, 64, 96)))
+    assert not takes(x, w13, w2, DeviceCaps(148, "sm_100", True, True, False))
 
 
 def test_tiles():
-    assert list(wgmma_experts.ROWS)[0] > dequantized.LEAST_PAIRS
-    for rows in wgmma_experts.ROWS.values():
-        count, shared = wgmma_experts.stages(rows)
-        assert count >= 4 and shared + 16 * count <= wgmma_experts.MOST_SHARED
+    assert list(plain_experts.WGMMA_ROWS)[0] > moe.PLAIN_PAIRS
+    for rows in plain_experts.WGMMA_ROWS.values():
+        count, shared = plain_experts.wgmma_stages(rows)
+        assert count >= 4 and shared + 16 * count <= plain_experts.MOST_SHARED
 
 
 def test_all_tiles_are_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
-        tokens = [n for n in moe.tiling_rows(experts, k) if n * k > dequantized.LEAST_PAIRS * experts]
-        used = {wgmma_experts.choose_rows(n * k, experts) for n in tokens}
-        assert used == set(wgmma_experts.ROWS.values())
+        tokens = [n for n in moe.warm_up_rows(experts, k) if n * k > moe.PLAIN_PAIRS * experts]
+        used = {plain_experts.wgmma_rows(n * k, experts) for n in tokens}
+        assert used == set(plain_experts.WGMMA_ROWS.values())

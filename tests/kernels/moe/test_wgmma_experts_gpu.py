@@ -8,11 +8,12 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
-from phalanx.kernels.moe import moe, wgmma_experts
+from phalanx.kernels.moe import moe, plain_experts
 
 from ...devices import needs_hopper, require_gpu
 from ..gpu import poison  # noqa: F401
 from .cases import Sizes, biases, make, near, share_of, shares, strided, summed
+from .reference import fused_experts_reference
 
 require_gpu()
 pytestmark = needs_hopper
@@ -24,9 +25,9 @@ ODD = Sizes(1, 3, 7, 320, 192)  # columns that tiles do not divide
 
 def check(given, bound, want=None):
     """Tiles of either size, three times: a race would not show each time."""
-    want = moe.fused_experts_reference(given) if want is None else want
+    want = fused_experts_reference(given) if want is None else want
     for rows in ROWS:
-        found = [moe.by_wgmma(given, rows) for _ in range(3)]
+        found = [plain_experts.by_wgmma(given, rows) for _ in range(3)]
         near(summed(found[0], given), want, bound)
         if given.held is None:
             assert all(torch.equal(one, found[0]) for one in found), rows
@@ -34,7 +35,7 @@ def check(given, bound, want=None):
 
 def main():
     of = [(2 * SMALL.inner, SMALL.hidden, "silu"), (SMALL.hidden, SMALL.inner, "")]
-    made = [wgmma_experts.sizes(*one, False, rows) for one in of for rows in ROWS]
+    made = [plain_experts.wgmma_sizes(*one, False, rows) for one in of for rows in ROWS]
     jit.compile_ahead([jit.variant("wgmma_experts", torch.bfloat16, **one) for one in made], torch.device("cuda"))
     for tokens, spread in ((1, "any"), (300, "any"), (700, "one")):
         torch.manual_seed(0)
@@ -80,8 +81,8 @@ def lite():
 
 
 def test_experts_of_models(blocks_end):
-    """Of DeepSeek-V2-Lite's sizes, whose gates are eleven tiles, and other numbers of tokens."""
-    want = moe.fused_experts_reference(lite())
+    """Experts of DeepSeek-V2-Lite's sizes, whose gates are eleven tiles, and other numbers of tokens."""
+    want = fused_experts_reference(lite())
     for tokens in (1600, 1111, 40):
         given = lite()._replace(**{name: getattr(lite(), name)[:tokens] for name in ("x", "ids", "weights")})
         check(given, 4e-2, want[:tokens])
@@ -90,11 +91,11 @@ def test_experts_of_models(blocks_end):
 def test_the_way_that_is_chosen(blocks_end, monkeypatch):
     """Also as a graph of other choices."""
     called = []
-    by_wgmma = moe.by_wgmma
-    monkeypatch.setattr(moe, "by_wgmma", lambda *one: called.append(one[1]) or by_wgmma(*one))
+    by_wgmma = plain_experts.by_wgmma
+    monkeypatch.setattr(plain_experts, "by_wgmma", lambda *one: called.append(one[1]) or by_wgmma(*one))
     for tokens, rows in ((480, 0), (481, 192), (800, 192), (801, 128), (2000, 128)):
         given = make(SMALL._replace(tokens=tokens), torch.bfloat16, "cuda")
-        want = moe.fused_experts_reference(given)
+        want = fused_experts_reference(given)
         near(moe.fused_experts(given), want, 4e-2)
         near(moe.fused_experts(strided(given)), want, 4e-2)
         assert called == [rows] * 2 * bool(rows)
@@ -105,7 +106,7 @@ def test_the_way_that_is_chosen(blocks_end, monkeypatch):
         for to, one in zip(given[:5], other[:5], strict=True):
             to.copy_(one)
         graph.replay()
-        near(y, moe.fused_experts_reference(given), 4e-2)
+        near(y, fused_experts_reference(given), 4e-2)
         called.clear()
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from phalanx.kernels.norm.layer_norm import add_layer_norm, layer_norm, layer_norm_reference
+from phalanx.kernels.norm.norm import add_layer_norm, layer_norm, layer_norm_reference
 from torch.nn.functional import layer_norm as torch_layer_norm
 
 from ..conftest import DTYPES, close

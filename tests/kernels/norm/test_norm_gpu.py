@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels.norm import layer_norm, norm
+from phalanx.kernels.norm import norm
 
 from ...devices import require_gpu
 from ..gpu import KINDS, near, poison  # noqa: F401
@@ -76,15 +76,15 @@ def test_layer_norms(rows, size, weighted, biased, dtype, bound):
     x, residual, other = ((torch.randn(3, rows, size, device="cuda") + 2).to(dtype)).unbind()
     weight, bias = torch.randn(2, size, device="cuda").to(dtype).unbind()
     weight, bias = weight if weighted else None, bias if biased else None
-    near(layer_norm.layer_norm(x, weight, bias, 1e-5), layer_norm.layer_norm_reference(x, weight, bias, 1e-5), bound)
+    near(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5), bound)
     for more in (None, other):
         total = x if more is None else x + more
-        want = layer_norm.add_layer_norm_reference(total, residual.clone(), weight, bias, 1e-5)
+        want = norm.add_layer_norm_reference(total, residual.clone(), weight, bias, 1e-5)
         for odd in range(4):  # none of them, or one, where vectors do not fit
             held = [y if y is None else
                     torch.empty(y.numel() + 1, device="cuda", dtype=dtype)[i == odd :][: y.numel()].view_as(y).copy_(y)
                     for i, y in enumerate((weight, bias, residual))]  # fmt: skip
-            got = layer_norm.add_layer_norm(x.clone(), held[2], held[0], held[1], 1e-5, more)
+            got = norm.add_layer_norm(x.clone(), held[2], held[0], held[1], 1e-5, more)
             near(got[0], want[0], bound)
             assert torch.equal(got[1], want[1])
 
@@ -94,4 +94,4 @@ def test_layer_norms(rows, size, weighted, biased, dtype, bound):
 def test_layer_norm_of_strided_heads(shape, dtype, bound):
     x = torch.randn(5, 7, shape[-1], device="cuda").to(dtype)[:, 2:5]
     weight, bias = torch.randn(2, *shape, device="cuda").to(dtype).unbind()
-    near(layer_norm.layer_norm(x, weight, bias, 1e-5), layer_norm.layer_norm_reference(x, weight, bias, 1e-5), bound)
+    near(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5), bound)

@@ -1,7 +1,4 @@
-"""Triton's GEMMs with weights in 8 and 4 bits, beside the reference, in its interpreter.
-
-Without a GPU: TRITON_INTERPRET=1 python -m phalanx.tests.kernels.quantized.floats_cases
-"""
+"""Weights of 8 and 4 bits with scales, and what GPUs multiply with them."""
 
 from __future__ import annotations
 
@@ -9,9 +6,8 @@ import torch
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.quantized import e4m3_wgmma, floats
 from phalanx.kernels.quantized.floats import Floats
+from phalanx.kernels.quantized.pieces_cuda import Packed
 from torch import Tensor
-
-from ..attention.decoding import mend_interpreter
 
 # outputs, inputs, inputs of a scale; of pairs where it is 32 and more follow.
 SIZES = [(48, 128, 128), (70, 200, 8), (33, 300, 300), (16, 1200, 4), (100, 256, 64)]
@@ -37,31 +33,5 @@ def rounded(x: Tensor) -> Tensor:
 
 def as_multiplied(x: Tensor, packed: object) -> Tensor:
     """x [T, I] as a GPU multiplies it with these weights, in f64: rounded where tensor cores of 8 bits do it."""
-    return rounded(x) if e4m3_wgmma.chosen(len(x), packed, device_caps(x.device)) else x.double()
-
-
-def main() -> None:
-    from phalanx.kernels.quantized import floats_triton
-
-    mend_interpreter()
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
-    packs = [make(*sizes) for sizes in SIZES] + [make(40, 96, 32, True), make(33, 1216, 32, True)]
-    for i, packed in enumerate(packs):
-        dtype = [torch.float32, torch.float16][i % 2]
-        want = floats.dequantize(packed, dtype)
-        assert torch.equal(floats_triton.dequantize(packed, dtype), want)
-        if packed.pairs:  # numbers near one, as sums of others tell little
-            packed = packed._replace(scales=packed.scales.clamp(120, 124))
-            want = floats.dequantize(packed, dtype)
-        for rows in (1, 17, 40):
-            x, bias = torch.randn(rows, packed.inputs).to(dtype), torch.randn(packed.outputs).to(dtype)
-            for added in (None, bias):
-                y = floats_triton.linear(x, packed, added)
-                right = x.double() @ want.double().t() + (0 if added is None else added.double())
-                bound = 1e-4 if dtype == torch.float32 else 2e-2
-                torch.testing.assert_close(y.double(), right, atol=bound, rtol=bound)
-
-
-if __name__ == "__main__":
-    main()
+    eight = isinstance(packed, Packed) and e4m3_wgmma.chosen(len(x), packed.layout, device_caps(x.device))
+    return rounded(x) if eight else x.double()

@@ -26,7 +26,7 @@ def make(size: int) -> Tensor:
 
 
 def check(search: ModuleType, groups: Tensor, *steps: Any) -> None:
-    """Of groups where two scales are as good either may be found: the errors are alike."""
+    """Either of two equally good scales may be found: the errors are alike."""
     plain = groups.cpu()
 
     def error(most: int, scales: Tensor, minima: Tensor | float = 0.0) -> Tensor:

@@ -4,13 +4,16 @@ import ctypes
 
 import pytest
 import torch
-from phalanx.kernels.activation.activation import gated_activation
+from phalanx.kernels.activation.activation import clamped_swiglu, gated_activation
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
-from phalanx.kernels.quantized import affine, blocks_cpu, e4m3_cpu, floats, int4_cpu, mxfp4, q4_k, q6_k, q8_0
+from phalanx.kernels.quantized import affine, blocks_cpu, cpu_layouts, e4m3_cpu, floats, mxfp4
 from phalanx.kernels.quantized.blocks_cpu import Gated
+from phalanx.kernels.quantized.int8_codes import q8_0
+from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
 from ..conftest import DTYPES, TILES, VECTORS, close, digits_error
+from .codecs import name_of
 
 OUTPUTS, INPUTS = 23, 256
 GATED = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"
@@ -39,7 +42,7 @@ FORMS = {
 
 
 def other(codec):
-    """Of a codec with another test of its own: the packed form alone."""
+    """A codec with another test of its own: the packed form alone."""
     return lambda: (codec.pack(*codec.encode(torch.randn(OUTPUTS, INPUTS))), None)
 
 
@@ -47,22 +50,41 @@ def other(codec):
 @pytest.mark.parametrize("name", FORMS)
 def test_linear(isa, called, name, dtype):
     packed, weight = FORMS[name]()
-    assert torch.equal(blocks_cpu.dequantize(packed.of_blocks, torch.float32, 0, OUTPUTS), weight)
+    assert torch.equal(packed.dequantize(torch.float32, 0, OUTPUTS), weight)
     called.clear()
     for rows in (1, 3, 6):
         x, bias = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
         want = x.double() @ weight.double().T + bias.double()
-        close(blocks_cpu.linear(x, packed.of_blocks, bias=bias), want, dtype, atol=digits_error(dtype, weight))
+        close(blocks_cpu.linear(x, packed, bias=bias), want, dtype, atol=digits_error(dtype, weight))
     assert set(called) == {f"{one}_{ops.SUFFIXES[dtype]}" for one in ("split", f"{name.replace('-', '_')}_linear")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("act", GATED)
+def test_many_rows(isa, called, dtype):
+    """A prompt's rows are multiplied as a decode step's, to the bit, where one instruction adds up four products."""
+    packed, _ = FORMS["int4"]()
+    x, bias = torch.randn(2 * blocks_cpu.MOST_ROWS + 5, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
+    assert blocks_cpu.supports(x[: blocks_cpu.MOST_ROWS])
+    fours = "avx512_vnni", "avx512_bf16", "neon_dotprod"  # and with fast matrices of bf16:
+    assert blocks_cpu.supports(x) == (isa in fours or isa in ("amx", "neon_bf16") and dtype == torch.float32)
+    made = affine.linear(x, packed, bias=bias)
+    called.clear()
+    some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MOST_ROWS)])
+    assert [one.split("_")[-2] for one in called] == ["split", "linear"] * 3
+    if blocks_cpu.supports(x):
+        assert torch.equal(made, some)
+        assert affine.linear(x, int4(32, INPUTS, 64, False)[0], "silu").shape == (len(x), 16)
+    elif dtype == torch.float32:
+        close(made, some.double(), dtype, atol=digits_error(dtype, affine.dequantize(packed)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", [*GATED, clamped_swiglu(0.5)])
 def test_an_activation_on_the_way(isa, called, act, dtype):
-    """Of experts' rows, to the bit; rows before and behind theirs are not touched."""
-    of = FORMS["int4"]()[0].of_blocks
+    """Experts' rows, to the bit; rows before and behind theirs are not touched."""
+    of = FORMS["int4"]()[0]
     both, ends = torch.randn(6, 2 * INPUTS).to(dtype), torch.tensor([1, 1, 5], dtype=torch.int32)
-    rest = (2, OUTPUTS, OUTPUTS), ends, None
+    rest = (2, OUTPUTS), ends, None
     made = []
     for gated in (True, False):
         x = torch.full((6, INPUTS), 7.0).to(dtype) if gated else gated_activation(both, act)
@@ -79,15 +101,12 @@ def test_an_activation_on_the_way(isa, called, act, dtype):
 def test_threads_share_all_blocks_whoever_is_late(isa, of, parts):
     """The part that runs first takes all that is not shared out. The counter is 0 for the next operation."""
     weight, scratch = torch.randn(3 * 304, INPUTS), Scratch(6)
-    if of is blocks_cpu:
-        stack = q8_0.pack(*q8_0.encode(weight)).of_blocks
-    else:
-        stack = e4m3_cpu.pack(*e4m3_cpu.encode(weight, 128))
+    stack = q8_0.pack(*q8_0.encode(weight)) if of is blocks_cpu else e4m3_cpu.pack(*e4m3_cpu.encode(weight, 128))
     x, ends = torch.randn(6, INPUTS), torch.tensor([0, 1, 1, 6], dtype=torch.int32)
     want, y = (torch.full((6, 304), torch.nan) for _ in range(2))
-    ops.run(*of.experts(x, stack, (3, 304, 304), ends, None, want, scratch))
+    ops.run(*of.experts(x, stack, (3, 304), ends, None, want, scratch))
     for order in (range(parts), range(parts)[::-1]):
-        for op, values in of.experts(x, stack, (3, 304, 304), ends, None, y.fill_(torch.nan), scratch):
+        for op, values in of.experts(x, stack, (3, 304), ends, None, y.fill_(torch.nan), scratch):
             run = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(op.address)
             for part in order:
                 run(ops.pack(values), part, parts)
@@ -97,8 +116,8 @@ def test_threads_share_all_blocks_whoever_is_late(isa, of, parts):
 def test_groups_that_no_form_of_4_bits_takes():
     if not ops.available():
         pytest.skip("no C++ compiler that works")
-    assert isinstance(int4(8, 128, 32, True)[0], int4_cpu.Packed)
-    assert not isinstance(int4(8, 96, 32, True)[0], int4_cpu.Packed)  # GPUs have pieces of 64 inputs
+    assert int4(8, 128, 32, True)[0].layout is cpu_layouts.int4(32, True)
+    assert int4(8, 96, 32, True)[0].layout is cpu_layouts.Q8_0  # GPUs have pieces of 64 inputs
 
 
 def test_scales_at_their_ends():
@@ -111,7 +130,7 @@ def test_scales_at_their_ends():
 
 @pytest.mark.parametrize("isa", TILES)
 def test_tiles_make_what_vectors_make(tiled, isa):
-    forms = FORMS | {one.__name__.rpartition(".")[2]: other(one) for one in (q4_k, q6_k, q8_0)}
+    forms = FORMS | {name_of(one): other(one) for one in (q4_k, q6_k, q8_0)}
     for name, make in forms.items():
         tiled(VECTORS)
         packed = make()[0]
@@ -122,5 +141,5 @@ def test_tiles_make_what_vectors_make(tiled, isa):
                 made = []
                 for one in (VECTORS, isa):
                     tiled(one)
-                    made.append(blocks_cpu.linear(x[:rows], packed.of_blocks, bias=bias))
+                    made.append(blocks_cpu.linear(x[:rows], packed, bias=bias))
                 assert made[0].nan_to_num(7).equal(made[1].nan_to_num(7)), (name, dtype, rows)

@@ -16,7 +16,7 @@ OF_CODES = [(48, 256, 256), (17, 1024, 512), (5, 1536, 512), (20, 384, 128), (3,
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("outputs, inputs, unit", OF_CODES)
 def test_codes(isa, threads, called, dtype, outputs, inputs, unit):
-    """Of weights of all sizes: torch's rounding, bit for bit; zeros stay zeros."""
+    """Weights of all sizes: torch's rounding, bit for bit; zeros stay zeros."""
     weight = torch.randn(outputs, inputs).mul_(10 ** torch.randn(outputs, inputs)).clamp_(-6e4, 6e4).to(dtype)
     weight[0, : inputs // 3] = 0
     codes, scales = e4m3.encode(weight)

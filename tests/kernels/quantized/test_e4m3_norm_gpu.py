@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import e4m3_norm, e4m3_rows
+from phalanx.kernels.quantized import e4m3_rows
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
@@ -33,7 +33,7 @@ def test_codes_are_those_of_the_norm(rows, size, dtype):
     weight = torch.randn(size, device="cuda").to(dtype)
     x[::7] *= 50
     want = norm.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    check(e4m3_norm.sum_add_rms_norm(x.unsqueeze(1), residual, weight, 1e-5), want)
+    check(e4m3_rows.sum_add_rms_norm(x.unsqueeze(1), residual, weight, 1e-5), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -44,10 +44,10 @@ def test_sums_of_terms(rows, terms, size, more, dtype):
     residual, other = torch.randn(2, rows, size, device="cuda").to(dtype).unbind()
     added = {"": None, "rows": other, "bias": other[0]}[more]
     want = norm.sum_add_rms_norm(given, residual.clone(), weight, 1e-5, added)
-    check(e4m3_norm.sum_add_rms_norm(given, residual, weight, 1e-5, added), want)
+    check(e4m3_rows.sum_add_rms_norm(given, residual, weight, 1e-5, added), want)
 
 
 def test_rows_of_zeros_are_zeros():
     x, weight = torch.zeros(33, 1, 4096, device="cuda").bfloat16(), torch.randn(4096, device="cuda").bfloat16()
-    rows, _ = e4m3_norm.sum_add_rms_norm(x, torch.zeros_like(x[:, 0]), weight, 1e-5)
+    rows, _ = e4m3_rows.sum_add_rms_norm(x, torch.zeros_like(x[:, 0]), weight, 1e-5)
     assert not (rows.codes & 0x7F).any() and not rows.scales.any()

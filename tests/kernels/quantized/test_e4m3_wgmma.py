@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_cuda, e4m3_rows, e4m3_wgmma, e4m3_wide, floats, pieces_cuda
+from phalanx.kernels.quantized import cuda_layouts, e4m3_rows, e4m3_wgmma, floats, pieces_cuda
 from phalanx.kernels.quantized.e4m3_rows import E4m3Rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from torch.nn.functional import silu
@@ -19,7 +19,7 @@ HOPPER = DeviceCaps(132, "sm_90a", True, True, True)
 
 def packed_of(outputs, inputs, unit=128):
     plain = floats_cases.make(outputs, inputs, unit)
-    return plain, e4m3_wide.pack(*plain)
+    return plain, cuda_layouts.pack_wide(*plain)
 
 
 def operand(packed):
@@ -47,17 +47,18 @@ def test_rows_and_weights_have_one_order():
 def test_pieces_give_back_what_they_were_made_of():
     plain, packed = packed_of(37, 384)
     assert packed.pieces.shape == (3, 3, 2112)
-    assert all(torch.equal(*pair) for pair in zip(e4m3_wide.unpack(packed), plain, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(packed.numbers().values(), plain, strict=True))
     for unit, alike in ((512, 4), (256, 2), (768, 2), (1536, 4), (128, 1), (1024, 4), (3072, 4)):
         plain, packed = packed_of(18, 3072, unit)
         assert packed.layout.alike == alike and packed.pieces.shape == (2, 24, 2112)
-        codes, scales = e4m3_wide.unpack(packed)
+        codes, scales = packed.numbers().values()
+        scales = scales[:, ::alike]
         kept = plain.scales.repeat_interleave(unit // (128 * alike), 1)
         assert torch.equal(codes, plain.codes) and torch.equal(scales, kept)
         assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
         assert torch.equal(floats.dequantize(packed, first=16), floats.dequantize(plain, first=16))
-    with pytest.raises(ValueError, match="one scale for each 128"):
-        e4m3_wide.pack(*floats_cases.make(16, 192, 64))
+    with pytest.raises(ValueError, match="scale.*128"):
+        cuda_layouts.pack_wide(*floats_cases.make(16, 192, 64))
 
 
 def test_rows_of_zeros_and_of_what_is_no_number():
@@ -70,11 +71,11 @@ def test_rows_of_zeros_and_of_what_is_no_number():
 def test_what_it_is_for():
     ampere = DeviceCaps(108, "sm_80", False, False, False)
     plain, packed = packed_of(32, 256)
-    assert e4m3_wgmma.chosen(33, packed, HOPPER) and e4m3_wgmma.chosen(8192, packed, HOPPER)
-    assert not e4m3_wgmma.chosen(32, packed, HOPPER)
-    assert not e4m3_wgmma.chosen(65, packed, ampere)
-    assert not e4m3_wgmma.chosen(65, e4m3_cuda.pack(plain.codes, plain.scales.repeat_interleave(4, 1)), HOPPER)
-    assert not e4m3_wgmma.chosen(65, plain, HOPPER)
+    assert e4m3_wgmma.chosen(33, packed.layout, HOPPER) and e4m3_wgmma.chosen(8192, packed.layout, HOPPER)
+    assert not e4m3_wgmma.chosen(32, packed.layout, HOPPER)
+    assert not e4m3_wgmma.chosen(65, packed.layout, ampere)
+    assert not e4m3_wgmma.chosen(65, cuda_layouts.E4M3, HOPPER)
+    assert not pieces_cuda.takes_e4m3(torch.empty(65, 256), plain)
 
 
 def test_configs():
@@ -82,7 +83,7 @@ def test_configs():
         for config in e4m3_wgmma.configs(rows, 4096, 4, True):
             height = config.height(rows)
             assert height % (16 if config.share > 1 else 4) == 0 and height <= config.rows
-            assert config.row_tiles(rows) * height >= rows and e4m3_wgmma.stages(config)[1] <= 227 << 10
+            assert config.row_tiles(rows) * height >= rows and config.stages()[1] <= 227 << 10
     assert {config.split for config in e4m3_wgmma.configs(100, 384, 1, False)} == {1}
     assert {config.split for config in e4m3_wgmma.configs(100, 1536, 4, False)} == {1}
     assert {config.over for config in e4m3_wgmma.configs(100, 384, 1, False) if config.rows == 128} == {1}
@@ -103,19 +104,20 @@ def test_configs():
 
 
 def test_choice_by_measured_times():
-    """Of an H200 (h200-fp8-ways-2026-11-27.jsonl)."""
+    """Times of an H200 (h200-fp8-ways-2026-11-27.jsonl)."""
+    apart, alike = cuda_layouts.wide(128), cuda_layouts.wide(512)
     for outputs, inputs, gated in ((28672, 4096, True), (4096, 14336, False)):
-        for alike, over in ((1, 2), (4, 1)):
+        for layout, over in ((apart, 2), (alike, 1)):
             large = E4m3Config(128, 192, 1, 1, over, 192)
-            assert e4m3_wgmma.choose(8192, outputs, inputs, alike, gated, HOPPER) == large
-    assert e4m3_wgmma.choose(2048, 6144, 4096, 1, False, HOPPER) == E4m3Config(128, 192, 1, matmul=192)
-    assert e4m3_wgmma.choose(2048, 1024, 4096, 1, False, HOPPER).rows < 192  # too few tiles for all multiprocessors
-    assert e4m3_wgmma.choose(256, 28672, 4096, 4, True, HOPPER) == E4m3Config(128, 128, 1, 1, 2, 128)
-    assert e4m3_wgmma.choose(256, 4096, 14336, 4, False, HOPPER) == E4m3Config(128, 128, 2, matmul=128)
+            assert e4m3_wgmma.choose(8192, outputs, inputs, layout, gated, 132) == large
+    assert e4m3_wgmma.choose(2048, 6144, 4096, apart, False, 132) == E4m3Config(128, 192, 1, matmul=192)
+    assert e4m3_wgmma.choose(2048, 1024, 4096, apart, False, 132).rows < 192  # too few tiles for all multiprocessors
+    assert e4m3_wgmma.choose(256, 28672, 4096, alike, True, 132) == E4m3Config(128, 128, 1, 1, 2, 128)
+    assert e4m3_wgmma.choose(256, 4096, 14336, alike, False, 132) == E4m3Config(128, 128, 2, matmul=128)
 
 
 def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
-    layout, ampere = e4m3_wide.LAYOUT, DeviceCaps(108, "sm_80", *[False] * 3)
+    layout, ampere = cuda_layouts.E4M3_WIDE, DeviceCaps(108, "sm_80", *[False] * 3)
     for rows in (1, 16):
         assert pieces_cuda.choose(rows, 6144, 4096, layout, False, HOPPER) == pieces_cuda.TileConfig(48, 512)
         assert pieces_cuda.choose(rows, 28672, 4096, layout, True, HOPPER).inputs >= 256
@@ -147,7 +149,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(e4m3_rows, "encode", encode)
-    monkeypatch.setattr(e4m3_wgmma, "device_caps", lambda device: HOPPER._replace(num_sms=2))
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: HOPPER._replace(num_sms=2))
     monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
@@ -182,6 +184,6 @@ def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    found = e4m3_wgmma.gemm(e4m3_rows.encode(x), packed, config, gate, bias)
+    found = pieces_cuda.gemm(e4m3_rows.encode(x), packed, config, gate, bias)
     bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()

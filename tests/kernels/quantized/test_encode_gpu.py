@@ -1,13 +1,11 @@
 """Weights that a GPU encodes: with errors as those that CPUs encode have."""
 
-import importlib
-
 import pytest
 import torch
 from phalanx.kernels.quantized import scale_search
 from phalanx.kernels.quantized.stack import stack
 
-from . import search_cases
+from . import codecs, search_cases
 from .test_super_blocks import ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,7 +18,7 @@ def test_scales(size):
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_weights(name):
-    codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    codec = codecs.find(name)
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)) * 0.03
 
     def error(device):
@@ -33,13 +31,13 @@ def test_weights(name):
 @pytest.mark.parametrize("outputs", [48, 40])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0", "q5_0", "q4_0", "e4m3"])
 def test_stacks(name, outputs):
-    search_cases.check_stack(importlib.import_module(f"phalanx.kernels.quantized.{name}"), outputs, "cuda")
+    search_cases.check_stack(codecs.find(name), outputs, "cuda")
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q2_k", "q8_0", "q5_0", "q4_0", "e4m3"])
 def test_stacks_for_the_host(name, at_once):
-    codec = importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    codec = codecs.find(name)
     weights = torch.randn(3, 40, 512, device="cuda")
 
     def encoded(index, device):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
-from phalanx.kernels.quantized import e4m3_cuda, floats, panels
+from phalanx.kernels.quantized import floats, panels
 
-from ..interpreter import interpret
+from . import layouts
 from .floats_cases import SIZES, make
 
 
@@ -44,9 +44,9 @@ def test_pieces_of_gpus_and_back(outputs, inputs, unit):
     """Also where a lane finds its codes and scales, as the head of e4m3.cuh says."""
     plain = make(outputs, inputs, unit)
     by = plain.scales.repeat_interleave(unit // 32, 1)
-    packed = e4m3_cuda.pack(plain.codes, by)
+    packed = layouts.e4m3(plain.codes, by)
     assert packed.pieces.shape == (-(-outputs // 16), inputs // 32, 576) and packed.inputs == inputs
-    codes, scales = e4m3_cuda.unpack(packed)
+    codes, scales = packed.numbers().values()
     assert torch.equal(codes, plain.codes) and torch.equal(scales, by)
     assert torch.equal(floats.dequantize(packed), floats.dequantize(plain))
     piece, last = packed.pieces[0, -1], plain.codes[:, -32:]
@@ -62,12 +62,12 @@ def test_pieces_of_gpus_and_back(outputs, inputs, unit):
 
 
 def test_what_stays_as_it_is_stored():
-    with pytest.raises(ValueError, match="one scale for each 32 inputs"):
-        e4m3_cuda.pack(*make(16, 96, 96))
+    with pytest.raises(ValueError, match="scale.*32 inputs"):
+        layouts.e4m3(*make(16, 96, 96))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert floats.kept_bits(256, 128, cpu) == 8.25 and floats.kept_bits(256, 128, cuda) == 8.25
     assert floats.kept_bits(192, 64, cuda) == 9
-    assert floats.kept_bits(100, 4, cuda) == 16, "no pieces of so few inputs"
+    assert floats.kept_bits(100, 4, cuda) == 0  # no packed tiles of so few inputs: plain
 
 
 def test_a_part_of_the_outputs_and_of_the_experts():
@@ -77,9 +77,4 @@ def test_a_part_of_the_outputs_and_of_the_experts():
     assert packed.shape == (48, 64) and packed.unit == 32
     both = floats.Floats(*(torch.stack((one, one.flip(0))) for one in packed))
     assert torch.equal(floats.dequantize(both.expert(1)), whole.flip(0)) and both.shape == (2, 48, 64)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(330)  # a process that other processes may slow down
-def test_triton_kernels_in_the_interpreter():
-    interpret("quantized.floats_cases")
+    assert torch.equal(both.plain(torch.bfloat16), torch.stack((whole, whole.flip(0))).bfloat16())

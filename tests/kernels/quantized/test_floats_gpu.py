@@ -9,35 +9,31 @@ from ...devices import require_gpu
 from .floats_cases import SIZES, as_multiplied, make
 
 require_gpu()
-WEIGHTS = [(*sizes, False) for sizes in SIZES] + [(4096, 4096, 128, False), (40, 96, 32, True), (2880, 2880, 32, True)]
+WEIGHTS = [*SIZES, (4096, 4096, 128)]
 
 
 def on_gpu(packed):
-    return Floats(*(one.cuda() for one in packed))
-
-
-def ways(packed):
-    """As Triton takes it, and in pieces where there are such."""
-    plain = on_gpu(packed)
-    return [plain] if packed.pairs else list({id(one): one for one in (plain, floats.pack_for_device(plain))}.values())
+    """As it is stored, and packed where it can be."""
+    plain = Floats(*(one.cuda() for one in packed))
+    return list({id(one): one for one in (plain, floats.pack_for_device(plain))}.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", WEIGHTS)
 def test_dequantize(sizes, dtype):
     packed = make(*sizes)
-    for one in ways(packed):
+    for one in on_gpu(packed):
         assert torch.equal(floats.dequantize(one, dtype).cpu(), floats.dequantize(packed, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [sizes for sizes in WEIGHTS if not sizes[3]])
+@pytest.mark.parametrize("sizes", WEIGHTS)
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 64, 65, 300])
 def test_linear(sizes, rows, dtype):
     packed = make(*sizes)
     x, bias = torch.randn(rows, packed.inputs).to(dtype).cuda(), torch.randn(packed.outputs).to(dtype).cuda()
     weight = floats.dequantize(packed, dtype).double().cuda()
-    for one in ways(packed):
+    for one in on_gpu(packed):
         want = as_multiplied(x, one) @ weight.t() + bias.double()
         scale = max(1.0, float(want.std())) if rows else 1.0
         y = floats.linear(x, one, bias=bias)

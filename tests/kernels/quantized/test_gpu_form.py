@@ -3,34 +3,21 @@
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import (
-    affine,
-    e4m3,
-    floats,
-    gpu_form,
-    mxfp4,
-    mxfp4_cuda,
-    pieces_cuda,
-    q2_k,
-    q4_0,
-    q4_1,
-    q4_k,
-    q5_0,
-    q5_1,
-    q5_k,
-    q6_k,
-    q8_0,
-    target,
-)
+from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4, pieces_cuda, target
 from phalanx.kernels.quantized.floats import Floats
+from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.stack import stack
+from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_1, q4_k, q5_1, q5_k, q6_k
+
+from . import layouts
+from .codecs import name_of
 
 needs_compiler = pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 CODECS = q2_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0, e4m3
 
 
 @needs_compiler
-@pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("codec", CODECS, ids=name_of)
 def test_weights(codec):
     weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
     here = stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape)
@@ -41,7 +28,7 @@ def test_weights(codec):
 
 
 @needs_compiler
-@pytest.mark.parametrize("codec", CODECS, ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("codec", CODECS, ids=name_of)
 def test_packed_for_another_device_than_that_of_the_tensors(codec):
     encoded = codec.encode(torch.randn(48, 512, generator=torch.Generator().manual_seed(0)))
     pack = getattr(codec, "FORMS", (codec.pack,))[0]
@@ -55,14 +42,6 @@ def test_packed_for_another_device_than_that_of_the_tensors(codec):
     assert torch.equal(codec.dequantize(here), codec.dequantize(there))
     moved = gpu_form.of_gpu(made).packed
     assert type(moved) is type(there) and torch.equal(moved.pieces, there.pieces)
-
-
-@needs_compiler
-def test_scales_of_fewer_inputs_than_a_piece_has():
-    codes, scales = torch.randint(0, 120, (2, 24, 48), dtype=torch.uint8), torch.rand(2, 24, 3)
-    here = stack(e4m3, lambda expert: (codes[expert], scales[expert]), codes.shape)
-    there = gpu_form.of_gpu(here)
-    assert isinstance(there, Floats) and torch.equal(there.codes, codes) and torch.equal(there.scales, scales)
 
 
 @needs_compiler
@@ -89,17 +68,9 @@ def mxfp4_stack(inputs):
 def test_mxfp4():
     codes, scales, here = mxfp4_stack(192)
     there = gpu_form.of_gpu(here)
-    made = [mxfp4_cuda.pack(*one).pieces for one in zip(codes, scales, strict=True)]
+    made = [layouts.mxfp4(*one).pieces for one in zip(codes, scales, strict=True)]
     assert torch.equal(there.packed.pieces, torch.cat(made))
     assert torch.equal(here.plain(torch.float32), there.plain(torch.float32))
-
-
-@needs_compiler
-def test_mxfp4_of_fewer_inputs_than_whole_pieces():
-    codes, scales, here = mxfp4_stack(96)
-    there = gpu_form.of_gpu(here)
-    assert torch.equal(there.codes, codes) and torch.equal(there.scales, scales)
-    assert torch.equal(here.plain(torch.float32), floats.dequantize(there))
 
 
 def test_parts_make_the_same_stack_again():

@@ -18,7 +18,7 @@ def test_few_rows(isa, threads, called, dtype, outputs, inputs):
     for rows in (1, 2, 3, 5, 64):
         x = torch.randn(rows, 2 * inputs)[:, :inputs]
         for bias in (None, torch.randn(outputs)):
-            made.append((half_floats.linear(x, packed, bias=bias), cpu_gemm.cpu_linear(x, weight, bias)))
+            made.append((half_floats.linear(x, packed, bias=bias), cpu_gemm.cpu_linear(x, weight, bias=bias)))
     whole = outputs // 8 * 8  # those behind are multiplied one by one, as the compiler likes it
     assert all(torch.equal(mine[:, :whole], want[:, :whole]) for mine, want in made)
     assert all(torch.allclose(mine, want, atol=1e-5, rtol=1e-5) for mine, want in made)

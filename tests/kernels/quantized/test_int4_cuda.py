@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels.quantized import int4_cuda
+from phalanx.kernels.quantized import cuda_layouts
 
 
 def make(outputs, inputs, group, zeros):
@@ -19,19 +19,20 @@ def make(outputs, inputs, group, zeros):
 )
 def test_pack_and_back(outputs, inputs, group, zeros, size):
     codes, scales, at = make(outputs, inputs, group, zeros)
-    packed = int4_cuda.pack(codes, scales, at)
+    packed = cuda_layouts.pack_int4(codes, scales, at)
     assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, size) and packed.inputs == inputs
     assert packed.pieces.is_contiguous() and packed.layout.bytes == size
-    found, *tables = int4_cuda.unpack(packed)
+    found, *tables = packed.numbers().values()
+    assert len(tables) == 1 + zeros
     assert torch.equal(found, codes)
-    for one, want in zip(tables, (scales, at), strict=True):
+    for one, want in zip(tables, (scales, at), strict=False):
         want = want.repeat_interleave(max(group // 64, 1), 1)
         assert torch.equal(one.to(want.dtype), want)
 
 
 def check_words(piece, lane, codes):
-    """That the lane's words have its part of the codes [16, 64] or more, as the tensor cores' first operand asks for
-    (PTX ISA, mma.m16n8k16)."""
+    """Checks that the lane's words have its part of the codes [16, 64] or more, as the tensor cores' first operand asks
+    for (PTX ISA, mma.m16n8k16)."""
     g, t = divmod(lane, 4)
     words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
     for s, word in enumerate(words):
@@ -42,9 +43,9 @@ def check_words(piece, lane, codes):
 
 
 def test_where_a_lane_finds_its_codes():
-    """As the head of int4.cuh says."""
+    """Codes lie as the head of int4.cuh says."""
     codes, scales, zeros = make(32, 128, 32, True)
-    packed = int4_cuda.pack(codes, scales, zeros)
+    packed = cuda_layouts.pack_int4(codes, scales, zeros)
     for strip in range(2):
         for number in range(2):
             piece = packed.pieces[strip, number]
@@ -61,5 +62,5 @@ def test_where_a_lane_finds_its_codes():
 
 def test_what_cannot_be_packed():
     for codes, scales, zeros in (make(4, 96, 32, False), make(4, 128, 16, False)):
-        with pytest.raises(ValueError, match="groups of 32, 64 or more"):
-            int4_cuda.pack(codes, scales, zeros)
+        with pytest.raises(ValueError, match="groups.*32.*64"):
+            cuda_layouts.pack_int4(codes, scales, zeros)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from phalanx.kernels.quantized import floats, mxfp4, mxfp4_cuda
+from phalanx.kernels.quantized import floats, mxfp4
 
+from . import layouts
 from .test_int4_cuda import check_words
 
 
@@ -16,16 +17,16 @@ def make(outputs, inputs):
 
 @pytest.mark.parametrize("outputs, inputs", [(16, 64), (1, 64), (37, 384)])
 def test_pack_and_back(outputs, inputs):
-    _, codes, scales = make(outputs, inputs)
-    packed = mxfp4_cuda.pack(codes, scales)
+    each, codes, scales = make(outputs, inputs)
+    packed = layouts.mxfp4(codes, scales)
     assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, 544) and packed.inputs == inputs
-    assert all(map(torch.equal, mxfp4_cuda.unpack(packed), (codes, scales)))
+    assert all(map(torch.equal, packed.numbers().values(), (each, scales)))
 
 
 def test_where_a_lane_finds_its_codes():
-    """As the head of mxfp4.cuh says."""
+    """Codes lie as the head of mxfp4.cuh says."""
     each, codes, scales = make(32, 128)
-    packed = mxfp4_cuda.pack(codes, scales)
+    packed = layouts.mxfp4(codes, scales)
     for strip in range(2):
         for number in range(2):
             piece = packed.pieces[strip, number]
@@ -37,11 +38,11 @@ def test_where_a_lane_finds_its_codes():
 
 
 def test_weights_and_their_memory():
-    """Of outputs that fill no strip."""
+    """Outputs that fill no n-tile."""
     _, codes, scales = make(20, 128)
-    packed, plain = mxfp4_cuda.pack(codes, scales), floats.dequantize(floats.pack(codes, scales))
+    packed, plain = layouts.mxfp4(codes, scales), floats.dequantize(floats.pack(codes, scales))
     assert torch.equal(mxfp4.dequantize(packed, torch.float32, 16, 20), plain[16:])
     cuda = torch.device("cuda")
     assert packed.pieces.nbytes * 8 == round(mxfp4.kept_bits(20, 128, 64, cuda) * 20 * 128)
-    for sizes in ((96, 64), (64, 96)):  # of half a piece in one of both matrices: as they are stored
-        assert mxfp4.kept_bits(20, *sizes, cuda) == 4.25
+    for sizes in ((96, 64), (64, 96)):  # of half a tile in one of both matrices: both become plain
+        assert mxfp4.kept_bits(20, *sizes, cuda) == 0

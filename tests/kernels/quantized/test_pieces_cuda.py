@@ -4,41 +4,25 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import (
-    dequantize_pieces,
-    e4m3_cuda,
-    e4m3_wide,
-    floats,
-    grouped_gemv,
-    int4_cuda,
-    mxfp4_cuda,
-    pieces_cuda,
-    q8_0_cuda,
-    quantized_gemm,
-    quantized_gemv,
-    quantized_wgmma,
-    super_blocks,
-    super_blocks_cuda,
-)
-from phalanx.kernels.quantized.grouped_gemv import GroupedConfig
-from phalanx.kernels.quantized.quantized_gemm import TileConfig
-from phalanx.kernels.quantized.quantized_gemv import GemvConfig
-from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
+from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 
 from .. import cuda_model
 from ..cuda_model import Box
-from . import floats_cases
+from . import floats_cases, layouts
 
 SUPER_BLOCKS = {
-    "q4_k": super_blocks.Form(256, 32, 4, 0, 144),
-    "q6_k": super_blocks.Form(256, 16, 6, 32, 210, False),
-    "q5_k": super_blocks.Form(256, 32, 6, 0, 176),
-    "q4_1": super_blocks.Form(32, 32, 4, 0, 20),
-    "q5_1": super_blocks.Form(32, 32, 6, 0, 24),
-    "iq4_xs": super_blocks.Form(256, 32, 8, 128, 136, False),
+    "q4_k": Form(256, 32, 4, 0),
+    "q6_k": Form(256, 16, 6, 32, False),
+    "q5_k": Form(256, 32, 6, 0),
+    "q4_1": Form(32, 32, 4, 0),
+    "q5_1": Form(32, 32, 6, 0),
+    "iq4_xs": Form(256, 32, 8, 128, False),
 }
-Q4_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q4_k"])
-Q6_K_LAYOUT = super_blocks_cuda.layout(SUPER_BLOCKS["q6_k"])
+Q4_K_LAYOUT = cuda_layouts.super_blocks(SUPER_BLOCKS["q4_k"])
+Q6_K_LAYOUT = cuda_layouts.super_blocks(SUPER_BLOCKS["q6_k"])
 H200 = DeviceCaps(132, "sm_90a", True, True, True)
 
 
@@ -48,17 +32,17 @@ def make(outputs, inputs, form="q8_0", seed=0):
     if form == "q8_0":
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=draw)
         scales = (torch.rand(outputs, inputs // 32, generator=draw) / 64 - 1 / 128).half()
-        return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+        return layouts.q8_0(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32, seed=seed)
-        return e4m3_cuda.pack(*plain), floats.dequantize(plain).double()
+        return layouts.e4m3(*plain), floats.dequantize(plain).double()
     if form == "e4m3_wide":
         plain = floats_cases.make(outputs, inputs, 128, seed=seed)
-        return e4m3_wide.pack(*plain), floats.dequantize(plain).double()
+        return cuda_layouts.pack_wide(*plain), floats.dequantize(plain).double()
     if form == "mxfp4":
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=draw)
         scales = torch.randint(120, 124, (outputs, inputs // 32), dtype=torch.uint8, generator=draw)
-        return mxfp4_cuda.pack(codes, scales), floats.dequantize(floats.pack(codes, scales)).double()
+        return layouts.mxfp4(codes, scales), floats.dequantize(floats.pack(codes, scales)).double()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form], draw)
     group = int(form.split()[1])
@@ -68,7 +52,7 @@ def make(outputs, inputs, form="q8_0", seed=0):
     if form.endswith("zeros"):
         zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, generator=draw)
     wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
-    return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
+    return cuda_layouts.pack_int4(codes, scales, zeros), (codes - at) * wide
 
 
 def super_blocks_of(outputs, inputs, form, draw):
@@ -77,8 +61,7 @@ def super_blocks_of(outputs, inputs, form, draw):
     scales, minima = torch.randint(-63, 64, (2, outputs, inputs // form.group), dtype=torch.int8, generator=draw)
     minima *= form.minima
     decoded = super_blocks.Decoded(codes, factors, scales, minima)
-    pieces = super_blocks_cuda.pack(*decoded, form)
-    packed = pieces_cuda.Packed(pieces, outputs, super_blocks_cuda.layout(form))
+    packed = cuda_layouts.pack_super_blocks(decoded, form)
     return packed, super_blocks.weights(decoded, form).double()
 
 
@@ -100,9 +83,9 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    for one in (grouped_gemv, pieces_cuda, quantized_gemm):
-        monkeypatch.setattr(one, "device_caps", lambda device: H200._replace(num_sms=2))
-    monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 3)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
+    for one in (quantized_gemm, quantized_wgmma):
+        monkeypatch.setattr(one, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
@@ -156,8 +139,8 @@ GEMVS = in_types(
 def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(quantized_gemv.gemv(x, packed, config), want)
-    near(quantized_gemv.gemv(x, packed, config, bias=bias), want + bias.double())
+    near(pieces_cuda.gemm(x, packed, config), want)
+    near(pieces_cuda.gemm(x, packed, config, bias=bias), want + bias.double())
     assert launched == ["quantized_gemv"] * 2
 
 
@@ -167,7 +150,7 @@ def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
 def test_gated_gemv(rows, outputs, inputs, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(quantized_gemv.gemv(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
+    near(pieces_cuda.gemm(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
 
 
 GROUPED = in_types(
@@ -183,12 +166,12 @@ GROUPED = in_types(
 @pytest.mark.parametrize("rows, outputs, inputs, run, form, dtype", GROUPED)
 def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
-    monkeypatch.setattr(grouped_gemv, "MOST_STAGES", 2)
-    monkeypatch.setattr(grouped_gemv, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(quantized_gemm, "MOST_GROUPED_STAGES", 2)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(grouped_gemv.gemv(x, packed, GroupedConfig(1, run)), want)
-    near(grouped_gemv.gemv(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
+    near(pieces_cuda.gemm(x, packed, GroupedConfig(1, run)), want)
+    near(pieces_cuda.gemm(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
     assert launched == ["grouped_gemv"] * 2
 
 
@@ -196,16 +179,13 @@ def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch)
 def test_gated_grouped(rows, form, launched):
     (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(grouped_gemv.gemv(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
+    near(pieces_cuda.gemm(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
 
 
-def test_rows_of_many_inputs_are_not_grouped():
-    """Of which few stages fit beside x; one row is, of any number."""
-    for rows, inputs in ((1, 4096), (1, 14336), (4, 4096)):
-        assert isinstance(pieces_cuda.choose(rows, 4096, inputs, Q4_K_LAYOUT, False, H200), GroupedConfig)
-    for rows in (2, 3, 4):
-        found = pieces_cuda.choose(rows, 4096, 14336, Q4_K_LAYOUT, False, H200)
-        assert found == TileConfig(32, 256, True)
+def test_one_row_alone_is_grouped():
+    for inputs in (4096, 14336):
+        assert isinstance(pieces_cuda.choose(1, 4096, inputs, Q4_K_LAYOUT, False, H200), GroupedConfig)
+        assert pieces_cuda.choose(2, 4096, inputs, Q4_K_LAYOUT, False, H200) == TileConfig(32, 256, True)
 
 
 TILES = [
@@ -232,7 +212,7 @@ def test_gemm(rows, outputs, inputs, config, form, launched):
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
         for _ in range(2):
-            near(quantized_gemm.gemm(x, packed, config, bias=bias), want)
+            near(pieces_cuda.gemm(x, packed, config, bias=bias), want)
 
 
 IN_TURN = [
@@ -247,17 +227,17 @@ IN_TURN = [
 @pytest.mark.parametrize("rows, outputs, inputs, height, gated, form", IN_TURN)
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
-    monkeypatch.setattr(quantized_wgmma, "MOST_STAGES", 8)
-    monkeypatch.setattr(quantized_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(quantized_gemm, "MOST_STAGES", 8)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
-        got = quantized_gemm.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
+        got = pieces_cuda.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
         near(got, gate(want, dtype) if gated else want)
 
 
 def test_turns_are_taken_of_few_rows():
-    """Of few outputs in tiles of 16 rows, too few stages fit: warps share out chunks."""
+    """Too few stages fit for few outputs in tiles of 16 rows: warps share out chunks."""
     for rows, outputs, in_turn in ((8, 4096, True), (16, 4096, False), (16, 6144, True), (17, 6144, False)):
         assert pieces_cuda.choose(rows, outputs, 4096, Q4_K_LAYOUT, False, H200).in_turn is in_turn
 
@@ -273,7 +253,7 @@ def test_turns_are_taken_of_few_rows():
 def test_gated_gemm(rows, outputs, inputs, config, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(quantized_gemm.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
+    near(pieces_cuda.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
 
 
 @pytest.mark.parametrize(
@@ -296,27 +276,8 @@ def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.to(dtype).double().T + bias.double()
     # In bf16 the scales are rounded, too.
-    near(quantized_wgmma.gemm(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
+    near(pieces_cuda.gemm(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"]
-
-
-@pytest.mark.parametrize("gated", ["", "silu"])
-def test_wgmma_in_two_parts(gated, launched):
-    (packed, weight), (x, bias) = make(544, 256), inputs_of(40, 544, 256, torch.bfloat16)
-    want = x.double() @ weight.bfloat16().double().T + bias.double()
-    config = WgmmaParts(WgmmaConfig(128, 64, 64, 1), 128, WgmmaConfig(192, 64, 64, 1))
-    got = quantized_wgmma.gemm_in_parts(x, packed, config, gated, bias)
-    near(got, gate(want, x.dtype) if gated else want, 6e-3)
-    assert launched == ["quantized_wgmma"] * 2
-
-
-def test_two_parts_are_chosen_where_waves_are_far_from_whole():
-    """Of 256 rows, 224 tiles on 132 multiprocessors."""
-    config = pieces_cuda.choose(256, 28672, 4096, q8_0_cuda.LAYOUT, True, H200)
-    assert config == WgmmaParts(WgmmaConfig(128, 256, 64, 1), 132 * 64, WgmmaConfig(192, 128, 128, 1))
-    assert isinstance(pieces_cuda.choose(256, 4096, 14336, q8_0_cuda.LAYOUT, False, H200), WgmmaConfig)
-    for rows in (64, 192):  # of which two parts were not timed
-        assert isinstance(pieces_cuda.choose(rows, 28672, 4096, q8_0_cuda.LAYOUT, True, H200), WgmmaConfig)
 
 
 DEQUANTIZED = in_types(
@@ -342,19 +303,18 @@ DEQUANTIZED = in_types(
 def test_dequantize(outputs, inputs, form, dtype, launched):
     """Bit for bit: each product is rounded once."""
     packed, weight = make(outputs, inputs, form)
-    assert torch.equal(dequantize_pieces.dequantize(packed, dtype), weight.float().to(dtype))
+    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 @pytest.mark.parametrize(
     "found", [H200, DeviceCaps(148, "sm_100", True, True, False), DeviceCaps(108, "sm_80", *[False] * 3)]
 )
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 192), (40, 14336)])
-@pytest.mark.parametrize("layout", [q8_0_cuda.LAYOUT, int4_cuda.layout(64, False), e4m3_cuda.LAYOUT, Q6_K_LAYOUT])
+@pytest.mark.parametrize("layout", [cuda_layouts.Q8_0, cuda_layouts.int4(64, False), cuda_layouts.E4M3, Q6_K_LAYOUT])
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
-    """What a GEMM asks for, for every number of rows that is supported."""
+    """Programs that a GEMM asks for, for every number of rows that is supported."""
     asked = []
-    for one in (grouped_gemv, pieces_cuda, quantized_gemm):
-        monkeypatch.setattr(one, "device_caps", lambda device: found)
+    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: found)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)
@@ -369,7 +329,7 @@ def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
         for n in supported:
             pieces_cuda.linear(torch.empty(n, inputs, dtype=torch.bfloat16, device="meta"), packed, gate, bias)
         assert list(pieces_cuda.variants(rows, packed, torch.bfloat16, gate, bias is not None, found)) == asked
-        assert supported[:4] == rows[:4] or inputs > 8192, "one to five rows at least"
+        assert supported[:4] == rows[:4] or inputs > 8192  # one to five rows at least
         assert (64 in supported) is (found.has_tma and inputs % 64 == 0)
         assert ({65, 256} <= set(supported)) is (found.hopper and inputs % 64 == 0)
         assert 257 not in supported

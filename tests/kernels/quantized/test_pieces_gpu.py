@@ -6,29 +6,15 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import (
-    dequantize_pieces,
-    e4m3_cuda,
-    e4m3_wide,
-    floats,
-    grouped_gemv,
-    int4_cuda,
-    pieces_cuda,
-    q8_0_cuda,
-    quantized_gemm,
-    quantized_gemv,
-    quantized_wgmma,
-    super_blocks,
-    super_blocks_cuda,
-)
-from phalanx.kernels.quantized.pieces_cuda import Packed
-from phalanx.kernels.quantized.quantized_gemv import GemvConfig
-from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig, WgmmaParts
+from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.quantized_gemm import GemvConfig
+from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 from torch.nn.functional import gelu, silu
 
 from ...devices import needs_hopper, needs_tma, require_gpu
 from ..gpu import NAN, poison  # noqa: F401
-from . import floats_cases
+from . import floats_cases, layouts
 
 require_gpu()
 DTYPES = [torch.bfloat16, torch.float16]
@@ -44,14 +30,14 @@ def make(outputs, inputs, form="q8_0"):
     if form == "q8_0":
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device="cuda")
         scales = (torch.rand(outputs, inputs // 32, device="cuda") / 64 - 1 / 128).half()
-        return q8_0_cuda.pack(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
+        return layouts.q8_0(codes, scales), codes.double() * scales.double().repeat_interleave(32, 1)
     if form == "e4m3":
         plain = floats_cases.make(outputs, inputs, 32)
-        packed = e4m3_cuda.pack(*(one.cuda() for one in plain))
+        packed = layouts.e4m3(*(one.cuda() for one in plain))
         return packed, floats.dequantize(plain).double().cuda()
     if form == "e4m3_wide":
         plain = floats_cases.make(outputs, inputs, 128)
-        return e4m3_wide.pack(*(one.cuda() for one in plain)), floats.dequantize(plain).double().cuda()
+        return cuda_layouts.pack_wide(*(one.cuda() for one in plain)), floats.dequantize(plain).double().cuda()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form])
     group = int(form.split()[1])
@@ -61,15 +47,15 @@ def make(outputs, inputs, form="q8_0"):
     if form.endswith("zeros"):
         zeros = torch.randint(0, 17, scales.shape, dtype=torch.int16, device="cuda")
     wide, at = (one.double().repeat_interleave(group, 1) for one in (scales, zeros))
-    return int4_cuda.pack(codes, scales, zeros), (codes - at) * wide
+    return cuda_layouts.pack_int4(codes, scales, zeros), (codes - at) * wide
 
 
 SUPER_BLOCKS = {
-    "q4_k": super_blocks.Form(256, 32, 4, 0, 144),
-    "q5_k": super_blocks.Form(256, 32, 6, 0, 176),
-    "q6_k": super_blocks.Form(256, 16, 6, 32, 210, False),
-    "q5_1": super_blocks.Form(32, 32, 6, 0, 24),
-    "iq4_xs": super_blocks.Form(256, 32, 8, 128, 136, False),
+    "q4_k": Form(256, 32, 4, 0),
+    "q5_k": Form(256, 32, 6, 0),
+    "q6_k": Form(256, 16, 6, 32, False),
+    "q5_1": Form(32, 32, 6, 0),
+    "iq4_xs": Form(256, 32, 8, 128, False),
 }
 
 
@@ -80,7 +66,7 @@ def super_blocks_of(outputs, inputs, form):
     scales, minima = torch.randint(-63, 64, sizes, dtype=torch.int8, device="cuda")
     minima *= form.minima
     decoded = super_blocks.Decoded(codes, factors, scales, minima)
-    packed = Packed(super_blocks_cuda.pack(*decoded, form), outputs, super_blocks_cuda.layout(form))
+    packed = cuda_layouts.pack_super_blocks(decoded, form)
     return packed, super_blocks.weights(decoded, form).double()
 
 
@@ -98,7 +84,7 @@ def gate(y, dtype, act="silu"):
 
 def bound(x, packed, act):
     config, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
-    rounded = isinstance(config, WgmmaConfig | WgmmaParts)
+    rounded = isinstance(config, WgmmaConfig)
     return (ROUNDED if rounded else PLAIN) if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
 
@@ -125,13 +111,13 @@ def check(found, want, about, most):
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
 def test_linear(rows, outputs, inputs, form, dtype):
-    """As it is chosen, with a bias and a gate; otherwise the weight as it is, and a product."""
+    """Linears as chosen, with a bias and a gate; otherwise the weight as it is, and a product."""
     packed, weight = make(outputs, inputs, form)
     x = rows_of(rows, inputs, dtype)
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
         if not pieces_cuda.supports(x, packed, bias):
-            check([linear(x, dequantize_pieces.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
+            check([linear(x, pieces_cuda.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue
         check([pieces_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", bound(x, packed, ""))
         if outputs % 2 == 0:
@@ -152,11 +138,11 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     for config in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
-        if quantized_gemv.shared(rows, inputs, config.strips) > 220 << 10 >> (config.blocks == 3):
+        if config.shared(rows, inputs, packed.layout) > 220 << 10 >> (config.blocks == 3):
             continue
-        check([quantized_gemv.gemv(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
+        check([pieces_cuda.gemm(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
         if config.strips == 2:
-            found = [quantized_gemv.gemv(x, packed, config, "silu", bias) for _ in range(3)]
+            found = [pieces_cuda.gemm(x, packed, config, "silu", bias) for _ in range(3)]
             check(found, gate(want, dtype), config, EXACT_GATED)
 
 
@@ -172,8 +158,8 @@ def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
     x, bias = rows_of(rows, inputs, dtype), torch.randn(outputs, device="cuda").to(dtype)
     want = x.double() @ weight.T + bias.double()
     for gated in ("", "silu"):
-        for config in grouped_gemv.configs(rows, inputs, packed.layout, bool(gated)):
-            found = [grouped_gemv.gemv(x, packed, config, gated, bias) for _ in range(4)]
+        for config in quantized_gemm.grouped_configs(rows, inputs, packed.layout, bool(gated)):
+            found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
             check(found, gate(want, dtype) if gated else want, config, EXACT_GATED if gated else PLAIN)
 
 
@@ -212,10 +198,10 @@ def test_every_config(rows, outputs, inputs, gated, dtype, form):
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
     configs = list(quantized_gemm.configs(rows, outputs, inputs, packed.layout, bool(gated)))
-    sizes = [quantized_gemm.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
+    sizes = [pieces_cuda.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [quantized_gemm.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, EXACT_GATED if gated else PLAIN)
 
 
@@ -238,10 +224,10 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
     configs = list(quantized_wgmma.configs(rows, inputs, packed.layout, bool(gated)))
-    sizes = [quantized_wgmma.sizes(inputs, config, gated, True, packed.layout) for config in configs]
+    sizes = [pieces_cuda.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [quantized_wgmma.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, ROUNDED_GATED if gated else ROUNDED)
 
 
@@ -276,7 +262,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
                 if pieces_cuda.supports(x, packed):
                     x = pieces_cuda.linear(x, packed, act)
                 else:
-                    y = linear(x, dequantize_pieces.dequantize(packed, dtype))
+                    y = linear(x, pieces_cuda.dequantize(packed, dtype))
                     x = gate(y, dtype).to(dtype) if act else y
                 x = norm.rms_norm(x, ones[: x.shape[1]], 1e-5)
                 pause()
@@ -311,14 +297,14 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
 def test_dequantize(outputs, inputs, form, dtype):
     """Bit for bit: each product is rounded once."""
     packed, weight = make(outputs, inputs, form)
-    assert torch.equal(dequantize_pieces.dequantize(packed, dtype), weight.float().to(dtype))
+    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 def test_pack_and_back():
     codes = torch.randint(-128, 128, (1003, 4096), dtype=torch.int8, device="cuda")
     scales = torch.randn(1003, 128, device="cuda").half()
-    found = q8_0_cuda.unpack(q8_0_cuda.pack(codes, scales))
-    assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+    found = [*layouts.q8_0(codes, scales).numbers().values()]
+    assert torch.equal(found[0].view(torch.int8), codes) and torch.equal(found[1], scales)
 
 
 def test_what_is_refused():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from phalanx.kernels.cpp import graph, ops
-from phalanx.kernels.quantized import panels, q8_0, q8_0_cpu, target
+from phalanx.kernels.quantized import blocks_cpu, int8_codes, panels, target
+from phalanx.kernels.quantized.int8_codes import q8_0
 
 from ..conftest import DTYPES, close
 
@@ -25,7 +26,7 @@ def same(weight):
     want = theirs(weight)
     assert np.array_equal(codes.numpy(), want[0]) and np.array_equal(scales.numpy(), want[1])
     assert codes.dtype == torch.int8 and scales.dtype == torch.float16
-    for packed in (q8_0.Encoded(codes, scales), q8_0.pack(codes, scales)):
+    for packed in (int8_codes.Encoded(codes, scales), q8_0.pack(codes, scales)):
         assert np.array_equal(q8_0.dequantize(packed).numpy(), want[2])
 
 
@@ -42,12 +43,12 @@ def awkward():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_codes_of_each_instruction_set(isa, threads, called, dtype):
     same(awkward().clamp(-6e4, 6e4).to(dtype))
-    assert called == [f"q8_0_encode_{ops.READ[dtype]}", "q8_0_dequantize_f32"]
+    assert called == [f"q8_0_encode_{ops.READ[dtype]}", "put_codes", "q8_0_dequantize_f32"]
 
 
 def test_codes_on_a_device_that_cpus_will_read(monkeypatch):
-    """What lies elsewhere is encoded there: C++ cannot reach it."""
-    monkeypatch.setattr(q8_0_cpu, "encode", lambda _: pytest.fail("C++ got memory that is not the host's"))
+    """Weights on another device are encoded there: C++ cannot reach it."""
+    monkeypatch.setattr(int8_codes, "encode_in_cpp", lambda _: pytest.fail("C++ got memory that is not the host's"))
     with target.packed_for("cpu"):
         assert q8_0.encode(torch.empty(2, 64, device="meta")).codes.is_meta
 
@@ -55,7 +56,7 @@ def test_codes_on_a_device_that_cpus_will_read(monkeypatch):
 def test_codes_without_a_compiler(monkeypatch):
     monkeypatch.setattr(ops, "available", lambda: False)
     same(awkward())
-    monkeypatch.setattr(q8_0, "CHUNK", 200)  # encoded two rows at a time
+    monkeypatch.setattr(int8_codes, "CHUNK", 200)  # encoded two rows at a time
     same(awkward())
 
 
@@ -75,7 +76,7 @@ def test_linear(isa, threads, called, dtype, outputs, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 5, q8_0_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 5, blocks_cpu.MOST_ROWS + 1])
 def test_gate_and_up(dtype, rows):
     packed = q8_0.pack(*q8_0.encode(torch.randn(2 * 24, 64) * 0.2))
     x, bias = torch.randn(rows, 64).to(dtype), torch.randn(48).to(dtype)
@@ -92,7 +93,7 @@ def test_many_rows_and_what_is_left_to_torch(monkeypatch, dtype, compiled):
         monkeypatch.setattr(ops, "available", lambda: False)
     packed = q8_0.pack(*q8_0.encode(torch.randn(37, 96)))
     bias = torch.randn(37).to(dtype)
-    for rows in (0, 1, q8_0_cpu.MOST_ROWS + 1):
+    for rows in (0, 1, blocks_cpu.MOST_ROWS + 1):
         x = torch.randn(rows, 96).to(dtype)
         want = x.float() @ q8_0.dequantize(packed, dtype).float().T + bias.float()
         for panel in (1 << 20, 960):
@@ -104,7 +105,7 @@ def test_many_rows_and_what_is_left_to_torch(monkeypatch, dtype, compiled):
 
 
 def test_numbers_of_different_sizes(isa):
-    """Beside a group's largest, what f32 would add is added; a group of small numbers is as exact as any.
+    """Small numbers next to a group's largest add what they add in f32; a group of small numbers is as exact as any.
 
     Of numbers below 1e-29 the last digits' products are too small for f32."""
     packed = q8_0.pack(*q8_0.encode(torch.randn(17, 96)))

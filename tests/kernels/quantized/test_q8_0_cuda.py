@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from phalanx.kernels.quantized import q8_0_cuda
+
+from . import layouts
 
 
 def make(outputs, inputs, seed=0):
@@ -14,17 +15,18 @@ def make(outputs, inputs, seed=0):
 @pytest.mark.parametrize("outputs, inputs", [(16, 32), (1, 32), (48, 96), (37, 4096)])
 def test_pack_and_back(outputs, inputs):
     codes, scales = make(outputs, inputs)
-    packed = q8_0_cuda.pack(codes, scales)
+    packed = layouts.q8_0(codes, scales)
     assert packed.pieces.shape == (-(-outputs // 16), inputs // 32, 544) and packed.inputs == inputs
     assert packed.pieces.is_contiguous()
-    found = q8_0_cuda.unpack(packed)
-    assert torch.equal(found[0], codes) and torch.equal(found[1], scales)
+    found = [*packed.numbers().values()]
+    assert torch.equal(found[0].view(torch.int8), codes) and torch.equal(found[1], scales)
 
 
 def test_where_a_lane_finds_its_codes():
-    """As the head of q8_0.cuh says, and as the tensor cores' first operand asks for (PTX ISA, mma.m16n8k16)."""
+    """Codes lie as the head of q8_0.cuh says, and as the tensor cores' first operand asks for (PTX ISA,
+    mma.m16n8k16)."""
     codes, scales = make(32, 96)
-    packed = q8_0_cuda.pack(codes, scales)
+    packed = layouts.q8_0(codes, scales)
     for strip in range(2):
         for group in range(3):
             piece = packed.pieces[strip, group]
@@ -42,7 +44,7 @@ def test_where_a_lane_finds_its_codes():
 
 def test_what_cannot_be_packed():
     codes, scales = make(4, 64)
-    with pytest.raises(ValueError, match="one scale for each 32 inputs"):
-        q8_0_cuda.pack(codes, scales[:, :1])
-    with pytest.raises(ValueError, match="one scale for each 32 inputs"):
-        q8_0_cuda.pack(codes[:, :40], scales)
+    with pytest.raises(ValueError, match="scale.*32 inputs"):
+        layouts.q8_0(codes, scales[:, :1])
+    with pytest.raises(ValueError, match="scale.*32 inputs"):
+        layouts.q8_0(codes[:, :40], scales)

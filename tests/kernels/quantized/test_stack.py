@@ -3,12 +3,16 @@
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import affine, q4_k, q8_0
+from phalanx.kernels.quantized import affine
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import parted, stack
+from phalanx.kernels.quantized.super_blocks import q4_k
+
+from .codecs import name_of
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
-@pytest.mark.parametrize("codec", [q4_k, q8_0, affine], ids=lambda one: one.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("codec", [q4_k, q8_0, affine], ids=name_of)
 @pytest.mark.parametrize("first", [0, 1, 3, 4, 7])
 def test_parted(codec, first):
     """Also within what is packed at once, and where the first are of another form than all, as of codes of 4 bits."""

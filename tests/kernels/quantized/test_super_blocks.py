@@ -1,21 +1,26 @@
 """ggml's types beside gguf-py's: dequantised bit for bit, encoded alike or with a bounded error; and the GEMMs."""
 
-import importlib
-
 import gguf
 import numpy as np
 import pytest
 import torch
 from phalanx.kernels.cpp import graph, ops
-from phalanx.kernels.quantized import panels, scale_search, super_blocks, super_blocks_cpu, super_blocks_cuda
-from phalanx.kernels.quantized.pieces_cuda import Packed as Pieces
+from phalanx.kernels.quantized import (
+    blocks_cpu,
+    cpu_layouts,
+    cuda_layouts,
+    ggml_encoders,
+    panels,
+    scale_search,
+    super_blocks,
+)
 
 from ..conftest import DTYPES, close, digits_error
 from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
-from . import search_cases
+from . import codecs, search_cases
 
-# Where their blocks have f16 numbers
+# Places of f16 numbers in their blocks
 TYPES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
     "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
@@ -28,7 +33,7 @@ ERRORS = {"q2_k": 0.275, "q3_k": 0.146, "q4_k": 0.073, "q5_k": 0.0365, "q6_k": 0
 
 
 def codec(name):
-    return importlib.import_module(f"phalanx.kernels.quantized.{name}")
+    return codecs.find(name)
 
 
 def random_blocks(name, outputs, inputs):
@@ -67,7 +72,7 @@ def test_weights_are_ggufs(monkeypatch, name, compiled):
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_of_each_instruction_set(isa, name):
     one, packed, want = packed_of(name)
-    assert isinstance(packed, super_blocks_cpu.Packed) and torch.equal(one.dequantize(packed), want)
+    assert isinstance(packed, cpu_layouts.Packed) and torch.equal(one.dequantize(packed), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,7 +90,7 @@ def test_linear(isa, threads, called, name, dtype):
     assert all("split" in call or "_linear_" in call for call in called) and len(called) == 16
 
 
-@pytest.mark.parametrize("rows", [1, super_blocks_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, blocks_cpu.MOST_ROWS + 1])
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):
@@ -131,12 +136,17 @@ def awkward():
     return weight
 
 
+def meant(one, blocks):
+    """The result of `encode` for the weights of these blocks."""
+    return one.encoded(blocks) if hasattr(one, "encoded") else (blocks,)
+
+
 def as_gguf_does(name, weight):
     one, kind = codec(name), gguf.GGMLQuantizationType[name.upper()]
     blocks = torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), kind))
-    assert torch.equal(super_blocks.encode(one.FORM, one.encode_groups, weight)[0], blocks)
+    assert torch.equal(ggml_encoders.encode(one.type, weight), blocks)
     found = one.encode(weight)
-    assert all(map(torch.equal, found, one.from_blocks(blocks)))
+    assert all(map(torch.equal, found, meant(one, blocks)))
     assert torch.equal(one.dequantize(one.pack(*found)), theirs(name, blocks))
 
 
@@ -154,7 +164,7 @@ def test_encoded_as_gguf_does(isa, threads, called, name, dtype):
 @pytest.mark.parametrize("name", EXACT)
 def test_encoded_in_torch_as_gguf_does(monkeypatch, name):
     monkeypatch.setattr(ops, "available", lambda: False)
-    monkeypatch.setattr(super_blocks, "CPU_CHUNK", 700)  # two rows at a time
+    monkeypatch.setattr(ggml_encoders, "CPU_CHUNK", 700)  # two rows at a time
     for dtype in DTYPES:
         as_gguf_does(name, awkward().to(dtype))
 
@@ -166,9 +176,9 @@ def test_ends_of_f32_are_encoded_in_cpp_as_in_torch(isa, name):
     weight = torch.randn(80, 64, generator=draw) * torch.logspace(-44, 38, 80, dtype=torch.float64)[:, None]
     weight = weight.float()
     weight[::4, ::5], weight[1::4] = 0, weight[1::4].sign() * weight[1::4, :1]
-    (blocks,) = super_blocks.encode(one.FORM, one.encode_groups, weight)
-    want = one.encode_groups(weight.view(80, 2, 1, 32)).flatten(1)
-    assert torch.equal(blocks, want) and all(map(torch.equal, one.encode(weight), one.from_blocks(want)))
+    blocks = ggml_encoders.encode(one.type, weight)
+    want = ggml_encoders.encode_groups(one.type, weight.view(80, 2, 1, 32)).flatten(1)
+    assert torch.equal(blocks, want) and all(map(torch.equal, one.encode(weight), meant(one, want)))
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -197,8 +207,8 @@ def test_encoded_in_cpp_as_in_torch(isa, threads, called, name, dtype):
         called.clear()
         (blocks,) = one.encode(given)
         assert called == [f"encode_{name}_{ops.READ[dtype]}"]
-        groups = given.float().view(len(weight), -1, 256 // one.FORM.group, one.FORM.group)
-        assert torch.equal(blocks, one.encode_groups(groups).flatten(1))
+        groups = given.float().view(len(weight), -1, 256 // one.type.form.group, one.type.form.group)
+        assert torch.equal(blocks, ggml_encoders.encode_groups(one.type, groups).flatten(1))
         assert called[1:] == ["scale_search"]
 
 
@@ -215,12 +225,12 @@ def test_weights_that_cpp_does_not_read_are_encoded_in_torch(called):
 def test_layout_on_gpus(name):
     """Packed, unpacked, and where super_blocks.cuh says that a lane finds its numbers."""
     one, blocks = codec(name), random_blocks(name, 37, 512)
-    form = one.FORM
-    decoded = one.decode(blocks.view(37, -1, form.bytes))
-    layout = super_blocks_cuda.layout(form)
-    packed = Pieces(super_blocks_cuda.pack(*decoded, form), 37, layout)
+    form = one.type.form
+    decoded = one.type.decode(blocks.view(37, -1, one.type.bytes))
+    layout = cuda_layouts.super_blocks(form)
+    packed = cuda_layouts.pack_super_blocks(decoded, form)
     assert packed.pieces.shape == (3, 8, layout.bytes) and packed.inputs == 512
-    assert torch.equal(super_blocks.dequantize(packed), theirs(name, blocks))
+    assert torch.equal(super_blocks.SuperBlocks(one.type).dequantize(packed), theirs(name, blocks))
     piece, codes = packed.pieces[1, 3], decoded.codes[16:32, 192:256]
     words = piece[: 128 * form.bits].contiguous().view(torch.int32)
     fours = words[: words.numel() // 128 * 128].view(-1, 32, 4)

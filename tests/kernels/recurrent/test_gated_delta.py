@@ -9,29 +9,35 @@ from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from .steps import PUBLISHED, SIZES, Layer, make_rows
 
-CASES = [
-    ([1, 1, 1], [1, 2, 70]),
-    ([1, 2, 64, 65, 130], [5, 2, 64, 100, 1000]),  # chunks that are full, not full, and several; begun and new
-    ([3], [3]),
-    ([1], [1]),
+CASES = [  # tokens of each sequence in the step and in all, tokens of one that decodes, entries of the rings
+    ([1, 1, 1], [1, 2, 70], 1, 1),
+    ([1, 2, 64, 65, 130], [5, 2, 64, 100, 1000], 1, 1),  # chunks: full, not full, and several; begun and new
+    ([3], [3], 1, 1),
+    ([1], [1], 1, 1),
+    ([1, 1, 2, 70], [3, 9, 2, 100], 1, 4),
+    ([4, 4, 4], [4, 9, 70], 4, 4),
+    ([3, 3], [4, 60], 3, 5),
+    ([4, 4, 2, 64, 65, 130], [4, 50, 3, 64, 100, 1000], 4, 4),
 ]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-def test_decode_steps_in_cpp(sizes, dtype, bound):
+@pytest.mark.parametrize("query_len, entries", [(1, 1), (1, 3), (4, 4), (2, 5)])
+def test_decode_steps_in_cpp(sizes, dtype, bound, query_len, entries):
     """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
     torch.manual_seed(0)
-    layer = Layer(sizes, make_rows([1] * 4, [9, 1, 300, 2], [4, 0, 6, 1]), dtype=dtype)
+    lengths = [9, query_len, 300, query_len + 1]
+    layer = Layer(sizes, make_rows([query_len] * 4, lengths, [4, 0, 6, 1], query_len), dtype=dtype, entries=entries)
     kept, state = layer.convolution.clone(), layer.state.clone()
     y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch)
     got = gated_delta.conv_step_cpu(layer.x, layer.weight, kept, layer.batch)
     torch.testing.assert_close(got, y, atol=bound, rtol=bound)
-    assert torch.equal(kept, layer.convolution)
+    torch.testing.assert_close(kept, layer.convolution, atol=0, rtol=0, equal_nan=True)
     want = gated_delta.gated_delta_reference(y, layer.gates, layer.state, layer.batch, sizes)
     got = gated_delta.delta_step_cpu(y, layer.gates, state, layer.batch, sizes)
     torch.testing.assert_close(got, want, atol=bound, rtol=bound)
-    torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(state, layer.state, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,13 +57,14 @@ def test_rows_of_no_sequence_in_cpp(dtype):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("query_lens, kv_lens", CASES)
-def test_chunks_and_single_tokens(sizes, query_lens, kv_lens):
+@pytest.mark.parametrize("query_lens, kv_lens, query_len, entries", CASES)
+def test_chunks_and_sequences_that_decode(sizes, query_lens, kv_lens, query_len, entries):
     torch.manual_seed(0)
-    layer = Layer(sizes, make_rows(query_lens, kv_lens), taps=2 + sizes.key_heads)
+    rows = make_rows(query_lens, kv_lens, query_len=query_len)
+    layer = Layer(sizes, rows, taps=2 + sizes.key_heads, entries=entries)
     want = layer.plain()
     for got, wanted in zip(layer.run(), want, strict=True):
-        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 def test_equal_keys_in_a_row():
@@ -84,11 +91,11 @@ def test_decays_of_any_size_in_cpp():
     layer = Layer(sizes, make_rows([1] * 3, [9, 8, 7]))
     a = torch.cat((torch.linspace(-100, 100, 64), torch.linspace(-4, 4, 64), torch.linspace(-20, 25, 64)))
     gates = Gates(torch.full((3, 64), -100.0), a.view(3, 64), torch.linspace(-6, 3, 64), torch.linspace(-1, 1, 64))
-    before = layer.state[layer.batch.rows].double()
+    before = layer.state[layer.batch.rows, 0].double()
     gated_delta.delta_step_cpu(layer.x, gates, layer.state, layer.batch, sizes)
     g, _ = Gates(*(x.double() for x in gates)).decays()
     want = before * g.double().exp()[..., None, None]
-    torch.testing.assert_close(layer.state[layer.batch.rows].double(), want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(layer.state[layer.batch.rows, 0].double(), want, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -126,8 +133,10 @@ def test_compiles(dtype, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_triton
 
-    layer = Layer(PUBLISHED, make_rows([1, 1], [4, 1]), dtype=dtype)
-    compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, monkeypatch)
+    for q in (1, 4):
+        layer = Layer(PUBLISHED, make_rows([q, q], [q + 3, q], query_len=q), dtype=dtype)
+        with monkeypatch.context() as patch:
+            compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, patch)
 
     def around():
         x = torch.zeros(2, PUBLISHED.value_heads, PUBLISHED.value_dim, dtype=dtype)
@@ -153,7 +162,7 @@ def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
     layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype)
     names = "conv_chunk_kernel", "system_kernel", "state_kernel"
     compiled = compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
-    assert dtype == torch.float32 or "wgmma" not in compiled["state_kernel"].asm["ptx"], "ptxas 12.8 fails at them"
+    assert dtype == torch.float32 or "wgmma" not in compiled["state_kernel"].asm["ptx"]  # ptxas 12.8 fails at them
 
 
 def compile_all(module, names, run, arch, monkeypatch):

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from .steps import PROMPTS, PUBLISHED, SIZES, Layer, check_chunks, check_norm, check_steps, check_ungroup, make_rows
+from .steps import (
+    BESIDE_DRAFTS,
+    PROMPTS,
+    PUBLISHED,
+    SIZES,
+    Layer,
+    check_chunks,
+    check_norm,
+    check_steps,
+    check_ungroup,
+    make_rows,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
@@ -12,8 +23,8 @@ KINDS = [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)]
 @pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
 @pytest.mark.parametrize("dtype, bound", KINDS)
 def test_decode_steps(sizes, dtype, bound):
-    for taps in (2, 3, 4):
-        check_steps(sizes, taps, dtype, bound, "cuda")
+    for taps, query_len, entries in ((2, 1, 1), (3, 1, 4), (4, 1, 1), (4, 4, 4), (2, 3, 5)):
+        check_steps(sizes, taps, dtype, bound, "cuda", query_len, entries)
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
@@ -32,6 +43,7 @@ def test_chunks(sizes, dtype, bound):
     for lens, taps in ((PROMPTS, 4), (([300], [300]), 2), (([64, 1000], [128, 1000]), 3)):
         torch.manual_seed(0)
         check_chunks(Layer(sizes, make_rows(*lens), taps, dtype), bound, "cuda")
+    check_chunks(Layer(sizes, make_rows(*BESIDE_DRAFTS, query_len=4), 4, dtype), bound, "cuda")
 
 
 def test_equal_keys_in_a_row():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from phalanx.kernels.rope.rope import (
+    CurrentKV,
     QKNorm,
     apply_rotary,
     cos_sin_reference,
@@ -28,7 +29,7 @@ def test_rope_and_store_kv(isa, threads, called, dtype, heads, kv_heads, dim, ro
         caches = torch.full((2, 4, 3, kv_heads, dim), float("nan"), dtype=kind)
         q, k, v = wide.to(kind).clone().split([heads, kv_heads, kv_heads], 1)
         weights = norms and QKNorm(norms.q_weight.to(kind), norms.k_weight.to(kind), norms.eps)
-        found.append((write(q, k, v, cos_sin, weights, tuple(caches), slots), *caches))
+        found.append((write(q, CurrentKV(k, v, cos_sin, weights, slots), tuple(caches)), *caches))
     for want, got in zip(*found, strict=True):
         close(got, want, dtype, atol=1e-5 if dtype == torch.float32 else 6e-2)
     assert len(called) == 1
@@ -48,7 +49,7 @@ def test_a_negative_slot_is_not_written(isa):
     caches = torch.zeros(2, 1, 2, 1, 4)
     q, k, v = torch.ones(3, 2, 1, 4)
     cos_sin = cos_sin_reference(torch.zeros(1, 2, 2), torch.zeros(2, dtype=torch.int64))
-    rope_and_store_kv(q, k, v + 1, cos_sin, None, tuple(caches), torch.tensor([-1, 1]))
+    rope_and_store_kv(q, CurrentKV(k, v + 1, cos_sin, None, torch.tensor([-1, 1])), tuple(caches))
     assert (caches[1].flatten() == torch.tensor([0.0] * 4 + [2.0] * 4)).all()
 
 
@@ -56,5 +57,5 @@ def test_what_is_left_to_torch(called):
     cos_sin = cos_sin_reference(torch.zeros(1, 2, 2), torch.zeros(2, dtype=torch.int64))
     q, k, v = torch.ones(3, 2, 1, 4).bfloat16()
     caches = torch.zeros(2, 1, 2, 1, 4)
-    rope_and_store_kv(q, k, v, cos_sin, None, tuple(caches), torch.tensor([0, 1]))  # a cache of another type
+    rope_and_store_kv(q, CurrentKV(k, v, cos_sin, None, torch.tensor([0, 1])), tuple(caches))  # a cache of another type
     assert called == [] and (caches[1] == 1).all()

@@ -30,7 +30,7 @@ def test_rope_write(dim, rotated, tokens, heads, kv_heads, with_norms, interleav
     for call in (rope.rope_and_store_kv_cuda, rope.rope_and_store_kv_reference):
         q, k, v = y.clone().view(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
         cache = torch.full((2, blocks, block_size, kv_heads, dim), NAN, device="cuda", dtype=dtype)
-        found.append((call(q, k, v, cos_sin, norms, (cache[0], cache[1]), slots), cache))
+        found.append((call(q, rope.CurrentKV(k, v, cos_sin, norms, slots), (cache[0], cache[1])), cache))
     near(found[0][0], found[1][0], bound)
     torch.testing.assert_close(found[0][1], found[1][1], atol=bound, rtol=bound, equal_nan=True)
 
@@ -39,5 +39,6 @@ def test_negative_slots_are_not_written():
     cos_sin = rope.CosSin(torch.ones(3, 1, 8, device="cuda"), torch.zeros(3, 1, 8, device="cuda"))
     q, k, v = torch.randn(3, 3, 8, device="cuda").split(1, 1)
     cache = torch.full((2, 2, 4, 1, 8), NAN, device="cuda")
-    rope.rope_and_store_kv(q, k, v, cos_sin, None, (cache[0], cache[1]), torch.tensor([-1, 5, -1], device="cuda"))
+    slots = torch.tensor([-1, 5, -1], device="cuda")
+    rope.rope_and_store_kv(q, rope.CurrentKV(k, v, cos_sin, None, slots), (cache[0], cache[1]))
     assert cache.isnan().sum() == 2 * 7 * 8 and torch.equal(cache[1, 1, 1], v[1])

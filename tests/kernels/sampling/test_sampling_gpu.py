@@ -40,4 +40,5 @@ def test_finish_logits(dtype, width, present, scale, softcap):
 
 
 def test_inputs_of_a_decode_step():
-    test_decode_inputs.check(decode_inputs.decode_inputs, "cuda")
+    for query_len in (1, 4):
+        test_decode_inputs.check(decode_inputs.decode_inputs, "cuda", query_len)

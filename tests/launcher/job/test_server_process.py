@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -63,7 +64,7 @@ def test_spellings_of_a_host(listen, host):
 
 def test_the_port_in_the_host_wins(listen):
     port = listen("127.0.0.1").socket.getsockname()[1]
-    assert f"port {port} on 127.0.0.1 is taken" in refusal(f"127.0.0.1:{port}", 1)
+    assert re.search(f"port {port}.*127.0.0.1.*taken", refusal(f"127.0.0.1:{port}", 1))
 
 
 def test_ipv6(listen):
@@ -77,11 +78,9 @@ def test_ipv6(listen):
 
 
 def test_wrong_hosts():
-    assert refusal("no-such-host.invalid").startswith("--host 'no-such-host.invalid': no such host (")
-    assert refusal("192.0.2.77", 1234) == (
-        "--host '192.0.2.77' is no address of this machine; 0.0.0.0 listens on all of them"
-    )
-    assert refusal("127.0.0.1:abc") == "--host '127.0.0.1:abc': 'abc' is no port"
+    assert "--host 'no-such-host.invalid':" in refusal("no-such-host.invalid")
+    assert re.search("--host '192.0.2.77'.*0.0.0.0", refusal("192.0.2.77", 1234))
+    assert re.search("--host '127.0.0.1:abc'.*port", refusal("127.0.0.1:abc"))
 
 
 def test_a_forbidden_port(monkeypatch):
@@ -89,7 +88,7 @@ def test_a_forbidden_port(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(server_process.socket.socket, "bind", bind)
-    assert refusal("127.0.0.1", 80) == "port 80 is not allowed to this user: choose one of 1024 or above with --p"
+    assert re.search("port 80.*1024.*--p", refusal("127.0.0.1", 80))
 
 
 def test_an_address_that_fails_in_another_way(monkeypatch):
@@ -97,17 +96,17 @@ def test_an_address_that_fails_in_another_way(monkeypatch):
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
     monkeypatch.setattr(server_process.socket.socket, "bind", bind)
-    assert refusal("127.0.0.1", 80) == "cannot listen on 127.0.0.1 port 80: No buffer space available"
+    assert re.search("port 80.*buffer space", refusal("127.0.0.1", 80))
 
 
 def test_unix_sockets(listen, tmp_path):
     path = tmp_path / "http"
     first = listen(f"unix://{path}")
     assert first.url == f"unix://{path}"
-    assert refusal(f"unix://{path}") == f"--host unix://{path}: another server listens there"
+    assert re.search(f"unix://{path}.*another server", refusal(f"unix://{path}"))
     first.socket.close()
     assert listen(f"unix://{path}").url == f"unix://{path}"  # the socket that a killed server left
-    assert refusal("unix:///nowhere/http") == "--host unix:///nowhere/http: No such file or directory"
+    assert re.search("--host unix:///nowhere/http.*No such file", refusal("unix:///nowhere/http"))
 
 
 def test_a_unix_socket_is_for_this_user_and_goes_at_the_end(listen, tmp_path):
@@ -118,7 +117,7 @@ def test_a_unix_socket_is_for_this_user_and_goes_at_the_end(listen, tmp_path):
     assert not path.exists()
     second = listen(f"unix://{path}")
     server_process.unlink(first)
-    assert path.exists(), "it is another server's now"
+    assert path.exists()  # it is another server's now
     server_process.unlink(second)
     server_process.unlink(listen("127.0.0.1"))
 
@@ -138,7 +137,7 @@ def test_a_unix_socket_that_may_live_is_left_alone(listen, tmp_path, monkeypatch
 
 def test_what_is_no_socket_is_left_alone(tmp_path):
     (tmp_path / "http").write_text("mine")
-    assert refusal(f"unix://{tmp_path}/http") == f"--host unix://{tmp_path}/http: Address already in use"
+    assert re.search(f"unix://{tmp_path}/http.*in use", refusal(f"unix://{tmp_path}/http"))
     assert (tmp_path / "http").read_text() == "mine"
 
 
@@ -147,7 +146,7 @@ def test_the_jobs_directory(tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: temporary)
         directory = server_process.job_directory()
-        assert os.path.dirname(directory) == temporary, "the other is removed at logout"
+        assert os.path.dirname(directory) == temporary  # the other is removed at logout
         assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
         server_process.remove(directory)
         assert not os.path.exists(directory)
@@ -161,7 +160,7 @@ def test_the_jobs_directory(tmp_path, monkeypatch):
         assert directory.startswith("/tmp/phalanx-")
         server_process.remove(directory)
     monkeypatch.setattr(server_process.os, "access", lambda *_: False)
-    with pytest.raises(FatalError, match="no directory for the job's sockets: .* cannot be written"):
+    with pytest.raises(FatalError, match="sockets.*written"):
         server_process.job_directory()
 
 
@@ -169,7 +168,7 @@ def test_the_configuration(listen):
     options = Options(
         model="/m", temperature=0.5, max_tokens=7, seed=3, api_key="k", strict=True, restarts=1,
         generation_config=False, served_model_name="a,b", queue_size=3, response_store=5, chat_template="/t",
-        thinking=False, access_log=True, log_level="debug",
+        thinking=False, access_log=True, log_level="debug", log_format="json",
     )  # fmt: skip
     config = server_process.config(options, "/link", listen("127.0.0.1"), [1])
     assert config.url.startswith("http://127.0.0.1:") and config.url.endswith("/v1")
@@ -180,7 +179,8 @@ def test_the_configuration(listen):
     )  # fmt: skip
     assert (config.served_model_name, config.queue_size, config.chat_template) == ("a,b", 3, "/t")
     assert config.response_store == 5
-    assert (config.thinking, config.access_log, config.log_level) == (False, True, "debug")
+    assert (config.thinking, config.access_log) == (False, True)
+    assert (config.log_level, config.log_format) == ("debug", "json")
 
 
 def test_names_by_which_it_may_be_called(listen):
@@ -204,10 +204,7 @@ def test_a_key_is_made_where_others_reach_the_server(monkeypatch, tmp_path, capf
     keys = [opened(host)[1] for _ in range(2)]
     assert keys[0] != keys[1] and min(map(len, keys)) > 40
     file = f"{tmp_path}/phalanx/jobs/{socket.gethostname()}-{os.getpid()}.json"
-    assert capfd.readouterr().err.splitlines()[0] == (
-        f"phalanx: made an API key, as {why}: {file} has it, for you alone, and phalanx chat finds it there "
-        "(--api-key none lets everybody in)"
-    )
+    assert re.search(f"{why}.*{file}.*--api-key none", capfd.readouterr().err.splitlines()[0])
     assert opened(host, api_key="k")[1] == "k"
     assert opened(f"unix://{tmp_path}/http")[1] == ""
     assert opened(host, api_key="none")[1] == ""
@@ -226,10 +223,7 @@ def test_no_place_for_a_key(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(FatalError) as stop:
         opened("0.0.0.0")
-    assert str(stop.value) == (
-        f"no place for an API key: {tmp_path}/phalanx/jobs: Not a directory; give one with --api-key-file FILE, or let "
-        "everybody in with --api-key none"
-    )
+    assert re.search(f"{tmp_path}/phalanx/jobs.*--api-key-file", str(stop.value))
 
 
 def test_tls(tmp_path):

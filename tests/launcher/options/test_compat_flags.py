@@ -109,8 +109,10 @@ def test_what_is_understood_or_passed_over(line, changed, notes):
         ("-ctk q8_0", "-ctk: --kv-cache-dtype fp8 keeps 8 bits; otherwise keys and values have the type of --dtype"),
         ("-hf a/b:Q4", "-hf: give the hub id in place of the file: phalanx serve ID, or --m ID --f FILE for one GGUF"),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported; merge one into the model's weights"),
-        ("--speculative-config {}", "--speculative-config: there is no speculative decoding"),
-        ("--speculative-algorithm EAGLE3", "--speculative-algorithm: there is no speculative decoding"),
+        (
+            "--speculative-algorithm EAGLE3",
+            "--speculative-algorithm: speculation is set by --speculate, --draft-model and --num-speculative-tokens",
+        ),
         ("--enable-expert-parallel", "--enable-expert-parallel: say over how many ranks: --ep N, as many as --tp"),
         ("--download-dir D", "--download-dir: set HF_HOME to where models from the hub lie"),
         ("--hf-overrides {}", "--hf-overrides: write the values into the model's config.json"),
@@ -119,7 +121,7 @@ def test_what_is_understood_or_passed_over(line, changed, notes):
         ("--nnodes 2", "--nnodes: mpirun starts a job on several nodes: mpirun -np N -hostfile FILE phalanx serve …"),
         (
             "--device CUDA0",
-            "--device 'CUDA0' (command line): one of auto, cpu, cuda is needed; GPUs are chosen by --d 0",
+            "--device 'CUDA0' (command line): one of auto, cpu, cuda, mps is needed; GPUs are chosen by --d 0",
         ),
         (
             "--generation-config D",
@@ -141,7 +143,7 @@ def test_what_is_refused(line, message):
         ("--block-sze", "did you mean --block-size?"),
         ("--gpu-memory-utilisation", "did you mean --gpu-memory-utilization?"),
         ("--foo-size", "--help lists the options"),
-        ("--log-format", "--help lists the options"),
+        ("--cache-format", "--help lists the options"),
         ("--kv-block-size", "--help lists the options"),
         ("--switch-read", "--help lists the options"),
         ("-x", "--help lists the options"),
@@ -168,9 +170,7 @@ def test_in_files_and_as_keywords(tmp_path):
         == expected
     )
     file.write_text("ctx-size: 100\n")
-    with pytest.raises(UsageError, match="unknown key 'ctx-size': --max-model-len N limits each sequence;"):
+    with pytest.raises(UsageError, match="ctx-size.*--max-model-len"):
         given("--config", str(file))
-    with pytest.raises(
-        UsageError, match="LLM has no argument 'enforce_eager': graphs are used .* at most; leave it out"
-    ):
+    with pytest.raises(UsageError, match="enforce_eager.*graphs"):
         from_keywords(Options, {"enforce_eager": True}, {}, "LLM")

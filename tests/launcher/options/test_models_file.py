@@ -77,6 +77,9 @@ def test_keys_of_candle_vllm(directory):
     ("text", "message"),
     [
         ("models: [", "not YAML"),
+        ("models: " + "[" * 5000, "nested"),
+        ("models: &a [*a]", "models"),
+        ("models: [{name: a, local_path: a, params: &p {dtype: *p}}]", "dtype"),
         ("{}", "missing required field `models`"),
         ("models: []", "at least one model"),
         ("models: [{name: a}]", "model 'a': either hf_id or local_path is needed"),
@@ -99,8 +102,20 @@ def test_what_is_wrong_is_said(directory, text, message):
     assert message in str(told.value) and told.value.code == 2
 
 
+def test_each_model_has_its_parsers(directory):
+    entry = "{name: %s, local_path: %s, options: {tool_call_parser: %s}}"
+    found = read(directory, f"models: [{entry % ('a', 'a', 'hermes')}, {entry % ('b', 'b', 'none')}]", api_key="k")
+    configs = found.configs(found.first())
+    assert [config.tool_call_parser for config in configs] == ["hermes", "none"]
+    assert configs[0].reasoning_parser == "auto"
+    sent = msgspec.json.decode(configs[0].options, type=Options)
+    assert (sent.api_key, sent.models_config) == ("", "")  # ranks get no option of the server
+
+
 def test_other_ways_to_name_the_model(directory):
     text = "models: [{name: a, local_path: a}]"
+    with pytest.raises(FatalError, match="leave --weight-file out"):
+        read(directory, text, weight_file="x.gguf")
     with pytest.raises(FatalError, match="leave --model out"):
         read(directory, text, model="x")
     with pytest.raises(FatalError, match="leave --served-model-name out"):
@@ -112,11 +127,31 @@ def test_other_ways_to_name_the_model(directory):
 
 
 def test_variables_beside_the_file(directory):
-    (directory / ".env").write_text("# a comment\nexport A='x y'\nB=2 # two\nC=given\nnonsense\nD=\n")
-    environ = {"C": "mine"}
+    lines = "# a comment\nexport HF_TOKEN='x y'\nPHALANX_MEM=2 # two\nPHALANX_TP=given\nnonsense\nPHALANX_SEED=\n"
+    (directory / ".env").write_text(lines)
+    environ = {"PHALANX_TP": "mine"}
     models_file.load_dotenv(str(directory / "models.yaml"), environ)
-    assert environ == {"A": "x y", "B": "2", "C": "mine", "D": ""}
+    assert environ == {"HF_TOKEN": "x y", "PHALANX_MEM": "2", "PHALANX_TP": "mine", "PHALANX_SEED": ""}
     assert models_file.load_dotenv(str(directory / "none" / "models.yaml"), environ) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "PYTHONPATH",
+        "PATH",
+        "HF_ENDPOINT",
+        "PHALANX_JOB",
+        "PHALANX_MCP_CONFIG",
+        "CANDLE_VLLM_MCP_CONFIG",
+        "PHALANX_RESUBMIT_COMMAND",
+    ],
+)
+def test_variables_that_would_run_code_are_not_read(directory, name):
+    (directory / ".env").write_text(f"{name}=/tmp/theirs\n")
+    environ: dict[str, str] = {}
+    assert models_file.load_dotenv(str(directory / "models.yaml"), environ) == environ == {}
 
 
 def test_show_config_reads_the_variables(directory, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What rank/gguf/architectures makes of metadata that few files have."""
+"""rank/gguf/architectures with metadata that few files have."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ NUMBERS = {"embedding_length": 64, "attention.head_count": 4, "context_length": 
 
 
 def metadata(**given):
-    """As Metadata has them; the keys without the architecture's name."""
+    """Entries as Metadata has them; the keys without the architecture's name."""
     found = NUMBERS | {key.replace("__", "."): value for key, value in given.items()}
     return SimpleNamespace(
         number=lambda key, other=None: found.get(key, other),
@@ -76,7 +76,8 @@ def test_every_model_that_has_a_name_in_gguf_can_be_read():
         return name.replace("-", "").replace("_", "")
 
     names = {plain(name): name for name in gguf.MODEL_ARCH_NAMES.values()}
-    both = {names[plain(one)] for one in models.supported() if plain(one) in names}
+    unread = {"gemma4"}  # whose files have sizes for each layer
+    both = {names[plain(one)] for one in models.supported() if plain(one) in names} - unread
     assert {architectures.spelled(name) for name in both} <= set(architectures.supported())
     assert {plain(name) for name in architectures.supported()} <= names.keys()
 
@@ -98,7 +99,7 @@ def test_mistral_3_and_ministral_3(monkeypatch, beta, kind):
     rope = made["rope_parameters"]
     assert made["model_type"] == kind and rope.get("llama_4_scaling_beta") == beta
     assert (rope["mscale"], rope["mscale_all_dim"]) == (1.0, 1.0)
-    assert beta or made["sliding_window"] is None, "without the key, layers would see 4096 tokens"
+    assert beta or made["sliding_window"] is None  # without the key, layers would see 4096 tokens
     with pytest.raises(FatalError, match="mistral3 models with experts"):
         mistral3.config(metadata(expert_count=8))
 

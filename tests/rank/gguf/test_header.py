@@ -63,11 +63,11 @@ def put(data, at, form, value):
 
 
 NAME = "blk.0.attn_q.weight"
-# What is done to the file, given its bytes and where the entry of NAME goes on → what is said
+# Changes of the file, given its bytes and where the entry of NAME goes on → the message
 DAMAGE = {
     "cut off in the header": (lambda data, at: data[:100], "is damaged or truncated: it ends within "),
     "cut off in a tensor": (lambda data, at: data[:-100], r"tensor \S+ ends at byte \d+, the file has \d+"),
-    "wrong magic": (lambda data, at: b"GGML" + data[4:], "is not a GGUF file: it begins with b'GGML'"),
+    "wrong magic": (lambda data, at: b"GGML" + data[4:], "is not a GGUF file"),
     "empty": (lambda data, at: b"", "it ends within its header"),
     "old version": (lambda data, at: put(data, 4, "<I", 1), "is of version 1; GGUF of versions 2 and 3"),
     "big-endian": (lambda data, at: put(data, 4, ">I", 3), "is big-endian; GGUF of versions 2 and 3, little-endian"),
@@ -79,6 +79,12 @@ DAMAGE = {
     "no elements": (lambda data, at: put(data, at + 12, "<Q", 0), f"tensor {NAME} is empty"),
     "other shape": (lambda data, at: put(data, at + 4, "<Q", 32), f"{NAME} is 64 x 34, expected 64 x 68"),
     "many tensors": (lambda data, at: put(data, 8, "<Q", 1 << 60), "is damaged or truncated: "),
+    "many layers": (
+        lambda data, at: put(data, data.index(b"llama.block_count") + 21, "<I", 1 << 30), "block_count is more than",
+    ),
+    "many elements": (
+        lambda data, at: put(data, data.index(b"tokenizer.ggml.token_type") + 33, "<Q", 1 << 25), "elements",
+    ),
     "many keys": (lambda data, at: put(data, 16, "<Q", 1 << 60), "is damaged or truncated: "),
 }  # fmt: skip
 

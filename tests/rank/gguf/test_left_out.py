@@ -1,4 +1,4 @@
-"""What models become of GGUF files that have only the keys that llama.cpp always writes.
+"""Models of GGUF files that have only the keys that llama.cpp always writes.
 
 Arguments that a reader does not give get their defaults, which are those of config.json. They stand here with their
 values, so that neither a new argument nor another default changes what files mean unseen.
@@ -21,7 +21,7 @@ USUAL = {
     "context_length": 8192, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": 128,
     "attention.head_count": HIDDEN // HEAD,
 }  # fmt: skip
-LAYER_NORMS = "cohere2", "phi2", "stablelm", "starcoder", "starcoder2"
+LAYER_NORMS = "cohere2", "nemotron", "phi2", "stablelm", "starcoder", "starcoder2"
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
 SHARED = EXPERTS | {"expert_shared_feed_forward_length": 32}
 LATENT = {
@@ -33,9 +33,11 @@ NETS = {
 }  # fmt: skip
 SCALES = {"embedding_scale": 12.0, "attention.scale": 0.25, "residual_scale": 0.22, "logit_scale": 8.0}
 WINDOW = {"attention.sliding_window": 9}
-# What files of some architectures have besides.
+# Keys that files of some architectures have besides.
 KEYS = {
-    "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT, "gemma2": WINDOW, "gemma3": WINDOW,
+    "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
+    "dots1": EXPERTS | {"expert_shared_count": 1}, "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
+    "gemma2": WINDOW, "gemma3": WINDOW,
     "glm4moe": EXPERTS, "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS, "qwen2moe": SHARED,
     "qwen3moe": EXPERTS, "qwen3next": NETS | SHARED, "qwen35": NETS, "qwen35moe": NETS | SHARED,
 }  # fmt: skip
@@ -48,7 +50,7 @@ SLIDES = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=2
 EACH = dict(decoder_sparse_step=1, mlp_only_layers=[]) | FURTHER
 RMS = dict(rms_norm_eps=1e-6)  # of models that have layer_norm_eps
 GATED = dict(full_attention_interval=4, attn_output_gate=True)
-# Of each reader: the model, and its arguments that the reader leaves out, without COMMON.
+# For each reader: the model, and its arguments that the reader leaves out, without COMMON.
 LEFT_OUT = {
     "apertus": ("apertus", dict(hidden_act="xielu")),
     "arcee": ("arcee", dict(hidden_act="relu2")),
@@ -57,7 +59,11 @@ LEFT_OUT = {
         layer_types=[], sliding_window_pattern=4, use_parallel_block=True, use_gated_activation=True,
     )),
     "deepseek2": ("deepseek_v2", dict(head_dim=8, moe_layer_freq=1)),
+    "dots1": ("dots1", dict(
+        use_sliding_window=True, max_window_layers=62, layer_types=[], scoring_func="sigmoid", topk_method="noaux_tc",
+    )),
     "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", dict(sliding_window_pattern=4)),
     "gemma": ("gemma", GELU),
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", GEMMA | dict(
@@ -68,13 +74,16 @@ LEFT_OUT = {
     "glm4moe": ("glm4_moe", FURTHER | dict(scoring_func="sigmoid", topk_method="noaux_tc")),
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
     "granite": ("granite", {}),
+    "granitemoe": ("granitemoe", {}),
     "llama": ("llama", {}),
     "minimax_m2": ("minimax_m2", dict(
         rotary_dim=None, scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0, use_qk_norm=True,
         qk_norm_type="per_layer", attn_type_list=[],
     )),
     "mistral3": ("mistral", {}),
+    "nemotron": ("nemotron", RMS | dict(hidden_act="relu2")),
     "olmo2": ("olmo2", dict(clip_qkv=None)),
+    "olmoe": ("olmoe", dict(clip_qkv=None, norm_topk_prob=False)),
     "phi2": ("phi", RMS | dict(hidden_act="gelu_new", qk_layernorm=False)),
     "phi3": ("phi3", {}),
     "qwen2": ("qwen2", SLIDES),
@@ -92,11 +101,12 @@ LEFT_OUT = {
     )),
     "starcoder2": ("starcoder2", RMS | GELU | dict(sliding_window=None)),
 }  # fmt: skip
-# Of each layer, where it is not 0 in all.
+# The values of each layer, where they are not 0 in all.
 WINDOWS = {
-    "cohere2": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3, "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
+    "cohere2": [9, 9, 9, 0, 9, 9], "exaone4": [9, 9, 9, 0, 9, 9], "gemma2": [9, 0] * 3,
+    "gemma3": [9, 9, 9, 9, 9, 0], "gpt_oss": [9, 0] * 3,
 }  # fmt: skip
-UNROTATED = {"cohere2": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
+UNROTATED = {"cohere2": [3], "exaone4": [3], "smollm3": [3], "starcoder": [0, 1, 2, 3, 4, 5]}  # layers
 
 
 @pytest.fixture

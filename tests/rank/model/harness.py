@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.comm.base import Comm
 from phalanx.rank.model.base import Model
-from phalanx.rank.model.batch import Batch
+from phalanx.rank.model.batch import Batch, StepArrays, step_arrays
 from phalanx.rank.model.cache_spec import Caches
 from phalanx.rank.model.load import load
 from phalanx.rank.worker import kv_cache
@@ -38,36 +39,23 @@ def make_batch(
     block_size: int,
     caches: Any,
     rows: Sequence[int] | None = None,
+    query_len: int = 1,
 ) -> Batch:
-    """parts: (token ids to compute, tokens computed before, block table) of each sequence. rows: of each, in caches of
-    whole sequences."""
-    positions = [[done + i for i in range(len(ids))] for ids, done, _ in parts]
-    paged = zip(positions, parts, strict=True)
-    slots = [t[p // block_size] * block_size + p % block_size for row, (_, _, t) in paged for p in row]
+    """A batch that samples at all tokens. parts: (token ids to compute, tokens computed before, block table) of each
+    sequence. rows: of each, in caches of whole sequences."""
     query_lens = [len(ids) for ids, _, _ in parts]
-    kv_lens = [len(ids) + done for ids, done, _ in parts]
-    width = max((len(table) for _, _, table in parts), default=1)
-    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(parts))
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    tables = [[*table, *[0] * (width - len(table))] for _, _, table in parts]
-    return Batch(
-        ids=torch.tensor([t for ids, _, _ in parts for t in ids], dtype=torch.int64),
-        positions=torch.tensor([p for row in positions for p in row], dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        block_tables=torch.tensor(tables, dtype=torch.int32).view(len(parts), width),
-        lengths=torch.tensor(kv_lens, dtype=torch.int32),
-        rows=torch.tensor(range(len(parts)) if rows is None else rows, dtype=torch.int64),
-        query_starts=starts,
-        sample_at=torch.arange(sum(query_lens)),
-        num_decodes=num_decodes,
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        caches=caches,
-    )
+    at = np.arange(len(parts)) if rows is None else np.array(rows, np.int64)
+    table = np.zeros((max(at, default=0) + 1, max((len(table) for _, _, table in parts), default=1)), np.int32)
+    for row, (_, _, blocks) in zip(at, parts, strict=True):
+        table[row, : len(blocks)] = blocks
+    starts, counts = np.array([done for _, done, _ in parts], np.int64), np.array(query_lens, np.int64)
+    arrays = StepArrays(*map(torch.from_numpy, step_arrays(table, block_size, at, starts, counts, counts)))
+    ids = torch.tensor([t for ids, _, _ in parts for t in ids], dtype=torch.int64)
+    return Batch.of(ids, arrays, query_lens, arrays.lengths.tolist(), caches, query_len)
 
 
 def moved(batch: Batch, device: torch.device | str) -> Batch:
-    """The same with its tensors on a device; its caches are there."""
+    """The batch with its tensors on a device; its caches are there."""
     given = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(batch, **{name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)})
 

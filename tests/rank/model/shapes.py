@@ -26,7 +26,9 @@ DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
-# What each is tested with besides; several sets where an architecture has several shapes.
+# Entries of MODELS whose layers cannot be divided into pipeline stages.
+ONE_STAGE = ("gemma4_text small",)
+# Arguments that each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
@@ -146,6 +148,57 @@ MODELS = {
     "deepseek_v3 plain": DEEPSEEK | dict(
         model_type="deepseek_v3", q_lora_rank=None, first_k_dense_replace=0, n_shared_experts=2, n_group=1,
         topk_group=1, norm_topk_prob=False, rope_interleave=False,
+    ),
+    "gemma4_text": dict(
+        model_type="gemma4_text", num_hidden_layers=7, head_dim=16, global_head_dim=32, sliding_window=11,
+        hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True,
+        num_experts=6, top_k_experts=2, moe_intermediate_size=20,
+    ),
+    "gemma4_text small": dict(
+        model_type="gemma4_text", num_hidden_layers=7, head_dim=16, global_head_dim=32, sliding_window=11,
+        vocab_size_per_layer_input=512, hidden_size_per_layer_input=8, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 3 + ["full_attention"], final_logit_softcapping=3.0,
+    ),
+    "gemma4": dict(
+        model_type="gemma4", vision_config=dict(hidden_size=32, num_hidden_layers=1),
+        audio_config=None, text_config=dict(
+            model_type="gemma4_text", head_dim=16, global_head_dim=32, sliding_window=11, hidden_size_per_layer_input=0,
+            pad_token_id=0,
+        ),
+    ),
+    "glm4_moe_lite": DEEPSEEK | dict(
+        model_type="glm4_moe_lite", q_lora_rank=40, n_shared_experts=2, n_group=4, topk_group=2,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    ),
+    "glm4_moe_lite plain": DEEPSEEK | dict(model_type="glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
+    "kimi_k25": dict(
+        model_type="kimi_k25", vision_config=dict(hidden_size=32, num_hidden_layers=1), image_token_id=500,
+        tie_word_embeddings=False,
+        text_config=DEEPSEEK | dict(model_type="deepseek_v3", q_lora_rank=40, n_group=1, topk_group=1),
+    ),
+    "dots1": dict(
+        model_type="dots1", num_key_value_heads=6, head_dim=16, n_routed_experts=8, n_shared_experts=2,
+        num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1, norm_topk_prob=True, n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, sliding_window=11, max_window_layers=2,
+    ),
+    "olmoe": dict(model_type="olmoe", num_experts=6, num_experts_per_tok=3, intermediate_size=20),
+    "olmoe normalised": dict(
+        model_type="olmoe", num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "exaone4": dict(model_type="exaone4", head_dim=16, sliding_window=11, sliding_window_pattern=3),
+    "exaone4 of full attention": dict(
+        model_type="exaone4", sliding_window=None, layer_types=["full_attention"] * 4, tie_word_embeddings=True,
+    ),
+    "internlm3": dict(model_type="internlm3", head_dim=16, attention_bias=True, mlp_bias=True),
+    "nemotron": dict(model_type="nemotron", head_dim=16, attention_bias=True, mlp_bias=True),
+    "nemotron without biases": dict(
+        model_type="nemotron", hidden_act="silu", head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    ),
+    "granitemoe": dict(
+        model_type="granitemoe", num_local_experts=6, num_experts_per_tok=3, intermediate_size=20,
+        embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=0.5,
     ),
     "minimax_m2": dict(  # transformers before 5.18 does not read rotary_dim
         model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from phalanx.rank.model.config import read_config, tensor_degrees
 from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
+from . import harness
 from .harness import MIXED_LENGTHS, MIXED_STEPS, auto_model, distance, run_steps, tokens
-from .shapes import COMMON, DEEPSEEK, LONGROPE, MODELS, TWO_ROPES, VISION
+from .shapes import COMMON, DEEPSEEK, LONGROPE, MODELS, ONE_STAGE, TWO_ROPES, VISION
 
 TOLERANCE = 1e-4
 
@@ -62,12 +64,27 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **MODELS[name]))
 
 
+def test_another_limit_of_gpt_oss(made, tmp_path):
+    path, ids = shutil.copytree(made("gpt_oss"), tmp_path / "m"), tokens(20)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"swiglu_limit": 0.25}))
+    usual, model = harness.reference(made("gpt_oss")), harness.reference(path)
+    for module in model.modules():  # some versions of transformers have 7 there, whatever config.json says
+        if hasattr(module, "limit"):
+            module.limit = 0.25
+    want = harness.reference_logits(model, ids)
+    (logits,) = run_steps(path, [ids], [[(0, 12)], *[[(0, 1)]] * 8], max_model_len=512)
+    assert distance(logits, want) < TOLERANCE < distance(harness.reference_logits(usual, ids), want)
+
+
 FIRST = first_of_each_class(MODELS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, tp, pp", [
     *((name, 3, 1) for name in MODELS), *((name, 1, 2) for name in sorted(FIRST)),
-    *(pytest.param(name, *cut, marks=pytest.mark.long) for name in MODELS for cut in ((1, 1), (2, 2))),
+    *(pytest.param(name, *cut, marks=pytest.mark.long)
+      for name in MODELS for cut in ((1, 1), (2, 1 if name in ONE_STAGE else 2))),
 ])  # fmt: skip
 def test_logits(made, expected, name, tp, pp):
     """In two chunks and, as where texts are generated, token by token."""
@@ -109,7 +126,7 @@ def test_longrope_beyond_the_original_context(tmp_path, expected):
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_longrope_by_its_old_name(made, tmp_path, expected, key):
-    """Of Phi-3's first checkpoints: rope_scaling of type su, and rope_theta beside it."""
+    """Phi-3's first checkpoints: rope_scaling of type su, and rope_theta beside it."""
     path, ids = made("phi3 short"), tokens(60)
     config = json.loads((path / "config.json").read_text())
     theta = config.pop("rope_parameters")["rope_theta"]
@@ -150,7 +167,7 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(made, tmp_path, caplog
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     caplog.set_level("INFO", "phalanx")
     run_steps(tmp_path, [[1]], pp=pp)
-    assert "layers that predict further tokens are left out: 2 tensors" in caplog.messages
+    assert "predict further tokens" in caplog.text
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 
@@ -196,8 +213,8 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
             "rope type 'yarn' needs 'factor'",
         ),
         (
-            "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 10.0},
-            "swiglu_limit 10.0 is not supported for this model type; supported: 7.0",
+            "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0},
+            "swiglu_limit is 0: it must be a multiple of 1/1024 above 0",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
     ],
@@ -213,12 +230,12 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 
 def test_each_architecture_is_here():
-    elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2"}  # test_fidelity.py, test_chatglm.py, test_kimi_k2
+    elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2", "mimo"}  # test_fidelity.py, test_chatglm.py, test_mtp.py
     assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())
 
 
 def test_each_shape_can_be_cut_in_two_and_in_three():
-    """As `make test-long` does."""
+    """Shapes are cut as `make test-long` cuts them."""
     wrong = {}
     for name, options in MODELS.items():
         shape = COMMON | options | options.get("text_config", {})

@@ -32,8 +32,8 @@ def test_bf16(tmp_path, name):
 
 
 def distances(found, want):
-    """Of the prompt and of what is decoded: half of the tokens' logits are not farther, and nine of ten, as shares of
-    the logits' root mean square. The others may have visited other experts, whose scores are nearly equal."""
+    """Distances of the prompt and of what is decoded: half of the tokens' logits are not farther, and nine of ten, as
+    shares of the logits' root mean square. The others may have visited other experts, whose scores are nearly equal."""
     assert found.isfinite().all()
     far = (found - want).square().mean(-1).sqrt() / want.square().mean().sqrt()
     return [part.quantile(torch.tensor([0.5, 0.9])).tolist() for part in (far[:PROMPT], far[PROMPT:])]

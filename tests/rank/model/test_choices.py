@@ -1,4 +1,4 @@
-"""What is decided before a weight is read."""
+"""Choices made before a weight is read."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What config.json means where it leaves a key out, or has null there: the same as to transformers' config classes."""
+"""Meanings of config.json where it leaves a key out, or has null there: the same as to transformers' config classes."""
 
 import dataclasses
 import json
@@ -13,25 +13,28 @@ from .harness import distance, run_steps, tokens
 from .test_architectures import MODELS, TOLERANCE, options_of, write
 from .test_refused import TYPES
 
-# Of the others transformers has no class, or one whose text_config must be whole.
-KNOWN = sorted(one for one in TYPES if one not in ("chatglm", "kimi_k2") and "text_config" not in TYPES[one])
+# transformers has no class of the others, or one whose text_config must be whole.
+KNOWN = sorted(one for one in TYPES if one not in ("chatglm", "kimi_k2", "mimo") and "text_config" not in TYPES[one])
 # Tensors' shapes say these; and a context that config.json does not give is short here, whatever the class says.
 SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim"}
-# What they say is in the windows and ropes of the layers.
+# Keys whose meaning is in the windows, the experts and the ropes of the layers.
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
+OF_LAYERS |= {"mlp_layer_types", "per_layer_config", "global_head_dim", "num_global_key_value_heads"}
 # Without experts a model is dense, and its checkpoint lacks tensors.
 NUMBERS = {"num_experts", "num_local_experts", "n_routed_experts"}
 
 
 def meaning(directory, config):
-    """What a model computes by config.json: its Args, and of each layer the attention's parameters and the rope."""
+    """The model that config.json describes: its Args, and of each layer the attention's parameters and the rope."""
     (directory / "config.json").write_text(json.dumps(config))
     found = read_config(directory)
     args = architectures.find(found.model_type).Args.from_config(found)
     ropes = [{"partial_rotary_factor": 1.0} | args.rope(i) for i in range(args.num_hidden_layers)]
+    sparse = getattr(args, "sparse", lambda index: None)  # whether a layer has experts
     layers = [(args.attention_params(i), rope) for i, rope in enumerate(ropes)]
     names = {field.name for field in dataclasses.fields(args)} - SIZES - OF_LAYERS - NUMBERS - {"sliding_window"}
-    return {name: getattr(args, name) for name in names} | {"layers": layers}
+    has_experts = [sparse(i) for i in range(len(layers))]
+    return {name: getattr(args, name) for name in names} | {"layers": layers, "sparse": has_experts}
 
 
 def keys_of(model_type):
@@ -52,7 +55,7 @@ def test_keys_that_are_left_out(tmp_path, model_type):
             full = transformers.AutoConfig.for_model(**left).to_dict()
             ours, theirs = meaning(tmp_path, left), meaning(tmp_path, full)
         except FatalError as refused:
-            assert key == "rope_parameters" and "which this model type needs" in str(refused)
+            assert key == "rope_parameters" and "model type needs" in str(refused)
             continue
         wrong |= {f"{key}: {name}": (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
     assert not wrong
@@ -97,8 +100,8 @@ SLIDING = {
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_which_layers_slide(tmp_path, expected, name):
-    """Where no list says so. In Qwen2 those from max_window_layers on, of Qwen2-MoE every other one below it, of
-    Qwen3-MoE all."""
+    """Layers slide by a rule where no list says so. In Qwen2 those from max_window_layers on, of Qwen2-MoE every other
+    one below it, of Qwen3-MoE all."""
     path = write(tmp_path, **SLIDING[name])
     config = json.loads((path / "config.json").read_text())
     config.pop("layer_types", None)

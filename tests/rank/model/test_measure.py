@@ -1,4 +1,4 @@
-"""What is refused is what loading refuses, in the same words; what is said is JSON."""
+"""measure rejects what loading rejects, in the same words, and writes JSON."""
 
 import json
 

@@ -20,6 +20,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 ALONE = GroupRank(0, 1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters(tmp_path, name):
     """Within 1 % of what the model's card says, without vision and layers that predict further tokens."""
@@ -65,12 +66,12 @@ def test_distillations_of_deepseek_r1(tmp_path, size, model_type, theta, biases)
 @pytest.mark.parametrize(
     "model_type",
     [
-        "llama4", "granitemoehybrid", "phimoe", "phi4mm", "deepseek_v32", "gemma3n", "gemma4", "glm4_moe_lite",
-        "glm_moe_dsa", "kimi_k25", "qwen3_vl", "qwen2_5_vl", "nemotron_h", "cohere", "mamba", "gpt2", None,
+        "llama4", "granitemoehybrid", "phimoe", "phi4mm", "deepseek_v32", "gemma3n", "glm_moe_dsa",
+        "mistral4", "qwen3_vl", "qwen2_5_vl", "nemotron_h", "cohere", "mamba", "gpt2", None,
     ],
 )  # fmt: skip
 def test_what_is_not_served(tmp_path, model_type):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(FatalError, match=f"model type {model_type!r} is not supported; supported are apertus") as stop:
+    with pytest.raises(FatalError, match=f"type {model_type!r}.*apertus") as stop:
         read_config(tmp_path)
     assert stop.value.code == MODEL

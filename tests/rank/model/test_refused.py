@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from copy import deepcopy
 
 import pytest
@@ -106,6 +107,7 @@ def test_configs(made, tmp_path, name, change, message):
 TYPES = {options["model_type"]: options for options in reversed(MODELS.values())} | {
     "llama": COMMON | {"model_type": "llama"}, "qwen3": COMMON | {"model_type": "qwen3"},
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
+    "mimo": COMMON | {"model_type": "qwen2"},
 }  # fmt: skip
 
 
@@ -118,6 +120,32 @@ def changed(tmp_path, model_type, change):
     change(options.get("text_config", options))
     (tmp_path / "config.json").write_text(json.dumps(options))
     build(read_config(tmp_path), GroupRank(0, 1), GroupRank(0, 1))
+
+
+ODD = ("x", -1, 0, 1.5, [], {}, True, [1], ["x"], float("inf"), float("nan"), 1 << 70, {"a": [1]})
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+    "beta_slow": 1.0, "partial_rotary_factor": 0.5, "attention_factor": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_no_value_of_config_json_raises_another_error(tmp_path, model_type, value):
+    keys: set[str] = set()
+    changed(tmp_path, model_type, keys.update)
+    changes = [{key: value} for key in sorted(keys - {"model_type"})]
+    changes += [{"rope_parameters": ROPE | {key: value}} for key in ROPE]
+    changes += [{"rope_parameters": ROPE | {"rope_type": kind, "factor": value}} for kind in ("linear", "dynamic")]
+    wrong = 0
+    for change in changes:
+        try:
+            changed(tmp_path, model_type, lambda text, change=change: text.update(change))
+        except errors.FatalError as stopped:
+            wrong += 1
+            assert stopped.code in (errors.MODEL, errors.USAGE), change
+    assert wrong >= 5
 
 
 def test_all_types_are_here():
@@ -137,7 +165,7 @@ def test_unknown_rope_types(tmp_path, model_type):
         for one in [one for one in rope.values() if isinstance(one, dict)] or [rope]:
             one["rope_type"] = "spiral"
 
-    with pytest.raises(errors.FatalError, match="rope type 'spiral' is not supported") as stopped:
+    with pytest.raises(errors.FatalError, match="'spiral'") as stopped:
         changed(tmp_path, model_type, spiral)
     assert stopped.value.code == errors.MODEL
 
@@ -153,7 +181,7 @@ def test_ropes_that_differ_between_layers(tmp_path, model_type):
         ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
         text["rope_parameters"] = ropes
 
-    with pytest.raises(errors.FatalError, match="rope parameters differ between full_attention and") as stopped:
+    with pytest.raises(errors.FatalError, match="parameters.*full_attention") as stopped:
         changed(tmp_path, model_type, layered)
     assert stopped.value.code == errors.MODEL
 
@@ -194,7 +222,7 @@ def test_weights_in_pickles(made, tmp_path, name):
     path = copy(made("phi"), tmp_path, {})
     (path / "model.safetensors").rename(path / name)
     (path / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
-    assert f"; {name} is not read, as pickled weights can run code: convert them to safe" in stop(path)
+    assert re.search(f"{name}.*pickled", stop(path))
 
 
 @pytest.mark.parametrize("name, words", [

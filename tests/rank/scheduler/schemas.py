@@ -9,7 +9,7 @@ VALUES = [None, True, False, 0, 7, -3, 1.5, "", "a b", 'say "x"', "ü", [1, 2], 
 
 
 def random_schema(r: random.Random, depth: int = 3) -> dict:
-    """Of an object, as most requests ask for."""
+    """The schema of an object, as most requests ask for."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "T"} | _object(r, depth)
     if r.random() < 0.3:
         schema["$defs"] = {"one": _object(r, 1)}

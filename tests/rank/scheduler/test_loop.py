@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from phalanx.rank import protocol
 from phalanx.rank.scheduler import loop
@@ -42,7 +43,7 @@ def test_a_leak_is_found_when_the_last_sequence_has_ended():
     with pytest.raises(RuntimeError, match="block accounting is broken"):
         StepLoop([engine.replica], link).run()
     assert leak and link.tokens("a") == alone([1, 2, 3], 5)
-    assert set(link.waits[1:]) == {0.0}, "before it waits for anything"
+    assert set(link.waits[1:]) == {0.0}  # before it waits for anything
 
 
 def test_what_no_count_shows_is_found_when_nobody_asks_anything():
@@ -89,7 +90,7 @@ def test_the_next_request_does_not_wait_for_a_look_at_all_blocks():
     paused = link.waits.index(loop.AUDIT_AFTER)
     assert link.looks[paused] < 100, "the request's own"
     slices = [after - before for before, after in itertools.pairwise(link.looks[paused:])]
-    assert max(slices) <= SLICE and sum(slices) >= blocks.count, "all are looked at, but not at once"
+    assert max(slices) <= SLICE and sum(slices) >= blocks.count  # all are looked at, but not at once
     assert link.waits[-1] is None and link.waits[paused + 1 : -1] == [0.0] * (len(slices) - 1)
 
 
@@ -102,7 +103,7 @@ def test_a_request_interrupts_the_look_at_all_blocks():
     )
     assert StepLoop([engine.replica], link).run() == 0
     assert link.tokens("b") == alone([1, 2, 4], 5)
-    assert SLICE < blocks._hash_of.count < 90 * SLICE, "in the middle of it, and it was not carried to its end first"
+    assert SLICE < blocks._hash_of.count < 90 * SLICE  # in the middle of it, and it was not carried to its end first
 
 
 def test_it_waits_for_requests_and_drains():
@@ -110,7 +111,7 @@ def test_it_waits_for_requests_and_drains():
     link = Link([request("a", [1, 2, 3], 5)])
     with pytest.raises(EOFError):
         StepLoop([engine.replica], link).run()
-    assert link.said[-1].stats.running == 0, "the figures of an idle engine"
+    assert link.said[-1].stats.running == 0  # the figures of an idle engine
     drain = Link([request("b", [1, 2, 4], 5)], [protocol.Drain(7)])
     assert StepLoop([engine.replica], drain).run() == 7
     assert drain.tokens("b") == alone([1, 2, 4], 5)
@@ -133,3 +134,27 @@ def test_a_request_that_may_become_too_long_is_answered():
     assert StepLoop([Engine().replica], link).run() == 0
     (delta,) = (delta for one in link.said if isinstance(one, protocol.Deltas) for delta in one.deltas)
     assert (delta.finish, delta.status) == ("error", 400) and "at most 100 fit" in delta.error
+
+
+@pytest.mark.parametrize("field, value", [("tokens", b"\1\0\0"), ("sampling", None), ("priority", "first")])
+def test_a_request_that_cannot_be_scheduled_fails_alone(field, value):
+    wrong = msgspec.structs.replace(request("a", [1, 2, 3], 5), **{field: value})
+    link = Link([request("c", [3], 4), wrong, request("b", [1, 2], 4)], [protocol.Drain()])
+    engine = Engine()
+    assert StepLoop([engine.replica], link).run() == 0
+    assert link.tokens("b") == alone([1, 2], 4) and link.tokens("c") == alone([3], 4)
+    (failed,) = (one for said in link.said if isinstance(said, protocol.Deltas) for one in said.deltas if one.error)
+    assert (failed.id, failed.finish) == ("a", "error") and failed.status in (400, 500)
+
+
+def test_a_grammar_that_no_process_can_compile_fails_alone(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", no_process)
+    vocabulary = protocol.Vocabulary("{}", 10, ())
+    link = Link([vocabulary, msgspec.structs.replace(request("a", [1], 5), grammar="start: /a/")], [protocol.Drain()])
+    assert StepLoop([Engine().replica], link).run() == 0
+    (failed,) = (one for said in link.said if isinstance(said, protocol.Deltas) for one in said.deltas)
+    assert (failed.finish, failed.status) == ("error", 500) and "start a process" in failed.error
+
+
+def no_process(*_, **__):
+    raise BlockingIOError("cannot start a process")

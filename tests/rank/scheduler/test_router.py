@@ -65,7 +65,7 @@ def test_a_known_beginning_does_not_draw_without_end():
     replicas = Replicas(2, max_model_len=300, blocks=400)
     stem = list(range(40)) * 4
     chosen = [replicas.add(f"{i}", [*stem, i]) for i in range(20)]
-    assert 0 < sum(chosen) < 20, "the other replica computes it too, and helps"
+    assert 0 < sum(chosen) < 20  # the other replica computes it too, and helps
 
 
 def test_salts_and_caches_that_are_off_keep_prompts_apart():

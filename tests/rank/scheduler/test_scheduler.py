@@ -1,5 +1,6 @@
 import random
 
+import msgspec
 import pytest
 from phalanx.rank import protocol
 
@@ -45,7 +46,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_does_not_stall_a_running_sequen
     assert engine.tokens == {"short": alone([1, 2], 20), "long": alone(range(40), 4)}
     chunked = [p for p in engine.ranks.plans[before:] if p.counts]
     assert len(chunked) >= 5
-    assert all(len(p.rows) // 2 == 2 for p in chunked[1:]), "the short one decodes beside every chunk"
+    assert all(len(p.rows) // 2 == 2 for p in chunked[1:])  # the short one decodes beside every chunk
 
 
 def test_tokens_under_way_count_until_their_ids_have_come():
@@ -166,6 +167,29 @@ def test_an_aborted_sequence_frees_its_blocks_at_once_whatever_is_in_flight():
     assert engine.scheduler.counters.aborted == 2
 
 
+def test_a_row_without_memory_ends_alone():
+    engine = Engine()
+    for name in "abc":
+        engine.scheduler.add(request(name, range(10), 5))
+    ended = engine.scheduler.update
+    failed = []
+
+    def update(done, output):
+        names = [sequence.id for sequence in done.sampled]
+        if "b" in names and not failed:
+            failed.append("b")
+            output = msgspec.structs.replace(output, failed=[names.index("b")])
+        deltas = ended(done, output)
+        engine.errors = [(one.id, one.status) for one in deltas if one.error] or getattr(engine, "errors", [])
+        return deltas
+
+    engine.scheduler.update = update
+    engine.run()
+    assert engine.errors == [("b", 503)] and engine.finish == {"a": "length", "b": "error", "c": "length"}
+    engine.check()
+    assert engine.scheduler.blocks.num_used == 0
+
+
 def test_an_abort_while_waiting():
     engine = Engine(max_num_seqs=1)
     engine.scheduler.add(request("a", [1], 5))
@@ -178,7 +202,7 @@ def test_an_abort_while_waiting():
 
 def test_what_can_become_too_long_is_refused():
     engine = Engine(max_model_len=20)
-    with pytest.raises(ValueError, match="up to 21 tokens, at most 20 fit"):
+    with pytest.raises(ValueError, match="21 tokens.*most 20"):
         engine.scheduler.add(request("a", range(11), 10))
     engine.scheduler.add(request("a", range(10), 10))
     engine.run()
@@ -188,7 +212,7 @@ def test_what_can_become_too_long_is_refused():
 def test_an_id_that_is_in_use_is_refused():
     engine = Engine()
     engine.scheduler.add(request("a", [1, 2, 3], 5))
-    with pytest.raises(ValueError, match="^a: up to 8 tokens, at most 100 fit, or a used id$"):
+    with pytest.raises(ValueError, match="8 tokens.*most 100.*used"):
         engine.scheduler.add(request("a", [1, 2, 3], 5))
     engine.run()
     assert engine.tokens["a"] == alone([1, 2, 3], 5)
@@ -224,6 +248,7 @@ def test_what_does_not_add_up_is_told_in_numbers():
     fails(engine.check, "0 sampled ids have not arrived, 1 are on their way")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
     """Random pools, budgets, lengths, shared beginnings, stops, priorities and aborts; accounts checked every step."""
@@ -282,7 +307,7 @@ def test_the_wire_256_decoding_sequences_that_cross_a_block_border_together_fit_
             crossings += len(plan.block_ids) == 1024
     assert crossings >= 3
     assert max(sizes) <= 4096, max(sizes)
-    assert max(sizes) <= 4000 - 4, "it goes in one eager message"
+    assert max(sizes) <= 4000 - 4  # it goes in one eager message
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -329,7 +354,7 @@ def test_a_budget_below_the_number_of_sequences_stalls_none_of_them():
         engine.scheduler.add(request(str(i), [i, 1, 2], 30))
     engine.run()
     assert all(engine.tokens[str(i)] == alone([i, 1, 2], 30) for i in range(12))
-    assert len(engine.ranks.plans) < 60, "all of them decode in each step"
+    assert len(engine.ranks.plans) < 60  # all of them decode in each step
 
 
 def test_a_step_of_single_tokens_reads_no_block_that_it_fills():

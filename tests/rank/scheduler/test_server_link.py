@@ -1,12 +1,17 @@
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
+import msgspec
 import pytest
 from phalanx import errors
 from phalanx.rank import protocol
+from phalanx.rank.scheduler import server_link
 from phalanx.rank.scheduler.server_link import ServerLink
 
 from .toy import request
@@ -73,15 +78,70 @@ def test_a_server_that_does_not_read_holds_nobody_up(ends):
 def test_an_end_of_file_is_the_end_of_the_job(ends):
     link, server = ends
     server.close()
-    with pytest.raises(
-        errors.FatalError, match="the server process has gone, so nobody is left to answer to"
-    ) as caught:
+    with pytest.raises(errors.FatalError, match="process has gone") as caught:
         link.receive(1)
     assert caught.value.code == errors.RANK_FAILED
 
 
+PEER = """
+import os, socket, sys, time
+from phalanx.rank import protocol
+path, beats, end = sys.argv[1:]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(path)
+listener.listen(1)
+print(flush=True)
+server, _ = listener.accept()
+for _ in range(int(beats)):
+    server.sendall(protocol.frame(protocol.Heartbeat()))
+    time.sleep(0.1)
+os.kill(os.getpid(), 19) if end == "stops" else os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reading", "loading"])
+@pytest.mark.parametrize(
+    ("beats", "end", "code"),
+    [("0", "stops", errors.RANK_STUCK), ("25", "stops", errors.RANK_STUCK), ("5", "ends", errors.RANK_FAILED)],
+)
+def test_a_server_process_is_given_up(tmp_path, reads, beats, end, code):
+    """A silent server is given up, but not while its heartbeats come or wait to be read; a stopped one is killed."""
+    path, failed = str(tmp_path / "s"), threading.Event()
+    with subprocess.Popen([sys.executable, "-c", PEER, path, beats, end], stdout=subprocess.PIPE) as peer:
+        try:
+            peer.stdout.readline()
+            link, why = ServerLink(path), []
+            link.watch(1.0, lambda error: (why.append(error), failed.set()))
+            began = time.monotonic()
+            with contextlib.suppress(errors.FatalError):
+                while reads and not failed.is_set():
+                    assert link.receive(0.05) == []  # heartbeats are for nobody else
+            assert failed.wait(60)
+            assert time.monotonic() - began > 0.1 * int(beats)
+            (error,) = why
+            assert error.code == code and str(peer.pid) in str(error)
+            assert peer.wait(10) == (-signal.SIGKILL if end == "stops" else 0)
+        finally:
+            peer.kill()
+    if end == "stops":
+        with pytest.raises(errors.FatalError) as caught:  # the main thread gives the same reason
+            while True:
+                link.receive(1)
+        assert caught.value is error
+
+
+def test_a_silent_server_process_of_another_container_is_not_killed(ends, monkeypatch):
+    """Its id is 0 here, which os.kill takes for this process's group."""
+    link, _ = ends
+    killed = []
+    monkeypatch.setattr(server_link.os, "kill", lambda *process: killed.append(process))
+    monkeypatch.setattr(server_link, "KILL_PATIENCE", 0.01)
+    link._server_pid = 0
+    assert link._end_server(1.0).code == errors.RANK_STUCK and not killed
+
+
 def test_a_server_that_is_not_there(tmp_path):
-    with pytest.raises(errors.FatalError, match="the server process cannot be reached at .*/none: "):
+    with pytest.raises(errors.FatalError, match="reached at .*/none"):
         ServerLink(str(tmp_path / "none"))
 
 
@@ -111,13 +171,32 @@ def test_a_signal_ends_a_wait_without_end(ends):
 def test_what_is_no_message_is_refused(ends):
     link, server = ends
     server.sendall((protocol.MAX_FRAME + 1).to_bytes(4, "little") + b"x")
-    with pytest.raises(ValueError, match=f"at most {protocol.MAX_FRAME} are allowed"):
+    with pytest.raises(ValueError, match=f"most {protocol.MAX_FRAME}.*allowed"):
+        link.receive(1)
+
+
+@pytest.mark.parametrize("field, value", [("top_k", 50.0), ("temperature", "0.5"), ("max_tokens", None)])
+def test_a_request_that_cannot_be_read_fails_alone(ends, field, value):
+    link, server = ends
+    wrong = msgspec.structs.replace(request("a", [1, 2], 5).sampling, **{field: value})
+    sent = [msgspec.structs.replace(request("a", [1, 2], 5), sampling=wrong), request("b", [1], 5)]
+    server.sendall(b"".join(protocol.frame(one) for one in sent))
+    assert link.receive(1) == sent[1:]
+    (answer,) = read(server, protocol.ToServer, 1)
+    (delta,) = answer.deltas
+    assert (delta.id, delta.finish, delta.status) == ("a", "error", 500) and field in delta.error
+
+
+def test_another_message_that_cannot_be_read_is_no_protocol(ends):
+    link, server = ends
+    server.sendall(protocol.frame(protocol.Drain("soon")))
+    with pytest.raises(msgspec.ValidationError):
         link.receive(1)
 
 
 def test_last_words_can_be_said_from_a_signal_handler_in_the_middle_of_a_send(ends):
-    """As SIGTERM's does: the thread that it interrupts may hold the lock."""
+    """A signal's handler, as SIGTERM's: the thread that it interrupts may hold the lock."""
     link, server = ends
-    with link._lock:
+    with link._messages._lock:
         link.fail("the job was stopped", 130)
     assert read(server, protocol.ToServer, 1) == [protocol.Fatal("the job was stopped", 130)]

@@ -28,7 +28,7 @@ def test_lengths_follow():
     one = scheduler(request("a", [1, 2, 3, 4, 5]), request("b", [1, 2]))
     a, b = update(one, [6, 7, 8], [3])
     assert (a.tokens, b.tokens, a.finish) == ([6, 7, 8], [3], "")
-    found = {s.id: (s.num_computed, s.length, len(s.blocks)) for s in one.running}
+    found = {s.id: (s.num_computed, s.length, len(s.tables[0])) for s in one.running}
     assert found == {"a": (7, 8, 2), "b": (2, 3, 1)}
     assert one.counters.output_tokens == 4 and one.backlog == 2
     planned = one.schedule()
@@ -36,7 +36,7 @@ def test_lengths_follow():
     assert not planned.plan.block_ids
     one.update(planned, step_output([[9], [4]]))
     plan = one.schedule().plan
-    assert list(protocol.unpack_u16(plan.block_rows)) == [0], "a's next token is its ninth"
+    assert list(protocol.unpack_u16(plan.block_rows)) == [0]  # a's next token is its ninth
 
 
 def test_a_stop_token_ends_the_sequence_in_the_middle():
@@ -61,7 +61,7 @@ def test_every_token_has_its_own_log_probability():
     given = {i: protocol.TokenLogprob(i, -float(i), []) for i in (0, 1, 2, 3, 5)}
     a, b, c = update(one, [5, 6], [7, 9], [8, 4], logprobs=given)
     assert [x.token for x in a.logprobs] == [0, 1]
-    assert [x.token for x in b.logprobs] == [2], "the stop token is not shown"
+    assert [x.token for x in b.logprobs] == [2]  # the stop token is not shown
     assert [x.token for x in c.logprobs] == [5]
 
 
@@ -96,7 +96,7 @@ def test_a_sequence_that_was_preempted_meanwhile_keeps_them():
 
 def test_a_step_that_wrote_past_its_blocks_is_noticed():
     one = scheduler(request("a", [1, 2, 3], 20))
-    with pytest.raises(RuntimeError, match="^a: a step computed 5 tokens, 4 have a block$"):
+    with pytest.raises(RuntimeError, match="computed 5.*4.*block"):
         update(one, [5, 6, 7])
 
 
@@ -109,14 +109,14 @@ def test_what_does_not_fit_the_plan_is_refused():
 def test_the_wire():
     """One token a row takes four bytes and no list of counts."""
     output = step_output([[i] for i in range(256)])
-    assert len(protocol.encode_step_output(output)) == 1024 + 9
+    assert len(protocol.encode_step_output(output)) == 1024 + 12
     for tokens in ([], [[1], [2]], [[1, 2, 3], [4], [5, 6]]):
         assert protocol.decode_step_output(protocol.encode_step_output(step_output(tokens))).tokens() == tokens
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_load_gives_each_sequence_the_tokens_it_has_alone(seed):
-    """As in test_scheduler.py, with ranks that sample as many tokens of a row as its blocks hold."""
+    """The runs of test_scheduler.py, with ranks that sample as many tokens of a row as its blocks hold."""
     r = random.Random(seed)
     size, longest = r.choice([2, 4, 16]), r.randint(20, 100)
     engine = Engine(

@@ -16,7 +16,7 @@ def run(engine, name, prompt, count=4):
 
 
 def test_snapshots_without_a_prefix_cache_are_refused():
-    with pytest.raises(ValueError, match="4 state snapshots, but no prefix cache"):
+    with pytest.raises(ValueError, match="4 state.*snapshots"):
         Engine(snapshots=4, prefix_cache=False)
 
 
@@ -104,10 +104,11 @@ def test_lost_places_are_found():
     snapshots.take_copies()
     snapshots.check()
     snapshots.places.clear()
-    with pytest.raises(RuntimeError, match="snapshot accounting is broken: 1 of 2"):
+    with pytest.raises(RuntimeError, match="accounting.*1 of 2"):
         snapshots.check()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_states_are_right_under_preemption_aborts_and_eviction(seed):
     draw = random.Random(seed)

@@ -9,7 +9,8 @@ import hashlib
 import random
 
 import numpy as np
-from phalanx.rank import protocol
+from phalanx.rank import cache_groups, protocol
+from phalanx.rank.cache_groups import ONE_GROUP
 from phalanx.rank.scheduler.blocks import Blocks
 from phalanx.rank.scheduler.replica import Replica
 from phalanx.rank.scheduler.scheduler import Scheduler
@@ -23,11 +24,11 @@ def next_token(tokens) -> int:
     return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB
 
 
-def alone(prompt, count, stop=()) -> list[int]:
-    """What a sequence must produce whatever else runs."""
+def alone(prompt, count, stop=(), window=0) -> list[int]:
+    """Tokens that a sequence must produce whatever else runs. window: tokens that it sees; 0: all."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-window:]))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -45,7 +46,7 @@ class Done:
 
 
 def step_output(tokens, logprobs=None) -> protocol.StepOutput:
-    """Of these tokens of each row."""
+    """A step output of these tokens of each row."""
     ids, counts = protocol.pack_u32([token for row in tokens for token in row]), bytes(map(len, tokens))
     return protocol.StepOutput(ids, logprobs or {}, counts=b"" if set(counts) <= {1} else counts)
 
@@ -66,12 +67,16 @@ class ToyRanks:
         most: int = 1,
         host: int = 0,
         snapshots: int = 0,
+        groups=ONE_GROUP,
     ):
-        """host: blocks in host memory. snapshots: of states; each row's is the tokens that it has computed."""
+        """host: blocks in host memory. snapshots: of states; each row's is the tokens that it has computed. groups: of
+        layers, which share the memory of blocks."""
         self.most = most
-        self.host = np.full((host, block_size), -1, np.int64)
-        self.rows = BatchState(max_num_seqs, max_model_len, block_size)
-        self.cache = np.full(blocks * block_size, -1, np.int64)
+        self.groups = groups
+        width = block_size * max(group.entries for group in groups)
+        self.host = np.full((host, width), -1, np.int64)
+        self.rows = BatchState(max_num_seqs, max_model_len, block_size, groups, (), blocks)
+        self.cache = np.full((blocks, width), -1, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self.size = block_size
         self.states: list[list[int]] = [[] for _ in range(max_num_seqs + snapshots)]
@@ -91,18 +96,20 @@ class ToyRanks:
             for position in range(start, start + count):
                 known = position < self.rows.known[row]
                 token = self.rows.tokens[row][position] if known else self.last[row]
-                self.cache[self._slot(row, position)] = token
+                for group in range(len(self.groups)):
+                    self.cache[self._cell(row, position, group)] = token
                 self.states[row].append(token)
         sampled = []
         for row, start, count, samples in zip(work.rows, work.starts, work.counts, work.samples, strict=True):
+            for group in range(len(self.groups)):  # the first token that is computed, which looks back furthest
+                self._seen(row, start + 1, group)
             if samples:
                 sampled.append(self._sample(row, start + count))
         self._copy_states(plan.state_saves, 0, len(self.last))
         return Done(sampled)
 
     def _swap(self, plan: protocol.Plan) -> None:
-        blocks = self.cache.reshape(-1, self.size)
-        for copies, source, target in ((plan.swap_out, blocks, self.host), (plan.swap_in, self.host, blocks)):
+        for copies, source, target in ((plan.swap_out, self.cache, self.host), (plan.swap_in, self.host, self.cache)):
             places = protocol.unpack_u32(copies)
             for origin, place in zip(places[::2], places[1::2], strict=True):
                 target[place] = source[origin]
@@ -113,14 +120,16 @@ class ToyRanks:
             self.states[place + target] = list(self.states[origin + source])
 
     def _sample(self, row: int, length: int) -> list[int]:
-        seen = [self.cache[self._slot(row, p)] for p in range(length)]
-        assert -1 not in seen
+        seen = self._seen(row, length, 0)
+        for group in range(1, len(self.groups)):
+            window = self._seen(row, length, group)
+            assert window == seen[-len(window) :]  # groups have kept different tokens
         if len(self.states) > len(self.last):
-            assert self.states[row] == seen, "a row's state is not that of its tokens"
+            assert self.states[row] == seen  # a row's state is not that of its tokens
         tokens = [next_token(seen)]
         room = self.rows.num_blocks[row] * self.size
         while len(tokens) < self.most and len(seen) < room:
-            self.cache[self._slot(row, len(seen))] = tokens[-1]
+            self.cache[self._cell(row, len(seen))] = tokens[-1]
             seen.append(tokens[-1])
             tokens.append(next_token(seen))
         self.last[row] = tokens[-1]
@@ -128,8 +137,21 @@ class ToyRanks:
         self.rows.computed[row] += len(tokens) - 1
         return tokens
 
-    def _slot(self, row: int, position: int) -> int:
-        return self.rows.table[row, position // self.size] * self.size + position % self.size
+    def _seen(self, row: int, length: int, group: int) -> list[int]:
+        """The tokens that a group's layers may read, of which a window's first ones are hidden from the next token."""
+        window = self.groups[group].window
+        first = max(0, length - window - cache_groups.TILE + 1) if window else 0
+        seen = [self.cache[self._cell(row, p, group)] for p in range(first, length)]
+        assert -1 not in seen
+        known = self.rows.tokens[row][first:length].tolist()
+        assert seen[: len(known)] == known, "blocks have other tokens"
+        return seen[-window:] if window and not group else seen
+
+    def _cell(self, row: int, position: int, group: int = 0) -> tuple[int, int]:
+        """The place of a position in blocks. Entries of one block are as far apart as there are blocks."""
+        (table,) = self.rows.rows_of(np.array([row]), group)
+        entry, block = divmod(self.rows.table[table, position // self.size], len(self.cache))
+        return block, entry * self.size + position % self.size
 
     def progress(self) -> bool:
         return False
@@ -163,10 +185,12 @@ class Engine:
         most=1,
         tier=None,
         snapshots=0,
+        groups=ONE_GROUP,
     ):
-        pool = Blocks(blocks, block_size, prefix_cache, tier, Snapshots(snapshots))
+        pool = Blocks(blocks, block_size, prefix_cache, tier, Snapshots(snapshots), groups)
         self.scheduler = Scheduler(pool, max_num_seqs, budget, max_model_len, stages)
-        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, pool.tier.count, snapshots)
+        of = pool.tier.count, snapshots, groups
+        self.ranks = ToyRanks(blocks, block_size, max_num_seqs, max_model_len, most, *of)
         self.replica = Replica(self.scheduler, self.ranks)
         if most > 1:
             self.replica.depth = 1
@@ -214,7 +238,7 @@ def check_random_requests(engine: Engine, draw: random.Random, different: int, l
             aborted.add(name)
     engine.run()
     for name, (prompt, count) in wanted.items():
-        whole = alone(prompt, count)
+        whole = alone(prompt, count, window=engine.ranks.groups[0].window)
         got = engine.tokens.get(name, [])
         assert got == whole or (name in aborted and got == whole[: len(got)])
     engine.scheduler.check_empty()

@@ -1,6 +1,7 @@
 """Ranks without a model that draw each token evenly from those that the step's masks allow."""
 
 import random
+import time
 from collections import deque
 
 import numpy as np
@@ -20,7 +21,7 @@ class Pending:
         self.step, self.rows, self.tokens = step, rows, None
 
     def wait(self, seconds):
-        assert self.tokens is not None, "the loop waits for a step whose masks it has not sent"
+        assert self.tokens is not None  # the loop waits for a step whose masks it has not sent
         return True
 
     def output(self):
@@ -86,28 +87,51 @@ class UniformRanks:
         return int(tokens[self.random.randrange(len(tokens))])
 
 
-class Uniform:
-    """A scheduler and such ranks, stepped by hand as the loop does."""
+def compile_all(grammars, requests):
+    """Grammars by the requests' ids; why there is none is a text."""
+    for request in requests:
+        grammars.compile(request)
+    found = {}
+    until = time.monotonic() + 60
+    while any(one.id not in found for one in requests) and time.monotonic() < until:
+        made, _ = grammars.take()
+        found |= {one.id: str(grammar) if isinstance(grammar, Exception) else grammar for one, grammar in made}
+        time.sleep(0.001)  # 1 ms: what the step loop waits is of that order
+    return found
 
-    def __init__(self, vocab_size, seed=0, blocks=256, max_num_seqs=16, stages=1, eager=()):
+
+class Uniform:
+    """A scheduler and such ranks, stepped by hand as the loop does. grammars: where requests have any."""
+
+    def __init__(self, vocab_size, seed=0, blocks=256, max_num_seqs=16, stages=1, eager=(), grammars=None):
         self.scheduler = Scheduler(Blocks(blocks, 16), max_num_seqs, 64, 1024, stages)
         self.ranks = UniformRanks(max_num_seqs, 1024, 16, vocab_size, seed, eager)
         self.replica = Replica(self.scheduler, self.ranks)
+        self.grammars = grammars
         self.tokens, self.ends = {}, {}
 
-    def add(self, name, prompt, grammar, max_tokens=100, **sampling):
+    def add(self, name, prompt, grammar=None, max_tokens=100, **sampling):
+        """grammar: its text."""
         params = protocol.SamplingParams(max_tokens=max_tokens, **sampling)
-        text = "" if grammar is None else "g"
-        self.scheduler.add(protocol.Request(name, protocol.pack_u32(prompt), params, grammar=text), grammar=grammar)
+        request = protocol.Request(name, protocol.pack_u32(prompt), params, grammar=grammar or "")
+        made = compile_all(self.grammars, [request])[name] if grammar else None
+        assert not isinstance(made, str), made
+        self.scheduler.add(request, grammar=made)
 
     def step(self):
         while self.replica.plan():
             pass
         if self.replica.busy:
-            for delta in self.replica.finish():
-                self.tokens.setdefault(delta.id, []).extend(delta.tokens)
-                if delta.finish:
-                    self.ends[delta.id] = delta
+            self.take(self.replica.finish())
+        if self.grammars is not None:
+            for one in self.grammars.take()[1]:
+                self.take(self.scheduler.end(one))
+
+    def take(self, deltas):
+        for delta in deltas:
+            self.tokens.setdefault(delta.id, []).extend(delta.tokens)
+            if delta.finish:
+                self.ends[delta.id] = delta
 
     def run(self):
         while not self.replica.idle:

@@ -6,11 +6,12 @@ import http.client
 import json
 import socket
 import threading
+import time
 from array import array
 from types import SimpleNamespace
 
 import pytest
-from phalanx.rank import protocol
+from phalanx.rank import fork_server, protocol
 from phalanx.rank.server import tls
 from phalanx.rank.server.config import ServerConfig
 from phalanx.rank.server.engine_client import EngineClient
@@ -18,6 +19,8 @@ from phalanx.rank.server.http.app import make_app, serve
 from phalanx.rank.server.http.state import ServerState
 from phalanx.rank.server.text_engine import TextEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .preloaded import Preloaded
 
 SPECIAL = ["<|end|>", "<|turn|>"]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -89,6 +92,7 @@ class FakeScheduler:
         self.error = None  # (status, message) for every request
         self.top = 0  # extra logprobs entries are made up as token 10, 11, ...
         self.requests = []
+        self.drafted = 0, 0  # in each delta: guessed tokens, and those of them that were right
         self.vocabularies = []
         self.aborted = []
         self.drained = False
@@ -154,6 +158,7 @@ class FakeScheduler:
         while finish == "length" and len(tokens) < sampling.max_tokens and tokens:
             tokens += tokens
         tokens = tokens[: sampling.max_tokens]
+        admitted = time.monotonic()
         for at in range(0, len(tokens), self.per_delta):
             if request.id in self.aborted:
                 break
@@ -174,6 +179,9 @@ class FakeScheduler:
                             finish if last else "",
                             self.end_token if last and finish == "stop" else -1,
                             3 if at == 0 else 0,
+                            admitted=admitted if at == 0 else 0.0,
+                            drafted=self.drafted[0],
+                            accepted=self.drafted[1],
                             prompt_logprobs=scored(request) if at == 0 else [],
                         )
                     ]
@@ -226,9 +234,9 @@ class LiveServer:
             result = what(*args) if callable(what) else what
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
-    def wait(self, condition, timeout=5.0):
+    def wait(self, condition, timeout=30.0):
         """Until `condition()` holds, looked at from the loop."""
 
         async def poll():
@@ -276,6 +284,8 @@ class LiveServer:
             self.server.stop()
             await self.server.close_all_connections()
             self.sessions.close()
+            if self.state.tracing is not None:
+                await self.state.tracing.export.close(0.5)
 
         self.call(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -288,6 +298,22 @@ class LiveServer:
 def parse_events(data):
     lines = [line[6:] for line in data.decode().split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def preloaded():
+    found = Preloaded("phalanx.rank.server.text_worker")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def text_processes(request, preloaded):
+    """Only test_text_process.py starts the process as servers do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.name.endswith("test_text_process.py"):
+            patch.setattr(fork_server, "subprocess", preloaded)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,12 +14,18 @@ import time
 import urllib.error
 import urllib.request
 
+import msgspec
 import pytest
 from phalanx import errors
 from phalanx.rank import protocol
 from phalanx.rank.server import server_registry
 from phalanx.rank.server.__main__ import ready_line
+from phalanx.rank.server.api_error import NOT_TAKEN
 from phalanx.rank.server.config import ServerConfig
+
+from ...config_pipe import config_pipe
+from ...processes import wait
+from .conftest import make_model
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -28,16 +37,17 @@ class Process:
         self.sock = sock or socket.create_server(("127.0.0.1", 0))
         self.link = str(tmp_path / "link")
         config = {"model_dir": str(model_dir), "link": self.link, "listen_fd": self.sock.fileno(), **options}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.rank.server"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            pass_fds=[self.sock.fileno()],
-            env={**os.environ, "PHALANX_SERVER": json.dumps(config)},
-        )
+        with config_pipe(config) as fd:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "phalanx.rank.server"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                pass_fds=[self.sock.fileno(), fd],
+                env={**os.environ, "PHALANX_SERVER": str(fd)},
+            )
         self.scheduler = None
 
     @property
@@ -107,11 +117,11 @@ def test_loading_then_ready_then_drain(start):
     fresh_server.send(protocol.Progress("weights", 3, 10))
     status, body = fresh_server.health()
     assert (status, body["status"]) == (503, "loading")
-    assert fresh_server.ready() == (
-        f"Phalanx is ready: http://127.0.0.1:{fresh_server.port}/v1 (model tiny). Try:\n",
-        f"  curl http://127.0.0.1:{fresh_server.port}/v1/chat/completions -H 'Content-Type: application/json' "
-        '-d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'\n',
-    )
+    ready, example = fresh_server.ready()
+    url = f"http://127.0.0.1:{fresh_server.port}/v1"
+    assert f"{url} (model tiny)" in ready
+    curl, address, *_, body = shlex.split(example)
+    assert (curl, address) == ("curl", f"{url}/chat/completions") and list(json.loads(body)) == ["messages"]
     assert fresh_server.health()[0] == 200
     fresh_server.process.send_signal(signal.SIGUSR1)
     assert isinstance(fresh_server.receive(), protocol.Drain)
@@ -122,10 +132,9 @@ def test_loading_then_ready_then_drain(start):
 
 
 @pytest.mark.parametrize("how, code", [("term", errors.OK), ("eof", errors.RANK_FAILED), ("fatal", errors.MEMORY)])
-def test_ends_within_two_seconds(start, how, code):
+def test_ends_soon(start, how, code):
     fresh_server = start()
     fresh_server.ready()
-    began = time.monotonic()
     if how == "term":
         fresh_server.process.terminate()
     elif how == "eof":
@@ -134,25 +143,42 @@ def test_ends_within_two_seconds(start, how, code):
         fresh_server.send(protocol.Fatal("not enough memory", errors.MEMORY))
         fresh_server.scheduler.close()
     assert fresh_server.process.wait(5) == code
-    assert time.monotonic() - began < 2
 
 
-def test_environment_is_needed():
-    env = {name: value for name, value in os.environ.items() if name != "PHALANX_SERVER"}
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "tokenizer_config.json", "config.json"])
+def test_model_files_that_are_nested_too_deeply_end_it_with_one_line(start, tmp_path, model_dir, name):
+    broken = shutil.copytree(model_dir, tmp_path / "broken")
+    (broken / name).write_text('{"a":' * 100_000)
+    fresh_server = start(model=broken)
+    assert fresh_server.process.wait(20) == errors.MODEL
+    (line,) = fresh_server.process.stdout.read().splitlines()
+    assert name in line and len(line) < 400
+
+
+@pytest.mark.parametrize("given", [{}, {"PHALANX_SERVER": "{}"}, {"PHALANX_SERVER": "99"}])
+def test_a_configuration_is_needed(given):
+    env = {name: value for name, value in os.environ.items() if name != "PHALANX_SERVER"} | given
     done = subprocess.run(
         [sys.executable, "-m", "phalanx.rank.server"], env=env, capture_output=True, text=True, timeout=20
     )
     assert done.returncode == errors.USAGE
-    assert done.stderr == (
-        "phalanx server: PHALANX_SERVER is not set: `phalanx serve` starts this process, it is not started by hand\n"
-    )
+    assert "PHALANX_SERVER" in done.stderr and "`phalanx serve`" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_model_without_tokenizer(start, tmp_path):
     (tmp_path / "empty").mkdir()
     fresh_server = start(model=tmp_path / "empty")
     assert fresh_server.process.wait(10) == errors.MODEL
-    assert "has no tokenizer.json, tekken.json or tokenizer.model" in fresh_server.process.stdout.read()
+    assert re.search("tokenizer.json.*tekken.json", fresh_server.process.stdout.read())
+
+
+def test_model_with_a_wrong_default_of_sampling(start, tmp_path):
+    model = make_model(tmp_path / "m")
+    (model / "generation_config.json").write_text('{"top_k": 50.0}')
+    fresh_server = start(model=model)
+    assert fresh_server.process.wait(10) == errors.MODEL
+    assert "top_k is 50.0" in fresh_server.process.stdout.read()
 
 
 def test_open_streams_get_an_error_when_the_process_is_stopped(start):
@@ -168,7 +194,8 @@ def test_open_streams_get_an_error_when_the_process_is_stopped(start):
         fresh_server.process.terminate()
         while part := client.recv(1 << 16):
             answer += part
-    assert b'data: {"error":{"message":"the server is stopping"' in answer and b"[DONE]" not in answer
+    assert b'data: {"error":{"message":"the server is stopping; send the request again"' in answer
+    assert b"[DONE]" not in answer
     assert fresh_server.process.wait(5) == errors.OK
 
 
@@ -211,20 +238,22 @@ def test_ends_with_its_parent(tmp_path, model_dir):
     """However the parent ends: here by SIGKILL."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         config = {"model_dir": str(model_dir), "link": str(tmp_path / "link"), "listen_fd": sock.fileno()}
-        parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import subprocess, sys, time\n"
-                "child = subprocess.Popen([sys.executable, '-m', 'phalanx.rank.server'], pass_fds=[int(sys.argv[1])],\n"
-                "                         start_new_session=True)\nprint(child.pid, flush=True)\ntime.sleep(30)",
-                str(sock.fileno()),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[sock.fileno()],
-            env={**os.environ, "PHALANX_SERVER": json.dumps(config)},
-        )
+        with config_pipe(config) as fd:
+            parent = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import subprocess, sys, time\nfds = [int(fd) for fd in sys.argv[1:]]\n"
+                    "child = subprocess.Popen([sys.executable, '-m', 'phalanx.rank.server'], pass_fds=fds,\n"
+                    "                         start_new_session=True)\nprint(child.pid, flush=True)\ntime.sleep(30)",
+                    str(sock.fileno()),
+                    str(fd),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[sock.fileno(), fd],
+                env={**os.environ, "PHALANX_SERVER": str(fd)},
+            )
         child = os.pidfd_open(int(parent.stdout.readline()))
         port = sock.getsockname()[1]
         with pytest.raises(urllib.error.HTTPError, match="503"):  # it is up
@@ -239,7 +268,7 @@ def test_ends_with_its_parent(tmp_path, model_dir):
 
 def test_cores_that_are_not_there(start):
     said = start(cpus=[8191]).process.stdout.readline()
-    assert said.startswith("the server process stays on all cores: cpus ") and said.endswith("Invalid argument\n")
+    assert "server process stays" in said and said.endswith("Invalid argument\n")
 
 
 def test_wrong_parent(start):
@@ -298,12 +327,90 @@ def test_its_job_file_is_there_while_it_runs(start, tmp_path):
     assert not list(path.parent.iterdir())
 
 
+def test_its_job_file_says_whether_it_takes_requests(start, tmp_path):
+    path = tmp_path / "jobs" / "here-1.json"
+    fresh_server = start(registry_file=str(path), served_model_name="tiny,small")
+
+    def until(state):
+        deadline = time.monotonic() + 10
+        while not (found := server_registry.running(path.parent, "")) or found["here-1"].state != state:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        return found["here-1"]
+
+    fresh_server.connect()
+    first = until("starting")
+    assert first.models == ["tiny", "small"]
+    fresh_server.ready()
+    assert until("ready").beat >= first.beat > 0
+    fresh_server.process.send_signal(signal.SIGUSR1)
+    until("draining")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{fresh_server.port}/v1/completions", b'{"prompt": "x"}', {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert (refused.value.code, refused.value.headers[NOT_TAKEN]) == (503, "draining")
+
+
+def test_files_of_a_service_that_cannot_be_kept_end_the_start(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    later = time.time() + 1000
+    handover = {"command": ["true"], "directory": "/", "environ": {}}
+    handover |= dict.fromkeys(("end", "submit_at", "drain_at", "stop_at"), later)
+    fresh_server = start(file_store=str(tmp_path / "file" / "store"), handover=handover)
+    assert fresh_server.process.wait(20) == errors.USAGE
+    assert "--file-store" in fresh_server.process.stdout.read()
+
+
+def test_files_come_from_the_job_before_once_that_has_given_them_up(start, tmp_path):
+    """Also where the lock is seen on one node only, so that it is free here."""
+    place, now = tmp_path / "jobs", time.time()
+    before = server_registry.RegisteredServer(url="http://x:1", host="there", model="m", pid=1, has_files=True)
+
+    def say(state, has_files):
+        entry = msgspec.structs.replace(before, state=state, has_files=has_files, beat=time.time())
+        server_registry.write(place / "old.json", entry)
+
+    def has_files():
+        own = server_registry.running(place, "").get("here-1")
+        return own is not None and own.has_files
+
+    say("ready", True)
+    handover = {"command": ["true"], "directory": "/", "environ": {}}
+    handover |= dict.fromkeys(("end", "submit_at", "drain_at", "stop_at"), now + 1000)
+    store, own = str(tmp_path / "store"), str(place / "here-1.json")
+    fresh_server = start(registry_file=own, file_store=store, predecessor="old", handover=handover)
+    fresh_server.ready()
+    for state, held in (("ready", True), ("draining", True), ("ready", False)):
+        say(state, held)
+        time.sleep(1)  # three times what it looks after
+        assert not has_files()
+    say("draining", False)
+    assert not wait(lambda: not has_files(), 20)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_who_drains_a_job_by_hand_gets_no_successor(start, tmp_path, drained):
+    now = time.time()
+    handover = {"command": ["touch", "submitted"], "directory": str(tmp_path), "environ": dict(os.environ)}
+    handover |= {"submit_at": now + 3, "drain_at": now + 1000, "stop_at": now + 1000, "end": now + 1000}
+    fresh_server = start(registry_file=str(tmp_path / "jobs" / "here-1.json"), handover=handover)
+    fresh_server.ready()
+    if drained:
+        fresh_server.process.send_signal(signal.SIGUSR1)
+        while fresh_server.health()[1]["status"] != "draining":
+            time.sleep(0.02)
+    deadline = now + (5 if drained else 20)  # 2 s after a successor would have been submitted
+    while time.time() < deadline and not (tmp_path / "submitted").exists():
+        time.sleep(0.05)
+    assert (tmp_path / "submitted").exists() is not drained
+
+
 def test_a_server_without_a_place_for_its_job_file(start, tmp_path):
     (tmp_path / "file").write_text("")
     fresh_server = start(registry_file=str(tmp_path / "file" / "jobs" / "x.json"))
-    assert fresh_server.process.stdout.readline() == (
-        f"no job file, so `phalanx chat` needs --url: {tmp_path}/file/jobs/x.json: Not a directory\n"
-    )
+    assert f"chat` needs --url: {tmp_path}/file/jobs/x.json:" in fresh_server.process.stdout.readline()
     fresh_server.ready()
     assert fresh_server.health()[0] == 200
 
@@ -334,8 +441,6 @@ def test_idle_exit(start):
         except TimeoutError:
             assert time.monotonic() < ended + 10
     assert time.monotonic() - ended > 0.4  # since the last look at the running request
-    assert fresh_server.process.stdout.readline() == (
-        "no request for 0.025 minutes (--idle-exit): the job ends and gives its allocation back\n"
-    )
+    assert "0.025 minutes (--idle-exit):" in fresh_server.process.stdout.readline()
     fresh_server.scheduler.close()
     assert fresh_server.process.wait(5) == errors.OK

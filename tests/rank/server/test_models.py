@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_loaded():
     async def script(turns):
         waits = [enter(turns, name) for name in "bbc"]
         for wait in waits[:2]:
-            with pytest.raises(ApiError, match="the model b cannot be loaded: no weights") as told:
+            with pytest.raises(ApiError, match="model b .*no weights") as told:
                 await wait
             assert (told.value.status, told.value.code) == (503, "model_load_failed")
         await waits[2]
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_cannot_be_read(kind):
             raise kind("no JSON")
 
         turns.named("b").load = load
-        with pytest.raises(ApiError, match="its tokenizer cannot be read: no JSON"):
+        with pytest.raises(ApiError, match="tokenizer .*no JSON"):
             await enter(turns, "b")
         assert turns.link.loads == [] and turns.loaded == 0
         await enter(turns, "c")  # others still get their turns
@@ -206,7 +206,7 @@ def test_the_queue_is_bounded_and_ends():
 def test_names():
     async def script(turns):
         assert turns.named(None).names == ["a"]
-        with pytest.raises(ApiError, match="'d' does not exist; this server has a, b, c"):
+        with pytest.raises(ApiError, match="'d'.*a, b, c"):
             turns.named("d")
         turns.link.state = "failed"
         with pytest.raises(ApiError, match="the job is failed"):

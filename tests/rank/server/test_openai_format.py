@@ -1,4 +1,4 @@
-"""What becomes of an answer's events in chats: their order in streams, and where stop strings are looked for."""
+"""An answer's events in chats: their order in streams, and where stop strings are looked for."""
 
 import json
 

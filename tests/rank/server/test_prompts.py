@@ -10,9 +10,9 @@ from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.conversation import Call, Function, Message
 from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.embedding_request import EmbeddingRequest
+from phalanx.rank.server.http.messages import MessagesRequest
 from phalanx.rank.server.prompts import (
     chat_prompt,
-    check_values,
     completion_prompts,
     embedding_inputs,
     template_messages,
@@ -36,7 +36,7 @@ def test_messages_for_templates():
     ]
     rendered = template_messages(messages)
     assert rendered[0] == {"role": "system", "content": "be brief"}
-    assert rendered[1]["content"] is None and rendered[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert rendered[1]["content"] == "" and rendered[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert rendered[2] == {"role": "tool", "content": "", "tool_call_id": "1"}
     assert template_messages(messages, knows_developer=True)[0]["role"] == "developer"
     broken = Message("assistant", None, tool_calls=[Call(Function("f", "{a"))])
@@ -102,6 +102,12 @@ def test_a_verbosity_is_for_the_template(tmp_path):
         assert text.tokenizer.decode(found.tokens) == "low hi"
 
 
+def test_a_null_for_the_template_is_not_given(tmp_path):
+    text = Text(str(make_model(tmp_path / "m", "{{ enable_thinking is defined }} {{ kind is defined }}")))
+    found = prompt(text, messages="hi", chat_template_kwargs={"enable_thinking": None, "kind": None})
+    assert text.tokenizer.decode(found.tokens) == "False False"
+
+
 def test_two_texts_side_by_side_make_none(tmp_path):
     text = Text(str(make_model(tmp_path / "m", "{% for m in messages %}{{ m.content | trim }}{% endfor %}")))
     found = prompt(text, messages=[{"role": "user", "content": "<|e "}, {"role": "user", "content": "nd|>"}])
@@ -132,7 +138,7 @@ def test_markers_of_reasoning_that_are_control_tokens(tmp_path):
 
 
 def test_role_tokens_that_the_file_does_not_call_special(tmp_path):
-    """As DeepSeek's: what the template names is a control token, but for blanks, words and what the model writes."""
+    """DeepSeek's template names control tokens, but for blanks, words and what the model writes."""
     source = (
         "{% for m in messages %}{{ '<｜User｜>' if m.role == 'user' else '<｜Assistant｜>' }}{{ m.content }}"
         "{% endfor %}"
@@ -190,6 +196,82 @@ def test_what_history_brings(text):
     }  # fmt: skip
 
 
+def test_legacy_calls_and_their_results():
+    """function_call and the role function are what clients sent before there were tools."""
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "weather", "content": "Sun"},
+    ]
+    called, result = template_messages(convert({"messages": messages}, ChatRequest).conversation())[1:]
+    (call,) = called["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "Rome"}} and called["content"] == ""
+    assert result == {"role": "tool", "content": "Sun", "name": "weather", "tool_call_id": call["id"]}
+    assert len(call["id"]) == 9 and call["id"].isalnum()  # as templates of Mistral want them
+    assert template_messages([Message("function", "Sun", name="other")])[0]["role"] == "tool"
+
+
+def test_a_refusal_alone_is_text():
+    message = {"role": "assistant", "content": None, "refusal": "I will not"}
+    asked = convert({"messages": [message, {"role": "user", "content": "x"}]}, ChatRequest)
+    assert template_messages(asked.conversation())[0] == {"role": "assistant", "content": "I will not"}
+
+
+ALTERNATING = (  # as Mistral's and Gemma's: turns alternate, results of tools and messages of calls do not count
+    "{% set turns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (turns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set turns.n = turns.n + 1 %}{% endif %}<{{ m.role[0] }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}{% endfor %}{# tools #}"
+)
+
+
+def as_chat(turns):
+    return convert({"messages": [{"role": role, "content": text} for role, text in turns]}, ChatRequest)
+
+
+def as_response(turns):
+    request = convert({"input": [{"role": role, "content": text} for role, text in turns]}, ResponsesRequest)
+    return request.chat(request.items())
+
+
+def as_message(turns):
+    asked = {"messages": [{"role": role, "content": text} for role, text in turns], "max_tokens": 9}
+    return convert(asked, MessagesRequest).chat()
+
+
+@pytest.mark.parametrize("api", [as_chat, as_response, as_message])
+def test_turns_are_joined_where_they_must_alternate(tmp_path, api):
+    text = Text(str(make_model(tmp_path / "m", ALTERNATING)))
+    turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")]
+    joined = {as_response: "c\nd"}.get(api, "c\n\nd")  # items of an answer are one message anyhow
+    assert prompts.render_chat(text, api(turns), READY, None)[0] == f"<u>a\n\nb<a>{joined}<u>e"
+    first = [("system", "s")] * (api is as_chat)
+    rendered, _ = prompts.render_chat(text, api([*first, ("assistant", "a"), ("user", "b")]), READY, None)
+    assert rendered.removeprefix("<s>s") == "<u><a>a<u>b"
+    with pytest.raises(ApiError, match="never"):
+        never = Text(str(make_model(tmp_path / "never", "{{ raise_exception('never') }}")))
+        prompts.render_chat(never, api([("assistant", "a"), ("user", "b")]), READY, None)
+
+
+def test_turns_stay_apart_where_they_may(text):
+    found = prompt(text, messages=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    assert text.tokenizer.decode(found.tokens).count("<|turn|>user") == 2
+
+
+def test_words_behind_results_join_these_where_turns_must_alternate(tmp_path):
+    """Clients of /v1/messages send results of tools and the user's words in one turn."""
+    text = Text(str(make_model(tmp_path / "m", ALTERNATING)))
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "Sun"}
+    turns = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go on"}]},
+    ]
+    chat = convert({"messages": turns, "max_tokens": 9}, MessagesRequest).chat()
+    assert prompts.render_chat(text, chat, READY, None)[0] == "<u>Rain?<a>[weather]<t>Sun\n\nGo on"
+
+
 def too_long(function, *args):
     with pytest.raises(ApiError) as error:
         function(*args)
@@ -230,31 +312,3 @@ def test_texts_of_which_nothing_is_known_have_a_limit(text, monkeypatch):
         prompt(text, messages="x" * 1001)
     assert error.value.status == 413
     assert len(prompt(text, messages="word " * 150).tokens) > 100
-
-
-MANY = {
-    "prompts": b'{"prompt":[' + b"[1]," * 300_000 + b"[1]]}",
-    "empty lists": b'{"metadata":[' + b"[]," * 300_000 + b"[]]}",
-    "objects": b'{"messages":[' + b"{} , " * 300_000 + b"{}]}",
-    "texts": b'{"messages":[{"role":"user","content":[' + b'"a",' * 300_000 + b'"a"]}]}',
-    "texts that end with backslashes": b'{"stop":[' + rb'"\\",' * 300_000 + b'"a"]}',
-    "biases": json.dumps({"logit_bias": dict.fromkeys(range(300_000), 1)}).encode(),
-    "numbers": b'{"metadata":[' + b"1," * 2_000_000 + b"1]}",
-}
-
-
-@pytest.mark.parametrize("kind", MANY)
-def test_a_body_of_many_values(kind):
-    assert "context is 512 tokens" in too_long(check_values, MANY[kind], 512).message
-
-
-def test_a_text_is_not_many_values():
-    """Whatever it says, also where a part of it ends."""
-    for text in ('"role": ["a"],[1],{}\\', ",[{" * 100, '\\\\"[,', "\n\t,,[["):
-        body = json.dumps({"prompt": [text * 100_000, "a\\", text]}).encode()
-        check_values(body, 512)
-        assert prompts._count_outside_texts(body) == (2, 2)
-    check_values(json.dumps({"prompt": [list(range(500))] * 2000}).encode(), 512)
-    check_values(json.dumps({"input": ["word"] * 4096}).encode(), 512)
-    for other in (b"{", b"", b'{"messages": [1, }', b"\xff", b'"', b'{"a": 1}'):
-        check_values(other, 1)

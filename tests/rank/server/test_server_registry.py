@@ -74,6 +74,15 @@ def test_what_a_killed_job_left_is_cleaned(tmp_path):
     assert server_registry.running(tmp_path / "none", "here") == {}
 
 
+@pytest.mark.parametrize("age, kept", [(5, True), (300, False), (None, False)])
+def test_a_job_whose_end_was_moved_is_not_over_while_it_beats(tmp_path, age, kept):
+    now = time.time()
+    job = mine(host="there", end=now - 3600, beat=now - age if age is not None else 0.0)
+    server_registry.write(tmp_path / "moved.json", job)
+    assert ("moved" in server_registry.running(tmp_path, "here")) is kept
+    assert (tmp_path / "moved.json").exists() is kept
+
+
 def test_a_user_without_a_home(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     place = server_registry.directory({})
@@ -81,7 +90,7 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def another(found):
-    """The same of another user."""
+    """The registry folder of another user."""
     return os.stat_result((*found[:4], os.getuid() + 1, *found[5:]))
 
 
@@ -102,8 +111,8 @@ def test_what_another_user_has_put_into_tmp_is_passed_over(shared, monkeypatch, 
     monkeypatch.setattr(Path, "lstat", lambda path: another(real(path)) if path == shared.parent else real(path))
     assert server_registry.running(shared, "here") == server_registry.running(shared, "here") == {}
     assert caplog.text.count("not a directory of yours") == 1
-    assert f"the files of running servers in {shared} are passed over: {shared.parent} is not" in caplog.text
-    with pytest.raises(PermissionError, match="not a directory of yours"):
+    assert f"passed over: {shared.parent}" in caplog.text
+    with pytest.raises(PermissionError, match="of yours"):
         server_registry.write(shared / "b.json", mine())
 
 
@@ -138,6 +147,46 @@ def test_a_file_of_another_user(shared, monkeypatch):
     assert list(server_registry.running(shared, "here")) == ["a"]
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory that is not below one for everybody."""
+    monkeypatch.setattr(server_registry, "_below_shared", lambda place: [])
+    server_registry._warn.cache_clear()
+    return tmp_path / "jobs"
+
+
+def test_outside_tmp_too_a_file_of_another_user_or_that_others_may_write_is_passed_over(elsewhere, monkeypatch, caplog):
+    for name in ("mine", "theirs", "open"):
+        server_registry.write(elsewhere / f"{name}.json", mine())
+    (elsewhere / "open.json").chmod(0o660)
+    inode, real = (elsewhere / "theirs.json").stat().st_ino, os.fstat
+
+    def fstat(file):
+        found = real(file)
+        return another(found) if found.st_ino == inode else found
+
+    monkeypatch.setattr("os.fstat", fstat)
+    for _ in range(2):
+        assert list(server_registry.running(elsewhere, "here")) == ["mine"]
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == 2 and "open.json" in told[0] and "theirs.json" in told[1]
+
+
+@pytest.mark.parametrize("mode, ours, read", [
+    (0o2770, False, False), (0o777, False, False), (0o1770, False, True), (0o755, False, True), (0o775, True, True),
+])  # fmt: skip
+def test_a_directory_outside_tmp_that_others_may_write_to(elsewhere, monkeypatch, caplog, mode, ours, read):
+    server_registry.write(elsewhere / "a.json", mine())
+    elsewhere.chmod(mode)
+    real = Path.stat
+    if not ours:
+        monkeypatch.setattr(
+            Path, "stat", lambda path, **given: (another if path == elsewhere else lambda x: x)(real(path, **given))
+        )
+    assert list(server_registry.running(elsewhere, "here")) == ["a"] * read
+    assert ("others may write to" in caplog.text) is not read
+
+
 def test_directories_are_made_for_this_user_only(shared):
     old = os.umask(0)
     try:
@@ -145,3 +194,11 @@ def test_directories_are_made_for_this_user_only(shared):
     finally:
         os.umask(old)
     assert [stat.S_IMODE(one.stat().st_mode) for one in (shared, shared.parent, shared.parent.parent)] == [0o700] * 3
+
+
+def test_heartbeats_of_a_clock_that_was_set(tmp_path):
+    """One far in the future says nothing: it would keep a job alive that ended an hour ago."""
+    now = time.time()
+    assert server_registry.beats(mine(beat=now - 5)) and server_registry.beats(mine(beat=now + 5))
+    assert not server_registry.beats(mine(beat=now - 3600)) and not server_registry.beats(mine(beat=now + 3600))
+    assert server_registry.over(mine(host="there", end=now - 3600, beat=now + 3600), "here")

@@ -1,19 +1,25 @@
 """Sessions as the library uses them: a loop in a thread, no HTTP."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.server import blocking, text_engine
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.config import SamplingDefaults, ServerConfig
 from phalanx.rank.server.decoding import convert
 from phalanx.rank.server.engine_client import EngineClient
 from phalanx.rank.server.generation import completion_generation
 from phalanx.rank.server.openai_format import TextRenderer
+from phalanx.rank.server.prompts import Prompt
 from phalanx.rank.server.sampling_params import resolve_defaults
 from phalanx.rank.server.schema import CompletionRequest
+from phalanx.rank.server.session import Choice, Update
 from phalanx.rank.server.text import reasoning, tool_formats
-from phalanx.rank.server.text.events import Text
+from phalanx.rank.server.text.events import Reasoning, Text
+from phalanx.rank.server.text.output_parser import OutputParser
 from phalanx.rank.server.text_engine import TextEngine
 
 from .conftest import make_model
@@ -22,7 +28,7 @@ pytestmark = pytest.mark.timeout(20)
 
 
 def test_without_http(fresh_server):
-    """What LLM.generate does: requests made of fields, all awaited together."""
+    """The work of LLM.generate: requests made of fields, all awaited together."""
 
     async def generate():
         sessions = fresh_server.sessions
@@ -48,10 +54,52 @@ def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(fresh_server):
         return session, updates
 
     session, (update,) = fresh_server.call(generate())
-    assert update.events == [Text("hello ")] and update.finish == "stop"
+    assert [event.text for event in update.events] == ["hello "] and update.finish == "stop"
     assert len(update.tokens) == len(update.logprobs) == session.completion_tokens
     assert session.completion_tokens < len(fresh_server.scheduler.encode(fresh_server.scheduler.answer))
     assert fresh_server.scheduler.aborted == []  # it had ended by itself
+
+
+def test_deltas_that_come_together_tell_the_prompt_once():
+    scored = [protocol.TokenLogprob(token, -1.0, []) for token in (1, 2, 3)]
+    for length in (1, 3):
+        prompt = Prompt([1, 2, 3][:length], echo="abc"[:length], offsets=[0, 1, 2][:length])
+        detok = SimpleNamespace(feed=lambda token: "d", finish=lambda: "")
+        choice = Choice(0, prompt, OutputParser(), detok, (), lambda token: "")
+        update = Update(choice)
+        choice.apply(protocol.Delta("0", [4], scored[:1], prompt_logprobs=scored[1:length]), update)
+        choice.apply(protocol.Delta("0", [4], scored[:1]), update)
+        assert [offset for _, offset in update.logprobs] == [*range(length + 2)]
+
+
+@pytest.mark.parametrize("per_delta", [1, 100])
+@pytest.mark.parametrize("stop", ["l", "ell", "o w"])
+def test_stop_texts_wait_for_min_tokens(fresh_server, per_delta, stop):
+    """One that begins in the first tokens is text, and those behind them end the answer."""
+    scheduler = fresh_server.scheduler
+    scheduler.per_delta, scheduler.answer = per_delta, "hello world, hello world, hello world"
+    tokens = scheduler.encode(scheduler.answer)
+    decode = fresh_server.sessions.text.tokenizer.decode
+
+    def answer(**fields):
+        found = fresh_server.post("completions", prompt="x", stop=[stop], **fields).body
+        return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
+
+    assert answer() == ("hello world".partition(stop)[0], "stop")
+    for count in (2, 5, len(tokens)):
+        first = decode(tokens[:count])
+        rest, found, _ = scheduler.answer[len(first) :].partition(stop)
+        assert answer(min_tokens=count) == (first + rest, "stop")
+    kept, _ = answer(min_tokens=2, include_stop_str_in_output=True)
+    assert kept.endswith(stop) and len(kept) > len(decode(tokens[:2]))
+
+
+def test_a_stop_text_that_is_a_marker_waits_for_min_tokens():
+    parser = OutputParser(["</think>"], reasoning=reasoning.find("think"), thinking=True)
+    events = []
+    parser.hold_stops(True)
+    parser.feed("hm</think>so", events)
+    assert not parser.stopped and events == [Reasoning("hm"), Text("so")]
 
 
 def test_the_engine_s_error_ends_all_choices(fresh_server):
@@ -69,6 +117,47 @@ def test_the_engine_s_error_ends_all_choices(fresh_server):
     assert fresh_server.link.open_sequences == 0
 
 
+@pytest.mark.parametrize("kind", ["prompts", "large prompts", "grammars", "vectors"])
+def test_a_key_whose_work_takes_long_holds_up_no_other(tmp_path, model_dir, kind):
+    """Not even where its clients leave, which ends no thread."""
+
+    async def main():
+        config = ServerConfig(model_dir=str(model_dir), link=str(tmp_path / "link"), listen_fd=-1, api_keys=["a", "b"])
+        sessions = TextEngine(EngineClient(config.link), config)
+        sessions.link.state, sessions.link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
+        sessions.text = SimpleNamespace(within=lambda size: None, close=lambda: None)
+        large = kind == "large prompts"
+        request = convert({"prompt": "x" * (text_engine.LARGE + 1 if large else 1)}, CompletionRequest)
+        release, begun, owners = threading.Event(), [], set()
+
+        def done(work, owner):
+            if kind == "vectors":
+                return asyncio.ensure_future(sessions.in_pool(owner, work))
+            if kind == "grammars":
+                return asyncio.ensure_future(sessions._checked(work, owner))
+            return asyncio.ensure_future(sessions.prepare(request, lambda model, request: work(), owner))
+
+        def long():
+            begun.append(1)
+            owners.add(blocking.owner.get())
+            release.wait(15)
+
+        for _ in range(3):
+            tasks = [done(long, "slow") for _ in range(10)]
+            await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        last = done(lambda: "made", "slow")
+        assert await done(lambda: "quick", "other") == "quick"
+        assert len(begun) == (text_engine.LARGE_THREADS if large else text_engine.THREADS) // 2 and not last.done()
+        release.set()
+        assert await last == "made" and owners == {"slow"}
+        sessions.close()
+
+    asyncio.run(main())
+
+
 def test_not_ready(tmp_path, model_dir):
     async def main():
         link = EngineClient(str(tmp_path / "link"))
@@ -76,7 +165,7 @@ def test_not_ready(tmp_path, model_dir):
         with pytest.raises(ApiError, match="still loading"):
             await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
         link.state, link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
-        with pytest.raises(ApiError, match="the tokenizer is still loading"):
+        with pytest.raises(ApiError, match="still loading"):
             await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
         sessions.close()
 
@@ -128,7 +217,7 @@ def test_an_error_without_words(fresh_server):
     fresh_server.scheduler.error = (0, "")
     for path, body in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
         answer = fresh_server.post(path, **body)
-        assert (answer.status, answer.body["error"]["message"]) == (500, "the engine failed on this request")
+        assert answer.status == 500 and "engine failed" in answer.body["error"]["message"]
 
 
 def test_order_of_defaults():

@@ -1,9 +1,12 @@
 """Certificates that cannot be used are named, and a client that has one takes no other."""
 
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import trustme
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from phalanx.rank.server import tls
 
@@ -32,8 +35,17 @@ def test_what_cannot_be_used(pairs, tmp_path):
     hidden = tmp_path / "hidden.pem"
     kind, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     hidden.write_bytes(loaded.private_bytes(kind, form, serialization.BestAvailableEncryption(b"word")))
-    with pytest.raises(ValueError, match=f"{hidden}: the private key has a passphrase"):
+    with pytest.raises(ValueError, match=f"{hidden}.*passphrase"):
         tls.server_context(cert, str(hidden))
+
+
+@pytest.mark.parametrize("year", [2024, 2049, 2050, 2101])  # DER has two kinds of times: before 2050, and since
+def test_when_a_certificate_ends(year):
+    end = datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC)
+    leaf = trustme.CA().issue_cert("localhost", not_before=datetime(2023, 1, 1, tzinfo=UTC), not_after=end)
+    pem = leaf.cert_chain_pems[0].bytes().decode()
+    assert x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc == end
+    assert tls.expiry(pem) == end.timestamp()
 
 
 def test_one_file_for_both(pairs, tmp_path):

@@ -1,4 +1,4 @@
-"""What a plan's work becomes: every tensor of the batch, against one token at a time."""
+"""Batches of plans: every tensor, against one token at a time."""
 
 import random
 
@@ -84,7 +84,7 @@ def test_prepare(device):
 
 
 def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
-    """Whatever is cut: each token is in one part, as it was in the whole, and what is sampled keeps its order."""
+    """Each token is in one part of a cut batch, as it was in the whole, and what is sampled keeps its order."""
     monkeypatch.setattr(module, "TILE", 4)
     upload, found = Upload(torch.device("cpu")), 0
     for seed in range(200):
@@ -112,11 +112,11 @@ def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
     assert found > 50
 
 
-def counted(*counts, starts=None, known=0):
+def counted(*counts, starts=None, known=0, query_len=1):
     """A step of so many tokens of each sequence."""
     work = ScheduledBatch(
         np.arange(len(counts)), np.zeros(len(counts), int) if starts is None else np.array(starts), np.array(counts),
-        np.ones(len(counts), bool), np.zeros(len(counts), int),
+        np.ones(len(counts), bool), np.zeros(len(counts), int), query_len,
     )  # fmt: skip
     rows = BatchState(len(counts), 1, 16)
     rows.known[:] = known
@@ -143,6 +143,41 @@ def counted(*counts, starts=None, known=0):
 )
 def test_where_a_step_is_cut(counts, at):
     assert microbatch_split(*counted(*counts), 1023) == at
+
+
+@pytest.mark.parametrize(
+    "counts, at",
+    [
+        ((4, 4, 4000), 2048),
+        ((2044, 2052), 2044),  # else the second sequence's first four tokens would decode
+        ((2052, 2044), 2052),
+        ((2047, 2049), 2048),
+    ],
+)
+def test_where_a_step_of_several_tokens_a_row_is_cut(counts, at):
+    assert microbatch_split(*counted(*counts, query_len=4), 1023) == at
+    assert microbatch_split(*counted(*[3] * 2000, query_len=3), 1023) == 2943  # rows that decode are not divided
+
+
+def test_several_tokens_of_rows_that_decode():
+    """They are sampled all; of a prompt beside them the last token is, or none."""
+    rows, last = BatchState(4, 64, BLOCK), torch.zeros(4, dtype=torch.int64)
+    rows.table[:] = np.arange(rows.table.size).reshape(rows.table.shape)
+    rows.tokens, rows.known[:] = [np.arange(64) + 100 * row for row in range(4)], 64
+    work = ScheduledBatch(
+        np.array([2, 0, 3, 1]), np.array([5, 10, 0, 7]), np.array([3, 3, 4, 2]),
+        np.array([True, True, True, False]), np.array([1, 6, 0, 0]), 3,
+    )  # fmt: skip
+    (batch,), sampled = build_batches(rows, work, last, [], Upload(torch.device("cpu")), last_token_only=True)
+    assert (batch.num_decodes, batch.query_len, batch.query_lens) == (2, 3, [3, 3, 4, 2])
+    assert batch.ids.tolist() == [205, 206, 207, 10, 11, 12, 300, 301, 302, 303, 107, 108]
+    assert batch.sample_at.tolist() == [0, 1, 2, 3, 4, 5, 9] and batch.lengths.tolist() == [8, 13, 4, 9]
+    assert sampled.tolist() == work.sampled_rows.tolist() == [2, 2, 2, 0, 0, 0, 3]
+    assert work.sampled_outputs.tolist() == [1, 2, 3, 6, 7, 8, 0] and work.newest_sampled.tolist() == [2, 5, 6]
+    assert [one.sampled for one in work.spans()] == [2, 5, 6, -1]
+    alone = batch.sampled
+    assert (alone.num_decodes, alone.query_len, alone.lengths.tolist()) == (7, 1, [6, 7, 8, 11, 12, 13, 4])
+    assert alone.rows.tolist() == sampled.tolist()
 
 
 def test_a_prompts_single_token_keeps_a_step_whole():

@@ -25,8 +25,8 @@ MODELS = {
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-# Model types whose decode steps are not recorded: torch computes latent attention on CPUs.
-EAGER = {"deepseek_v2", "deepseek_v3"}
+# Model types whose decode steps are not recorded: torch computes latent attention, and Gemma 4's norm of values.
+EAGER = {"deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "kimi_k25"}
 RECORDED = {name: one for name, one in test_architectures.MODELS.items() if one["model_type"] not in EAGER}
 
 
@@ -95,7 +95,7 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):
         rank = Rank(comm, path)
         rank.rows.known[3], rank.rows.tokens[3] = 64, np.arange(64)  # of this one the host knows the token
         assert max(rank.step(*step) for step in STEPS) < 1e-4
-        assert sorted(rank.graphs._captured) == [1, 2, 3]
+        assert sorted(rank.graphs._captured) == [(1, 1), (2, 1), (3, 1)]
         rank.graphs.close()
 
     threads.run(run, 1)
@@ -109,11 +109,12 @@ def test_a_cache_in_fp8(tmp_path, dtype):
     def run(comm):
         rank = Rank(comm, path, kept="fp8", dtype=dtype)
         assert max(rank.step(*step) for step in STEPS) < 1e-4
-        assert sorted(rank.graphs._captured) == [1, 2, 3]
+        assert sorted(rank.graphs._captured) == [(1, 1), (2, 1), (3, 1)]
 
     threads.run(run, 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", test_architectures.of_short(RECORDED, test_architectures.first_of_each_class(RECORDED))
 )
@@ -124,7 +125,7 @@ def test_every_architecture_is_recorded(tmp_path, name):
     def run(comm):
         rank = Rank(comm, path)
         assert max(rank.step(*step) for step in STEPS) < 1e-4
-        assert sorted(rank.graphs._captured) == [1, 2, 3]
+        assert sorted(rank.graphs._captured) == [(1, 1), (2, 1), (3, 1)]
         assert all(captured.head is not None for captured in rank.graphs._captured.values())
 
     threads.run(run, 1)
@@ -137,7 +138,7 @@ def test_bf16_and_quantised_weights(tmp_path, isq):
     def run(comm):
         rank = Rank(comm, path, dtype="bf16", isq=isq)
         assert max(rank.step(*step) for step in STEPS) < 1e-3, "the same operations"
-        assert sorted(rank.graphs._captured) == [1, 2, 3]
+        assert sorted(rank.graphs._captured) == [(1, 1), (2, 1), (3, 1)]
 
     threads.run(run, 1)
 

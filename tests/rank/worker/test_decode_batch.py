@@ -1,4 +1,4 @@
-"""What captured decode steps are given, against the batches of other steps."""
+"""Inputs of captured decode steps, against the batches of other steps."""
 
 import random
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from phalanx.kernels.sampling import decode_inputs
 from phalanx.rank import protocol
+from phalanx.rank.cache_groups import ONE_GROUP, CacheGroup
 from phalanx.rank.worker import decode_batch as module
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.decode_batch import DeviceDecodeBatch, HostDecodeBatch
@@ -14,6 +15,8 @@ from phalanx.rank.worker.state import BatchState
 from phalanx.rank.worker.upload import Upload
 
 ROWS, LENGTH, BLOCK = 6, 64, 4
+POOL = 900  # blocks
+TWO_GROUPS = CacheGroup(0, 3), CacheGroup(8, 1)
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
@@ -29,47 +32,61 @@ class HostUpload:
 class Life:
     """Sequences that come, grow and go as plans tell it."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, groups=ONE_GROUP):
         self.draw = random.Random(seed)
-        self.state = BatchState(ROWS, LENGTH, BLOCK)
-        self.free = list(range(500))
+        self.groups = groups
+        self.state = BatchState(ROWS, LENGTH, BLOCK, groups, range(len(groups)), POOL)
+        self.free = list(range(POOL))
         self.draw.shuffle(self.free)
+
+    def taken(self, count):
+        return protocol.pack_u32([self.free.pop() for _ in range(count)])
 
     def enter(self, row):
         count = self.draw.randint(1, 40)
-        blocks = [self.free.pop() for _ in range(-(-(count + 1) // BLOCK))]
+        blocks = [self.taken(-(-(count + 1) // (group.entries * BLOCK))) for group in self.groups]
         tokens = protocol.pack_u32([self.draw.randrange(1000) for _ in range(count)])
         sampling = protocol.SamplingParams(max_tokens=1)
         done = count - 1 if self.draw.random() < 0.5 else count  # or its newest token was sampled
-        new = protocol.NewSequence(row, tokens, count, done, protocol.pack_u32(blocks), sampling)
+        new = protocol.NewSequence(row, tokens, count, done, blocks[0], sampling, further_blocks=blocks[1:])
         self.state.apply(protocol.Plan(step=0, new=[new]))
         self.state.length[row] += done == count
 
     def decode(self, rows):
         """A step of these rows, which get the blocks that it needs."""
-        need = [row for row in rows if self.state.computed[row] == self.state.num_blocks[row] * BLOCK]
-        ids = protocol.pack_u32([self.free.pop() for _ in need])
+        need = [
+            g * ROWS + row
+            for g in range(len(self.groups))
+            for row in rows
+            if self.state.computed[row] == self.state.num_blocks[g * ROWS + row] * BLOCK
+        ]
+        ids = self.taken(len(need))
         return self.state.apply(
             protocol.Plan(step=0, rows=protocol.pack_u16(rows), block_rows=protocol.pack_u16(need), block_ids=ids)
         )
 
 
 def check(inputs, want, n, size):
-    for name in ("ids", "positions", "slots", "lengths"):
-        assert getattr(inputs, name)[:n].tolist() == getattr(want, name).tolist(), name
-    for mine, other, length in zip(inputs.tables.tolist(), want.block_tables.tolist(), want.kv_lens, strict=False):
-        assert mine[: -(-length // BLOCK)] == other[: -(-length // BLOCK)]
-    assert all((getattr(inputs, name)[n:size] == -1).all() for name in ("ids", "slots"))
-    assert not inputs.lengths[n:size].any() and not inputs.positions[n:size].any()
+    for of_group, batch in zip(inputs, (want, *want.further), strict=True):
+        assert of_group.slots[:n].tolist() == batch.slots.tolist()
+        for mine, other, length in zip(
+            of_group.tables.tolist(), batch.block_tables.tolist(), want.kv_lens, strict=False
+        ):
+            assert mine[: -(-length // BLOCK)] == other[: -(-length // BLOCK)]
+    for name in ("ids", "positions", "lengths"):
+        assert getattr(inputs[0], name)[:n].tolist() == getattr(want, name).tolist(), name
+    assert all((x[n:size] == -1).all() for x in (inputs[0].ids, *(one.slots for one in inputs)))
+    assert not inputs[0].lengths[n:size].any() and not inputs[0].positions[n:size].any()
 
 
+@pytest.mark.parametrize("groups", [ONE_GROUP, TWO_GROUPS], ids=["one group", "two groups"])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("seed", range(8))
-def test_captured_steps_read_what_other_steps_read(device, seed, monkeypatch):
+def test_captured_steps_read_what_other_steps_read(device, seed, groups, monkeypatch):
     """Rows take part in some steps and miss others, of which some are no captured ones, and change hands."""
     if device == "cpu":
         monkeypatch.setattr(module, "decode_inputs", decode_inputs.decode_inputs_reference)
-    life, last = Life(seed), torch.arange(ROWS, device=device) + 2000
+    life, last = Life(seed, groups), torch.arange(ROWS, device=device) + 2000
     upload = HostUpload() if device == "cpu" else Upload(torch.device(device))
     captured = DeviceDecodeBatch(life.state, last, [], ROWS, upload)
     on_host = HostDecodeBatch(life.state, last.cpu(), [], ROWS)
@@ -92,6 +109,16 @@ def test_captured_steps_read_what_other_steps_read(device, seed, monkeypatch):
                 life.enter(row)
 
 
+def test_entries_of_one_block_lie_a_pool_apart():
+    life = Life(0, TWO_GROUPS)
+    life.enter(2)
+    whole, window = life.state.table[2], life.state.table[ROWS + 2]
+    count = int(life.state.num_blocks[2])
+    assert count % 3 == 0 and count >= life.state.num_blocks[ROWS + 2] > 0
+    assert all((whole[i : i + 3] - whole[i] == [0, POOL, 2 * POOL]).all() for i in range(0, count, 3))
+    assert window.max() < POOL
+
+
 def test_a_block_is_sent_once():
     life, last, upload = Life(0), torch.zeros(ROWS, dtype=torch.int64), HostUpload()
     captured = DeviceDecodeBatch(life.state, last, [], ROWS, upload)
@@ -101,14 +128,17 @@ def test_a_block_is_sent_once():
     sent = []
     for _ in range(2 * BLOCK):
         captured.send(life.decode([0, 1]))
-        sent.append(upload.sent - 1 - 2 * decode_inputs.COLUMNS)
+        sent.append(upload.sent - 1 - 2 * decode_inputs.num_columns(1))
     assert sum(sent) == life.state.num_blocks[:2].sum() and sent[0] >= known and sent.count(0) >= BLOCK
 
 
 def test_the_batch_has_the_captured_tensors():
-    captured = HostDecodeBatch(BatchState(ROWS, LENGTH, BLOCK), torch.zeros(ROWS, dtype=torch.int64), ["caches"], 4)
+    state = BatchState(ROWS, LENGTH, BLOCK, TWO_GROUPS, [1, 0], POOL)
+    captured = HostDecodeBatch(state, torch.zeros(ROWS, dtype=torch.int64), ["caches"], 4)
     batch = captured.batch(3, [64] * 3)
-    assert batch.ids.data_ptr() == captured.inputs.ids.data_ptr() and batch.caches == ["caches"]
+    assert batch.ids.data_ptr() == captured.inputs[0].ids.data_ptr() and batch.caches == ["caches"]
     assert (batch.num_decodes, batch.query_lens, batch.kv_lens) == (3, [1] * 3, [64] * 3)
-    assert batch.query_starts.tolist() == [0, 1, 2, 3] and batch.block_tables.shape == (3, LENGTH // BLOCK)
+    assert batch.query_starts.tolist() == [0, 1, 2, 3] and batch.block_tables.shape == (3, 18)  # of whole blocks
+    assert batch.of_layer(1) is batch and batch.of_layer(0).slots.data_ptr() == captured.inputs[1].slots.data_ptr()
+    assert batch.of_layer(0).block_tables.data_ptr() == captured.inputs[1].tables.data_ptr()
     assert len(batch.sample_at) == 0

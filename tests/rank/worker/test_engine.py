@@ -1,8 +1,9 @@
-"""What a rank says of the sizes that it chooses: sequences at once, and the KV cache."""
+"""Messages of a rank about the sizes that it chooses: sequences at once, and the KV cache."""
 
 import functools
 import json
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.model.load_memory import OthersRefuse
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
-from phalanx.rank.worker import kv_cache
+from phalanx.rank.worker import host_copy, kv_cache
 from phalanx.rank.worker.engine import Engine, LoadRefused, Place
 
 from ...checkpoints import make_config
@@ -24,19 +25,24 @@ CPU = torch.device("cpu")
 
 
 def engine(world, model=None, device=CPU, **options):
-    place = Place(world, ["here"] * world.size, None, device, LocalWatchdog(world.rank))
+    grid = SimpleNamespace(pipe=SimpleNamespace(rank=0))
+    place = Place(world, ["here"] * world.size, grid, device, LocalWatchdog(world.rank))
     made = Engine(Options(**options), place)
     made.model = model
     return made
+
+
+def size_cache(made):
+    """The cache of an engine for 8 sequences, in blocks of 16 tokens, without a peak of steps."""
+    return made._size_cache(made._layout(8, 16), 8, 16, 512, 0)
 
 
 def test_large_weights_on_cpus_run_few_sequences_at_once(caplog):
     model = SimpleNamespace(num_weights=50_000_000_000)
     with caplog.at_level(logging.INFO, "phalanx"):
         assert threads.run(lambda w: engine(w, model, max_num_seqs=32)._token_budget(), 2) == [(10, 10)] * 2
-    assert caplog.messages == [
-        "at most 10 sequences run at once on each copy, so that a step of these weights is short"
-    ]
+    (said,) = caplog.messages
+    assert "10 sequences" in said
 
 
 def test_a_prompt_beside_decoding_sequences_is_one_step_of_copied_experts():
@@ -70,15 +76,13 @@ def test_the_cache_gets_its_part_of_the_free_memory(caplog, monkeypatch):
     specs = [PagedKV(4, 16, 16), PagedKV(2, 40, 24)]  # as many bytes
     model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "phalanx"):  # 4,000,000 bytes for blocks of 16,384
-        assert threads.run(lambda w: engine(w, model)._size_cache(8, 16, 0), 1) == [(244, 3904, 0)]
-    assert caplog.messages == [
-        "KV cache: 3904 tokens in 244 blocks of 16, 4 MiB a rank (0.4 of the free memory, at most what can be used); "
-        "sequences of up to 3904 tokens"
-    ]
+        assert threads.run(lambda w: size_cache(engine(w, model)), 1) == [(244, 3904, 0)]
+    (said,) = caplog.messages
+    assert "244 blocks of 16" in said and "4 MiB" in said and said.count("3904 tokens") == 2
 
 
 def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
-    """Of the first model the rank that cannot says so, which ends the job; of a later one all say so."""
+    """A rank that cannot load the first model ends the job; for a later model all ranks report it."""
     specs = [PagedKV(4, 16, 16)]
     model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=4096, dtype=torch.float32)
 
@@ -88,10 +92,10 @@ def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
     def both(world):
         made = engine(world, model)
         made._served = True
-        with pytest.raises(LoadRefused, match="no room for the states"):
+        with pytest.raises(LoadRefused, match="states"):
             made._together(lambda: less_states(world.rank))
         with pytest.raises(LoadRefused, match="no room"):
-            made._size_cache(8, 16, 0)
+            size_cache(made)
         return made._together(lambda: world.rank)
 
     def less_states(rank):
@@ -102,7 +106,7 @@ def test_no_rank_goes_on_with_a_later_model_that_one_cannot_hold(monkeypatch):
     monkeypatch.setattr(kv_cache, "fit_length", refuse)
     assert threads.run(both, 2) == [0, 1]
     with pytest.raises(errors.FatalError, match="no room") as stopped:
-        threads.run(lambda world: engine(world, model)._size_cache(8, 16, 0), 1)
+        threads.run(lambda world: size_cache(engine(world, model)), 1)
     assert not isinstance(stopped.value, LoadRefused)
 
 
@@ -126,7 +130,7 @@ def test_prompts_begin_with_blocks_where_states_have_snapshots(caplog, monkeypat
 
     def sized(world):
         made = engine(world, model, **options)
-        blocks, _, found = made._size_cache(8, 16, 0)
+        blocks, _, found = size_cache(made)
         caplog.clear()
         return blocks, found, made._may_share(found)
 
@@ -145,7 +149,7 @@ def test_snapshots_have_a_part_where_the_longest_sequence_is_shortened():
 
     def sized(world, length):
         model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=length, dtype=torch.float32)
-        return engine(world, model, mem=1)._size_cache(8, 16, 0)
+        return size_cache(engine(world, model, mem=1))
 
     found = [threads.run(functools.partial(sized, length=length), 1) for length in (1000, 4096)]
     assert found == [[(63, 1000, 0)], [(55, 880, 1)]]
@@ -156,7 +160,7 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(specs, monkeypatch):
     model = SimpleNamespace(cache_specs=lambda: specs, max_model_len=1 << 20, dtype=torch.bfloat16)
 
     def blocks(world, **options):
-        return engine(world, model, mem=64, **options)._size_cache(8, 16, 0)[0]
+        return size_cache(engine(world, model, mem=64, **options))[0]
 
     (plain,), (narrow,) = (threads.run(functools.partial(blocks, **one), 1) for one in ({}, {"kv_cache_dtype": "fp8"}))
     assert 1.98 * plain < narrow <= 2 * plain
@@ -165,10 +169,10 @@ def test_a_cache_in_fp8_holds_twice_the_tokens(specs, monkeypatch):
 def test_host_memory_is_what_weights_and_a_cpus_cache_leave(monkeypatch):
     """Asked when the weights are loaded; the cache's pages are not touched yet, and count as free."""
     monkeypatch.setattr(kv_cache, "free_memory", lambda device, here: 5000)
-    caches = [(torch.zeros(2, 100), torch.zeros(2, 100, dtype=torch.uint8)), (torch.zeros(5),)]
+    pool = [torch.zeros(2, 100), torch.zeros(2, 100, dtype=torch.uint8), torch.zeros(5)]
 
     def left(world, device=CPU):
-        return engine(world, device=device)._free_of_host(caches)
+        return engine(world, device=device)._free_of_host(pool)
 
     assert threads.run(left, 1) == [5000 - 800 - 200 - 20]
     assert threads.run(lambda world: left(world, torch.device("cuda")), 1) == [5000]
@@ -193,7 +197,8 @@ def test_gpus_are_warmed_up_whatever_the_cache_gets(options, monkeypatch, caplog
         assert threads.run(lambda w: engine(w, model, **options)._warm_up(GPU, 8192, 64, 16), 1) == [5 << 20]
     kept = torch.float8_e4m3fn if "kv_cache_dtype" in options else torch.bfloat16
     assert calls == [["programs"], (8192, 64, 16, kept)]
-    assert caplog.messages == ["a step of 8192 tokens takes 5 MiB beside weights and cache"]
+    (said,) = caplog.messages
+    assert "8192 tokens" in said and "5 MiB" in said
 
 
 def test_cpus_compile_while_they_load(monkeypatch):
@@ -206,7 +211,7 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
     monkeypatch.setattr(module, "profile_run", no_memory)
     monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: [])
     monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
-    with pytest.raises(errors.FatalError, match="not enough memory for a step of 99999 tokens") as caught:
+    with pytest.raises(errors.FatalError, match="enough.*99999 tokens") as caught:
         threads.run(lambda w: engine(w, SimpleNamespace(dtype=torch.bfloat16))._warm_up(GPU, 99999, 77, 16), 1)
     assert caught.value.code == errors.MEMORY
     assert "--max-num-batched-tokens (now 99999)" in str(caught.value)
@@ -223,7 +228,7 @@ def test_a_step_of_a_later_model_that_does_not_fit(ranks, refused, monkeypatch):
     def later(world):
         made = engine(world, SimpleNamespace(dtype=torch.bfloat16))
         made._served = True
-        with pytest.raises(errors.FatalError, match="not enough memory for a step of 99999 tokens") as caught:
+        with pytest.raises(errors.FatalError, match="enough.*99999 tokens") as caught:
             made._warm_up(GPU, 99999, 77, 16)
         return isinstance(caught.value, LoadRefused)
 
@@ -233,14 +238,92 @@ def test_a_step_of_a_later_model_that_does_not_fit(ranks, refused, monkeypatch):
 @pytest.mark.parametrize("options, named", [({"mem": 4096}, "--mem (now 4096)"), ({}, "--kv-fraction (now 0.4)")])
 def test_a_cache_that_does_not_fit_names_its_option(options, named, monkeypatch):
     monkeypatch.setattr(kv_cache, "allocate", no_memory)
-    model = SimpleNamespace(cache_specs=lambda: [PagedKV(4, 16, 16)] * 2, dtype=torch.float32)
-    with pytest.raises(errors.FatalError, match="not enough memory for a KV cache of 3200 tokens") as caught:
-        threads.run(lambda w: engine(w, model, **options)._allocate(200, 16), 1)
+    model = SimpleNamespace(cache_specs=lambda: [PagedKV(4, 16, 16)] * 2, max_model_len=4096, dtype=torch.float32)
+    with pytest.raises(errors.FatalError, match="enough.*3200 tokens") as caught:
+        threads.run(lambda w: (made := engine(w, model, **options))._allocate(made._layout(8, 16), 200, 16, 8), 1)
     assert caught.value.code == errors.MEMORY and named in str(caught.value)
 
 
 def test_weights_that_the_host_has_no_memory_for(monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: torch.empty(1 << 50))
-    with pytest.raises(errors.FatalError, match="not enough memory for the weights: .*can't allocate memory") as caught:
-        threads.run(lambda w: engine(w)._load(0, 0), 1)
+    with pytest.raises(errors.FatalError, match="weights.*allocate memory") as caught:
+        threads.run(lambda w: engine(w)._load(engine(w)._directory(), 0, 0), 1)
     assert caught.value.code == errors.MEMORY and "--tp" in str(caught.value)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device of CUDA's kind whose tensors are the CPU's."""
+    monkeypatch.setattr(module, "storages", lambda model, device: host_copy.storages(model, CPU))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    return SimpleNamespace(type="cuda")
+
+
+def sleeps(world, gpu, **model):
+    """An engine whose model has been put to sleep, and the model's weights."""
+    weights = torch.arange(64.0)
+    loaded = SimpleNamespace(weights=weights, offload=None, layer_offload=None)
+    vars(loaded).update(model)
+    made = engine(world, loaded, gpu)
+    made.runner, made.source = object(), SimpleNamespace(head=torch.ones(8))
+    made._served = True
+    made.unload(keep=True)
+    return made, weights
+
+
+def test_weights_are_kept_on_all_ranks_and_come_back(gpu, caplog):
+    caplog.set_level(logging.INFO, "phalanx")
+
+    def one(world):
+        made, weights = sleeps(world, gpu)
+        assert made.kept and weights.untyped_storage().nbytes() == made.source.head.untyped_storage().nbytes() == 0
+        made.unload(keep=True)  # again
+        made.load_weights()
+        assert torch.equal(weights, torch.arange(64.0)) and torch.equal(made.source.head, torch.ones(8))
+        made.unload(keep=True)  # with its weights alone
+        assert weights.untyped_storage().nbytes() == 0
+        made.unload()
+        return made.kept
+
+    assert threads.run(one, 2) == [False, False]
+    assert "copied back" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["room", "refused", "offload"])
+def test_weights_that_cannot_be_kept_are_dropped_on_all_ranks(gpu, monkeypatch, caplog, why):
+    caplog.set_level(logging.INFO, "phalanx")
+    local = threading.local()
+    free = lambda device, ranks: 100 if why == "room" and local.rank else 1 << 30  # noqa: E731
+    monkeypatch.setattr(kv_cache, "free_memory", free)
+    zeros = host_copy.host_memory.zeros
+
+    def refuse(*args, **more):
+        if local.rank and why == "refused":
+            raise errors.HostMemoryError("no")
+        return zeros(*args, pin=False)
+
+    monkeypatch.setattr(host_copy.host_memory, "zeros", refuse)
+
+    def one(world):
+        local.rank = world.rank
+        return sleeps(world, gpu, **({"offload": object()} if why == "offload" else {}))[0].kept
+
+    assert threads.run(one, 2) == [False, False]
+    assert "dropped" in caplog.text
+
+
+def test_weights_whose_memory_is_taken_meanwhile(gpu, monkeypatch):
+    def no_room(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(host_copy.HostCopy, "restore", no_room)
+
+    def one(world):
+        made, _ = sleeps(world, gpu)
+        with pytest.raises(LoadRefused, match="memory"):
+            made.load_weights()
+        made.abandon()
+        return made.kept
+
+    assert threads.run(one, 2) == [False, False]

@@ -8,7 +8,7 @@ import torch
 from phalanx.comm import custom_allreduce, mesh, threads
 from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import e4m3_wgmma
+from phalanx.kernels.quantized import cuda_layouts, e4m3_wgmma
 from phalanx.rank.model.architectures import llama
 from phalanx.rank.worker import graphs, model_runner
 from phalanx.rank.worker.graphs import capture_sizes, gemms
@@ -46,11 +46,6 @@ def test_gemms_of_a_model(max_num_seqs, captured):
     assert found(one, max_num_seqs) == [*layer, *layer, ((VOCABULARY, HIDDEN), captured)]
 
 
-def test_a_lone_rank_may_leave_sums_to_norms():
-    (one,) = model()
-    assert [tuple(gemm.weight.shape) for gemm in gemms(one, 80) if gemm.summed] == [OUT, DOWN] * 2
-
-
 def test_products_of_tied_split_and_biased_models():
     (one,) = model(tie_word_embeddings=True)
     assert [shape for shape, _ in found(one, 80)][-2:] == [DOWN, (VOCABULARY, HIDDEN)]
@@ -69,7 +64,7 @@ def test_what_is_compiled_ahead(monkeypatch):
     """For the captured sizes that are few rows, once for each module."""
     asked = []
     monkeypatch.setattr(graphs, "device_caps", lambda device: "device caps")
-    monkeypatch.setattr(graphs.skinny, "variants", lambda *a: asked.append(a) or ["a program"])
+    monkeypatch.setattr(graphs.linear, "variants", lambda *a: asked.append(a) or ["a program"])
     (one,) = model()
     assert list(graphs.gemm_variants(one, 100, 8192, GPU)) == ["a program"] * 11
     rows = [1, 2, 4, *range(8, 65, 8)]
@@ -83,16 +78,20 @@ def test_what_is_compiled_ahead(monkeypatch):
     asked.clear()
     one, _ = model(tp=2)
     assert len(list(graphs.gemm_variants(one, 100, 8192, GPU))) == 9
-    assert not any(a[4] for a in asked), "sums come before their norms"
+    assert not any(a[4] for a in asked)  # sums come before their norms
 
 
 class QuantizedPart:
-    """Of which e4m3_wgmma.py's config of so many rows is all that is compiled."""
+    """A linear of which e4m3_wgmma.py's config of so many rows is all that is compiled."""
 
     outputs, inputs, alike, added_bias = 28672, 4096, 1, None
 
     def config(self, rows, gate, found):
-        return e4m3_wgmma.choose(rows, self.outputs, self.inputs, self.alike, bool(gate), found)
+        layout = cuda_layouts.wide(128 * self.alike)
+        return e4m3_wgmma.choose(rows, self.outputs, self.inputs, layout, bool(gate), found.num_sms)
+
+    def modules(self):
+        return (self,)
 
     def variants(self, rows, gate, dtype, found):
         return (self.config(n, gate, found) for n in rows)
@@ -102,7 +101,7 @@ class QuantizedPart:
 @pytest.mark.parametrize("alike", [1, 4])
 @pytest.mark.parametrize("outputs, inputs, gate", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])
 def test_prompts_of_any_length_find_their_kernels(outputs, inputs, gate, alike, num_sms, monkeypatch):
-    """Of quantised weights: of an H20, an H100 on PCIe, an H200."""
+    """Caps for quantised weights: of an H20, an H100 on PCIe, an H200."""
     hopper = DeviceCaps(num_sms, "sm_90a", has_pdl=True, has_tma=True, hopper=True)
     part = QuantizedPart()
     part.outputs, part.inputs, part.alike = outputs, inputs, alike
@@ -147,11 +146,11 @@ def test_layers_that_are_alike_are_asked_once(monkeypatch):
     model = SimpleNamespace(tensor=SimpleNamespace(size=1), dtype=torch.bfloat16)
     assert list(graphs.gemm_variants(model, 8, 100, GPU)) == []
     each = [(64, "", False), (128, "", False), (64, "silu", False), (64, "", True)]
-    assert asked == [*each, *each], "for captured sizes, and for prompts"
+    assert asked == [*each, *each]  # for captured sizes, and for prompts
 
 
 class Group(custom_allreduce.CustomAllReduceComm):
-    """Of GPUs that reach each other's memory, without any."""
+    """A group of GPUs that reach each other's memory, without any GPU."""
 
     size = 4
 
@@ -163,13 +162,12 @@ class Group(custom_allreduce.CustomAllReduceComm):
 
 
 def test_products_that_a_group_may_spread():
-    """Those whose sums follow, on all ranks, of which one adds a bias."""
+    """Row-parallel linears on all ranks, of which one adds a bias."""
     peers = object()
     (one,) = model()
     one.tensor = Group(peers)
     wanted = [(tuple(one.weight.shape), one.counts) for one in gemms(one, 100) if one.peers is peers]
     assert wanted == [(OUT, [80, 96, 100]), (DOWN, [80, 96, 100])] * 2
-    assert not any(one.summed for one in gemms(one, 100))
     ranks = model(tp=2, mlp_bias=True)
     out, down, biases = (HIDDEN, HIDDEN // 2), (HIDDEN, INNER // 2), []
     for one in ranks:
@@ -204,7 +202,7 @@ def test_algorithms_are_chosen_before_graphs_are_captured(rank, stages, monkeypa
         one._enter_device()
     assert done[0] == "compiled" and [one.counts for one in done[1:10]] == [[80]] * 9
     assert done[10:] == ["agreed"] + ["captured", "in pieces"] * (stages == 1)
-    assert pieces == [(4095, 1 << 30)] * (stages == 1), "longer ones are cut into microbatches"
+    assert pieces == [(4095, 1 << 30)] * (stages == 1)  # longer ones are cut into microbatches
     said = "captured CUDA graphs of 2 batch sizes and of steps with prompts of up to 1024 tokens in"
     assert any(one.startswith(said) for one in caplog.messages) == (rank == 0 and stages == 1)
     assert ("2 of 16 are others" in caplog.messages) is (rank == 0)

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor group have to know alike, as they choose their collectives by it."""
+"""Facts that the ranks of a tensor group must agree on, as they choose their collectives by them."""
 
 import threading
 from types import SimpleNamespace
@@ -76,7 +76,5 @@ def test_memory_that_runs_out_before_the_first_step(error, monkeypatch):
     assert not runner.ready.is_set()
     (told,) = runner.watch.failed
     assert isinstance(told, errors.FatalError) and told.code == errors.MEMORY
-    assert str(told) == (
-        f"not enough memory for CUDA graphs and the kernels' workspaces: {str(error).rstrip('.')}. "
-        "Lower --max-num-batched-tokens, --max-num-seqs, --kv-fraction or --mem, or use more ranks"
-    )
+    for part in ("workspaces", str(error).rstrip("."), "--max-num-batched-tokens"):
+        assert part in str(told)

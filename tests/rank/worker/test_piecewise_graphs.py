@@ -102,10 +102,10 @@ class Rank:
         self.graphs = module.PiecewiseGraphs(model, self.rows, self.last, self.replayed, upload, tokens, 0)
         self.graphs.capture(self.mesh.tensor, lambda done: None)
 
-    def step(self, rows, starts, counts, samples):
+    def step(self, rows, starts, counts, samples, query_len=1):
         """One step in both ways: how far the sampled rows and the caches differ. NaN where either has one."""
         columns = map(np.array, (rows, starts, counts, samples))
-        work = ScheduledBatch(*columns, np.zeros(len(rows), np.int64))
+        work = ScheduledBatch(*columns, np.zeros(len(rows), np.int64), query_len)
         assert self.graphs.supports(work)
         (batch,), chosen = build_batches(self.rows, work, self.last, self.plain, self.upload)
         want = self.model.forward([batch])[batch.sample_at]
@@ -139,6 +139,8 @@ def test_replayed_steps_are_what_the_others_are(tmp_path, on_cpu, always, name):
         rank = Rank(comm, path)
         assert rank.graphs.most == 128 and not rank.graphs.supports(ScheduledBatch(*[np.array([129])] * 5))
         assert all(rank.step(*one) < 1e-4 for one in STEPS)
+        several = [0, 1, 2], [3, 9, 0], [4, 4, 17], [True, True, True]
+        assert rank.step(*several, query_len=4) < 1e-4  # tokens of the rows that decode, beside a prompt
         rank.graphs.close()
 
     threads.run(run, 1)
@@ -155,10 +157,11 @@ def test_a_cache_in_fp8(tmp_path, on_cpu, always):
 
 
 # Whose reference on a CPU takes no token without a slot.
-LATENT = "deepseek_v2", "deepseek_v3"
+LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25"
 HERE = {name: one for name, one in test_architectures.MODELS.items() if GPU or one["model_type"] not in LATENT}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", test_architectures.of_short(HERE, test_architectures.first_of_each_class(HERE)))
 def test_every_architecture(tmp_path, on_cpu, always, name):
     path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])
@@ -193,7 +196,7 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(tmp_path, on_cpu, 
     with caplog.at_level("WARNING", "phalanx"):
         (graphs,) = threads.run(lambda comm: Rank(comm, path).graphs, 1)
     assert graphs.most == 0 and not graphs.supports(ScheduledBatch(*[np.array([1])] * 5))
-    assert "kernel by kernel" in caplog.text and "128 tokens: operation not permitted" in caplog.text
+    assert "kernel by kernel" in caplog.text and "128 tokens: operation" in caplog.text
 
 
 class Ranks:
@@ -222,7 +225,7 @@ PEAK = 1 << 30  # bytes of the largest step
     ],
 )
 def test_when_graphs_pay(monkeypatch, launched, room, other, pays):
-    """Where launching takes much of a step's time on the slowest rank, and there is room on all."""
+    """Steps are captured where launching takes much of their time on the slowest rank, and all have memory."""
     for name, made in dict(
         reset_peak_memory_stats=None, synchronize=None, empty_cache=None, memory_allocated=0,
         max_memory_allocated=1 << 20, mem_get_info=(room, room), current_device="cpu",

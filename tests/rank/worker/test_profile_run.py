@@ -7,12 +7,12 @@ import pytest
 import torch
 from phalanx.kernels.attention import attention, cudnn, mla
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import CurrentKV
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.gemm import pipelined_gemm, skinny
-from phalanx.kernels.rope.rope import CosSin
-from phalanx.rank.model.cache_spec import PagedKV, PagedLatent
+from phalanx.kernels.gemm import linear, pipelined_gemm
+from phalanx.kernels.rope.rope import CosSin, CurrentKV
+from phalanx.rank.model.cache_spec import E4M3, PagedKV, PagedLatent
 from phalanx.rank.worker import profile_run
+from phalanx.rank.worker.sampler import Sampler
 from phalanx.rank.worker.upload import Upload
 
 BLOCK = 16
@@ -31,7 +31,7 @@ def test_the_largest_step():
     assert batch.positions.tolist() == batch.slots.tolist() == [*range(24), *range(24), *range(16)]
     assert batch.block_tables.tolist() == [[0, 1]] * 3 and not batch.ids.any() and len(batch.ids) == 64
     assert [[x.shape for x in pair] for pair in batch.caches] == [[(2, BLOCK, 2, 8)] * 2] * 3
-    assert batch.sampled is None, "all rows go through all layers"
+    assert batch.sampled is None  # all rows go through all layers
     assert profile_run.prompts(model(100), 50, BLOCK, Upload(CPU)).query_lens == [50]
     rest = profile_run.prompts(model(21), 64, BLOCK, Upload(CPU))
     assert rest.query_lens == [1, 21, 21, 21] and rest.num_decodes == 1, "single tokens come first"
@@ -79,7 +79,7 @@ def test_small_steps_of_latents():
     for count in (17, 33):
         assert ([1] * count, [300] * count, count) in found
         assert ([1] * count + [2], [300] * count + [2], count) in found
-    assert max(len(lens) for lens, _, _ in found) == 34, "no step has more tokens than steps may have"
+    assert max(len(lens) for lens, _, _ in found) == 34  # no step has more tokens than steps may have
 
 
 class Launches:
@@ -141,7 +141,8 @@ class Attention(torch.nn.Module):
             monkeypatch.setattr(paged, name, Launches(getattr(paged, name), self.asked))
         monkeypatch.setattr(paged, "device_caps", lambda _: DeviceCaps(108, "sm_80", False, False, False))
         monkeypatch.setattr(cudnn, "_whole_prompt", lambda *_: None)  # which compiles nothing
-        monkeypatch.setattr(attention, "backends", lambda _: (cudnn, paged))
+        chosen = [one for one in attention.CANDIDATES["cuda"] if one.name in ("cudnn.py", "attention_triton.py")]
+        monkeypatch.setitem(attention.CANDIDATES, "cuda", chosen)
 
     def cache_specs(self):
         return [PagedKV(2, self.dim, self.dim)]
@@ -156,8 +157,9 @@ class Attention(torch.nn.Module):
             q, k, v = merged.split([4, 2, 2], 1)
             cache = torch.empty(2, 9, BLOCK, 2, dim, dtype=self.dtype, device="meta").unbind()
             turn = CosSin(*torch.empty(2, count, 1, dim, device="meta"))
-            if attention.supports_one_kernel(q, k, v, turn, cache, one):
-                attention.decode_current(q, CurrentKV(k, v, turn, None, one.slots), cache, one, self.scores)
+            new = CurrentKV(k, v, turn, None, one.slots)
+            if attention.supports_one_kernel(q, new, cache, one):
+                attention.decode_current(q, new, cache, one, self.scores)
             else:
                 attention.paged_attention(q, *cache, one, self.scores)
         return hidden
@@ -180,12 +182,12 @@ def served(longest, budget):
 
 
 def light(counts, lengths):
-    """As much of a batch as attention looks at before it launches."""
+    """The part of a batch that attention looks at before it launches."""
     meta = torch.empty(sum(counts), dtype=torch.int32, device="meta")
     num_decodes = next((i for i, count in enumerate(counts) if count > 1), len(counts))
     return SimpleNamespace(
         positions=meta, slots=meta.long(), block_tables=meta[:, None].expand(-1, 9), lengths=meta, query_starts=meta,
-        num_decodes=num_decodes, query_lens=counts, kv_lens=lengths, sampled=None, scratch={},
+        num_decodes=num_decodes, query_len=1, query_lens=counts, kv_lens=lengths, sampled=None, scratch={},
     )  # fmt: skip
 
 
@@ -210,8 +212,8 @@ def test_gemms_of_few_rows_are_compiled_at_the_start(caps, outputs, inputs):
     """However few sequences may run: graphs of more do not compile them then."""
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     for gate in ("", "silu"):
-        compiled = set(skinny.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, True, caps))
-        assert set(skinny.variants(range(1, pipelined_gemm.MOST_ROWS + 1), weight, gate, False, True, caps)) == compiled
+        compiled = set(linear.variants((1, *profile_run.PROMPTS[:-1]), weight, gate, False, True, caps))
+        assert set(linear.variants(range(1, pipelined_gemm.MOST_ROWS + 1), weight, gate, False, True, caps)) == compiled
 
 
 @pytest.mark.parametrize("first, last", [(True, True), (True, False), (False, True)])
@@ -234,8 +236,31 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     one.forward = forward
     monkeypatch.setattr(profile_run, "tp_argmax", lambda *_: ran.append("argmax"))
     mesh = SimpleNamespace(first=first, last=last, tensor=SimpleNamespace(rank=0, all_gather=lambda x: x[None]))
-    sampler = SimpleNamespace(device=CPU, enter=lambda _: None, sample=lambda *_: ran.append("sample"))
+    sampler = SimpleNamespace(
+        device=CPU, enter=lambda _: None, leave=lambda _: None, sample=lambda *_: ran.append("sample")
+    )
     profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK)
     small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, Upload(CPU))]
     assert len(small) > 6 and all(step in ran for step in small)
-    assert ("argmax" in ran) == ("sample" in ran) == last
+    assert ran.count("argmax") == last and ran.count("sample") == last * len(profile_run.SAMPLED)
+
+
+def test_the_profile_samples_with_all_that_a_request_may_ask_for():
+    sampler, x = Sampler(4, 40, CPU), torch.randn(4, 40)
+    seen = []
+    sampled = sampler.sample
+    sampler.sample = lambda *arguments: seen.append(sampled(*arguments)) or seen[-1]
+    for sampling in profile_run.SAMPLED:
+        profile_run.sample(sampler, x.clone(), sampling)
+    assert [one.logprobs is not None for one in seen] == [True, False]
+    every = profile_run.SAMPLED[0]
+    assert every.top_p < 1 and every.repetition_penalty != 1 and every.presence_penalty and every.logprobs == 20
+
+
+def test_memory_for_contexts_longer_than_the_largest_step():
+    latent = SimpleNamespace(max_model_len=1000, cache_specs=lambda: [PagedLatent(576)] * 2, dtype=torch.bfloat16)
+    assert profile_run.context_bytes(latent, 200, torch.bfloat16) == 800 * 576 * 4
+    assert profile_run.context_bytes(latent, 1000, torch.bfloat16) == 0
+    paged = model(1000)
+    assert profile_run.context_bytes(paged, 200, torch.bfloat16) == 0, "read where they are"
+    assert profile_run.context_bytes(paged, 200, E4M3) == 800 * 2 * 16 * 2

@@ -6,6 +6,7 @@ import torch
 from phalanx.comm import threads
 from phalanx.rank import protocol
 from phalanx.rank.worker.sampler import Sampler, gumbel, is_plain_greedy, tp_argmax
+from phalanx.rank.worker.token_masks import RowMasks
 
 VOCAB = 40
 
@@ -35,7 +36,7 @@ def logits(rows, seed=0):
 def draw(s, x, rows, outputs=None):
     rows = np.asarray(rows)
     outputs = np.zeros(len(rows), np.int64) if outputs is None else np.asarray(outputs)
-    ids, explained = s.sample(x, rows, outputs)
+    ids, explained, _ = s.sample(x, rows, outputs)
     return ids.tolist(), explained
 
 
@@ -256,3 +257,154 @@ def test_what_the_largest_logit_decides_alone():
         {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
     ):  # fmt: skip
         assert not is_plain_greedy(protocol.SamplingParams(**greedy | more)), more
+
+
+def test_rows_are_sampled_in_groups_where_memory_runs_out(monkeypatch):
+    """Rows alone get the ids and log-probabilities of all together; a row that cannot be sampled alone is reported."""
+    count, rng = 11, np.random.default_rng(5)
+    bits = torch.from_numpy(rng.integers(1, 1 << 31, (3, 2), dtype=np.int64).astype(np.int32))
+    masks = RowMasks(torch.tensor([1, 6, 7], dtype=torch.int32), bits)
+
+    def filled():
+        s = sampler()
+        for row in range(count):
+            enter(s, row, seed=row, temperature=row % 3 / 2, top_p=1 - row % 2 / 10, logprobs=row % 4 - 1,
+                  frequency_penalty=row % 5 / 4, repeat_last_n=row % 3)  # fmt: skip
+        return s
+
+    rows, outputs = np.arange(count), np.zeros(count, np.int64)
+    x = logits(count)
+    whole, split = filled(), filled()
+    want = [whole.sample(x.clone(), rows, outputs + i, masks) for i in range(3)]
+    together = Sampler._sample_together
+    groups = []
+
+    def short_of_memory(self, logits, rows, *more):
+        if len(rows) > 2 or 9 in rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        groups.append(rows.tolist())
+        return together(self, logits, rows, *more)
+
+    monkeypatch.setattr(Sampler, "_sample_together", short_of_memory)
+    got = [split.sample(x.clone(), rows, outputs + i, masks) for i in range(3)]
+    assert max(map(len, groups)) == 2
+    for one, other in zip(want, got, strict=True):
+        assert other.failed == [9] and one.failed == []
+        kept = [i for i in range(count) if i != 9]
+        assert one.ids[kept].tolist() == other.ids[kept].tolist()
+        shown = [i for i, row in enumerate(one.logprobs.rows) if row != 9]
+        assert other.logprobs.rows == [one.logprobs.rows[i] for i in shown]
+        assert other.logprobs.counts == [one.logprobs.counts[i] for i in shown]
+        torch.testing.assert_close(other.logprobs.chosen, one.logprobs.chosen[shown])
+        for i, (at, most) in enumerate(zip(shown, other.logprobs.counts, strict=True)):
+            torch.testing.assert_close(other.logprobs.values[i, :most], one.logprobs.values[at, :most])
+            assert other.logprobs.ids[i, :most].tolist() == one.logprobs.ids[at, :most].tolist()
+
+
+def test_a_sequence_that_cannot_be_counted_fails_alone(monkeypatch):
+    s = sampler()
+    count = s._count
+
+    def fail(row, new):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(s, "_count", fail)
+    enter(s, 0, frequency_penalty=1.0)
+    monkeypatch.setattr(s, "_count", count)
+    enter(s, 1, frequency_penalty=1.0)
+    assert s.sample(logits(2), np.array([0, 1]), np.zeros(2, np.int64)).failed == [0]
+    enter(s, 0, frequency_penalty=1.0)
+    assert s.sample(logits(2), np.array([0, 1]), np.zeros(2, np.int64)).failed == []
+
+
+def test_counts_stop_at_what_their_type_holds():
+    s = sampler()
+    enter(s, 0, [1] + [5] * 40_000, prompt_len=1, temperature=0.0, frequency_penalty=-2.0)
+    for _ in range(2):
+        assert draw(s, logits(1), [0])[0] == [5]
+    assert s._counts[0, 5] == 32_767
+
+
+SEVERAL = {
+    "greedy": dict(temperature=0.0),
+    "drawn": dict(temperature=1.0, top_p=0.9, seed=5),
+    "penalised": dict(temperature=1.0, seed=5, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.9),
+    "of the newest tokens": dict(temperature=1.0, seed=6, repetition_penalty=3.0, repeat_last_n=3),
+    "words": dict(temperature=0.7, seed=7, bad_words=[[4, 5], [3], [8, 9, 1]]),
+    "thoughts": dict(temperature=1.0, seed=8, thinking_budget=3, thinking_tokens=(6, 7), thinking=True),
+    "not yet": dict(temperature=1.0, seed=9, min_tokens=5, stop_token_ids=[2, 3, 4, 5, 6, 7, 8]),
+}
+
+
+def of_model(position, token):
+    """A model's logits, of few tokens, which come again and again."""
+    x = torch.randn(VOCAB, generator=torch.Generator().manual_seed(100 * position + token)) * 2
+    return x.index_fill(0, torch.arange(12, VOCAB), -20.0)
+
+
+def one_at_a_time(parameters, count):
+    """Tokens of rows that have these parameters each."""
+    s, found = sampler(), [[3] for _ in parameters]
+    for row, one in enumerate(parameters):
+        enter(s, row, tokens=(1, 2, 3), **one)
+    for position in range(count):
+        x = torch.stack([of_model(position, tokens[-1]) for tokens in found])
+        ids, _ = draw(s, x, range(len(found)), [position] * len(found))
+        for tokens, token in zip(found, ids, strict=True):
+            tokens.append(token)
+    return [tokens[1:] for tokens in found]
+
+
+@pytest.mark.parametrize("query_len", [2, 4])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_several_tokens_of_a_row(query_len, right):
+    """Drafts that are verified in one step give the tokens that one step each gives, however many are rejected."""
+    rows, draws, count = len(SEVERAL), np.random.default_rng(3), 40
+    want = one_at_a_time(SEVERAL.values(), count + query_len)
+    s, found, rejected = sampler(), [[3] for _ in range(rows)], 0
+    for row, one in enumerate(SEVERAL.values()):
+        enter(s, row, tokens=(1, 2, 3), **one)
+    while min(map(len, found)) <= count:
+        x, at, outputs, drafts = [], [], [], []
+        for row, tokens in enumerate(found):
+            if len(tokens) > count:
+                continue
+            position = len(tokens) - 1
+            length = 1 if draws.random() < 0.2 else query_len  # steps of one token come between
+            true = want[row][position : position + length - 1]
+            drafts.append([t if draws.random() < right else (t + 1) % VOCAB for t in true])
+            fed = [tokens[-1], *drafts[-1]]
+            x += [of_model(position + j, token) for j, token in enumerate(fed)]
+            at += [row] * length
+            outputs += range(position, position + length)
+        ids, _ = draw(s, torch.stack(x), at, outputs)
+        for row, drafted in zip(dict.fromkeys(at), drafts, strict=True):
+            mine, ids = ids[: len(drafted) + 1], ids[len(drafted) + 1 :]
+            kept = next((i for i, (a, b) in enumerate(zip(mine, drafted, strict=False)) if a != b), len(drafted))
+            rejected += len(drafted) - kept
+            found[row] += mine[: kept + 1]
+    assert (rejected > 0) is (right < 1)
+    for name, tokens, wanted in zip(SEVERAL, found, want, strict=True):
+        assert tokens[1 : count + 1] == wanted[:count], name
+
+
+def test_log_probabilities_and_masks_of_several_tokens_of_a_row():
+    """Whether a row remembers tokens or not; what each has follows the order of the step."""
+    s = sampler()
+    for row, penalty in enumerate((0.0, 0.5, 0.0)):
+        enter(s, row, temperature=0.0, logprobs=row, presence_penalty=penalty)
+    rows, x = np.array([1, 1, 1, 0, 2, 2]), logits(6, seed=4)
+    bits = torch.full((2, 2), -1, dtype=torch.int32)
+    best = x.argmax(-1)
+    bits[0, best[1] // 32] = ~(1 << int(best[1] % 32)) if best[1] % 32 < 31 else 0x7FFFFFFF
+    bits[1, best[5] // 32] = ~(1 << int(best[5] % 32)) if best[5] % 32 < 31 else 0x7FFFFFFF
+    sampled = s.sample(x.clone(), rows, np.array([0, 1, 2, 0, 0, 1]), RowMasks(torch.tensor([1, 5]).int(), bits))
+    second = x.topk(2).indices[:, 1]
+    assert sampled.ids[[0, 3, 4]].tolist() == best[[0, 3, 4]].tolist()
+    assert sampled.ids[1] != best[1] and sampled.ids[5] == second[5]
+    wanted = dict(enumerate(x.log_softmax(-1).gather(1, sampled.ids[:, None])[:, 0].tolist()))
+    got = dict(zip(sampled.logprobs.rows, sampled.logprobs.chosen.tolist(), strict=True))
+    assert got == pytest.approx(wanted)
+    assert dict(zip(sampled.logprobs.rows, sampled.logprobs.counts, strict=True)) == {
+        i: int(r) for i, r in enumerate(rows)
+    }

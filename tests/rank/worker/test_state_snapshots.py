@@ -34,4 +34,4 @@ def test_the_first_copy_is_made_before_all_steps(monkeypatch):
         copies = StateSnapshots(SPECS, kv_cache.allocate(SPECS, 4, 16, torch.float32, CPU, entries), 3, Upload(CPU))
         monkeypatch.setattr(copies._copies, "copy", lambda *pair: copied.append([x.tolist() for x in pair]))
         copies.compile()
-    assert copied == [[[0], [0]]], "none where there are no snapshots"
+    assert copied == [[[0], [0]]]  # none where there are no snapshots

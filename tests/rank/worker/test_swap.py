@@ -18,7 +18,7 @@ def test_blocks_go_to_host_memory_and_come_back_elsewhere(dtype, device):
         x.copy_(torch.randn(x.shape))
     tensors = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in tensors]  # codes: equal bit by bit
     before = [x.clone() for x in tensors]
-    swap = Swap(SPECS, caches, 4, dtype, 3)
+    swap = Swap([x for layer in caches for x in layer], 3)
     swap.apply(protocol.Plan(0, swap_out=protocol.pack_u32([4, 0, 1, 2])))
     for x in tensors:
         x[[1, 4]] = 9
@@ -38,7 +38,7 @@ def test_more_blocks_than_buffers_hold_back_and_forth_on_a_gpu(monkeypatch):
     specs = [PagedKV(4, 64, 64)] * 3
     caches = kv_cache.allocate(specs, 64, 16, torch.bfloat16, torch.device("cuda"))
     tensors = [x for layer in caches for x in layer]
-    swap = Swap(specs, caches, 16, torch.bfloat16, 32)
+    swap = Swap(tensors, 32)
     for x in tensors:
         x.copy_(torch.randn(x.shape, device="cuda"))
     before = [x.clone() for x in tensors]

@@ -20,12 +20,12 @@ def enter(sampler, row, output=(), **limits):
 
 
 def run(sampler, wanted, rows=(0,)):
-    """What rows sample whose likeliest tokens are these, step by step; the next likeliest is one more."""
+    """Tokens of rows whose likeliest tokens are these, step by step; the next likeliest is one more."""
     found = []
     for step, token in enumerate(wanted):
         logits = torch.zeros(len(rows), VOCAB)
         logits[:, token], logits[:, (token + 1) % VOCAB] = 9.0, 5.0
-        ids, _ = sampler.sample(logits, np.asarray(rows), np.full(len(rows), step))
+        ids, *_ = sampler.sample(logits, np.asarray(rows), np.full(len(rows), step))
         found.append(ids.tolist() if len(rows) > 1 else ids.item())
     return found
 
@@ -105,7 +105,7 @@ def test_log_probabilities_of_named_tokens():
     enter(s, 1, logprobs=1)
     x = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = x.log_softmax(-1)
-    _, found = s.sample(x.clone(), np.array([0, 1]), np.zeros(2))
+    _, found, _ = s.sample(x.clone(), np.array([0, 1]), np.zeros(2))
     assert found.counts == [2, 1] and found.ids[0].tolist() == [4, 2]
     assert found.values[0].tolist() == pytest.approx(expected[0, [4, 2]].tolist())
     assert found.ids[1, 0] == x[1].argmax() and math.isfinite(found.chosen[0])

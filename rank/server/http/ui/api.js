@@ -37,7 +37,7 @@ async function send(path, body, signal) {
 
 export const models = async () => (await (await send("v1/models")).json()).data;
 
-// {status, progress, running, waiting}; "unreachable" where nobody answers.
+// {status, progress, running, waiting}; "unreachable" where no server answers.
 export async function health() {
   try {
     return await (await fetch("health", { cache: "no-store" })).json();

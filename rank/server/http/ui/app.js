@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import * as chats from "./chats.js";
-import { copyText, el } from "./markdown.js";
+import { copyText, el } from "./dom.js";
 import { defaults, showSettings } from "./settings.js";
 import { edit, fileChip, messageView, updateAnswer, welcome } from "./view.js";
 
@@ -18,7 +18,7 @@ let servers = {}; // tool servers
 let files = []; // attached to the message that is written
 let running = null; // {chat, node, control}
 
-// What is shown.
+// The state that is shown.
 
 function showChats() {
   const words = $("search").value.trim();
@@ -146,12 +146,16 @@ async function answer(node, goOn = false) {
   const shown = chats.path(from);
   const before = shown.slice(0, shown.indexOf(node) + (goOn ? 1 : 0));
   const began = performance.now();
-  let first = 0, drawn = false, had = 0;
+  let first = 0, drawn = false, had = 0, pause = 0;
+  // Drawing a block that grows costs more with each delta: it gets at most a third of the tab's time.
+  const drawSoon = () => (pause > 16 ? setTimeout(draw, pause) : requestAnimationFrame(draw));
   const draw = () => {
     drawn = false;
+    const start = performance.now();
     const made = from === chat && document.querySelector(`[data-id="${node.id}"]`);
     if (made) updateAnswer(made, from, node, actions, running?.node === node);
     if (from === chat) { showGauge(); toEnd(); }
+    pause = 2 * (performance.now() - start);
   };
   try {
     const on = Object.keys(servers).filter((name) => servers[name].status === "ready" && !(from.settings.servers_off ?? []).includes(name));
@@ -169,7 +173,7 @@ async function answer(node, goOn = false) {
       }
       if (!drawn) {
         drawn = true;
-        requestAnimationFrame(draw);
+        drawSoon();
       }
     }
   } catch (error) {

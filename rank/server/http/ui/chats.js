@@ -134,7 +134,7 @@ export const forget = (chat) => run("readwrite", (store) => store.delete(chat.id
 
 export const asFile = (chats) => JSON.stringify({ format: "phalanx-chats", version: 1, chats }, null, 1);
 
-// The conversations of a file that was exported. Throws an Error in words.
+// The conversations of a file that was exported. Throws an Error with a message for users.
 export function fromFile(text) {
   let read;
   try {

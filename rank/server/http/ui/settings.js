@@ -1,6 +1,6 @@
 // The drawer with the system prompt and sampling settings. Empty fields leave the choice to the server.
 
-import { el } from "./markdown.js";
+import { el } from "./dom.js";
 
 const STORED = "phalanx.settings";
 const FIELDS = [
@@ -15,7 +15,7 @@ const FIELDS = [
   ["repetition_penalty", "Repetition penalty", "1 is none", { min: 0.01, step: 0.05 }],
 ];
 
-// What a new conversation begins with: the last settings that were chosen.
+// Settings of a new conversation: those that were chosen last.
 export function defaults() {
   try {
     return JSON.parse(localStorage.getItem(STORED)) ?? {};

@@ -1,7 +1,8 @@
 // How messages look: made once, and updated while an answer comes.
 
-import { codeBlock, el, update } from "./markdown.js";
 import { choose, plainText, siblings } from "./chats.js";
+import { el } from "./dom.js";
+import { codeBlock, update } from "./render.js";
 
 const ICONS = {
   copy: "M9 9h10v10H9zM5 15V5h10",
@@ -24,7 +25,7 @@ function icon(name) {
 
 const IDEAS = ["Explain MPI in three sentences", "Write a Python function that merges sorted lists", "Compare TCP and UDP in a table"];
 
-// What an empty conversation shows; `suggest` gets the idea that is chosen.
+// The view of an empty conversation; `suggest` gets the idea that is chosen.
 export const welcome = (suggest) => el("div", { class: "welcome" },
   el("img", { src: "ui/icon.svg", alt: "", width: 56, height: 56 }), el("h1", {}, "How can I help?"),
   el("div", { class: "ideas" }, IDEAS.map((text) => el("button", { type: "button", onclick: () => suggest(text) }, text))));
@@ -114,11 +115,11 @@ const makers = {
 };
 
 const updaters = {
-  text: (part, item) => update(part, item.text.replace(/^\n+/, "")),
+  text: (part, item, running) => update(part, item.text.replace(/^\n+/, ""), running),
   reasoning(part, item, running) {
     part.querySelector(".title").textContent = running ? "Thinking …" : "Thoughts";
     part.classList.toggle("live", running);
-    update(part.lastChild, item.text.trim());
+    update(part.lastChild, item.text.trimStart(), running);
   },
   call(part, item, running, actions, node) {
     const state = JSON.stringify([item, running]);

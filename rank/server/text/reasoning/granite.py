@@ -1,4 +1,4 @@
-"""Here is my thought process: … Here is my response: …: Granite 3.2, in words instead of tokens."""
+"""Here is my thought process: … Here is my response: …: Granite 3.2, text instead of tokens."""
 
 from . import ReasoningFormat
 

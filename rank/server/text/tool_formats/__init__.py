@@ -54,7 +54,7 @@ class CallableTool:
         return self._lark.part({"json_schema": part})
 
     def properties(self, shape: Schema) -> tuple[dict[str, Any], Collection[str]]:
-        """Of one of its objects: the schemas of what is in it, and the names of what must be."""
+        """The schemas of an object's properties, and the names of those that are required."""
         known, required = shape.get("properties") or {}, shape.get("required") or ()
         rest = shape.get("additionalProperties", {})
         self.check(shape, ("type", "properties", "required", "additionalProperties"))
@@ -79,6 +79,7 @@ class ToolCallFormat(NamedTuple):
     markers: tuple[str, ...] = ()  # what else the parser looks for: it is shown to it even as a special token
     bare: str = ""  # a call may also be the answer's first text, beginning with one of these: its marker is ""
     models: tuple[str, ...] = ()  # model types that write so, whatever their template says
+    unmarked: bool = False  # models also write one call in JSON as the whole answer, without the markers around it
     raw: bool = False  # texts are written as they are, so that a grammar of their own can hold them
 
 

@@ -49,7 +49,7 @@ def calls(lark: Lark, tools: Sequence[CallableTool], several: bool, kind: str, b
         for tool in tools
     )
     one = lark.rule(f"{lark.marker(CALL)} ({' | '.join(heads)}) {lark.marker(CALL_END)}")
-    return f"{one}{f' ({literal(chr(10))}? {one})*' if several else ''} {lark.marker(CLOSE)}"
+    return f"{lark.repeated(one) if several else one} {lark.marker(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(

@@ -26,7 +26,7 @@ FORMS = {
 }
 HEAD = Head(rf"\s{{0,8}}call:\s{{0,8}}{NAME}\s{{0,8}}(?=\{{)", "call:f{")
 STRUCTURE = re.compile(r"[{}\[\],:]")
-OPEN, CLOSE = "{[", "}]"
+PAIRS, CLOSE = {"{": "}", "[": "]"}, "}]"
 ALL = frozenset(TYPES)
 
 
@@ -38,27 +38,28 @@ class GemmaArguments:
         self._mark = mark  # around texts
         self._held = ""
         self._within = False  # a text
-        self._depth = 0
+        self._open = ""  # brackets that close those that are open, the innermost first
 
     def feed(self, text: str) -> tuple[str, str | None]:
         text, self._held = self._held + text, ""
         written, at = "", 0
         while at < len(text):
             mark = text.find(self._mark, at)
+            end = text.find(self._end, at)
             if self._within:
-                end = mark if mark >= 0 else len(text) - partial_suffix(text[at:], (self._mark,))
-                written += quote(text[at:end])[1:-1]
-                if mark < 0:
-                    self._held = text[end:]
+                stop = min((one for one in (mark, end) if one >= 0), default=-1)
+                sure = stop if stop >= 0 else len(text) - partial_suffix(text[at:], (self._mark, self._end))
+                written += quote(text[at:sure])[1:-1]
+                if stop < 0:
+                    self._held = text[sure:]
                     return written, None
-                at, self._within = mark + len(self._mark), False
+                at, self._within = stop if stop == end else stop + len(self._mark), False
                 written += '"'
                 continue
             found = STRUCTURE.search(text, at)
-            end = text.find(self._end, at)
             at_end = found.start() if found else len(text)
             if 0 <= end < at_end and not 0 <= mark < end:  # brackets are missing
-                return written + self._word(text[at:end]), text[end:]
+                return written + self._word(text[at:end]) + self._open, text[end:]
             if 0 <= mark < at_end:
                 at, self._within = mark + len(self._mark), True
                 written += '"'
@@ -68,8 +69,11 @@ class GemmaArguments:
                 return written, None
             written += self._word(text[at:at_end], key=found[0] == ":") + self._space(found[0])
             at = at_end + 1
-            self._depth += (found[0] in OPEN) - (found[0] in CLOSE)
-            if self._depth == 0:
+            if found[0] in PAIRS:
+                self._open = PAIRS[found[0]] + self._open
+            elif found[0] in CLOSE:
+                self._open = self._open[1:]
+            if not self._open:
                 return written, text[at:]
         return written, None
 
@@ -119,7 +123,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: st
         shapes = [values.object(shape, 0) for shape in alternatives(tool.schema, tool.schema)]
         calls.append(f"{lark.literal(f'call:{tool.name}')} ({' | '.join(shapes)})")
     one = lark.rule(f"({' | '.join(calls)}) {lark.marker(end)}")
-    return f"{one} ({lark.marker(marker)} {one})*" if several else one
+    return lark.repeated(one, lark.marker(marker)) if several else one
 
 
 FORMAT = ToolCallFormat(

@@ -1,4 +1,4 @@
-"""GLM 4.5 and later: a pair of tags for each argument.
+"""GLM 4.5 and later: tags around each argument.
 
 <tool_call>NAME
 <arg_key>KEY</arg_key>
@@ -19,7 +19,7 @@ OPEN, CLOSE, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
 HEAD = Head(rf"\s{{0,8}}{NAME}\s{{0,8}}(?={KEY}|{CLOSE})", f"f{KEY}", f"f{CLOSE}")
 ARGUMENT = Head(rf"{KEY}([^<]{{1,128}})</arg_key>\s{{0,8}}<arg_value>", f"{KEY}k</arg_key><arg_value>")
 VALUE_END = "</arg_value>"
-TAGS = Tags(ARGUMENT, VALUE_END, (CLOSE,), (OPEN,), before=KEY, behind="</arg_key>\n<arg_value>")
+TAGS = Tags(ARGUMENT, VALUE_END, (CLOSE,), again=OPEN, before=KEY, behind="</arg_key>\n<arg_value>")
 
 
 def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
@@ -28,7 +28,7 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
 
 def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     one = tagged_calls(lark, tools, TAGS, "", "\n", CLOSE)
-    return f'{one} ("\\n"? {lark.marker(OPEN)} {one})*' if several else one
+    return lark.repeated(one, lark.marker(OPEN)) if several else one
 
 
 FORMAT = ToolCallFormat(

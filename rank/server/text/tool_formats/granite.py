@@ -20,4 +20,5 @@ FORMAT = ToolCallFormat(
     parser=lambda marker, index, tools: JsonCalls(marker, index),
     models=("granite",),
     grammar=grammar,
+    unmarked=True,
 )

@@ -1,4 +1,4 @@
-"""<tool_call>{"name": …, "arguments": {…}}</tool_call>, one pair of markers per call: Hermes, Qwen and many others."""
+"""<tool_call>{"name": …, "arguments": {…}}</tool_call>, markers around each call: Hermes, Qwen and many others."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     calls = " | ".join(lark.call(tool.name, tool.arguments) for tool in tools)
     one = lark.rule(f'"\\n" ({calls}) "\\n" {lark.marker(CLOSE)}')
-    return f'{one} ("\\n" {lark.marker(OPEN)} {one})*' if several else one
+    return lark.repeated(one, lark.marker(OPEN)) if several else one
 
 
 FORMAT = ToolCallFormat(
@@ -22,4 +22,5 @@ FORMAT = ToolCallFormat(
     parser=lambda marker, index, tools: JsonCalls(marker, index, CLOSE, (OPEN,)),
     markers=(CLOSE,),
     grammar=grammar,
+    unmarked=True,
 )

@@ -19,4 +19,5 @@ FORMAT = ToolCallFormat(
     parser=lambda marker, index, tools: JsonCalls(marker, index, CLOSE, (OPEN,)),
     markers=(CLOSE,),
     grammar=grammar,
+    unmarked=True,
 )

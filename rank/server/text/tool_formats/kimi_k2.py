@@ -40,7 +40,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: st
         for tool in tools
     )
     one = lark.rule(f"{lark.marker(CALL)} ({' | '.join(heads)}) {lark.marker(CALL_END)}")
-    return f"{one}{f' {one}*' if several else ''} {lark.marker(CLOSE)}"
+    return f"{lark.repeated(one) if several else one} {lark.marker(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(

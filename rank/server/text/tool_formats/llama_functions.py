@@ -21,7 +21,7 @@ def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
 def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
     calls = " | ".join(f"{lark.literal(tool.name + '>')} {tool.arguments}" for tool in tools)
     one = lark.rule(f"({calls}) {lark.marker(CLOSE)}")
-    return f"{one} ({lark.marker(OPEN)} {one})*" if several else one
+    return lark.repeated(one, lark.marker(OPEN)) if several else one
 
 
 FORMAT = ToolCallFormat(

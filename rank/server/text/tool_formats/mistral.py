@@ -67,7 +67,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: st
     if "[ARGS]" in lark.added:
         calls = " | ".join(f"{lark.literal(tool.name)} {lark.marker('[ARGS]')} {tool.arguments}" for tool in tools)
         one = lark.rule(calls)
-        return f"{one} ({lark.marker(OPEN)} {one})*" if several else one
+        return lark.repeated(one, lark.marker(OPEN)) if several else one
     return lark.calls(tools, several)
 
 

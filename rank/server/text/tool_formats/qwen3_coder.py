@@ -22,8 +22,16 @@ OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
 HEAD = Head(rf"\s{{0,8}}{FUNCTION}{NAME}>", FUNCTION + "f>")
 PARAMETER = Head(r"<parameter=([^<>\n]{1,128})>", "<parameter=k>")
 TAGS = Tags(
-    PARAMETER, "</parameter>", ("</function>",), (CLOSE, OPEN), lines=True, before="<parameter=", behind=">"
-)  # fmt: skip
+    PARAMETER,
+    "</parameter>",
+    ("</function>",),
+    (CLOSE,),
+    OPEN,
+    lines=True,
+    before="<parameter=",
+    behind=">",
+    after_end=(CLOSE, OPEN, FUNCTION),
+)
 
 
 def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
@@ -42,8 +50,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: st
     if marker == FUNCTION:
         begin = ""
     one = tagged_calls(lark, tools, TAGS, begin, ">\n", f"</function>\n{CLOSE}")
-    again = f'"\\n"? {lark.marker(OPEN)} {one}' if marker == OPEN else ""
-    return f"{one} ({again})*" if several and again else one
+    return lark.repeated(one, lark.marker(OPEN)) if several and marker == OPEN else one
 
 
 FORMAT = ToolCallFormat(

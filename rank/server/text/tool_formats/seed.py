@@ -3,10 +3,9 @@
 <seed:tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></seed:tool_call>
 """
 
-from ..tagged_arguments import Tags
 from ..tagged_format import Around, tagged_format
-from .qwen3_coder import HEAD, PARAMETER
+from . import qwen3_coder
 
 OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
-TAGS = Tags(PARAMETER, "</parameter>", ("</function>",), (CLOSE, OPEN), before="<parameter=", behind=">")
-FORMAT = tagged_format(OPEN, CLOSE, HEAD, TAGS, Around("\n<function=", ">\n", "</function>\n"), "seed_oss")
+TAGS = qwen3_coder.TAGS._replace(kept=(CLOSE,), again=OPEN, after_end=(CLOSE, OPEN, qwen3_coder.FUNCTION), lines=False)
+FORMAT = tagged_format(OPEN, CLOSE, qwen3_coder.HEAD, TAGS, Around("\n<function=", ">\n", "</function>\n"), "seed_oss")

@@ -61,6 +61,44 @@ CONFIGS = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     },
 }  # fmt: skip
+WITH_WINDOWS = {
+    "gemma-3-27b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "torch_dtype": "bfloat16",
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
 CONFIGS["Qwen3-235B-A22B"] = CONFIGS["Qwen3-30B-A3B"] | {
     "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
     "num_attention_heads": 64,
@@ -79,7 +117,7 @@ def write(directory, config):
 
 
 def ask(question):
-    """As measured.ask, without the seconds that a process takes to import torch.
+    """Asks like measured.ask, without the seconds that a process takes to import torch.
 
     Of a directory that holds config.json alone what was answered before in this run of the tests, to whichever of its
     workers, is answered again, wherever the directory lies.

@@ -50,13 +50,13 @@ DEEPSEEK = {
 HYBRID = {
     "linear_num_key_heads": 6, "linear_num_value_heads": 12, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
-# What some model types need besides, or have in other places.
+# Keys that some model types need besides, or have in other places.
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
-    "kimi_k2": DEEPSEEK,
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     "ministral3": {
         "rope_parameters": {
@@ -79,8 +79,8 @@ def few_numbers(monkeypatch):
 
 
 def live(path, tp, pp, dtype, isq, ep=1):
-    """What each rank of a job reports and allocates: weights, rope table, KV cache for TOKENS of ROWS sequences; by
-    rank."""
+    """The report and the allocations of each rank of a job: weights, rope table, KV cache for TOKENS of ROWS sequences,
+    by rank."""
 
     def rank(world):
         grid = mesh.build(world, tp, pp, ep=ep)
@@ -103,6 +103,7 @@ def compare(path, dtype, isq="none", exact=True, layouts=FEW):
             assert stage.loaded == (found[0] if exact else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "dtype, variants, layouts",
     [
@@ -131,7 +132,7 @@ def test_bytes_of_weights_that_stay_in_16_bits(tmp_path, model_type, variant):
 
 @pytest.mark.parametrize("tp, ep", [(2, 2), (6, 3), (6, 2)])
 def test_bytes_where_experts_are_shared_out(tmp_path, tp, ep):
-    """Of 7 experts, so that the first ranks have most."""
+    """Seven experts, so that the first ranks have most."""
     path = write(tmp_path, config_of("qwen2_moe"))
     (stage,) = memory.stages(read(path, "f32", "cpu", most=tp), Layout(tp, ep=ep), CONTEXT)
     assert stage.loaded == max(weights for weights, *_ in live(path, tp, 1, "f32", "none", ep))
@@ -149,7 +150,7 @@ OTHER_TYPES = [one for one in IN_SITU if one not in ("q8_0", "q4k")]
     ],
 )
 def test_bytes_of_weights_that_are_quantised_while_loading(tmp_path, isq, variant):
-    """Of types with super-blocks some linears have whole ones, and not in all layouts."""
+    """Some linears have whole super-blocks, and not in all layouts."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536} if "k" in isq else {"intermediate_size": 640}
     config = {"model_type": "llama", **COMMON, **VARIANTS[variant], **sizes}
     compare(write(tmp_path, config), "bf16", isq, exact=False)
@@ -197,7 +198,7 @@ def test_bytes_of_gguf_files(tmp_path, kind):
     shape = read(file)
     assert shape.degrees == (1, 2, 3, 6, 12)
     assert shape.active == read(path).active  # weights, however many bytes hold them
-    assert re.fullmatch(r"the GGUF file holds 0.0[01] GB of weights", headers.compare(shape, headers.by_class(file)))
+    assert re.search("GGUF.* 0.0[01] GB", headers.compare(shape, headers.by_class(file)))
 
 
 EXPERTS = {
@@ -215,7 +216,7 @@ def test_bytes_of_quantised_experts(tmp_path, isq, settings):
     path = write(tmp_path, EXPERTS | ({"quantization_config": settings} if settings else {}))
     compare(path, "bf16", isq, exact=False, layouts=[(1, 1), (3, 1), (1, 2)])
     (whole,) = memory.stages(read(path, isq=isq), Layout(1), CONTEXT)
-    assert whole.weights["experts"] < 0.6 * 7 * 3 * 512 * 768 * 2, "of 16 bits, in the layer that has some"
+    assert whole.weights["experts"] < 0.6 * 7 * 3 * 512 * 768 * 2  # of 16 bits, in the layer that has some
 
 
 def test_tensor_groups_that_would_cut_groups_of_weights_are_no_layouts(tmp_path):
@@ -244,6 +245,7 @@ def test_a_tied_head_is_counted_once_where_it_is_the_embedding(tmp_path):
     assert (last.weights["embedding"], last.weights["head"]) == (0, table)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", architectures.supported())
 def test_the_rest_is_the_ranks(tmp_path, model_type):
     path = write(tmp_path, config_of(model_type))
@@ -258,7 +260,7 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     gated = any(name.endswith("gate_up_proj") for name, _ in modules)
     # Gate and up, and what they make of each other, of one layer or of two experts; or, without a gate, attention's
     # queries, keys, values and outputs. A delta net of 3 heads of keys, 6 of values has what its chunks take, in f32.
-    times = 2 if model_type in ("gpt_oss", "minimax_m2", "mixtral") else 1
+    times = 2 if model_type in ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe") else 1
     widest = 3 * 250 * times if gated else 192 + 2 * 96 + 192
     if hybrid:
         keys, values = 3 * 16, 6 * 24
@@ -290,20 +292,18 @@ def test_another_process_refuses(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON})
     with pytest.raises(FatalError) as stop:
         measured.ask(Question(str(path), "cpu", "auto", tp=5))
-    assert (stop.value.code, str(stop.value)) == (
-        USAGE, "--tp 5 does not fit a model of 12 attention heads and 6 key heads; degrees that fit: 1, 2, 3, 6, 12"
-    )  # fmt: skip
+    assert stop.value.code == USAGE and re.search("--tp 5.*12 attention.*degrees", str(stop.value))  # fmt: skip
 
 
 def test_an_architecture_that_is_not_there_is_refused(tmp_path):
     path = write(tmp_path, {"model_type": "mamba", **COMMON})
-    with pytest.raises(FatalError, match="model type 'mamba' is not supported") as stop:
+    with pytest.raises(FatalError, match="'mamba'") as stop:
         ask(Question(str(path), "cpu", "auto"))
     assert stop.value.code == MODEL
 
 
 def test_another_process_fails(monkeypatch):
     monkeypatch.setattr(measured, "MEASURE", ("-c", "raise SystemExit(9)"))
-    with pytest.raises(FatalError, match="building the model without memory failed") as stop:
+    with pytest.raises(FatalError, match="without memory") as stop:
         measured.ask(Question("/m", "cpu", "auto"))
     assert stop.value.code == 9

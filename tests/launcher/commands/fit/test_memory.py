@@ -1,5 +1,7 @@
 """Bytes and tokens of well-known models, against arithmetic done by hand; GB are 10^9 bytes."""
 
+import re
+
 import pytest
 from phalanx.errors import MODEL, FatalError
 from phalanx.launcher.commands.fit import headers, memory
@@ -7,14 +9,14 @@ from phalanx.launcher.commands.fit.devices import DEVICES
 from phalanx.launcher.commands.fit.memory import Layout, Workload
 from phalanx.rank.safetensors_header import INDEX
 
-from .configs import ASKED, CONFIGS, GPU80, GPU141, read, write
+from .configs import ASKED, CONFIGS, GPU80, GPU141, WITH_WINDOWS, read, write
 
 
 @pytest.fixture
 def shape(tmp_path):
     def shape(name, **changes):
-        """Of a well-known model; changes to None leave keys out."""
-        config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not None}
+        """The config of a well-known model; changes to None leave keys out."""
+        config = {key: value for key, value in ((CONFIGS | WITH_WINDOWS)[name] | changes).items() if value is not None}
         return read(write(tmp_path / name, config))
 
     return shape
@@ -124,7 +126,7 @@ def test_llama_405b(shape):
     # on eight GPUs of 85 GB: 101,470,601,216 + 1.0 GB of libraries + 4,194,304 of rope
     # + a step of 8192 x 2 x (4 x 16384 + 3 x 53248 / 8) = 1,400,897,536
     held = memory.memory_fit(model, Layout(8), ASKED, GPU80, 8192)
-    assert held.problem == "the weights do not fit"
+    assert "weights do not fit" in held.problem
     assert held.short == 101_470_601_216 + 1_000_000_000 + 4_194_304 + 1_400_897_536 - 85_000_000_000
 
 
@@ -199,10 +201,11 @@ def test_deepseek_v3(shape):
     # a rank of tp 8 holds 87.9 GB: eight GPUs of 150 GB hold it, eight of 85 GB lack 2.9 + libraries and a step
     assert memory.memory_fit(model, Layout(8), ASKED, GPU141, 8192).problem == ""
     lacks = memory.memory_fit(model, Layout(8), ASKED, GPU80, 8192)
-    assert lacks.problem == "the weights do not fit"
+    assert "weights do not fit" in lacks.problem
     assert lacks.heaviest.loaded == pytest.approx(87.88e9, rel=1e-3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nothing_is_lost_in_the_cutting(shape, name):
     """The ranks of a layout hold the model once, but for what is replicated and padded: at most 2 % more."""
@@ -254,13 +257,13 @@ def test_configs_that_serving_refuses(shape, changes, message):
 
 
 def test_files_that_are_no_config(tmp_path):
-    with pytest.raises(FatalError, match="has no config.json: not a model directory"):
+    with pytest.raises(FatalError, match="no config.json"):
         read(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(FatalError, match="config.json holds a JSON list, not an object"):
+    with pytest.raises(FatalError, match="config.json.*object"):
         read(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FatalError, match="config.json is not valid JSON: Expecting property name"):
+    with pytest.raises(FatalError, match="config.json.*Expecting"):
         read(tmp_path)
 
 
@@ -272,29 +275,54 @@ def test_headers_are_compared(tmp_path):
     model = read(path)
     assert sum(found.values()) == 4 * model.parameters
     assert found["embedding"] == found["head"] == 512 * 48 * 4
-    assert headers.compare(model, found) == "the weight files hold 0.00 GB, as the model needs"
+    assert re.search("weight.*hold 0.00", headers.compare(model, found))
     found["MLP"] *= 2
-    assert headers.compare(model, found).endswith("tensors that are not read, or a config.json that is not theirs")
+    assert "read, or a config.json" in headers.compare(model, found)
     first = next(path.glob("model-00001*"))
     data = first.read_bytes()
     first.write_bytes(data[:-100])
-    with pytest.raises(
-        FatalError, match=f"{first.name} is damaged or truncated: its header tells of {len(data)} bytes"
-    ):
+    with pytest.raises(FatalError, match=f"{first.name}.*truncated.*{len(data)} bytes"):
         headers.by_class(path)
     first.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(FatalError, match="it is a Git LFS pointer"):
+    with pytest.raises(FatalError, match="LFS pointer"):
         headers.by_class(path)
     first.unlink()
-    with pytest.raises(FatalError, match=f"{INDEX} names {first.name}, which is missing"):
+    with pytest.raises(FatalError, match=f"{INDEX}.*{first.name}.*missing"):
         headers.by_class(path)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    assert not headers.by_class(path), "config.json often comes with the index"
+    assert not headers.by_class(path)  # config.json often comes with the index
     (path / INDEX).write_text("{}")
-    with pytest.raises(FatalError, match="is garbled: KeyError"):
+    with pytest.raises(FatalError, match="garbled.*weight_map"):
         headers.by_class(path)
     single = make_checkpoint(tmp_path / "two", "qwen3", tokenizer=False)
     assert sum(headers.by_class(single).values()) == 4 * read(single).parameters
     (single / "model.safetensors").unlink()
-    assert headers.compare(model, headers.by_class(single)) == "from config.json alone: there are no weight files"
+    assert re.search("config.json alone", headers.compare(model, headers.by_class(single)))
+
+
+@pytest.mark.parametrize("name, at_least", [("gpt-oss-20b", (1.92, 1.99)), ("gemma-3-27b", (3.3, 5.7))])
+def test_windows_make_room(shape, monkeypatch, name, at_least):
+    """Layers with a window keep its tokens and few more: of 8192, and of 131072, beside all that they would keep."""
+    model, found = shape(name), []
+    for context in (8192, 131072):
+        asked = Workload(context=context, concurrency=64, length=context // 2)
+        with monkeypatch.context() as without:
+            without.setattr(memory.cache_groups, "effective_window", lambda window, longest: 0)
+            before = memory.memory_fit(model, Layout(1), asked, GPU141, 8192)
+        after = memory.memory_fit(model, Layout(1), asked, GPU141, 8192)
+        assert before.groups == memory.cache_groups.ONE_GROUP and len(after.groups) == 2
+        assert after.free == before.free and not after.problem
+        found.append(after.kv_room / before.kv_room)
+        assert after.tokens(context) == after.kv_room >= after.kv_tokens
+    assert all(ratio >= least for ratio, least in zip(found, at_least, strict=True)), found
+
+
+def test_stages_with_windows_agree(shape):
+    """Five full layers of ten on each of two stages; a rank's blocks take the lanes of its own layers."""
+    parts = memory.stages(shape("gemma-3-27b"), Layout(1, pp=2), 131072)
+    groups = memory.groups_of(parts)
+    assert [stage.windows for stage in parts] == [{1024: 26, 0: 5}] * 2 and [g.window for g in groups] == [0, 1024]
+    layer = 2 * 16 * 128 * 2  # keys and values of 16 heads of 128, two bytes each
+    assert [stage.kv_layer for stage in parts] == [layer] * 2
+    assert parts[0].block(groups) == memory.cache_groups.lanes(groups, parts[0].windows) * layer * 16

@@ -3,12 +3,11 @@
 Phalanx: benchmarks/offline.py, 2026-11-22 (benchmarks/results/h200-2026-11-22.jsonl). vLLM: 0.25.1, 2026-11-20.
 """
 
-import functools
-
 import msgspec
 import pytest
-from phalanx.kernels.moe import dequantized, e4m3_experts
-from phalanx.kernels.quantized import e4m3_wgmma, q6_k, super_blocks
+from phalanx.kernels.moe import moe
+from phalanx.kernels.quantized import e4m3_wgmma
+from phalanx.kernels.quantized.super_blocks import SuperBlocks, q6_k
 from phalanx.launcher.commands.fit import devices, memory, offload, plan, speed
 from phalanx.launcher.commands.fit.devices import DEVICES, CpuSpeed
 from phalanx.launcher.commands.fit.memory import Layout, Workload
@@ -30,7 +29,7 @@ DECODE = {
     ("Qwen3-30B-A3B", 1): {1: 4.10, 64: 17.95, 256: 21.78},
 }
 PREFILL = {("Llama-3.1-8B", 1): {8191: 38.6e3, 1024: 43.5e3}, ("Llama-3.1-70B", 4): {8191: 14.4e3, 1024: 15.0e3}}
-# Quantised (docs/performance.md, 2026-11-25 and 26): ms per step by batch, and prompts by (sequences, tokens).
+# Quantised (docs/measurements, 2026-11-25 and 26): ms per step by batch, and prompts by (sequences, tokens).
 QUANTISED = {
     ("Llama-3.1-8B", "q4km", "H200"): {1: 1.99, 16: 2.93, 64: 4.15, 256: 9.61},
     ("Llama-3.1-8B", "q8_0", "H200"): {1: 2.71, 16: 2.72, 64: 4.04, 256: 9.55},
@@ -61,8 +60,8 @@ OFFLOADED = {
     ("Qwen3-235B-A22B", "H200", 2, 1): 10.24,
     ("Qwen3-235B-A22B", "H200", 9, 16): 92.23,
 }
-# Of a host whose CPU read 92 to 117 GB/s at the start, where it read 76 to 89 of the others (AZ). What the CPU serves
-# alone since is not here.
+# Speeds of a host whose CPU read 92 to 117 GB/s at the start, where it read 76 to 89 of the others (AZ). What the CPU
+# serves alone since is not here.
 FASTER_HOST, OFFLOADED_THERE = 105, {(128, 1): 12.38, (42, 16): 39.34, (128, 16): 109.1}
 # Half of 128 experts in host memory, drawn by Zipf's law with an exponent of 0.8, as fit takes routing to be unless it
 # is told: by batch, ms per step, and experts of a layer that are visited, and resident of them, as on BD. One sequence
@@ -75,9 +74,9 @@ PROMPTS = {("H100", 0): 32186, ("H200", 0): 45251, ("H200", 64): 22607, ("H200",
 
 @pytest.fixture
 def predict(tmp_path, monkeypatch):
-    """Of Q6_K with codes in 8 bits, as all of these steps were measured: they have 6 since."""
-    in_8_bits = functools.partial(super_blocks.kept_bits, q6_k.FORM._replace(bits=8))
-    monkeypatch.setattr(q6_k, "kept_bits", in_8_bits)
+    """Bytes of Q6_K with codes in 8 bits, as all of these steps were measured: they have 6 since."""
+    wide = SuperBlocks(q6_k.type._replace(form=q6_k.type.form._replace(bits=8)))
+    monkeypatch.setattr(q6_k, "kept_bits", wide.kept_bits)
 
     def one(name, layout, batch, length, device=H200, per_node=8, dtype="bf16", budget=8192, isq="none", zipf=0.0):
         shape = read(write(tmp_path / name, CONFIGS[name]), dtype, isq=isq)
@@ -113,6 +112,7 @@ def test_prefill(predict, name, gpus):
         assert predict(name, Layout(gpus), 16, prompt).prefill_per_s == pytest.approx(measured, rel=0.25)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "isq", "device"), QUANTISED, ids=str)
 def test_quantised(predict, name, isq, device):
     for batch, measured in QUANTISED[name, isq, device].items():
@@ -230,7 +230,8 @@ def test_sizes_are_those_of_serving():
     found = offload.FEW, offload.CPU_PAIRS, offload.DEARER, offload.LOOKED, offload.ALL
     assert found == (few_tokens.FEW, few_tokens.CPU_PAIRS, few_tokens.DEARER, host.LOOKED, host.ALL)
     found = speed.PAIRS, speed.FP8_PAIRS, speed.FP8_ROWS
-    assert found == (dequantized.LEAST_PAIRS, e4m3_experts.MOST_OF_16_BITS, e4m3_wgmma.LEAST_ROWS)
+    fp8 = next(one for one in moe.CANDIDATES if one.borders == (24, 64, 256))
+    assert found == (moe.PLAIN_PAIRS, fp8.above, e4m3_wgmma.LEAST_ROWS)
     assert memory.BUFFERS == streamer.BUFFERS * streamer.BUFFER and plan.SPARED == serving.SPARED
     assert plan.HOST_SPARED == serving.HOST_SPARED
 

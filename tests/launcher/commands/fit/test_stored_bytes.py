@@ -116,7 +116,7 @@ def test_bytes_of_shared_out_weights(tmp_path, name):
 
 @pytest.mark.parametrize("name", [*DENSE, *WHILE_LOADING])
 def test_bytes_on_gpus(tmp_path, monkeypatch, name):
-    """Of what is packed for one."""
+    """The bytes of what is packed for one."""
     path, isq = path_of(tmp_path, name)
     monkeypatch.setattr(target, "of", lambda x: "cuda")
     (model,) = loaded(path, 1, 1, isq)

@@ -1,21 +1,19 @@
 """Steps of few tokens beside a GPU, whose kernels are played on the CPU: what they and the host tell each other."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels import host_memory, jit
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.moe import host_exchange, host_service, split_experts
+from phalanx.kernels.moe import host_exchange, host_service
 from phalanx.kernels.moe.host_exchange import Fetched
 from phalanx.rank.model.experts import few_tokens
 from phalanx.rank.model.experts.few_tokens import FewTokens
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host_buffers import SharedBuffers
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
-from phalanx.rank.model.experts.split import GpuShare
 from phalanx.rank.model.load import load
 
 from ..test_architectures import MODELS, write
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 
 
 class Played:
-    """What host_exchange.cu does. `collect` has nothing to add up before the CPU's part is there: it is done then."""
+    """Plays host_exchange.cu. `collect` has nothing to add up before the CPU's part is there: it is done then."""
 
     def __init__(self, patch):
         self.waiting, self.fetched, self.adopted, self.only = [], 0, 0, 0
@@ -42,12 +40,8 @@ class Played:
         patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
         self.sent = 0
 
-    def send(self, x, ids, weights, slots, host, exchange, missing=None):
+    def send(self, x, ids, weights, slots, host, exchange):
         self.sent += 1
-        if missing is not None:
-            local = ids - missing.first
-            lacks = (slots[ids.long()] == missing.none) & (local >= 0) & (local < missing.experts)
-            missing.numbers.copy_(torch.where(lacks, local, missing.experts))
         for there, given in zip(host, (x, ids, weights), strict=True):
             there.copy_(given)
         exchange.sent[0] = self.sent
@@ -68,9 +62,9 @@ class Played:
         more = [0] * (most - count)
         return Fetched(numbers, torch.tensor([count]), torch.tensor(experts + more), torch.tensor(slots + more))
 
-    def collect(self, resident, copied, made, like, exchange, fetched=None, slots=None, first=0, gpu=()):
+    def collect(self, resident, copied, made, like, exchange, fetched=None, slots=None, first=0):
         y = torch.empty_like(like)
-        self.waiting.append((y, resident, copied, *made, *gpu))
+        self.waiting.append((y, resident, copied, *made))
         if fetched is None or slots is None:
             return y
         for i in range(int(fetched.found)):
@@ -82,10 +76,10 @@ class Played:
             self.enter(slots, expert, slot, first)
         return y
 
-    def collect_only(self, resident, made, like, exchange, slots, first, gpu):
+    def collect_only(self, resident, made, like, exchange, slots, first):
         count, entry = int(exchange.list[0]) & 511, int(exchange.list[1])
         assert int(exchange.list[0]) >> 9 == self.sent and count < 2
-        y = self.collect(resident, None, made, like, exchange, gpu=gpu)
+        y = self.collect(resident, None, made, like, exchange)
         self.only += 1
         if count:
             expert, slot = entry & 0xFFFF, (entry >> 16) - 1
@@ -118,7 +112,7 @@ def experts(path, room, **options):
 
 
 def all_experts(path, room, **options):
-    """Of all layers that have any."""
+    """The experts of all layers that have any."""
 
     def rank(world):
         model = load(path, mesh.build(world, 1, 1), "cpu", "f32", experts=room, **options)
@@ -139,20 +133,6 @@ def layers_beside_gpu(patch, layers, made, way):
         layer.host.on_gpu = True
         layer.host.shared = dataclasses.replace(layer.host.shared, way=way, buffers=buffers)
     return played
-
-
-class Here:
-    """A stream beside the step's that is none."""
-
-    def run(self, work, *read):
-        y = work(*read)
-        return SimpleNamespace(joined=lambda: y)
-
-
-def split_up(layer, units):
-    """Have the layer's experts split between what plays the CPU and the GPU."""
-    stack = split_experts.last_units(layer.host.layer.stack, units)
-    layer.host.few.share = GpuShare(layer.host, units, stack, Here())
 
 
 @pytest.fixture(scope="module")
@@ -220,28 +200,8 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
         monkeypatch.setattr(host.shared.streamer, other, lambda layer: [])
     if other == "computes":
         monkeypatch.setattr(host.layer, other, lambda dtype: False)
-    assert host.few.serves_alone(torch.float32) == (not other)
+    assert (host.few._arrivals(1) is not None) == (other in ("", "computes"))
     assert host.few.supports(torch.float32) == (other != "computes")
-
-
-@torch.no_grad()
-def test_experts_that_both_compute(path, monkeypatch):
-    """While some become resident, and others have left. Steps of more pairs have whole experts."""
-    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(3, way="auto"))
-    host, played = layer.host, beside_gpu(monkeypatch, layer, made, "auto")
-    host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=0.7)
-    split_up(layer, 16)
-    total, draw = layer.down_proj.experts.size, torch.Generator().manual_seed(0)
-    for turn in range(40):
-        count = (1, 2, 16)[turn % 3]
-        x = torch.randn(count, layer.down_proj.outputs[0].size, generator=draw)
-        ids = torch.stack([torch.randperm(total, generator=draw)[: layer.top_k] for _ in range(count)]).int()
-        ids[0] = torch.arange(layer.top_k) + (total - layer.top_k if turn < 30 else 0)
-        weights = torch.rand(count, layer.top_k, generator=draw)
-        torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
-    assert played.only == 27 and made.counters.loaded > 0 and made.counters.cpu > 0
-    share = host.few.share
-    assert [host.few._share_of(count * layer.top_k) for count in (1, 2, 16)] == [share, share, None]
 
 
 @torch.no_grad()

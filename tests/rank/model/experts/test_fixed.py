@@ -16,10 +16,10 @@ from phalanx.rank.model.weights.dummy import Dummy
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_few_tokens import beside_gpu, experts, split_up
+from .test_few_tokens import beside_gpu, experts
 
 STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
-WAYS = "auto", "cpu", "stream", "resident"
+WAYS = "auto", "cpu", "stream"
 MEBI = 1 << 20
 
 
@@ -120,11 +120,11 @@ def test_the_host_never_has_more_than_was_checked(made, fix, monkeypatch, isq):
 
     (offload,) = threads.run(rank, 1)
     assert 0 < max(took) <= offload.host_bytes + offload.parting_bytes and took[-1] == offload.host_bytes
-    assert (max(took) == took[-1]) == (isq != "none"), "what is packed is never there as a whole"
+    assert (max(took) == took[-1]) == (isq != "none")  # what is packed is never there as a whole
 
 
 def test_counters(made, fix):
-    """What is fixed counts as resident, and never leaves: chosen experts take other slots."""
+    """Fixed experts count as resident, and never leave: chosen experts take other slots."""
     fix(4)
 
     def rank(world):
@@ -155,7 +155,7 @@ def beside(made, fix, monkeypatch, way, fixed, out=3):
 
 
 @pytest.mark.parametrize("copy", [0.4, 0.7])
-@pytest.mark.parametrize("way, fixed", [("auto", 2), ("auto", 7), ("stream", 3), ("cpu", 3), ("resident", 3)])
+@pytest.mark.parametrize("way, fixed", [("auto", 2), ("auto", 7), ("stream", 3), ("cpu", 3)])
 @torch.no_grad()
 def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
     """Its kernels being the CPU's: steps of few tokens by the exchange, others by copies; with 7 nothing else is
@@ -164,7 +164,6 @@ def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
     host = layer.host
     if way == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
-        split_up(layer, host.layer.stack.w2.shape[2] // 2)  # of what is served so
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     draw, chosen = torch.Generator().manual_seed(0), 0
     for count in (1, 3, 16, 1, 2, 5, 40, 600, *(7,) * 12, 1, 3, 16, 1, 2, 5, 40, 600):
@@ -177,13 +176,13 @@ def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
         chosen += 10 if count == 600 and way != "cpu" else len(ids.unique())
     host._drain()
     assert counters.resident + counters.cpu + counters.streamed == chosen
-    assert (counters.loaded > 0) == (way in ("auto", "resident") and fixed < 7)
+    assert (counters.loaded > 0) == (way == "auto" and fixed < 7)
     assert host._slot[:fixed].tolist() == [7 - fixed + one for one in range(fixed)]
-    assert played.sent == (0 if way == "resident" else 24)
+    assert played.sent == 24
 
 
 def placed(path, room, host_room, ranks=1, pp=1, layers=0):
-    """What ranks with a GPU would do. layers: bytes of these that may be in host memory."""
+    """The placement that ranks with a GPU would choose. layers: bytes of these that may be in host memory."""
 
     def rank(world):
         grid = mesh.build(world, 1, pp)
@@ -202,7 +201,7 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
     (plain_need, whole), *_ = placed(path, room, None, ranks)
     everything = whole.all_bytes
     assert (whole.fixed, whole.host_bytes) == (0, everything)
-    assert all(one.fixed == 0 for _, one in placed(path, room, everything // ranks, ranks)), "no margin where all fit"
+    assert all(one.fixed == 0 for _, one in placed(path, room, everything // ranks, ranks))  # no margin where all fit
     seen = set()
     for fixed in range(1, 7):
         hosted = everything * (10 - fixed) // 10
@@ -213,37 +212,6 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
             assert one.fixed == 0 or one.host_bytes // ranks + one.parting_bytes <= (1 - HOST_SPARED) * host_room
             seen.add(one.fixed)
     assert {0, 4, 5, 6} <= seen
-
-
-def test_what_the_host_has_left(tmp_path):
-    """For what nobody has asked for: layers and the cache come first, as the cache does that is made later."""
-    path, later = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), 5000
-    room = ExpertRoom(offload=4, later=later)
-    ((_, whole),) = placed(path, room, None)
-    assert whole.host_left is None
-    ((_, one),) = placed(path, room, 10 * whole.all_bytes)
-    read = 10 * whole.all_bytes - one.host_bytes - later - one.host_left
-    assert 0 <= read < one.host_bytes
-    ((_, beside),) = placed(path, room, 10 * whole.all_bytes, layers=1 << 30)
-    assert beside.host_left < one.host_left
-    taken = one.host_bytes + read
-    assert [placed(path, room, taken + more)[0][1].host_left for more in (later + 1, later, 0)] == [1, 0, 0]
-
-
-def test_a_stage_of_few_experts_leaves_what_another_lacks(tmp_path):
-    """The cache finds an equal part of what all ranks of a node leave: so much is kept for it there, if there is so
-    much, though the stage of more experts leaves less than that by itself."""
-    sizes = {"num_hidden_layers": 24, "mlp_only_layers": [*range(8)]}
-    path, far = write(tmp_path, **MODELS["qwen3_moe"] | sizes), 1 << 40
-
-    def left(later, room):
-        return [one.host_left for _, one in placed(path, ExpertRoom(offload=4, later=later), room, 2, pp=2)]
-
-    taken = sum(far - one for one in left(0, far))  # by both
-    later = taken  # so the larger stage has room for its experts
-    for spare in (0, 2, taken, 4 * taken):
-        assert left(later, taken // 2 + later + spare // 2) == [spare // 2] * 2
-    assert left(later, taken) == [0, 0]
 
 
 def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):

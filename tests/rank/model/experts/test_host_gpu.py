@@ -5,7 +5,6 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.graph_pieces import Pieces
-from phalanx.kernels.moe import split_experts
 from phalanx.kernels.quantized import pieces_cuda
 from phalanx.rank.model.experts import few_tokens, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
@@ -18,7 +17,7 @@ from ..test_architectures import MODELS, write
 require_gpu()
 
 ROOMS = [ExpertRoom(100, way=way) for way in ("auto", "cpu", "stream")]
-ROOMS += [ExpertRoom(3, way=way) for way in ("auto", "cpu", "stream", "resident")]
+ROOMS += [ExpertRoom(3, way=way) for way in ("auto", "cpu", "stream")]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def test_captured(checkpoint, room, most):
         pieces = Pieces(torch.cuda.graph_pool_handle())
         y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
         few = layer.host._few(x, ids, weights) is not None
-        assert few == (most <= few_tokens.FEW and room.way != "resident")
+        assert few == (most <= few_tokens.FEW)
         assert len(pieces) == (1 if few else 3 if layer.host.set.slots else 2)
         for turn in range(40):
             given = tokens(plain, most, turn % 5)
@@ -134,33 +133,29 @@ def test_quantised(wide, room, isq):
     check_captured(plain, layer, [(turn % 5, 1 + turn % 4) for turn in range(20)])
 
 
-@pytest.fixture(params=["measured", "whole", "split"])
-def splits(request, monkeypatch):
-    """Whether the GPU has as little of each missing expert as can be cut off. Not as measured, steps of few pairs
-    leave them to the CPU, whatever that costs."""
+@pytest.fixture(params=["measured", "the CPU's"])
+def missing(request, monkeypatch):
+    """Who computes missing experts in steps of few pairs: as measured, or the CPU, whatever that costs."""
     if request.param != "measured":
         monkeypatch.setattr(few_tokens, "DEARER", 1e9)
-    split = request.param == "split"
-    monkeypatch.setattr(split_experts, "on_cpu", lambda inner, unit, _: inner - unit if split and unit else inner)
-    return split
 
 
-@pytest.mark.parametrize("splits", ["whole", "split"], indirect=True)
+@pytest.mark.parametrize("missing", ["the CPU's"], indirect=True)
 @pytest.mark.parametrize("isq", ["none", "q4k", "q6k", "q8_0"])
 @torch.no_grad()
-def test_the_cpu_alone(wide, isq, splits):
-    """What is chosen again and again becomes resident."""
+def test_the_cpu_alone(wide, isq, missing):
+    """Experts that are chosen again and again become resident."""
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
     layer, made = experts(wide, ExpertRoom(2), "bf16", isq=isq)
     x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
-    assert ids.numel() <= few_tokens.CPU_PAIRS and (layer.host.few.share is not None) == splits
+    assert ids.numel() <= few_tokens.CPU_PAIRS
     for turn in range(20):  # eager
         given = tokens(plain, 1 + turn % 4, turn, torch.bfloat16)
         torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
-        assert layer.host.few.serves_alone(torch.bfloat16)
+        assert layer.host.few._arrivals(ids.numel()) is not None
         pieces = Pieces(torch.cuda.graph_pool_handle())
         y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
         for turn in range(60):
@@ -201,8 +196,8 @@ def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
 @pytest.mark.parametrize("tp, ep", [(2, 1), (2, 2)])
 @pytest.mark.parametrize("isq", ["none", "q4k"])
 @torch.no_grad()
-def test_captured_parts_of_ranks(wide, isq, tp, ep, splits):
-    """Of two ranks on one GPU, half of whose experts are in host memory: captured steps make sums that add up."""
+def test_captured_parts_of_ranks(wide, isq, tp, ep, missing):
+    """Two ranks on one GPU, half of whose experts are in host memory: captured steps make sums that add up."""
 
     def rank(world):
         model = load(wide, mesh.build(world, tp, 1, ep=ep), "cuda", "bf16", experts=ExpertRoom(2), isq=isq)
@@ -236,7 +231,7 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep, splits):
 @pytest.mark.parametrize("isq", ["none", "q4k"])
 @pytest.mark.parametrize("room", [ExpertRoom(100, way="cpu", defers=True), ExpertRoom(3, defers=True)], ids=str)
 @torch.no_grad()
-def test_deferral(wide, room, isq, splits):
+def test_deferral(wide, room, isq, missing):
     """Eager and captured steps: a layer adds what the CPU has made of the layer before, and nothing is lost."""
 
     def layers(room):
@@ -247,7 +242,7 @@ def test_deferral(wide, room, isq, splits):
         return threads.run(rank, 1)[0]
 
     plain, (late, offload) = layers(ON_DEVICE)[0], layers(room)
-    assert len(late) > 1 and all((one.host.few.share is not None) == (splits and room.way == "auto") for one in late)
+    assert len(late) > 1
     given = [tokens(plain[0], 1, seed, torch.bfloat16) for seed in range(len(late))]
     offload.deferral.step = True
 
@@ -286,10 +281,10 @@ def test_what_does_not_fit_goes_to_the_host(checkpoint):
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q8_0", "fp8"])
-@pytest.mark.parametrize("way, fixed", [("auto", 3), ("auto", 7), ("cpu", 3), ("stream", 3), ("resident", 3)])
+@pytest.mark.parametrize("way, fixed", [("auto", 3), ("auto", 7), ("cpu", 3), ("stream", 3)])
 @torch.no_grad()
 def test_fixed(wide, isq, way, fixed, monkeypatch):
-    """Of ten experts three are on the host alone and some on the GPU alone: eager and captured steps, and prompts."""
+    """Three of ten experts are on the host alone and some on the GPU alone: eager and captured steps, and prompts."""
     monkeypatch.setattr(Offload, "fewest_fixed", lambda *_: fixed)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
     layer, offload = experts(wide, ExpertRoom(3, way=way), "bf16", isq=isq)
@@ -298,7 +293,7 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
         given = tokens(plain, count, turn, torch.bfloat16)
         check_quantised(layer(*given).local(), plain(*given).local(), isq)
-    # The same tokens again and again: some experts become resident.
+    # Some experts become resident as tokens repeat.
     check_captured(plain, layer, [(turn // 20, 4) for turn in range(60)])
     layer.host._drain()
     assert offload.counters.resident > 0

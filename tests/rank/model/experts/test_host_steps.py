@@ -59,7 +59,7 @@ def test_a_step_is_posted_whole(steps):
         both[0].functions[0](tokens)
     assert [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"a-1b-1", b"a-2b-2"]
     assert steps.posted[0] is steps.posted[2] and steps.posted[0].size == 2
-    assert layers[0].lends == 3, "the first buffer is in use"
+    assert layers[0].lends == 3  # the first buffer is in use
 
 
 class Graph:
@@ -90,7 +90,7 @@ def test_pieces_are_posted_one_by_one(steps, monkeypatch):
     pieces.capture(step)
     pieces.replay(2)
     assert seen == [[b"a-2b-2"]] and [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"c-2"]
-    assert [few.lends for few in layers] == [1, 0, 1], "the first buffer is in use again"
+    assert [few.lends for few in layers] == [1, 0, 1]  # the first buffer is in use again
 
 
 def test_who_cannot_post_gives_up(steps):

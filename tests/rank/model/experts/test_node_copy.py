@@ -48,7 +48,7 @@ def test_the_same_memory_with_the_same_numbers(made, isq):
         assert all(model.offload._node.holds(x) for x in tensors) and not model.offload._node.holds(alone[0])
     for of_all in zip(*(tensors for _, tensors in ranks), strict=True):
         of_all[0].view(-1).view(torch.uint8)[-1] ^= 1
-        assert all(torch.equal(one, of_all[0]) for one in of_all), "what one changes all see"
+        assert all(torch.equal(one, of_all[0]) for one in of_all)  # what one changes all see
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2)])
@@ -63,7 +63,7 @@ def test_each_part_of_the_model_is_shared_by_the_ranks_that_have_it(made, tp, pp
 
     assert same() == [True] * 4
     ranks[0][1][0].view(-1)[0] += 1
-    assert same() == [False, True, False, True], "the other replica sees it, and nobody else"
+    assert same() == [False, True, False, True]  # the other replica sees it, and nobody else
 
 
 def test_ranks_of_other_nodes_have_their_own(made, monkeypatch):

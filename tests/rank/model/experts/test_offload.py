@@ -1,10 +1,11 @@
-"""What is measured at the start of a rank with experts in host memory."""
+"""Measurements at the start of a rank with experts in host memory."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from phalanx.errors import USAGE, FatalError
 from phalanx.kernels.moe.host_choice import Costs
 from phalanx.kernels.moe.moe import Held
 from phalanx.rank.model.experts import offload
@@ -50,3 +51,10 @@ def test_the_longest_step(on_gpu, way, fixed, slots, tokens, seconds):
     all_layers = offload.Offload.__new__(offload.Offload)
     all_layers.layers = [layer, layer, SimpleNamespace(host=None, top_k=2)]
     assert all_layers.longest_step(tokens) == pytest.approx(2 * seconds)
+
+
+def test_experts_in_host_memory_need_a_compiler(monkeypatch):
+    monkeypatch.setattr(offload.ops, "available", lambda: False)
+    with pytest.raises(FatalError, match="compiler") as stopped:
+        offload.Offload([SimpleNamespace()], offload.ON_DEVICE, torch.float32, torch.device("cpu"))
+    assert stopped.value.code == USAGE

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import shutil
@@ -14,13 +13,15 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import gpu_form, pieces_cuda, q4_0, q4_1, q4_k, q5_0, q5_k, q6_k, q8_0
+from phalanx.kernels.quantized import gpu_form, pieces_cuda
+from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
+from phalanx.kernels.quantized.super_blocks import q4_0, q4_1, q4_k, q5_k, q6_k
 from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
-from phalanx.rank.model.experts.host import WAYS
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
-from phalanx.rank.model.experts.stacks import StackOfParts
+from phalanx.rank.model.formats import find
+from phalanx.rank.model.formats._stacks import StackOfParts
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -32,6 +33,7 @@ from ..stored_formats.test_stored import awq, check_greedy, compressed_ints, gpt
 from ..test_architectures import write
 
 TOLERANCE = 3e-4  # of sums of 512
+WAYS = "auto", "cpu", "stream"
 MODEL_OF = dict(
     model_type="qwen3_moe", hidden_size=256, intermediate_size=512, moe_intermediate_size=512, head_dim=256,
     num_attention_heads=6, num_key_value_heads=6, num_hidden_layers=2, num_experts=5, num_experts_per_tok=2,
@@ -47,7 +49,8 @@ KINDS = {
 }
 STORED = {
     "gptq": gptq(4, 32, False), "gptq of 8 bits": gptq(8, 128), "awq": awq(64), "marlin": marlin(128),
-    "gptq ordered": gptq(4, 64, False, ordered=True), "w4a16": compressed_ints(4, 64),
+    "gptq ordered": gptq(4, 64, False, ordered=True), "gptq apart": gptq(4, 64, False, ordered=True, apart=True),
+    "w4a16": compressed_ints(4, 64),
     "w8a16": compressed_ints(8, 0, False),
 }  # fmt: skip
 
@@ -78,7 +81,7 @@ def made(source, tmp_path_factory):
 
 
 def in_situ(path, to, name):
-    codec = importlib.import_module(f"phalanx.rank.model.formats.{name}").Part.codec
+    codec = find(name).codec
     shutil.copytree(path, to)
     state = load_file(path / "model.safetensors")
     for key, x in state.items():
@@ -90,7 +93,7 @@ def in_situ(path, to, name):
 
 CASES = [
     ("super-blocks", dict()), ("super-blocks", dict(tp=6, ep=3)), ("blocks of 32", dict(tp=2)), ("gptq", dict(tp=3)),
-    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)),
+    ("awq", dict()), ("marlin", dict(tp=2)), ("gptq ordered", dict(tp=2)), ("gptq apart", dict(tp=2)),
     ("w4a16", dict(tp=2, ep=2)), ("q4k", dict(tp=2)),
 ]  # fmt: skip
 # FP8 shares a scale among as many inputs as divide those of a rank: other ranks, other weights.
@@ -229,21 +232,22 @@ def test_ranks_that_super_blocks_are_too_few_for(source, tmp_path):
 
 def test_experts_in_smaller_groups_where_super_blocks_do_not_fit(made, expected):
     path, _, options = made("q4k")
-    parts = {one.stored.part.name() for one in stacks(path, 3, **options)}
+    parts = {one.stored.part.name for one in stacks(path, 3, **options)}
     assert parts == {"q4k", "q5_0"}  # of gate and up, and of down
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 @pytest.mark.parametrize("inputs", [96, 128])
-@pytest.mark.parametrize("codec", [q4_0, q4_1, q5_0, q8_0])
-def test_what_has_no_form_on_a_gpu_is_counted_as_plain(codec, inputs):
-    """As attaching does it, where the stack is there."""
-    made = stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs))
-    part = SimpleNamespace(codec=codec)
-    layer = SimpleNamespace(inputs=SimpleNamespace(width=inputs))
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cuda) is not gpu_form.supports(made)
-    assert not StackOfParts.becomes_plain(SimpleNamespace(part=part), layer, cpu)
+@pytest.mark.parametrize("codec", [q4_1, q5_0, q8_0])
+def test_what_has_no_form_on_a_gpu_becomes_plain(codec, inputs):
+    """Everything else is repacked there."""
+    part, layer = SimpleNamespace(codec=codec), SimpleNamespace(inputs=SimpleNamespace(width=inputs))
+    becomes_plain = functools.partial(StackOfParts.becomes_plain, SimpleNamespace(part=part), layer)
+    assert becomes_plain(torch.device("cuda")) is (codec is q4_1 and inputs == 96)
+    assert not becomes_plain(torch.device("cpu"))
+    if not becomes_plain(torch.device("cuda")):
+        made = gpu_form.of_gpu(stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs)))
+        assert isinstance(made.packed, pieces_cuda.Packed)
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
@@ -284,4 +288,4 @@ def test_experts_that_order_their_inputs_become_plain(made, caplog):
         assert held == one.slot_bytes(torch.float32, cpu) * len(one.packed)
     assert any("desc_act are dequantised" in line for line in caplog.messages)
     for one, half in zip(*(stacks(made("gptq ordered")[0], dtype=dtype) for dtype in ("f32", "bf16")), strict=True):
-        assert torch.equal(one.packed.bfloat16(), half.packed), "scales are not rounded before they are multiplied"
+        assert torch.equal(one.packed.bfloat16(), half.packed)  # scales are not rounded before they are multiplied

@@ -26,7 +26,7 @@ def expected(made):
 
 
 def experts(path, tp, ep, **options):
-    """Of each rank, its experts of the first layer that has some."""
+    """Each rank's experts of the first layer that has some."""
 
     def rank(world):
         model = load(path, mesh.build(world, tp, world.size // tp, ep=ep), **options)
@@ -43,6 +43,7 @@ def cases():
         yield from (pytest.param(name, *grid, marks=marks) for grid in ((6, 1, 2), (12, 1, 4)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, tp, pp, ep", list(cases()))
 def test_logits(made, expected, name, tp, pp, ep):
     """Whole experts, and parts of them; counts that do not divide: 10 over 4 and 3, 16 over 3."""
@@ -78,14 +79,14 @@ def test_random_weights_do_not_depend_on_who_has_them(made):
 
 
 def test_more_ranks_than_experts(made):
-    with pytest.raises(FatalError, match="--ep 12 is more than the model's 6 experts") as stop:
+    with pytest.raises(FatalError, match="--ep 12.*experts") as stop:
         experts(made["mixtral"], 12, 12)
     assert stop.value.code == USAGE
 
 
 def test_a_model_without_experts(tmp_path):
     path = write(tmp_path, **MODELS["qwen2"])
-    with pytest.raises(FatalError, match="--ep 2: the model has no experts") as stop:
+    with pytest.raises(FatalError, match="--ep 2.*experts") as stop:
         experts(path, 2, 2)
     assert stop.value.code == USAGE
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe.host_experts import Experts
-from phalanx.kernels.quantized import q8_0
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 from phalanx.rank.model.experts import streamer
 from phalanx.rank.model.experts.host_buffers import HostStack
@@ -17,7 +17,7 @@ EXPERTS = 6
 
 
 class Order:
-    """What is launched, what each waits for, and which memory it reads and writes."""
+    """The launches, what each waits for, and which memory it reads and writes."""
 
     def __init__(self):
         self.step = self.current = Stream()
@@ -113,7 +113,7 @@ def test_nothing_is_overwritten_while_it_is_read_and_copies_run_ahead(kinds, ord
     assert number > 2 * EXPERTS and len(begins) == 3 and order.races() == []
     for i in range(number):
         assert order.waits(f"experts {i}", f"copy {i}")
-        assert i < 1 or not order.waits(f"copy {i}", f"experts {i - 1}"), "the one before computes meanwhile"
+        assert i < 1 or not order.waits(f"copy {i}", f"experts {i - 1}")  # the one before computes meanwhile
         if i in begins - {0}:
             assert not order.waits(f"copy {i}", f"attention {i}"), (
                 "the layer's first copies run beside what comes before"

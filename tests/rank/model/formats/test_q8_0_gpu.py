@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import panels, pieces_cuda, q8_0
+from phalanx.kernels.quantized import panels, pieces_cuda
+from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.rank.model.load import load
 
 from ....devices import require_gpu

@@ -44,9 +44,9 @@ def test_a_norm_in_e4m3(monkeypatch, size, read_first):
         made.append(gate)
         return Coded(packed).gated(-rows, gate) if gate else -rows @ packed.T
 
-    monkeypatch.setattr(residual.e4m3_norm, "sum_add_rms_norm", norm_e4m3)
-    monkeypatch.setattr(residual.e4m3_wgmma, "supports", lambda x, packed, bias: packed is not None)
-    monkeypatch.setattr(residual.e4m3_wgmma, "linear", linear)
+    monkeypatch.setattr(residual.e4m3_rows, "sum_add_rms_norm", norm_e4m3)
+    monkeypatch.setattr(residual.pieces_cuda, "takes_e4m3", lambda x, packed, bias: packed is not None)
+    monkeypatch.setattr(residual.pieces_cuda, "linear", linear)
 
     def rank(grid):
         down, norm, value, x = parts(grid)

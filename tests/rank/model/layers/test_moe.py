@@ -65,7 +65,7 @@ def test_biases_need_linears_of_their_own(asked):
 
 
 def test_uneven_slices_in_one_kernel(asked, expected, tmp_path):
-    """Of 104 inner elements of shared experts three ranks have 64, 40 and none, each with zeros up to 64."""
+    """Three ranks share 104 inner elements of shared experts and have 64, 40 and none, each with zeros up to 64."""
     path, ids = write(tmp_path, **MODELS["deepseek_v2"] | dict(moe_intermediate_size=52)), tokens(60)
     (logits,) = run_steps(path, [ids], tp=3, max_model_len=512)
     assert distance(logits, expected(path, ids)) < TOLERANCE

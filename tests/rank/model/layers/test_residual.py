@@ -5,8 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.comm.base import FusedComm
 from phalanx.errors import FatalError
-from phalanx.kernels.norm.layer_norm import layer_norm
-from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
+from phalanx.kernels.norm.norm import add_rms_norm, layer_norm, rms_norm
 from phalanx.rank.model.formats import dense
 from phalanx.rank.model.layers import residual
 from phalanx.rank.model.layers.linear import ColumnParallel, GatedColumnParallel, Linear, RowParallel
@@ -60,7 +59,7 @@ def parts(grid):
 
 
 def plain():
-    """What all of these tests' streams hold and norm."""
+    """Contents and norm of these tests' streams."""
     grid = mesh.build(threads_of_one(), 1, 1)
     down, norm, value, x = parts(grid)
     total = value + x @ down.matrix.T
@@ -180,24 +179,6 @@ def test_a_row_parallel_bias_is_added_once():
     assert (biased - plain).abs().max() > 0.1
 
 
-def test_a_lone_ranks_gemm_adds_itself_to_the_stream(monkeypatch):
-    """Where that is faster; nothing is pending then, and the next norm adds nothing."""
-    monkeypatch.setattr(residual, "accumulates", lambda *_: True)
-
-    def rank(grid):
-        down, norm, value, x = parts(grid)
-        stream = ResidualStream(value)
-        stream.add(down(x))
-        assert (stream.pending is None) is (grid.tensor.size == 1)
-        return norm(stream).tensor(), stream.read()
-
-    total, want = plain()
-    for size in (1, 2):
-        got, value = world(rank, size)
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(value, total, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("gated", ["", "silu"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
@@ -211,8 +192,8 @@ def test_the_first_linear_may_norm_its_rows_itself(monkeypatch, gated, biased, s
         y = normed @ matrix.T + (bias if biased else 0)
         return (torch.nn.functional.silu(y[:, :INNER]) * y[:, INNER:] if gated else y), total
 
-    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
-    monkeypatch.setattr(residual.skinny, "normed_linear", normed_linear)
+    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: True)
+    monkeypatch.setattr(residual.gemv, "normed_linear", normed_linear)
 
     def rank(grid):
         down, norm, value, x = parts(grid)
@@ -267,7 +248,7 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
             normed.begin()
         elif how == "nothing pending":
             stream.read()
-        assert normed.linear(norm.weight[None]) is None, "kernels that norm their rows know RMS norms"
+        assert normed.linear(norm.weight[None]) is None  # kernels that norm their rows know RMS norms
         assert normed.packed_linear(norm.weight[None]) is None
         return normed.tensor(), normed.tensor(), stream.read(), norm.weight, norm.bias if bias else norm.weight
 
@@ -278,8 +259,8 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
         gemm_all_reduce_add_norm = all_reduce_add_norm
 
     monkeypatch.setattr(threads, "ThreadComm", Fused)
-    monkeypatch.setattr(residual.e4m3_wgmma, "supports", lambda *_: True)
-    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: True)
+    monkeypatch.setattr(residual.pieces_cuda, "takes_e4m3", lambda *_: True)
+    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: True)
     total, _ = plain()
     got, again, value, weight, added = world(rank, size)
     want = layer_norm(total, weight, added if bias else None, 1e-5)
@@ -300,8 +281,8 @@ def test_a_parallel_block_reads_its_norm_twice(monkeypatch, kind, fused, kept, s
         normed, total = add_rms_norm(x.clone(), stream.clone(), weight, eps)
         return normed @ matrix.T, total
 
-    monkeypatch.setattr(residual.skinny, "supports_norm", lambda *_: fused)
-    monkeypatch.setattr(residual.skinny, "normed_linear", normed_linear)
+    monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: fused)
+    monkeypatch.setattr(residual.gemv, "normed_linear", normed_linear)
 
     def rank(grid):
         down, _, value, x = parts(grid)

@@ -71,13 +71,21 @@ def pack_rows(values: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
 
 
-def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, v2: bool = False, ordered: bool = False) -> Pack:
-    """ordered: as desc_act has it, inputs fall into groups in any order."""
+def gptq(
+    bits: int = 4,
+    group: int = 128,
+    symmetric: bool = True,
+    v2: bool = False,
+    ordered: bool = False,
+    apart: bool = False,
+) -> Pack:
+    """ordered: as desc_act has it, inputs fall into groups in any order. apart: in another one in each tensor."""
+    random = np.random.default_rng(0)
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         of = groups_of(weight.shape[1], group)
         if ordered:
-            of = of[np.random.default_rng(0).permutation(len(of))]
+            of = of[(random if apart else np.random.default_rng(0)).permutation(len(of))]
         codes, scales, zeros = round_to_groups(weight, of, bits, symmetric)
         stored = zeros if v2 else np.maximum(zeros - 1, 0)
         zeros = stored if v2 else stored + 1
@@ -93,7 +101,8 @@ def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, v2: bool = Fal
 
 
 def marlin(group: int = 128) -> Pack:
-    """By the threads that read it: of four tiles of 16 x 16, thread t has column t // 4 and the one eight behind it."""
+    """Packs by the threads that read it: of four tiles of 16 x 16, thread t has column t // 4 and the one eight behind
+    it."""
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         of = groups_of(weight.shape[1], group)

@@ -12,7 +12,7 @@ from phalanx.kernels.quantized.stack import stack
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.load import load
 from phalanx.rank.model.shard import Shard, even, whole
-from phalanx.rank.model.stored_formats.fp8 import Scheme
+from phalanx.rank.model.stored_formats.fp8 import ExpertStack, Scheme
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
@@ -50,6 +50,7 @@ def made(tmp_path_factory):
     return make
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp, pp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):
@@ -79,22 +80,23 @@ def test_striped_loading_and_memory(made, caplog):
 
 
 @pytest.mark.parametrize(
-    "ranks, gate_up, down, in_pieces",
+    "ranks, gate_up, down",
     [
-        (1, 8.25, 8.25, True),
-        (8, 8.25, 9, True),  # 96 inputs of down, of which 32 share a scale
-        (16, 8.25, 10, False),  # 48, of which 16 do: neither is in pieces
+        (1, 8.25, 8.25),
+        (8, 8.25, 9),  # 96 inputs of down, of which 32 share a scale
+        (16, 0, 0),  # 48, of which 16 do: both become plain
     ],
 )
-def test_gpus_have_gate_up_and_down_in_pieces_or_neither(ranks, gate_up, down, in_pieces):
-    scheme, hidden = Scheme("weight_scale_inv", 128, 128), whole(2048)
+def test_gpus_have_gate_up_and_down_packed_or_neither(ranks, gate_up, down):
+    stored, hidden = ExpertStack(Scheme("weight_scale_inv", 128, 128)), whole(2048)
     for rank in range(ranks):
         inner = even(768, rank, ranks)
         up = SimpleNamespace(inputs=hidden, outputs=(inner, inner), width=2 * inner.width)
         back = SimpleNamespace(inputs=inner, outputs=(hidden,), width=hidden.width)
         for one, bits in ((up, gate_up), (back, down)):
-            assert scheme.in_pieces(one) == in_pieces
-            assert scheme.kept_bits(one, torch.device("cuda")) == bits
+            assert stored.becomes_plain(one, torch.device("cuda")) is not bool(bits)
+            assert not stored.becomes_plain(one, torch.device("cpu"))
+            assert stored.kept_bits(one, torch.device("cuda")) == bits
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
@@ -104,11 +106,10 @@ def test_gpus_have_gate_up_and_down_in_pieces_or_neither(ranks, gate_up, down, i
         (256, 32, 8.25),
         (192, 32, 9),  # 64 inputs share a scale: in pieces of 32
         (192, 20, 9 * 32 / 20),
-        (48, 32, 10),  # no pieces
     ],
 )
 def test_a_slot_has_room_for_what_gpus_make_of_host_memory(inputs, outputs, bits):
-    """Of blocks of 128 x 128, which cuts between ranks part."""
+    """Blocks of 128 x 128 are divided by cuts between ranks."""
     scheme, shard, cuda = Scheme("weight_scale_inv", 128, 128), Shard(768, inputs, inputs), torch.device("cuda")
     unit = scheme.unit(shard)
     made = stack(
@@ -118,5 +119,5 @@ def test_a_slot_has_room_for_what_gpus_make_of_host_memory(inputs, outputs, bits
     assert isinstance(made.packed, e4m3_cpu.Packed)
     held = sum(x.nbytes for x in gpu_form.parts(gpu_form.of_gpu(made)).tensors)
     assert held == 3 * outputs * inputs * bits / 8
-    layer = SimpleNamespace(inputs=shard, outputs=(whole(outputs),), width=outputs)
-    assert scheme.slot_bits(layer, cuda) == bits
+    layer = SimpleNamespace(inputs=shard, outputs=(whole(64),), width=outputs)
+    assert ExpertStack(scheme).kept_bits(layer, cuda) == bits

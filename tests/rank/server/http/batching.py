@@ -31,7 +31,7 @@ def servers_of_one_store(tmp_path, model_dir, tokenizer):
 
 
 def leave(server):
-    """As a server that is stopped: what it has begun stays on the disk."""
+    """Ends like a server that is stopped: what it has begun stays on the disk."""
     if server.state.batches is not None:
         server.call(server.state.batches.close)
         server.state.batches = None
@@ -57,7 +57,7 @@ def begin(client, *lines, endpoint="/v1/chat/completions", **more):
 
 
 def until(client, batch, *statuses):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while batch.status not in statuses:
         assert time.monotonic() < deadline, batch
         time.sleep(0.02)

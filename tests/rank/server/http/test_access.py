@@ -1,13 +1,16 @@
 """Web pages of other servers, names that are not ours, and what a form can send."""
 
 import json
+import os
 import socket
 import time
 
 import pytest
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.config import ServerConfig
-from phalanx.rank.server.http.access import Access
+from phalanx.rank.server.http import handler
+from phalanx.rank.server.http.access import PROBES, Access
+from phalanx.rank.server.http.routes import paths
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 pytestmark = pytest.mark.timeout(30)
@@ -177,8 +180,117 @@ def test_a_request_without_a_host_name_is_no_web_page(fresh_server):
 
 
 def test_a_proxy_may_name_the_usual_port(fresh_server):
-    """As nginx does with $host:$server_port behind TLS: the page is the server's own."""
+    """Headers as nginx sets them with $host:$server_port behind TLS: the page is the server's own."""
     answer = fresh_server.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://localhost"})
     assert answer.status == 200
     answer = fresh_server.request("GET", "/v1/models", headers={"Host": "localhost:443", "Origin": "https://elsewhere"})
     assert answer.status == 403
+
+
+def test_who_has_no_key_is_told_nothing(start_server):
+    server = start_server(api_keys=["right"])
+    public = set()
+    for path, methods in paths().items():
+        for method in methods:
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                if server.request(method, path.replace("{", "").replace("}", ""), headers=headers).status != 401:
+                    public.add(path)
+    assert public == {"/", "/ui/{file}", "/ui/vendor/{file}", "/docs", "/openapi.json", *PROBES}
+    for path in ("/metrics", "/load", "/version", "/v1/models", "/v1/usage"):
+        assert server.request("GET", path, headers={"Authorization": "Bearer right"}).status == 200
+
+
+def test_every_key_is_compared_in_constant_time(start_server, monkeypatch):
+    """With all keys that there are, whether one fits or not."""
+    server = start_server(api_keys=["one", "two", "three"])
+    compared, counts = [], []
+
+    def compare(sent, key):
+        compared.append(key)
+        return sent == key
+
+    monkeypatch.setattr(handler.hmac, "compare_digest", compare)
+    for key, status in (("one", 200), ("wrong", 401), ("three", 200)):
+        assert server.request("GET", "/v1/models", headers={"X-Api-Key": key}).status == status
+        counts.append((len(compared), len(set(compared))))
+        compared.clear()
+    assert set(counts) == {(6, 3)}  # the header names the key, and may be all of it
+
+
+@pytest.fixture
+def canaries(tmp_path):
+    """A URL and a file that nothing may open; whoever read the file would wait for ever."""
+    path = tmp_path / "canary"
+    os.mkfifo(path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/x", str(path)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    with pytest.raises(OSError):
+        os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # where one reads it, this succeeds
+
+
+@pytest.mark.parametrize("kind", ["a URL", "a file", "a file's URL"])
+def test_nothing_that_a_request_names_is_opened(fresh_server, canaries, kind):
+    url, path = canaries
+    name = {"a URL": url, "a file": path, "a file's URL": f"file://{path}"}[kind]
+    parts = [
+        {"type": "image_url", "image_url": {"url": name}},
+        {"type": "input_image", "image_url": name},
+        {"type": "input_file", "file_url": name},
+        {"type": "file", "file": {"file_id": name, "filename": name}},
+        {"type": "image", "source": {"type": "url", "url": name}},
+        {"type": "document", "source": {"type": "url", "url": name}},
+        {"type": "audio_url", "audio_url": {"url": name}},
+        {"type": "text", "text": f"![x]({name}) <img src={name}>"},
+    ]
+    tools = [
+        {"type": "mcp", "server_label": "x", "server_url": name, "require_approval": "never"},
+        {"type": "function", "function": {"name": "f", "parameters": {"$ref": name}}},
+        {"type": "web_search", "search_context_size": name},
+        {"type": "file_search", "vector_store_ids": [name]},
+    ]
+    fields = [
+        {"model": name},
+        {"chat_template": name},
+        {"guided_json": {"$ref": name}},
+        {"guided_grammar": f"%import {name}"},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": name}}}},
+        {"metadata": {"url": name}},
+        {"lora": name},
+        {"previous_response_id": name},
+        {"prompt_cache_key": name},
+        {"cache_salt": name},
+        *({"tools": [tool], "tool_choice": "auto"} for tool in tools),
+    ]
+    message = [{"role": "user", "content": "hi"}]
+    for more in [*fields, *({"messages": [{"role": "user", "content": [part]}]} for part in parts)]:
+        asked = {"messages": message, "max_tokens": 2, **more}
+        assert fresh_server.post("chat/completions", **asked).status in (200, 400, 404)
+        assert fresh_server.post("messages", **asked).status in (200, 400, 404)
+        rest = {name: value for name, value in asked.items() if name != "messages"}
+        del rest["max_tokens"]
+        assert fresh_server.post("responses", input=asked["messages"], **rest).status in (200, 400, 404)
+        assert fresh_server.post("completions", prompt="x", **rest).status in (200, 400, 404)
+    assert fresh_server.post("embeddings", input=name).status == 200
+    assert fresh_server.request("POST", "/tokenize", {"prompt": name}).status == 200
+
+
+def test_health_tells_the_state_without_a_key(start_server):
+    server = start_server(api_keys=["right"])
+    for path in PROBES:
+        assert server.request("GET", path).body in ({"status": "ready"}, b"")
+    known = server.request("GET", "/health", headers={"X-Api-Key": "right"})
+    assert known.body == {"status": "ready", "running": 0, "waiting": 0}
+
+
+def test_health_tells_nothing_of_a_failure_without_a_key(start_server):
+    server = start_server(api_keys=["right"], connect=False)
+    assert server.request("GET", "/health").body == {"status": "loading"}
+    assert "progress" in server.request("GET", "/health", headers={"X-Api-Key": "right"}).body
+
+
+def test_without_keys_everybody_is_told(fresh_server):
+    assert fresh_server.request("GET", "/metrics").status == 200
+    assert "running" in fresh_server.request("GET", "/health").body

@@ -2,6 +2,7 @@
 
 import pytest
 from phalanx.rank.protocol import unpack_u32
+from phalanx.rank.server import generation
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -83,15 +84,15 @@ def test_special_tokens(fresh_server):
     assert text == "a<|turn|>b<think>c"
 
 
-def test_priority_and_salt_are_passed_on(fresh_server):
-    fresh_server.post("completions", prompt="x", priority=-3, cache_salt="me", logit_bias={"5": -100}, min_tokens=2)
+def test_salt_and_bias_are_passed_on(fresh_server):
+    fresh_server.post("completions", prompt="x", cache_salt="me", logit_bias={"5": -100}, min_tokens=2)
     request = fresh_server.scheduler.requests[0]
-    assert (request.priority, request.cache_salt) == (-3, "me")
+    assert request.cache_salt == "me"
     assert request.sampling.logit_bias == {5: -100.0} and request.sampling.min_tokens == 2
 
 
 def test_the_prompt_s_log_probabilities(fresh_server, tokenizer):
-    """What lm-eval's loglikelihood reads: those of the prompt before those of the answer."""
+    """Log-probabilities that lm-eval's loglikelihood reads: those of the prompt before those of the answer."""
     ids = tokenizer.encode("hi, you", add_special_tokens=False).ids
     asked = {"prompt": ids, "echo": True, "logprobs": 1, "temperature": 0}
     choice = fresh_server.post("completions", **asked, max_tokens=1).body["choices"][0]
@@ -135,7 +136,7 @@ def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(fresh_server, tok
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "n": 2}, "n"),
         ({"echo": True, "logprobs": 1, "n": 2}, "n"),
@@ -144,3 +145,37 @@ def test_the_text_of_a_prompt_has_no_tokens_of_the_tokenizer_s(fresh_server, tok
 def test_log_probabilities_of_prompts_that_are_refused(fresh_server, fields, param):
     answer = fresh_server.post("completions", prompt="x", **fields)
     assert answer.status == 400 and answer.body["error"]["param"] == param
+
+
+def test_prompt_logprobs_of_the_whole_vocabulary(fresh_server, monkeypatch):
+    """At most as many as the server can write at once."""
+    answer = fresh_server.post("completions", prompt="hello world", prompt_logprobs=-1, max_tokens=1)
+    assert answer.status == 200 and fresh_server.scheduler.requests[-1].sampling.prompt_logprobs == 400
+    likely = answer.body["choices"][0]["prompt_logprobs"][1]
+    assert "10" in likely and len(likely) == 2  # all that the scheduler has sent
+    monkeypatch.setattr(generation, "MAX_PROMPT_ENTRIES", 800)
+    for body in ({"prompt": [1, 2, 3]}, {"prompt": [[1, 2], [3]]}):
+        refused = fresh_server.post("completions", prompt_logprobs=-1, max_tokens=1, **body)
+        assert refused.status == 400 and refused.body["error"]["param"] == "prompt_logprobs"
+    assert fresh_server.post("completions", prompt=[1, 2], prompt_logprobs=-1, max_tokens=1).status == 200
+
+
+def test_a_chat_tells_of_its_prompt_at_the_top_too(fresh_server):
+    answer = fresh_server.post("chat/completions", messages="hi", prompt_logprobs=1, return_token_ids=True).body
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert answer[name] == answer["choices"][0][name] and answer[name]
+
+
+def test_tokens_by_their_ids(fresh_server, tokenizer):
+    ids = tokenizer.encode("hello world", add_special_tokens=False).ids
+    names = [f"token_id:{id}" for id in ids]
+    more = {"return_tokens_as_token_ids": True, "logprobs": 1}
+    found = fresh_server.post("completions", prompt="x", **more).body["choices"][0]["logprobs"]
+    assert found["tokens"] == names and [*found["top_logprobs"][0]] == names[:1]
+    more = {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 1}
+    chat = fresh_server.post("chat/completions", messages="x", **more).body["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in chat] == names == [one["top_logprobs"][0]["token"] for one in chat]
+    assert bytes(chat[0]["bytes"]).decode() == tokenizer.decode(ids[:1])
+    chunks = fresh_server.events("chat/completions", messages="x", **more)[:-1]
+    streamed = [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert [one["token"] for one in streamed] == names

@@ -1,13 +1,15 @@
 """Requests that never come whole, and what is no HTTP."""
 
 import contextlib
+import gc
 import http.client
 import json
 import socket
 import struct
+import time
 
 import pytest
-from phalanx.rank.server.http import app
+from phalanx.rank.server.http import app, handler
 
 pytestmark = pytest.mark.timeout(30)
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
@@ -31,18 +33,48 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(fresh_serve
     assert fresh_server.scheduler.requests == []
 
 
-def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(start_server, monkeypatch):
-    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.2)
+GOOD = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+STALLS = {
+    "plain": HALF,
+    "chunked": HALF.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n100\r\nabc",
+    "pipelined": GOOD + HALF,
+    "half closed": HALF,
+    "slow": HALF,
+    "of no endpoint": HALF.replace(b"completions", b"nothing"),
+    "of a form": HALF.replace(b"Content-Length", b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length"),
+}
+
+
+@pytest.mark.parametrize("kind", STALLS)
+def test_a_client_that_stalls_in_the_middle_of_its_body_is_hung_up_on(start_server, monkeypatch, caplog, kind):
+    """The log has one line and no traceback."""
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.4)
+    monkeypatch.setattr(handler, "DISCARD_TIMEOUT", 0.4)
+    gc.collect()  # what earlier tests have left
+    caplog.clear()
+    caplog.set_level("INFO")
     server = start_server()
     with connect(server) as sock:
-        sock.sendall(HALF)
-        server.wait(lambda: server.state.active)
-        assert sock.recv(1 << 16) == b""
+        sock.sendall(STALLS[kind])
+        if kind == "half closed":
+            sock.shutdown(socket.SHUT_WR)
+        if kind == "slow":
+            sock.sendall(b" ")
+            time.sleep(0.2)  # half of the time that all of it may take
+            sock.sendall(b" ")
+        came = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := sock.recv(1 << 16):
+                came += data
+        assert (b"200 OK" in came) == (kind == "pipelined")
     server.wait(lambda: not server.state.active)
+    gc.collect()  # what nobody has awaited is logged then
+    assert all(record.exc_info is None and "Timeout" in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == (kind != "half closed")  # who has closed is not waited for
 
 
 def answers(fresh_server, data):
-    """What comes back until the server hangs up: status, headers, body."""
+    """The answer until the server hangs up: status, headers, body."""
     with connect(fresh_server) as sock:
         sock.sendall(data)
         answer = b""
@@ -70,7 +102,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         (POST + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n", 400, "chunk"),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n", 400, "chunk"),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"0" * 100, 400, "chunk"),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"9" * 60 + b"\r\n", 400, "chunk"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"9" * 60 + b"\r\n", 413, "large"),
         (POST + b"no colon\r\n\r\n", 400, "colon"),
         (POST + b"a b: c\r\n\r\n", 400, "header"),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
@@ -125,7 +157,7 @@ def test_a_refusal_reaches_a_client_that_still_sends(start_server, path, headers
         connection.request("POST", path, b" " * (40 << 20), headers)
         answer = connection.getresponse()
         assert answer.status == status and json.loads(answer.read())["error"]["message"]
-        assert server.state.held == 0
+        assert server.state.coming.held(0) == 0
         connection.request("GET", "/v1/models", headers={"Authorization": "Bearer right"})  # it goes on
         assert connection.getresponse().status == 200
 
@@ -156,3 +188,28 @@ def test_a_target_may_name_the_server(fresh_server, target, host, status):
         sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         answer = sock.makefile("rb").read()
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/messages/nothing"])
+def test_nothing_is_kept_of_a_body_for_nobody(fresh_server, monkeypatch, path):
+    """Neither is it decoded, nor is more read than of others that are refused."""
+    kept = []
+    original = handler.NotFound.write_error
+
+    def write_error(self, status, **more):
+        kept.append((len(self.request.body), self._body))
+        original(self, status, **more)
+
+    monkeypatch.setattr(handler.NotFound, "write_error", write_error)
+    connection = http.client.HTTPConnection("127.0.0.1", fresh_server.port, timeout=20)
+    with contextlib.closing(connection):
+        for method in ("POST", "PUT"):
+            connection.request(method, path, b" " * (3 << 20))
+            answer = connection.getresponse()
+            assert answer.status == 404 and "error" in json.loads(answer.read())
+    assert kept == [(0, [])] * 2
+    with connect(fresh_server) as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {200 << 20}\r\n\r\n".encode())
+        assert sock.makefile("rb").read().startswith(b"HTTP/1.1 404 ")
+    for method in ("GET", "OPTIONS", "DELETE"):
+        assert fresh_server.request(method, path).status == 404

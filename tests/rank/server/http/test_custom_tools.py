@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from phalanx.rank.server import hosted_tools
 
 from ....late import Late
 
@@ -104,15 +105,24 @@ def test_a_grammar(client, server):
     chat(client, tools=[tool])
     parts = json.loads(server.scheduler.requests[-1].grammar)["grammars"]
     assert parts[-1]["json_schema"]["properties"]["input"]["pattern"] == "^([0-9]+|none)$"
-    assert "a text by this regex grammar" in server.asked
+    assert "regex grammar" in server.asked
     client.responses.create(
         model="m", input="hi", tools=[{"type": "custom", "name": "sql", "format": {"type": "grammar", **DIGITS}}]
     )
     assert json.loads(server.scheduler.requests[-1].grammar)["grammars"] == parts
 
 
+def test_a_lark_grammar_where_texts_are_json(client, server, caplog):
+    """It cannot be enforced there. Codex sends one to every model: the model is shown it, and the log tells."""
+    hosted_tools.log_left_out.cache_clear()
+    caplog.set_level("INFO")
+    chat(client, tools=[{"type": "custom", "custom": {"name": "sql", "format": {"type": "grammar", "grammar": LARK}}}])
+    asked = server.scheduler.requests[-1]
+    assert "lark grammar" in server.asked and LARK["definition"] not in asked.grammar
+    assert sum("lark" in one.message for one in caplog.records) == 1
+
+
 REFUSED = [
-    ({"name": "sql", "format": {"type": "grammar", "grammar": LARK}}, "tools", 'Use the syntax "regex"'),
     ({"name": "sql", "format": {"type": "grammar", "grammar": {**LARK, "definition": "("}}}, "tools", "no grammar"),
     ({"name": "sql", "format": {"type": "grammar", "grammar": {**DIGITS, "definition": "["}}}, "tools", "enforced"),
     ({"name": "sql", "format": {"type": "grammar", "grammar": {**LARK, "syntax": "ebnf"}}}, None, "lark or regex"),

@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = [
     ({}, "messages", "messages is missing"),
     ({"messages": []}, "messages", "messages is an empty list: give at least one message"),
-    ({"messages": 3}, "messages", "messages is 3: expected `str | array`, got `int`"),
+    ({"messages": 3}, "messages", "messages is 3: expected `string | array`, got `integer`"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
     (
         {"messages": [{"role": "king", "content": "x"}]},
@@ -24,7 +24,7 @@ CHAT = [
     (
         {"messages": [{"role": "user", "content": 5}]},
         "messages[0].content",
-        "messages[0].content is 5: expected `str | array | null`, got `int`",
+        "messages[0].content is 5: expected `string | array | null`, got `integer`",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -32,7 +32,23 @@ CHAT = [
         'messages[0].content[0].type is "image_url": this model takes text only',
     ),
     ({"messages": [{"role": "bad", "content": "x"}]}, "messages[0].role", None),
-    ({"max_tokens": "ten"}, "max_tokens", 'max_tokens is "ten": expected `int | null`, got `str`'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+        "messages[0].content[0].text is missing",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages[0].tool_calls",
+        None,
+    ),
+    (
+        {"messages": [{"role": "tool", "content": "x", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
+        None,
+    ),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", None),
+    ({"max_tokens": "ten"}, "max_tokens", 'max_tokens is "ten": expected `integer | null`, got `string`'),
     ({"max_tokens": 0}, "max_tokens", None),
     (
         {"max_completion_tokens": -1},
@@ -46,14 +62,14 @@ CHAT = [
         "model's context is 512 tokens; shorten the prompt or lower max_tokens",
     ),
     ({"messages": "x " * 600}, "messages", None),
-    ({"temperature": -1}, "temperature", "temperature is -1.0: it must be between 0 and 100"),
+    ({"temperature": -1}, "temperature", "temperature is -1: it must be between 0 and 100"),
     ({"top_p": 1.5}, "top_p", "top_p is 1.5: it must be between 0 and 1"),
     ({"top_k": -2}, "top_k", "top_k is -2: it must be between -1 and 2147483648"),
-    ({"min_p": 2}, "min_p", "min_p is 2.0: it must be between 0 and 1"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty is 0.0: it must be between 0.01 and 100"),
-    ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3.0: it must be between -2 and 2"),
-    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3.0: it must be between -2 and 2"),
-    ({"seed": 1.5}, "seed", "seed is 1.5: expected `int | null`, got `float`"),
+    ({"min_p": 2}, "min_p", "min_p is 2: it must be between 0 and 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty is 0: it must be between 0.01 and 100"),
+    ({"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3: it must be between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3: it must be between -2 and 2"),
+    ({"seed": 1.5}, "seed", "seed is 1.5: expected `integer | null`, got `number`"),
     ({"seed": 2**64}, "seed", None),
     ({"n": 129}, "n", "n is 129: it must be between 1 and 128"),
     ({"n": 2, "best_of": 3}, "best_of", "best_of is 3 with n 2: only best_of equal to n is supported"),
@@ -65,23 +81,23 @@ CHAT = [
     ({"stop": ""}, "stop", 'stop is "": expected a text, or a list of texts, none of them empty'),
     ({"stop": {"Any": "x"}}, "stop", None),
     ({"stop": ["x"] * 65}, "stop", "stop has 65 texts, at most 64 are allowed"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids is [-1]: token ids are not negative"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids is [-1]: a number of at least 0 is needed"),
     ({"stop_token_ids": [400]}, "stop_token_ids", "stop_token_ids names token 400: this model's tokens are 0 to 399"),
     (
         {"logit_bias": {"x": 1}},
         "logit_bias",
-        'logit_bias is {"x":1.0}: expected token ids with values between -100 and 100',
+        'logit_bias is {"x":1}: expected token ids, as texts, with values from -100 to 100',
     ),
     (
         {"logit_bias": {"1": 101}},
         "logit_bias",
-        'logit_bias is {"1":101.0}: expected token ids with values between -100 and 100',
+        'logit_bias is {"1":101}: expected token ids, as texts, with values from -100 to 100',
     ),
     ({"logit_bias": {"400": 1}}, "logit_bias", "logit_bias names token 400: this model's tokens are 0 to 399"),
     ({"min_tokens": 5, "max_tokens": 3}, "min_tokens", "min_tokens is 5, more than max_tokens 3"),
     ({"top_logprobs": 3}, "top_logprobs", 'top_logprobs is 3, which needs "logprobs": true'),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: it must be between 0 and 20"),
-    ({"logprobs": 5}, "logprobs", "logprobs is 5: expected `bool | null`, got `int`"),
+    ({"logprobs": 5}, "logprobs", "logprobs is 5: expected `boolean | null`, got `integer`"),
     (
         {"response_format": {"type": "xml"}},
         "response_format",
@@ -91,7 +107,7 @@ CHAT = [
     (
         {"tools": [{"type": "function", "function": {"name": 3}}]},
         "tools[0].function.name",
-        "tools[0].function.name is 3: expected `str`, got `int`",
+        "tools[0].function.name is 3: expected `string`, got `integer`",
     ),
     (
         {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
@@ -127,7 +143,7 @@ CHAT = [
     (
         {"stream_options": {"include_usage": "yes"}},
         "stream_options.include_usage",
-        'stream_options.include_usage is "yes": expected `bool | null`, got `str`',
+        'stream_options.include_usage is "yes": expected `boolean | null`, got `string`',
     ),
 ]
 TEXT = [
@@ -184,7 +200,7 @@ def test_completions(server, body, param, message):
         (b"", "the request has no body: send a JSON object"),
         (b"{", "the request's body is not valid JSON: Input data was truncated"),
         (b"{'a': 1}", "the request's body is not valid JSON: JSON is malformed: object keys must be strings (byte 1)"),
-        (b'{"a": ' + b"[" * 100_000, "the request's body is nested too deeply"),
+        (b'{"a": ' + b"[" * 5000, "the request's body is nested too deeply"),
         (b"[1]", "the request's body is [1]: expected a JSON object"),
         (
             b'{"a": "\xff"}',
@@ -234,7 +250,7 @@ def test_no_such_path(server):
     answer = server.request("GET", "/v2/chat")
     check(answer, 404, None, None, "not_found")
     message = answer.body["error"]["message"]
-    assert message.startswith("there is nothing at /v2/chat; the endpoints are ")
+    assert "/v2/chat; the endpoints" in message
     assert all(route.path in message for route in routes())
 
 
@@ -258,16 +274,15 @@ def test_a_method_that_is_none_of_http_s_usual_ones(server, caplog):
 def test_too_large(server, monkeypatch):
     monkeypatch.setattr(handler, "MAX_BODY", 1 << 20)
     check(
-        server.post("completions", prompt="x" * (2 << 20)),
+        server.post("completions", prompt="x" * (3 << 19)),
         413,
         None,
         "the request's body is larger than the limit of 1 MiB",
         "too_large",
     )
-    answer = server.post("completions", prompt="x" * (2 << 20))
+    answer = server.post("completions", prompt="x" * (3 << 19))
     assert (answer.status, answer.headers["Connection"]) == (413, None)  # it was read: the connection goes on
-    monkeypatch.setattr(handler, "DISCARD_BODY", 1 << 20)
-    answer = server.request("POST", "/v1/completions", b"", {"Content-Length": str(2 << 20)})
+    answer = server.request("POST", "/v1/completions", b"", {"Content-Length": str(3 << 20)})  # not read at all
     check(answer, 413, None, "the request's body is larger than the limit of 1 MiB", "too_large")
     assert answer.headers["Connection"] == "close"
     assert server.post("completions", prompt="x").status == 200
@@ -297,7 +312,7 @@ def test_error_of_the_engine(server):
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "starcoder2"])
 def test_without_template(start_server, tmp_path, model_type):
-    """Of models that complete texts, of which no family has a template either."""
+    """Models that complete texts, of which no family has a template either."""
     from ..conftest import make_model
 
     model = make_model(tmp_path / "base", template=None)

@@ -1,7 +1,9 @@
 """Requests of megabytes: refused where they cannot fit, in nobody's way where they can, and forgotten afterwards."""
 
 import gc
+import gzip
 import json
+import random
 import socket
 import threading
 import time
@@ -10,7 +12,8 @@ import psutil
 import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.http import handler
-from phalanx.rank.server.text_engine import LARGE
+from phalanx.rank.server.text_engine import LARGE, THREADS
+from phalanx.rank.server.text_process import text_facts
 
 from .test_server import read_all, send
 
@@ -32,34 +35,35 @@ def roomy(start_server):
 
 @pytest.fixture
 def encoding(monkeypatch):
-    """Texts as they are tokenised, and a gate in front of it."""
-    from phalanx.rank.server.text.tokenizer import Tokenizer
+    """Texts as workers get them to tokenise, and a gate in front of it."""
+    from phalanx.rank.server.text_process import RemoteText
 
-    original = Tokenizer.encode
+    original = RemoteText.run
 
     class Encoding:
         begun, running, most = [], 0, 0
         gate = threading.Event()
 
-    def encode(self, text, special):
-        Encoding.begun.append(text)
+    def run(self, function, *args):
+        if function is text_facts:
+            return original(self, function, *args)
+        Encoding.begun.append(getattr(args[0], "prompt", ""))
         Encoding.running += 1
         Encoding.most = max(Encoding.most, Encoding.running)
         assert Encoding.gate.wait(20)
         Encoding.running -= 1
-        return original(self, text[:100], special)
+        return original(self, function, *args)
 
-    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(RemoteText, "run", run)
     yield Encoding
     Encoding.gate.set()
 
 
 @pytest.mark.parametrize("kind", [pytest.param("words", marks=pytest.mark.long), "one word", "messages"])
-def test_what_cannot_fit_is_not_tokenised(fresh_server, encoding, kind):
+def test_what_cannot_fit_is_refused(fresh_server, kind):
     answer = fresh_server.post("chat/completions", messages=HUGE[kind])
     assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
     assert "context is 512 tokens" in answer.body["error"]["message"]
-    assert not encoding.begun
 
 
 def test_short_prompts_are_not_behind_long_ones(roomy, encoding):
@@ -93,7 +97,7 @@ def test_a_long_prompt_leaves_the_loop_to_others(roomy):
 @pytest.mark.parametrize("size", [5, LARGE + 1])
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
 def test_who_has_left_is_not_tokenised(roomy, encoding, size, path):
-    first = [send(roomy, "completions", prompt="a" * size, max_tokens=1) for _ in range(1 if size > LARGE else 2)]
+    first = [send(roomy, "completions", prompt="a" * size, max_tokens=1) for _ in range(1 if size > LARGE else THREADS)]
     roomy.wait(lambda: len(encoding.begun) == len(first))
     field = {"completions": "prompt", "chat/completions": "messages", "embeddings": "input"}[path]
     leaver = send(roomy, path, **{field: "b" * size})
@@ -137,36 +141,36 @@ def test_nothing_keeps_a_refused_request(fresh_server, body):
 
 
 def test_large_bodies_in_hand_are_bounded(fresh_server, monkeypatch):
-    monkeypatch.setattr(handler, "MAX_BODY", 3 << 20)
+    monkeypatch.setattr(fresh_server.state.coming, "quota", 3 << 20)
     data = json.dumps({"messages": "word " * 400_000}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     half = socket.create_connection(("127.0.0.1", fresh_server.port))
     half.sendall(head + data[:-10])
-    fresh_server.wait(lambda: fresh_server.state.held == len(data) - 10)
+    fresh_server.wait(lambda: fresh_server.state.coming.held(0) == len(data) - 10)
     answer = fresh_server.request("POST", "/v1/chat/completions", data)
     assert answer.status == 429 and answer.headers["Retry-After"] == "1"
     assert fresh_server.post("chat/completions", messages="hi").status == 200
     half.close()
-    fresh_server.wait(lambda: not fresh_server.state.held)
+    fresh_server.wait(lambda: not fresh_server.state.coming.held(0))
     with socket.create_connection(("127.0.0.1", fresh_server.port)) as leaver:
         leaver.sendall(head + data[:-10])  # and leaves before all of it is taken, at its pace
     time.sleep(0.5)  # the body would be taken in that time
-    assert not fresh_server.state.held
+    assert not fresh_server.state.coming.held(0)
     assert fresh_server.request("POST", "/v1/chat/completions", data).status == 400
-    fresh_server.wait(lambda: not fresh_server.state.held)
+    fresh_server.wait(lambda: not fresh_server.state.coming.held(0))
 
 
 def test_refused_bodies_are_not_paced(fresh_server, monkeypatch):
     """Neither one that says its length, nor one beside others that have all the room."""
-    monkeypatch.setattr(handler, "LARGE_RATE", 1 << 17)
+    monkeypatch.setattr(handler, "LARGE_RATE", 1 << 17)  # the bodies would take 24 s and 12 s
     monkeypatch.setattr(handler, "MAX_BODY", 2 << 20)
     data = b"x" * (3 << 20)
     began = time.monotonic()
     assert fresh_server.request("POST", "/v1/completions", data).status == 413
-    fresh_server.state.held = 2 << 20
+    fresh_server.state.coming.force(0, 63 << 20)
     assert fresh_server.request("POST", "/v1/completions", data[: 3 << 19]).status == 429
-    fresh_server.state.held = 0
-    assert time.monotonic() - began < 4 and fresh_server.state.read_until == 0
+    fresh_server.state.coming.give(0, 63 << 20)
+    assert time.monotonic() - began < 12 and fresh_server.state.read_until == 0
 
 
 @pytest.mark.parametrize("path, field", [("completions", "prompt"), ("embeddings", "input")])
@@ -176,7 +180,7 @@ def test_a_large_body_makes_room_when_it_is_tokenised(roomy, path, field):
     scheduler.hold = True
     with send(roomy, path, **{field: "a " * 600_000}) as sock:
         roomy.wait(lambda: scheduler.requests, 20)
-        assert roomy.state.held == 0
+        assert roomy.state.coming.held(0) == 0
         scheduler.hold = False
         assert read_all(sock).startswith(b"HTTP/1.1 200")
 
@@ -189,4 +193,57 @@ def test_many_values_are_not_decoded(fresh_server, monkeypatch, path):
     monkeypatch.setattr(handler, "decode", None)
     body = b'{"prompt":[' + b"[1]," * 2_500_000 + b"[1]]}"
     answer = fresh_server.request("POST", f"/v1/{path}", body)
-    assert answer.status == 400 and "2500003 lists" in answer.body["error"]["message"]
+    assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
+    assert "lists and objects" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [100, 2 << 20])
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+def test_threads_for_bodies_read_large_ones(fresh_server, monkeypatch, size, coding):
+    """And the event loop small ones, as they take less than going to a thread."""
+    found = []
+
+    def noted(original):
+        def called(*args):
+            found.append(threading.current_thread().name.partition("_")[0])
+            return original(*args)
+
+        return called
+
+    monkeypatch.setattr(handler, "decode", noted(handler.decode))
+    monkeypatch.setattr(handler.Inflater, "finish", noted(handler.Inflater.finish))
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": random.randbytes(size // 2).hex()}).encode()
+    body = gzip.compress(body) if coding == "gzip" else body
+    answer = fresh_server.request("POST", "/v1/completions", body, {"Content-Encoding": coding})
+    assert answer.status == 200, answer.body
+    if size > handler.LARGE_BODY:
+        assert found == ["bodies"] * (2 if coding == "gzip" else 1)
+    else:
+        assert len(found) == 1 and found != ["bodies"]
+
+
+def test_values_are_counted_as_they_come(fresh_server, monkeypatch):
+    """Not at the body's end, where all of it would hold up the event loop at once."""
+    sizes = []
+    feed = handler.BodyValues.feed
+
+    def noted(self, part):
+        sizes.append(len(part))
+        feed(self, part)
+
+    monkeypatch.setattr(handler.BodyValues, "feed", noted)
+    fresh_server.request("POST", "/v1/completions", json.dumps({"prompt": "x" * (3 << 20)}))
+    assert sum(sizes) > 3 << 20 and max(sizes) <= 256 << 10
+
+
+def test_a_body_of_many_values_is_dropped_at_once(fresh_server):
+    """Its sender still gets the answer, and what comes after that is not kept."""
+    body = b'{"prompt":[' + b"[1]," * 3_000_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (len(body) + 3)
+    with socket.create_connection(("127.0.0.1", fresh_server.port), timeout=20) as sock:
+        sock.sendall(head + body)
+        (one,) = fresh_server.state.active
+        fresh_server.wait(lambda: one._size == len(body))
+        assert not one._body and fresh_server.state.coming.held(0) == 0
+        sock.sendall(b"1]}")
+        assert sock.recv(12) == b"HTTP/1.1 400"

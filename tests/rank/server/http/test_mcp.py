@@ -5,6 +5,7 @@ import json
 
 import pytest
 from phalanx.rank import protocol
+from phalanx.rank.server.mcp import rounds
 
 from ....late import Late
 from ...mcp_servers import STDIO, free_port, written
@@ -170,6 +171,24 @@ def test_the_number_of_calls_is_limited(server, responses, says):
     assert "local_add" in asked(server, back=2)
 
 
+def test_results_are_bounded(server, responses, says, monkeypatch):
+    monkeypatch.setattr(rounds, "MOST_TEXTS", 3)
+    says(calls("local_add", a=1, b=99), calls("local_add", a=1, b=2), "I see.")
+    entry = {"type": "mcp", "server_label": "local", "require_approval": "never"}
+    made = [item for item in responses.create(model="m", input="hi", tools=[entry]).output if item.type == "mcp_call"]
+    assert made[0].output == "100" and "left out" in (made[1].error or made[1].output)
+    for background in (False, True):
+        says(calls("local_add", a=1, b=99), "I see.")
+        with monkeypatch.context() as patch:
+            patch.setattr(server.state.live, "take", lambda key, size: size != 3)
+            patch.setattr(server.state.responses._running_bytes, "take", lambda key, size: size != 3)
+            response = responses.create(model="m", input="hi", tools=[entry], background=background)
+            server.wait(lambda: server.link.open_sequences == 0 and len(server.state.active) == 0)
+            server.wait(lambda: not any(one.running for one in server.state.responses._kept))
+        made = [item for item in responses.retrieve(response.id).output if item.type == "mcp_call"]
+        assert "left out" in (made[0].error or made[0].output)
+
+
 def test_a_forced_call_is_forced_once(server, responses, says):
     says(ADD, "It is 5.")
     response = responses.create(model="m", input="hi", tools=[MCP], tool_choice="required")
@@ -207,7 +226,7 @@ def test_what_is_wrong_is_said(server, tool, param, message):
 def test_a_tool_of_the_client_by_the_name_of_a_server_s(server, kind):
     answer = server.post("responses", input="hi", tools=[MCP, {"type": kind, "name": "local_add"}])
     assert answer.status == 400 and answer.body["error"]["param"] == "tools"
-    assert "tools has one called 'local_add'" in answer.body["error"]["message"]
+    assert "called 'local_add'" in answer.body["error"]["message"]
 
 
 def test_a_word_on_no_request(server):
@@ -245,7 +264,7 @@ def test_a_server_s_tool_that_is_not_there_cannot_be_chosen(server):
     for label in ("local", "other"):
         body = {"input": "hi", "tools": [MCP], "tool_choice": {**choice, "server_label": label}}
         error = server.post("responses", **body).body["error"]
-        assert error["param"] == "tool_choice" and "it needs tools that may be called" in error["message"]
+        assert error["param"] == "tool_choice" and "needs tools" in error["message"]
 
 
 def test_a_client_that_leaves_during_a_call(server, says):

@@ -2,9 +2,12 @@
 
 import re
 
+import msgspec
 import pytest
+from phalanx.rank.server import hosted_tools
 from phalanx.rank.server.anthropic_format import MessageRenderer
 from phalanx.rank.server.api_error import ApiError
+from phalanx.rank.server.http.messages import MessagesRequest, Turn
 
 from ....late import Late
 from ..conftest import parse_events
@@ -104,13 +107,81 @@ def test_thoughts_texts_and_calls_in_their_order(client, says):
     thought, text, call, _ = message.content
     assert (thought.thinking, text.text) == ("hm", "One")
     assert (call.name, call.input, message.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
-    with client.messages.stream(**body) as stream:
+    with client.messages.stream(**body, thinking={"type": "adaptive"}) as stream:
         kinds = [event.type for event in stream if event.type.startswith(("message", "content"))]
         streamed = stream.get_final_message()
     blocks = [block.model_dump(exclude={"id"}) for block in message.content]
     assert [block.model_dump(exclude={"id"}) for block in streamed.content] == blocks
     assert (streamed.stop_reason, streamed.usage.output_tokens) == ("tool_use", message.usage.output_tokens)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize("thinking", [None, {"type": "disabled"}])
+def test_thoughts_only_where_they_are_asked_for(server, client, says, thinking):
+    """The template's switch is off, and of a model that thinks all the same the first block is its text."""
+    says("<think>\nhm\n</think>\n\nOne")
+    body = {"model": "m", "max_tokens": 300, "messages": USER} | ({"thinking": thinking} if thinking else {})
+    assert client.messages.create(**body).content[0].text == "One"
+    assert not server.asked.endswith("<think>\n")
+    count = len(server.scheduler.requests[-1].tokens) // 4
+    assert client.messages.count_tokens(model="m", messages=USER).input_tokens == count
+    with client.messages.stream(**body) as stream:
+        assert [block.text for block in stream.get_final_message().content] == ["One"]
+    client.messages.create(**body | {"thinking": {"type": "adaptive"}})
+    assert server.asked.endswith("<think>\n")
+
+
+OWN_TOOLS = [
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+    {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "mcp_toolset", "mcp_server_name": "s"},
+]
+
+
+def test_tools_as_claude_code_has_them(server, client, says, caplog):
+    """Anthropic's own are left out with a line of the log for each kind."""
+    hosted_tools.log_left_out.cache_clear()
+    says("fine")
+    deferred = {**TOOL, "name": "get_time", "defer_loading": True}
+    for _ in range(2):
+        client.messages.create(model="m", max_tokens=30, messages=USER, tools=[*OWN_TOOLS, TOOL, deferred])
+    assert "get_weather" in server.asked and "get_time" in server.asked and "web_search" not in server.asked
+    logged = [one.message for one in caplog.records if one.name.endswith("hosted_tools")]
+    assert all(sum(tool["type"] in line for line in logged) == 1 for tool in OWN_TOOLS)
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        client.messages.create(
+            model="m", max_tokens=30, messages=USER, tools=OWN_TOOLS[:1], tool_choice={"type": "any"}
+        )
+
+
+def test_what_came_of_anthropic_s_tools_is_history(server, client, says):
+    says("fine")
+    found = {"type": "web_search_result", "title": "T", "url": "http://x", "encrypted_content": "gAAA"}
+    references = [{"type": "tool_reference", "tool_name": "get_time"}]
+    turns = [
+        *USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I look."},
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [found]},
+                {"type": "text", "text": "And more."},
+                {"type": "tool_use", "id": "t1", "name": "ToolSearch", "input": {}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": references}]},
+    ]
+    client.messages.create(model="m", max_tokens=30, messages=turns)
+    assert server.asked == (
+        "<|turn|>user\nhi<|end|>\n<|turn|>assistant\nI look.<|end|>\n"
+        '<|turn|>tool\n[{"type":"web_search_result","title":"T","url":"http://x"}]<|end|>\n'
+        "<|turn|>assistant\nAnd more.<|end|>\n<|turn|>tool\nget_time<|end|>\n<|turn|>assistant\n"
+    )
+    request = MessagesRequest(messages=msgspec.convert(turns, list[Turn]), max_tokens=5)
+    calls = [(call.function.name, call.id) for one in request.chat().messages for call in one.tool_calls or ()]
+    assert calls == [("web_search", "s1"), ("ToolSearch", "t1")]
 
 
 def test_the_events_on_the_wire(server, says):
@@ -164,7 +235,7 @@ def test_a_last_message_of_the_assistant_goes_on(server, client, says):
 
 
 def test_keys_in_both_headers(server, client):
-    with pytest.raises(anthropic.AuthenticationError, match="a valid API key is needed") as error:
+    with pytest.raises(anthropic.AuthenticationError, match="API key") as error:
         client.with_options(api_key="wrong").messages.create(model="m", max_tokens=5, messages=USER)
     assert error.value.body["type"] == "error" and error.value.body["error"]["type"] == "authentication_error"
     body = {"model": "m", "max_tokens": 5, "messages": USER}
@@ -190,7 +261,8 @@ def test_keys_in_both_headers(server, client):
             "expected one of text, thinking, redacted_thinking, tool_use",
         ),
         ({"system": [{"type": "image"}]}, 'system[0].type is "image"'),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 'tools[0] is "web_search_20250305"'),
+        ({"tools": [{"type": "web_search", "name": "web_search"}]}, 'tools[0] is "web_search"'),
+        ({"tools": [{"input_schema": {}}]}, "tools with a name"),
         ({"tool_choice": {"type": "any"}}, "it needs tools that may be called"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is null: expected a tool's name"),
         ({"tool_choice": {"type": "all"}}, 'tool_choice.type is "all": expected one of auto, any'),
@@ -202,9 +274,9 @@ def test_keys_in_both_headers(server, client):
         ({"container": "x"}, "nothing is run here"),
         ({"seed": 5}, "seed is 5: it is not supported here, use /v1/chat/completions"),
         ({"stop": "x"}, "use stop_sequences"),
-        ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: at most 64 texts'),
-        ({"stop_sequences": ["a"] * 65}, "stop_sequences is 65 texts"),
-        ({"temperature": -1}, "temperature is -1.0: it must be between 0 and 100"),
+        ({"stop_sequences": ["a", ""]}, 'stop_sequences is ["a",""]: a text that is not empty'),
+        ({"stop_sequences": ["a"] * 65}, "at most 64"),
+        ({"temperature": -1}, "temperature is -1: it must be between 0 and 100"),
         ({"thinking": {"type": 5}}, "thinking.type is 5"),
         ({"output_config": {"effort": 5}}, "output_config.effort is 5"),
     ],
@@ -236,7 +308,7 @@ def test_the_client_knows_the_request_by_its_id(client, says):
 
 
 def test_what_is_not_there_has_anthropic_s_shape_too(server):
-    answer = server.request("POST", "/v1/messages/batches", {"requests": []}, {"X-Api-Key": "secret"})
+    answer = server.request("POST", "/v1/messages/none", {}, {"X-Api-Key": "secret"})
     assert (answer.status, answer.body["type"], answer.body["error"]["type"]) == (404, "error", "not_found_error")
 
 
@@ -264,3 +336,32 @@ def test_errors_of_streams(server, says, monkeypatch):
     assert answer.status == 500 and answer.body["error"]["type"] == "api_error"
     event = MessageRenderer.error(None, ApiError(503, "gone"))
     assert event == (b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"gone"}}\n\n')
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("system", [
+    lambda line: [{"type": "text", "text": line}, {"type": "text", "text": "Be brief"}],
+    lambda line: [{"type": "text", "text": f"{line}\nBe brief"}],
+    lambda line: f"{line}\nBe brief",
+    lambda line: f"\n{line}\n{line}\nBe brief",
+])  # fmt: skip
+def test_billing_lines_are_no_part_of_the_prompt(server, says, system):
+    """They differ from request to request, and would keep all that follows out of the prefix cache."""
+    says("hi")
+    prompts = []
+    for number in ("0a1b", "9f"):
+        asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+        body = {**asked, "system": system(BILLING.format(number))}
+        assert server.request("POST", "/v1/messages", body, {"x-api-key": "secret"}).status == 200
+        prompts.append(server.asked)
+    assert prompts[0] == prompts[1] and "billing" not in prompts[0] and "system\nBe brief<" in prompts[0]
+
+
+def test_a_billing_line_alone_is_no_system_message(server, says):
+    says("hi")
+    asked = {"messages": [{"role": "user", "content": "about x-anthropic-billing-header: x"}], "max_tokens": 9}
+    body = {**asked, "system": BILLING.format("0a")}
+    assert server.request("POST", "/v1/messages", body, {"x-api-key": "secret"}).status == 200
+    assert "system" not in server.asked and "about x-anthropic-billing-header: x" in server.asked

@@ -23,6 +23,20 @@ def test_the_hit_ratio_of_resident_experts(tmp_path):
     assert name + b"0.75\n" in Metrics(link, "m").text()
 
 
+@pytest.mark.parametrize("state", ["loading", "ready", "unloaded", "draining", "restarting", "failed"])
+def test_ready_is_said_where_requests_are_answered(tmp_path, state):
+    link = EngineClient(str(tmp_path / "s"))
+    link.state = state
+    assert b"phalanx_ready %.1f\n" % (state in ("ready", "unloaded")) in Metrics(link, "m").text()
+
+
+def test_the_end_of_the_certificate_is_there_where_there_is_one(tmp_path):
+    link = EngineClient(str(tmp_path / "s"))
+    name = b"\nphalanx_tls_certificate_end_seconds "
+    assert name not in Metrics(link, "m").text()
+    assert name + b"5e+09\n" in Metrics(link, "m", 5e9).text()
+
+
 @pytest.mark.parametrize("path", ["completions", "embeddings"])
 def test_a_client_that_leaves_before_its_answer_is_not_a_success(start_server, path):
     server = start_server(scheduler={"hold": True})
@@ -34,3 +48,23 @@ def test_a_client_that_leaves_before_its_answer_is_not_a_success(start_server, p
     server.wait(lambda: not server.state.active)
     series = f'phalanx_http_requests_total{{method="POST",path="/v1/{path}",status="499"}} 1.0'
     server.wait(lambda: series in server.state.metrics.text().decode())
+
+
+def test_speculation(tmp_path):
+    link = EngineClient(str(tmp_path / "s"))
+    link.stats = Stats(speculation={"ngram": [4, 12, 3, 2], "mtp": [1, 3]}, speculation_seconds=2.0, plain_seconds=3.0)
+    lines = Metrics(link, "m").text().decode().splitlines()
+    for prefix, rest in (("phalanx_", ""), ("vllm:", 'engine="0",model_name="m",')):
+        for name, labels, value in (
+            ("num_drafts_total", 'source="ngram"', 4),
+            ("num_draft_tokens_total", 'source="mtp"', 3),
+            ("num_accepted_tokens_total", 'source="ngram"', 5),
+            ("num_accepted_tokens_per_pos_total", 'position="1",source="ngram"', 2),
+        ):
+            found = [line for line in lines if line.startswith(f"{prefix}spec_decode_{name}{{")]
+            assert any(
+                set(line.partition("{")[2].partition("}")[0].split(",")) == set((rest + labels).split(","))
+                and float(line.rpartition(" ")[2]) == value
+                for line in found
+            ), found
+    assert "phalanx_spec_decode_plain_seconds_total 3.0" in lines

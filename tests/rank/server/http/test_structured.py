@@ -6,8 +6,9 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.timeout(60)
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+STRICT = {"type": "json_schema", "json_schema": {"strict": True, "schema": {"not": {}, "uniqueItems": True}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 USER = [{"role": "user", "content": "hello"}]
 
@@ -51,7 +52,7 @@ def test_every_way_to_ask(fresh_server, path):
 
 
 def test_what_asks_for_nothing(fresh_server):
-    for asked in ({"response_format": {"type": "text"}}, {"guided_regex": ""}, {"structured_outputs": {}}, {}):
+    for asked in ({"response_format": {"type": "text"}}, {"guided_regex": None}, {"structured_outputs": {}}, {}):
         assert fresh_server.post("chat/completions", messages=USER, **asked).status == 200
     assert grammars(fresh_server, 4) == [[]] * 4 and not fresh_server.scheduler.vocabularies
 
@@ -91,7 +92,8 @@ REFUSED = [
     ({"guided_json": "{"}, "guided_json", "guided_json is no JSON schema"),
     ({"guided_json": "[]"}, "guided_json", "expected a JSON schema, which is an object"),
     ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type: foo"),
-    ({"guided_json": {"not": {}, "uniqueItems": True}}, "guided_json", "schema's not, uniqueItems is not supported"),
+    ({"response_format": STRICT}, "response_format.json_schema.schema", "not, uniqueItems are not supported"),
+    ({"guided_json": {"const": 1 << 60}}, "guided_json", "const"),
     ({"guided_json": {"enum": ["x" * 300000]}}, "guided_json", "at most 262144 are allowed in a JSON schema"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "use grammar"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "cannot be enforced"),

@@ -1,4 +1,4 @@
-"""The same server by TLS."""
+"""The server over TLS."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,8 @@ import ssl
 import pytest
 from phalanx.launcher.commands.bench.client import Answer, Client, Failure
 from phalanx.rank.server import tls
-from phalanx.rank.server.http import app
+from phalanx.rank.server.http import app, listener
+from phalanx.rank.server.http.listener import Descriptors
 
 from ....certificates import make_certificate
 
@@ -73,3 +74,30 @@ def test_http_without_tls_and_silence_are_hung_up_on(start_server, files, monkey
     with contextlib.closing(connect(server, files)) as connection:
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "half a hello"])
+def test_handshakes_that_never_end_make_room(start_server, files, monkeypatch, sent):
+    monkeypatch.setattr(Descriptors, "of_this_process", lambda: Descriptors(40, 0))
+    server = start_server(tls_cert=files[0], tls_key=files[1])
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+        with contextlib.closing(connect(server, files)) as connection:
+            connection.request("GET", "/v1/models")
+            assert connection.getresponse().status == 200
+        server.wait(lambda: server.server.listener.open <= 30)
+    server.wait(lambda: not server.server.listener.open)
+
+
+def test_a_handshake_that_stalls_ends(start_server, files, monkeypatch):
+    monkeypatch.setattr(listener, "WAIT_TIMEOUT", 0.3)
+    monkeypatch.setattr(listener, "SWEEP", 0.1)
+    server = start_server(tls_cert=files[0], tls_key=files[1])
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(b"\x16\x03\x01")
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1 << 16) == b""
+    server.wait(lambda: not server.server.listener.open)

@@ -4,6 +4,7 @@ import pytest
 from phalanx.rank.server.http.tokens import TokenizeRequest
 
 pytestmark = pytest.mark.timeout(30)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def post(server, path, **body):
@@ -35,6 +36,15 @@ def test_conversations(server):
     written = post(server, "/apply-template", **body)["prompt"]
     assert written == "<|turn|>user\nhi <|end|><|end|>\n"
     assert post(server, "/detokenize", tokens=found["tokens"])["content"] == written
+
+
+def test_how_many_tokens_a_chat_has(server):
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [TOOL]}
+    counted = post(server, "/v1/chat/completions/input_tokens", **body)
+    made = server.post("chat/completions", **body).body
+    assert counted == {"object": "response.input_tokens", "input_tokens": made["usage"]["prompt_tokens"]}
+    assert post(server, "/chat/completions/input_tokens", **body) == counted
+    assert post(server, "/v1/chat/completions/input_tokens", messages=[])[0] == 400
 
 
 @pytest.mark.parametrize(

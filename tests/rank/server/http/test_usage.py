@@ -1,4 +1,4 @@
-"""What each key has used."""
+"""The usage of each key."""
 
 import http.client
 import json
@@ -52,9 +52,7 @@ def test_open_requests_of_a_key_are_limited(start_server):
     assert [answer.status for _, answer in running] == [200, 200, 200]
     connection, answer = ask("a")
     assert answer.status == 429 and answer.headers["Retry-After"] == "1"
-    assert json.loads(answer.read())["error"]["message"] == (
-        "this API key has 2 requests open and may have 2 (--requests-per-key): wait for one"
-    )
+    assert "2 (--requests-per-key): wait" in json.loads(answer.read())["error"]["message"]
     running[0][0].sock.close()  # the client leaves
     running[0][1].close()
     server.wait(lambda: server.state.used[0].open == 1)
@@ -82,3 +80,43 @@ def test_a_response_in_the_background_is_an_open_request(start_server):
     assert [begin()[0], begin()[0]] == [200, 429]
     server.scheduler.hold = False
     server.wait(lambda: server.state.used[0].open == 0)
+
+
+def test_priorities_are_refused_unless_clients_may_have_them(fresh_server):
+    for path, fields in (("completions", {"prompt": "x"}), ("embeddings", {"input": "x"})):
+        answer = fresh_server.post(path, **fields, priority=-1)
+        assert answer.status == 400 and answer.body["error"]["param"] == "priority"
+        assert "--client-priorities" in answer.body["error"]["message"]
+        assert fresh_server.post(path, **fields, priority=0).status == 200
+
+
+def test_a_key_goes_before_others_within_its_share(start_server):
+    """One row of four is a key's share with two keys: together they never have all."""
+    server = start_server(api_keys=["a", "b"], client_priorities=True, scheduler={"pause": 0.2})
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 200, "priority": -9})
+
+    def ask(key, body=body):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("POST", "/v1/completions", body, {"X-Api-Key": key, "Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer, connection
+
+    running = [ask("a"), ask("a"), ask("b"), ask("b", body.replace("-9", "7"))]
+    assert [request.priority for request in server.scheduler.requests] == [-9, 0, -9, 7]
+    for answer, connection in running:
+        answer.close()
+        connection.close()
+    server.wait(lambda: [(used.open, used.ahead) for used in server.state.used] == [(0, 0)] * 2)
+    answer, connection = ask("a")
+    assert server.scheduler.requests[-1].priority == -9
+    answer.close()
+    connection.close()
+
+
+def test_grammars_carry_the_owner_of_their_key(start_server):
+    server = start_server(api_keys=["a", "b"])
+    for key in "aba":
+        server.request("POST", "/v1/completions", {"prompt": "x", "guided_regex": "[a-z]+"}, {"X-Api-Key": key})
+    first, second, third = (request.owner for request in server.scheduler.requests)
+    assert first == third != second and second

@@ -32,7 +32,9 @@ def test_a_list_of_servers(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"mcpServers": {"a": {"command": "x", "more": ' + "[" * 100_000, "nested"),
         ({}, "it names no server"),
         ({"mcpServers": {"a b": {"command": "x"}}}, "server 'a b': a name has"),
         ({"mcpServers": {"a": {}}}, "either `command` or `url` is needed"),

@@ -49,7 +49,7 @@ def texts(name, count):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", PARTS)
 def test_tool_calls(name, count):
-    """Where nothing is a call, all of the text is content."""
+    """All of the text is content where nothing is a call."""
     own = {"reasoning": reasoning.find("harmony")} if name == "harmony" else {}
     called = 0
     for i, text in enumerate(texts(name, count)):

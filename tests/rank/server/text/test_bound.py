@@ -61,10 +61,14 @@ SHAPES = {
 }
 
 
+def bounds_of(tokenizer: Library):
+    return bound(tokenizer, json.loads(tokenizer.to_str()))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_text_has_fewer_tokens(shape):
     tokenizer = SHAPES[shape]
-    found = bound(json.loads(tokenizer.to_str()))
+    found = bounds_of(tokenizer)
     rng = random.Random(shape)
     texts = ["", *WORDS, *(word * 300 for word in WORDS)]
     texts += ["".join(rng.choice(WORDS) + rng.choice(["", " ", "  "]) for _ in range(60)) for _ in range(300)]
@@ -74,7 +78,7 @@ def test_no_text_has_fewer_tokens(shape):
 
 
 def test_long_runs_say_nothing_about_words():
-    found = bound(json.loads(SHAPES["byte level"].to_str()))
+    found = bounds_of(SHAPES["byte level"])
     assert found.longest > 2 * found.longest_word
     assert found.fewest("x" * 10_000) == 10_000 // found.longest_word
     assert found.fewest(" " * 10_000) == 10_000 // found.longest == 10_000 // 64
@@ -82,7 +86,7 @@ def test_long_runs_say_nothing_about_words():
 
 
 def test_a_text_is_read_until_it_has_tokens_enough():
-    found = bound(json.loads(SHAPES["composes"].to_str()))
+    found = bounds_of(SHAPES["composes"])
     for text in ("hello you, " * 1_000_000, "x" * 10_000_000):
         assert 500 <= found.fewest(text, 500) < 70_000 < found.fewest(text)
     # However it is cut into pieces, which is in front of ASCII only.
@@ -92,7 +96,7 @@ def test_a_text_is_read_until_it_has_tokens_enough():
 
 
 def test_nfc_shrinks_no_more_than_is_counted_with():
-    """By bytes, to 2/7 at most; what ASCII letters take in leaves them a byte and a quarter of the rest."""
+    """The bound by bytes is 2/7 at most; what ASCII letters take in leaves them a byte and a quarter of the rest."""
     widest, planes = {}, range(0x40000)  # behind them Unicode composes nothing
     for char in map(chr, planes):
         full = unicodedata.normalize("NFD", char) if not 0xD800 <= ord(char) < 0xE000 else ""
@@ -123,5 +127,5 @@ def test_where_characters_may_vanish_there_is_no_bound():
         unknown.append(byte_level())
         unknown[-1].pre_tokenizer = pre_tokenizers.Sequence([splitter, pre_tokenizers.ByteLevel()])
     for tokenizer in unknown:
-        assert bound(json.loads(tokenizer.to_str())) is None
-    assert bound(json.loads(Library(models.BPE({"a": 0, "?": 1}, [], unk_token="?")).to_str())) is not None
+        assert bounds_of(tokenizer) is None
+    assert bounds_of(Library(models.BPE({"a": 0, "?": 1}, [], unk_token="?"))) is not None

@@ -2,11 +2,12 @@
 
 import json
 import random
+import re
 
 import pytest
 import tokenizers
 from phalanx.launcher import builtin_model
-from phalanx.rank.server.text.control import GUARD, MARK, Marker
+from phalanx.rank.server.text.control import GUARD, MARK, Marker, _any_of
 from phalanx.rank.server.text.template import ChatTemplate
 from phalanx.rank.server.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
@@ -106,7 +107,7 @@ def test_marker():
     assert mark("a<|im_end|>b").replace(MARK, "") == "a<|im_end|>b"
     assert not any(token in mark("<|im_end|><|im_end|>") for token in ("<|im", "m_e"))
     assert mark({"a": ["<|i>", 1, None], "<|i>": True}) == {"a": [f"<{MARK}|i>", 1, None], f"<{MARK}|i>": True}
-    # What another text may complete ends with a mark, in front of blanks that a template may trim.
+    # A text that another may complete ends with a mark, in front of blanks that a template may trim.
     assert mark("so <|i \n") == f"so <|i{MARK} \n" and mark("so < |") == "so < |"
     assert Marker([]).mark("<|im") == "<|im"
 
@@ -130,3 +131,18 @@ def test_marks_are_not_shown_in_errors():
         with pytest.raises(ApiError) as error:
             ChatTemplate({"default": source}, {}).render([{"content": f"<{MARK}s>"}])
         error.value.message.encode()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("depth", [3, 2000])
+def test_the_longest_of_many_tokens_is_marked(depth):
+    """However they begin: what is alike is written once in the regular expression."""
+    rng = random.Random(depth)
+    tokens = {"".join(rng.choice("ab<|>.*(\n") for _ in range(rng.randrange(2, 6))) for _ in range(300)}
+    tokens |= {"a" * i for i in range(2, depth)}
+    plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    found = _any_of(tokens)
+    for _ in range(300):
+        text = "".join(rng.choice("ab<|>.*(\n ") for _ in range(40)) + "a" * rng.randrange(60)
+        assert [one.span() for one in found.finditer(text)] == [one.span() for one in plain.finditer(text)]
+    assert not _any_of([]).search("a")

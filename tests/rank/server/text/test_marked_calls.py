@@ -46,7 +46,7 @@ CASES = [
      '<start_function_call>call:f{a:<escape>{,}"<escape>,b:[1,<escape><escape>],c:{d:true},e:so}<end_function_call>.',
      [call("f", '{"a": "{,}\\"", "b": [1, ""], "c": {"d": true}, "e": "so"}'), text(".")]),
     ("gemma", '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>', [call("f", '{"a": "x"}')]),
-    ("gemma", "<start_function_call>call:f{a:5<end_function_call>.", [call("f", '{"a": 5'), text(".")]),
+    ("gemma", "<start_function_call>call:f{a:5<end_function_call>.", [call("f", '{"a": 5}'), text(".")]),
     ("gemma", "<start_function_call>f(5)", [text("<start_function_call>f(5)")]),
     ("pythonic", "[f(a='(\\'', b=[1, {'c': None}], d=-1.5), g()]",
      [call("f", '{"a": "(\'", "b": [1, {"c": null}], "d": -1.5}'), call("g", "{}")]),
@@ -134,3 +134,63 @@ def test_heads_that_never_end_are_given_up():
         words = begun + "f" * 1000
         found, _ = parse(list(words), tool_format=find(name))
         assert found == [text(words)]
+
+
+TOOLS = {"f": {"properties": {"x": {"type": "integer"}}}, "g": {}}
+UNMARKED = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize("name", ["hermes", "granite", "jamba", "phi4"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        UNMARKED,
+        f"\n\n{UNMARKED}\n",
+        f"```json\n{UNMARKED}\n```",
+        f"```\n{UNMARKED}\n```\n",
+        '{\n  "name": "f",\n  "arguments": {"x": 1}\n}',
+        '{"name": "f", "parameters": {"x": 1}}',
+    ],
+)
+def test_a_whole_answer_that_is_a_call_without_its_markers(name, words):
+    check(words, [call("f", '{"x": 1}')], tool_format=find(name), tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{UNMARKED} is the call.",
+        f"Call {UNMARKED}",
+        f"```json\n{UNMARKED}\n```\nThis asks for x.",
+        UNMARKED.replace('"f"', '"Ada"'),
+        UNMARKED.replace("name", "title"),
+        f"{UNMARKED}\n{UNMARKED}",
+        f"[{UNMARKED}]",
+        UNMARKED[:-1],
+        UNMARKED[:20],
+        '{"name": "f"}',
+        '{"name": "f", "arguments": {"x": }}',
+        "```python\nprint(1)\n```",
+        "```json\n{}\n```",
+        "{",
+    ],
+)
+def test_an_answer_in_json_stays_a_text(words):
+    check(words, [text(words)], tool_format=find("hermes"), tools=TOOLS)
+
+
+def test_an_unmarked_call_behind_thoughts_and_before_a_marked_one():
+    thinks = {"tool_format": find("hermes"), "tools": TOOLS, "reasoning": reasoning.find("think")}
+    check(f"<think>Hm.</think>\n{UNMARKED}", [("reasoning", "Hm."), call("f", '{"x": 1}')], **thinks)
+    check(f"<think>{UNMARKED}</think>\nNo.", [("reasoning", UNMARKED), text("No.")], **thinks)
+    marked = f"{UNMARKED}<tool_call>{UNMARKED}</tool_call>"
+    check(marked, [text(UNMARKED), call("f", '{"x": 1}')], **thinks)
+    assert parse([UNMARKED], tool_format=find("hermes"))[0] == [text(UNMARKED)], "no tools are offered"
+
+
+def test_an_answer_in_json_is_held_back_no_longer_than_it_may_be_a_call():
+    parser, events = OutputParser(tool_format=find("hermes"), tools=TOOLS), []
+    parser.feed('{"na', events)
+    assert not events
+    parser.feed('me": "Ada", "born"', events)
+    assert events[-1].text == '{"name": "Ada", "born"'

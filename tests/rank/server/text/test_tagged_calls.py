@@ -70,7 +70,7 @@ def qwen(name, *arguments):
 
 
 def chained(keyword, last):
-    """Of two references in each schema to the next one, so that there are 2**15 ways to the last."""
+    """Each schema has two references to the next one, so that there are 2**15 ways to the last."""
     links = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(15)}
     return {"$ref": "#/$defs/a0", "$defs": {**links, "a15": last}}
 
@@ -92,7 +92,7 @@ def crossed(number):
     ids=["allOf", "anyOf", "properties", "values"],
 )
 def test_schemas_that_would_hold_up_the_server(schema):
-    with pytest.raises(Unwritable, match="too many references and alternatives"):
+    with pytest.raises(Unwritable, match="alternatives"):
         alternatives(schema, schema)
     assert Parameters(schema).types("p1") == frozenset(TYPES)  # they allow everything
 
@@ -148,6 +148,76 @@ def test_glm_forgets_the_end():
     call_ = "<tool_call>f\n<arg_key>count</arg_key><arg_value>1</arg_value>\n"
     check(call_ + call_, [call("f", '{"count": 1}')] * 2, tool_format=find("glm45"), tools=TOOLS)
     check("<tool_call>What?", [text("<tool_call>What?")], tool_format=find("glm45"))
+
+
+# A format's arguments and the ends of its call and of all calls, each with what a model writes before it.
+WRITTEN = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n", "</tool_call>"
+    ),
+    "seed": (
+        "<seed:tool_call>\n<function=f>\n", "<parameter={}>{}</parameter>\n", "</function>\n", "</seed:tool_call>"
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n',
+        '<parameter name="{}">{}</parameter>\n',
+        "</invoke>\n",
+        "</minimax:tool_call>",
+    ),
+    "glm45": ("<tool_call>f\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "", "</tool_call>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([("text", "ls -l")], '{"text": "ls -l"}'),
+        ([("text", "a\n\nb <c> ")], '{"text": "a\\n\\nb <c> "}'),
+        ([("count", "5")], '{"count": 5}'),
+        ([("items", '["<x>", 1]')], '{"items": ["<x>", 1]}'),
+        ([("text", "a"), ("color", "red")], '{"text": "a", "color": "red"}'),
+        ([("count", "5"), ("text", "a"), ("items", "[1]")], '{"count": 5, "text": "a", "items": [1]}'),
+    ],
+    ids=str,
+)
+def test_closing_tags_that_a_model_forgets(name, arguments, expected):
+    begin, argument, end, close = WRITTEN[name]
+    closing = argument.rpartition("}")[2].lstrip("\n")
+    closing = closing if name == "qwen3_coder" else closing.rstrip("\n")  # there it has a line of its own
+    whole = [argument.format(*one) for one in arguments]
+    for forgotten in range(len(whole) + 1):
+        cut = [one.replace(closing, "") if forgotten in (i, len(whole)) else one for i, one in enumerate(whole)]
+        for behind in (end + close, close, end):
+            if behind and (behind != end or name != "glm45"):
+                words = f"{begin}{''.join(cut)}{behind}"
+                check(words, [call("f", expected)], tool_format=find(name), tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "value", ["a</function>b", "a\n<parameter=text>\nb", "<parameter=no>", "</function> and", "<tool_call>"]
+)
+def test_a_text_that_speaks_of_how_calls_are_written(value):
+    expected = [call("f", json.dumps({"text": value}))]
+    check(qwen("f", ("text", value)), expected, tool_format=find("qwen3_coder"), tools=TOOLS)
+
+
+def test_any_name_begins_an_argument_where_the_schema_has_none():
+    words = "<tool_call><function=g><parameter=a>\n1\n<parameter=b>\nx\n</function></tool_call>."
+    expected = [call("g", '{"a": 1, "b": "x"}'), text(".")]
+    check(words, expected, tool_format=find("qwen3_coder"), tools={"g": {}})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("{a:<escape>x<end_function_call>", '{"a": "x"}'),
+        ("{a:[<escape>x<escape>,{b:5<end_function_call>", '{"a": ["x", {"b": 5}]}'),
+        ("{a:5<end_function_call>", '{"a": 5}'),
+    ],
+)
+def test_gemma_forgets_the_end_of_a_text_or_of_a_bracket(words, expected):
+    check(f"<start_function_call>call:f{words}.", [call("f", expected), text(".")], tool_format=find("gemma"))
 
 
 def test_minimax_has_several_calls_between_its_markers():

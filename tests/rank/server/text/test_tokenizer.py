@@ -58,7 +58,7 @@ def test_an_unfinished_character_is_replaced_at_the_end(byte_level):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    """As Llama 2's: U+2581 for spaces, byte tokens, a leading space that decoding the whole text strips."""
+    """A tokenizer as Llama 2's: U+2581 for spaces, byte tokens, a leading space that decoding the whole text strips."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     for token in ["\u2581", *"helowrd", "\u2581h", "\u2581he", "ll", "\u2581hell"]:
         vocab.setdefault(token, len(vocab))

@@ -68,7 +68,7 @@ def test_sentencepiece(tmp_path, type, kind):
         assert made.decode(want) == truth.decode(want)
         detok = detokenizer(made, frozenset(), [])
         spelt = "".join([detok.feed(id) for id in want] + [detok.finish()])
-        assert spelt in (made.decode(want), " " + made.decode(want)), "texts continue a prompt: the space stays"
+        assert spelt in (made.decode(want), " " + made.decode(want))  # texts continue a prompt: the space stays
     assert made.special == {i for i in range(truth.get_piece_size()) if truth.is_control(i) or truth.is_unknown(i)}
 
 
@@ -103,9 +103,7 @@ def test_tokens_that_are_added(tmp_path):
     made = configure(tmp_path, added_tokens_decoder=decoder, **ends)
     assert made.encode("<|user|>", True) == [size + 1, size] and made.token_id("<fim>") == size + 2
     assert size + 2 not in made.special and {1, size, size + 1} <= made.special
-    with pytest.raises(
-        ValueError, match=rf"'<far>' is token {size + 9}, but with tokenizer.model it is {size + 2}: conv"
-    ):
+    with pytest.raises(ValueError, match=f"'<far>' is token {size + 9}, .*{size + 2}"):
         configure(tmp_path, added_tokens_decoder={str(size + 9): {"content": "<far>"}})
 
 
@@ -128,18 +126,18 @@ def test_a_damaged_model(tmp_path, keep):
     train(tmp_path)
     file = tmp_path / "tokenizer.model"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match="tokenizer.model is not a sentencepiece model, or it is damaged"):
+    with pytest.raises(ValueError, match="tokenizer.model.*sentencepiece"):
         configure(tmp_path)
 
 
 def test_a_model_of_words(tmp_path):
     train(tmp_path, model_type="word")
-    with pytest.raises(ValueError, match="sentencepiece model of type 3; unigram"):
+    with pytest.raises(ValueError, match="sentencepiece.*type 3"):
         configure(tmp_path)
 
 
 def test_no_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no tokenizer.json, tekken.json or tokenizer.model: bring"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json.*tekken.json.*bring"):
         tokenizer_file.find(tmp_path)
 
 
@@ -199,10 +197,10 @@ def test_glm4(tmp_path, model_dir, listed):
 
 
 def test_a_tiktoken_file_of_another_model(tmp_path, model_dir):
-    """Of which nothing says where words end."""
+    """A tokenizer of which nothing says where words end."""
     glm4(tmp_path, model_dir)
     for kind in ({}, {"tokenizer_class": "LlamaTokenizer"}):
-        with pytest.raises(ValueError, match="is in tiktoken's format, which .* known of ChatGLM4Tokenizer.*: convert"):
+        with pytest.raises(ValueError, match="tiktoken.*ChatGLM4Tokenizer"):
             configure(tmp_path, **kind)
 
 
@@ -275,10 +273,10 @@ def test_tekken(tmp_path, model_dir, listed):
         assert made.decode(want) == text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": {"pattern": "."}, "vocab": []}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": {"pattern": "."}, "vocab": []}', "[" * 100_000])
 def test_a_damaged_tekken(tmp_path, text):
     (tmp_path / "tekken.json").write_text(text)
-    with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
+    with pytest.raises(ValueError, match="tekken.json.*damaged"):
         Tokenizer(tokenizer_file.find(tmp_path))
 
 
@@ -290,13 +288,13 @@ def test_tekken_alone(tmp_path, model_dir):
     assert text.template.family.family == "Mistral, tekken" and text.end_tokens == (2,)
     assert text.template.render(messages) == "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT][INST]u[/INST]"
     (tmp_path / "tekken.json").write_text("[]")
-    with pytest.raises(ValueError, match="tekken.json is not a tekken tokenizer, or it is damaged"):
+    with pytest.raises(ValueError, match="tekken.json.*damaged"):
         Text(str(tmp_path))
 
 
 @pytest.mark.parametrize("decoder", ["as it is", "Metaspace"])
 def test_grammars_see_the_same_bytes(tmp_path, decoder):
-    """What llguidance makes of the tokenizer that rank 0 is sent."""
+    """llguidance's view of the tokenizer that rank 0 is sent."""
     llguidance = pytest.importorskip("llguidance")
     train(tmp_path, **KINDS["llama"])
     made = configure(tmp_path)

@@ -1,0 +1,31 @@
+"""The kernel contract: each way to compute what a family computes is declared once, in its own file, as a Candidate.
+
+A family's dispatcher takes the first candidate that supports what it is given. What is compiled ahead follows from the
+same rule (`variant`), and docs/kernel-table.md lists the declarations (document.py), so that no threshold is written
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .jit import KernelVariant
+
+
+class Candidate(NamedTuple):
+    """A kernel, or a library's, of a family whose dispatcher defines the functions' arguments."""
+
+    name: str  # of its source
+    devices: str
+    takes: str  # rows, dtypes, sizes
+    supports: Callable[..., bool]
+    run: Callable[..., Any]
+    # The kernel for so many rows, where the dispatcher would take this candidate; None: it would not.
+    variant: Callable[..., KernelVariant | None] | None = None
+    gain: str = ""  # where it gains under 3 % of a whole step, but is kept
+
+
+def choose(candidates: Sequence[Candidate], *given: Any) -> Candidate | None:
+    """The first that supports what is given."""
+    return next((one for one in candidates if one.supports(*given)), None)

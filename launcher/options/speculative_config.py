@@ -1,0 +1,36 @@
+"""vLLM's --speculative-config: a JSON object that says what several options say here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+METHODS = {"ngram": "ngram", "suffix": "ngram", "eagle3": "eagle3", "draft_model": "draft", "mtp": "mtp"}
+
+
+class SpeculativeConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys that can be understood."""
+
+    num_speculative_tokens: int
+    method: str | None = None
+    model: str | None = None
+    prompt_lookup_max: int | None = None  # not read: how many tokens have to be equal is fixed
+    prompt_lookup_min: int | None = None
+
+
+def options(text: str) -> dict[str, Any]:
+    """The values of options by their names. Raises ValueError where the text means none."""
+    try:
+        found = msgspec.json.decode(text, type=SpeculativeConfig)
+    except msgspec.DecodeError as error:
+        keys = ", ".join(SpeculativeConfig.__struct_fields__)
+        raise ValueError(f"{error}; a JSON object with keys of {keys} is needed") from None
+    method = found.method or ("draft_model" if found.model else "ngram")
+    kind = "mtp" if method.endswith("_mtp") else METHODS.get(method)
+    if kind is None:
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
+    if kind in ("draft", "eagle3") and not found.model:
+        raise ValueError(f"the method {method} needs a model")
+    model = found.model if kind in ("draft", "eagle3") else ""
+    return {"speculate": kind, "num_speculative_tokens": found.num_speculative_tokens, "draft_model": model}

@@ -1,0 +1,92 @@
+"""Finds and loads the draft model that options ask for, or that the model's checkpoint ships."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+
+from ....comm.mesh import Mesh
+from ....errors import USAGE, FatalError
+from ..base import Model
+from ..config import read_config
+from ..load import load
+from . import DraftSource, eagle3, language_model, mtp
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+# The draft models, for the log.
+TOLD = {
+    "mtp": "the checkpoint's head for multi-token prediction", "eagle3": "the EAGLE-3 head in {}",
+    "draft": "the model in {}",
+}  # fmt: skip
+
+
+def is_eagle3(path: str | Path) -> bool:
+    """Whether a model directory has an EAGLE-3 head."""
+    return any("eagle3" in str(one).lower() for one in read_config(path).raw.get("architectures") or ())
+
+
+class Wanted(NamedTuple):
+    """The options by which a draft model is found."""
+
+    speculate: str  # auto, or the kind
+    draft_model: str  # a directory; empty: none
+    dtype: str = "auto"
+    load_format: str = "auto"
+    way: str = "auto"
+    isq: str = "none"
+    quantization: str = "auto"
+
+
+def kind_of(wanted: Wanted, device: torch.device) -> str:
+    """mtp, eagle3 or draft; empty: no draft model. A head that no option asks for is left alone: drafting costs
+    where it does not pay. Raises FatalError where options contradict one another."""
+    kind, draft = wanted.speculate, wanted.draft_model
+    if kind in ("none", "ngram", "mtp") and draft:
+        raise FatalError(f"--speculate {kind} takes no --draft-model: leave one of them out", USAGE)
+    if kind in ("eagle3", "draft") and not draft:
+        raise FatalError(f"--speculate {kind} needs --draft-model with the directory of a model that drafts", USAGE)
+    if device.type == "mps" and (draft or kind in ("mtp", "eagle3", "draft")):
+        asked = "--draft-model" if draft else f"--speculate {kind}"
+        raise FatalError(f"{asked}: models do not draft on --device mps: leave it out, or use --speculate ngram", USAGE)
+    if draft and kind == "auto":
+        return "eagle3" if is_eagle3(draft) else "draft"
+    return "" if kind in ("auto", "none", "ngram") else kind
+
+
+def find(
+    wanted: Wanted, path: Path, target: Model, mesh: Mesh, device: torch.device, room: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> DraftSource | None:  # fmt: skip
+    """The draft model of a target that is loaded from `path`; None: there is none, or other stages have it. Collective
+    over the mesh's world. room: bytes of the device that it may take; None: unlimited. Raises FatalError."""
+    kind = kind_of(wanted, device)
+    if not kind:
+        return None
+    if kind != "mtp" and mesh.stages > 1:
+        raise FatalError(f"--speculate {kind} with --pp {mesh.stages} is not supported: use --tp alone", USAGE)
+    draft = path if kind == "mtp" else Path(wanted.draft_model)
+    config = read_config(draft)
+    isq = wanted.isq if kind == "mtp" or not config.quantization else "none"
+    choose = {"mtp": mtp.choose, "eagle3": eagle3.choose, "draft": language_model.choose}[kind]
+    if kind == "draft" and mesh.world.rank == 0:
+        language_model.check_tokenizers(path, draft)
+    model = load(
+        draft, mesh, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress, room, None,
+        isq, wanted.quantization if kind == "mtp" else "auto", draft=choose,
+    )  # fmt: skip
+    if mesh.world.rank == 0:
+        log.info("%s drafts tokens: %.0f MB on this rank", TOLD[kind].format(draft), model.weight_bytes / 1e6)
+    if not mesh.last:
+        return None
+    if kind == "draft":
+        return language_model.LanguageModel(model)
+    if isinstance(model, eagle3.Head):
+        model.join(target, eagle3.layers_read(config, read_config(path).num_layers))
+    elif isinstance(model, mtp.Head):
+        model.join(target)
+    return cast(DraftSource, model)

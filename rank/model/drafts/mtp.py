@@ -1,0 +1,153 @@
+"""Heads for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2) that checkpoints ship.
+
+A head is one more decoder layer of the model's own kind. It reads, at each position, the model's hidden state behind
+the final norm and the embedding of the token that follows: each normed, side by side, through a linear. A norm of its
+own and the model's head make logits of the token after that one. Its own output behind that norm stands for the model's
+hidden state where it goes on to a further token. Embedding and head are the model's, also where a checkpoint has copies
+of them; and of several heads, each for a token further on, the first proposes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....errors import USAGE, FatalError
+from .. import architectures, base
+from ..batch import Batch
+from ..config import Config
+from ..formats import ChooseFormat, dense
+from ..layers.embedding import VocabParallelEmbedding
+from ..layers.linear import ColumnParallel
+from ..layers.residual import ResidualStream
+from ..layers.rope import RotaryEmbeddings
+from ..load import Classes
+from ..shard import whole
+from . import MOST
+
+
+class Names(NamedTuple):
+    """The names of a head's modules in a checkpoint."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    layer: str
+    norm: str
+    hidden_first: bool = False  # the linear reads the hidden state before the embedding
+
+
+def spellings(layers: int) -> list[Names]:
+    """Names that checkpoints of a model with so many layers may have: Qwen's, DeepSeek's and GLM's, MiMo's."""
+    behind, mimo = f"model.layers.{layers}", "model.mtp_layers.0"
+    return [
+        Names("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm"),
+        Names(f"{behind}.enorm", f"{behind}.hnorm", f"{behind}.eh_proj", behind, f"{behind}.shared_head.norm"),
+        Names(
+            f"{mimo}.token_layernorm", f"{mimo}.hidden_layernorm", f"{mimo}.input_proj", mimo,
+            f"{mimo}.final_layernorm", hidden_first=True,
+        ),
+    ]  # fmt: skip
+
+
+def find_names(config: Config, tensors: Collection[str]) -> Names | None:
+    """The names of the head among a checkpoint's tensors; None: it ships none. Without tensors, as for dummy weights,
+    config.json decides."""
+    qwens, deepseeks, mimos = spellings(config.num_layers)
+    if not tensors:
+        of_qwen = config.raw.get("mtp_num_hidden_layers")
+        return qwens if of_qwen else deepseeks if config.raw.get("num_nextn_predict_layers") else None
+    modules = {name.rpartition(".")[0] for name in tensors}
+    found = next((one for one in (qwens, deepseeks, mimos) if one.projection in modules), None)
+    if found is not None and found.norm not in modules:  # as GGUF files may leave out
+        found = found._replace(norm="model.norm")
+    return found
+
+
+class Decoder(nn.Module):
+    """The modules of the head's one layer, and those of the target that this stage lacks."""
+
+    def __init__(self, args: Any, mesh: Mesh, model: type[base.Model]):
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
+        self.embed_tokens = None if mesh.first or not mesh.last else embedding
+        self.norm: nn.Module | None = None
+        if mesh.last:
+            self.layers["0"] = model.LAYER(args, mesh, args.draft_layer, 0)
+            self.norm = model.DECODER.final_norm(args)
+
+
+class Head(base.Model):
+    """The first of a checkpoint's heads, next to a class of `base.Model` from which it has names and layers; empty on
+    all stages but the last."""
+
+    FOLLOWS: ClassVar[bool] = True
+    NAMES: ClassVar[Names]
+    most = MOST
+    vocabulary: Tensor | None = None
+
+    def __init__(
+        self,
+        args: Any,
+        mesh: Mesh,
+        max_model_len: int,
+        names: Collection[str] = (),
+        format_of: ChooseFormat = dense,
+        table_of: ChooseFormat = dense,
+    ):
+        nn.Module.__init__(self)
+        self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
+        self.tied, self.tensor, self.rope_of = False, mesh.tensor, args.draft_layer
+        if mesh.last:
+            hidden, norm = args.hidden_size, self.DECODER.final_norm
+            self.embedding_norm, self.hidden_norm = norm(args), norm(args)
+            self.projection = ColumnParallel(whole(2 * hidden), (whole(hidden),), bias=False)
+        self.model: Any = Decoder(args, mesh, type(self))
+        self.rope = RotaryEmbeddings([], args.head_dim, args.max_position_embeddings, max_model_len)  # the target's
+        self.lm_head = None
+        self._build(names, format_of, table_of)
+
+    def stored_path(self, path: str) -> str:
+        names = self.NAMES
+        ours = {
+            "embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "projection": names.projection,
+            "model.layers.0": names.layer, "model.norm": names.norm,
+        }  # fmt: skip
+        found = next((one for one in ours if path == one or path.startswith(f"{one}.")), None)
+        return path if found is None else ours[found] + path.removeprefix(found)
+
+    def join(self, target: base.Model) -> None:
+        """Compute with the embedding, the rotary tables and the head of this model from now on."""
+        own = self.model.embed_tokens
+        self._embed = (own if own is not None else target.model.embed_tokens).forward  # type: ignore[union-attr]
+        self._rope = target.rope.forward
+        self.read = target.normed
+        self.logits = target.lm_head.forward  # type: ignore[union-attr, method-assign, assignment]
+
+    def forward(self, batch: Batch, before: Tensor | None) -> Tensor:  # type: ignore[override]
+        assert before is not None
+        halves = [self.embedding_norm(self._embed(batch.ids)), self.hidden_norm(before)]
+        if self.NAMES.hidden_first:
+            halves.reverse()
+        stream = ResidualStream(self.projection(torch.cat(halves, 1)))
+        for _ in self.model.layers["0"](stream, self._rope(batch.positions)[self.rope_of], batch):
+            pass
+        return self.model.norm(stream.read())
+
+
+def choose(config: Config, tensors: Collection[str]) -> Classes:
+    """The classes of the head of a checkpoint with these tensors. Raises FatalError where it ships none."""
+    found = find_names(config, tensors)
+    if found is None:
+        raise FatalError(
+            f"--speculate mtp: {config.path} has no tensors of a head for multi-token prediction: choose ngram, or "
+            "--draft-model with a model that drafts",
+            USAGE,
+        )
+    module = architectures.find(config.model_type)
+    return Classes(module.Args, type("Head", (Head, module.Model), {"NAMES": found}))

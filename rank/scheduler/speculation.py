@@ -1,0 +1,267 @@
+"""Speculation: which tokens sequences will probably have next, and how many of these a step verifies.
+
+Drafts come from what a sequence repeats (ngram.py), from the client's prediction, or from a model that the ranks run.
+How many a step verifies is what gives the most tokens a second: by how often drafts of the sequence were right, and by
+how long steps of so many sequences and tokens took. Whether a repetition goes on is seen without verifying it, as the
+tokens come anyway: so text that matches nothing costs the looking alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from ..protocol import MOST_DRAFTS
+from .ngram import Answers, Ngrams
+from .sequence import Sequence
+
+DECAY = 0.9  # of what was seen, at each further observation
+PRIOR = 2.0  # observations that what other sequences had counts for
+RUNS = 5, 9, 17  # equal tokens so far, by which drafts are told apart: longer repetitions go on more often
+FIRST_RATES = (0.2, 0.5, 0.7, 0.9)  # of each, until something was seen
+MODEL_RATES = (0.7,) * MOST_DRAFTS  # the same of a model's drafts, by position: where those before were right
+TIMES = 15  # durations that are kept, of which the median counts
+FEW = 3  # of them that a number needs to be compared
+HOPED = 1.02  # times the duration without drafts that a step takes as long as it was not tried
+GAIN = 1.03  # that drafts must promise
+TRY_AGAIN = 500  # steps that were too slow with drafts before it is tried again
+
+
+class Rates:
+    """How often drafts are right, by class: positions, or lengths of runs. Older observations count less."""
+
+    def __init__(self, prior: list[float] | Rates):
+        self._prior = prior
+        count: int = len(prior) if isinstance(prior, list) else prior.count
+        self.count: int = count
+        self._right, self._seen = [0.0] * count, [0.0] * count
+
+    def add(self, kind: int, right: bool) -> None:
+        self._right[kind] = self._right[kind] * DECAY + right
+        self._seen[kind] = self._seen[kind] * DECAY + 1
+        if isinstance(self._prior, Rates):
+            self._prior.add(kind, right)
+
+    def __getitem__(self, kind: int) -> float:
+        return (self._right[kind] + PRIOR * self._prior[kind]) / (self._seen[kind] + PRIOR)
+
+
+def kind_of_run(length: int) -> int:
+    """The class of a draft behind so many equal tokens."""
+    return sum(length >= border for border in RUNS)
+
+
+class StepTimes:
+    """How long steps take, by sequences and tokens of each. Medians of the newest ones."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], deque[float]] = {}
+        self._median: dict[tuple[int, int], float] = {}
+        self._passed: dict[tuple[int, int], int] = {}
+
+    def add(self, sequences: int, query_len: int, seconds: float) -> None:
+        key = _bucket(sequences), query_len
+        kept = self._seconds.setdefault(key, deque(maxlen=TIMES))
+        kept.append(seconds)
+        if len(kept) >= FEW:
+            self._median[key] = median(kept)
+
+    def __getitem__(self, key: tuple[int, int]) -> float:
+        """Seconds of a step of so many sequences, and so many tokens of each; 0: nothing is known of such sequences.
+        What was never tried is hoped to be fast."""
+        sequences, query_len = key
+        number = _bucket(sequences)
+        plain = self._median.get((number, 1), 0.0)
+        return self._median.get((number, query_len), HOPED * plain)
+
+    def passed_over(self, sequences: int, query_len: int) -> None:
+        """Count that a number of tokens is not used, as it is too slow. Now and then that is forgotten."""
+        key = _bucket(sequences), query_len
+        self._passed[key] = passed = self._passed.get(key, 0) + 1
+        if passed >= TRY_AGAIN:
+            self._passed[key] = 0
+            self._seconds.pop(key, None)
+            self._median.pop(key, None)
+
+
+def _bucket(sequences: int) -> int:
+    """Numbers up to 8 as they are, larger ones rounded down to one of four steps of each doubling."""
+    if sequences <= 8:
+        return sequences
+    step = 1 << (sequences.bit_length() - 3)
+    return sequences // step * step
+
+
+class Counts:
+    """Counts of one source of drafts, for /metrics."""
+
+    def __init__(self) -> None:
+        self.drafts = 0  # times that a sequence had some
+        self.tokens = 0
+        self.accepted: list[int] = []  # by position
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.tokens += drafted
+        self.accepted += [0] * (accepted - len(self.accepted))
+        for i in range(accepted):
+            self.accepted[i] += 1
+
+    def listed(self) -> list[int]:
+        return [self.drafts, self.tokens, *self.accepted]
+
+
+class Drafter:
+    """A sequence's drafts and how often they were right."""
+
+    def __init__(self, ngrams: Ngrams, rates: Rates, model_rates: Rates):
+        """rates: of what ngrams find; model_rates: of what the ranks' model drafts."""
+        self.ngrams = ngrams
+        self.rates, self.model_rates = rates, model_rates
+        self.made: list[int] = []  # that model's newest drafts ...
+        self.made_behind = 0  # ... behind so many tokens of the sequence
+        self.count = 0  # tokens of the sequence when it was looked at last
+        self.source = ""  # of the drafts that a step verifies now
+
+    def follow(self, count: int) -> None:
+        """Take tokens into account that have come since, up to so many."""
+        self.count = count
+        for length, went_on in self.ngrams.follow():
+            self.rates.add(kind_of_run(length), went_on)
+
+    def chances(self, count: int) -> list[float]:
+        """For each of the next drafts the chance that it and all before it are right."""
+        run = self.ngrams.run
+        return list(itertools.accumulate((self.rates[kind_of_run(run + i)] for i in range(count)), operator.mul))
+
+    def model_chances(self, count: int) -> list[float]:
+        """`chances` of the model's drafts."""
+        return list(itertools.accumulate((self.model_rates[i] for i in range(count)), operator.mul))
+
+
+class Speculation:
+    """One replica's."""
+
+    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = ""):
+        """query_lens: tokens of a sequence that a step may have, ascending from 1. most_tokens: of a step that has
+        drafts. model: the kind of the model that drafts on the ranks; empty: there is none."""
+        self._query_lens = list(query_lens)[1:]
+        self._most_tokens = most_tokens
+        self._model = model
+        self.model_drafts = 0  # that the ranks make of each sequence after the step for which `choose` was asked
+        # Tokens behind a step's last one for which a sequence has blocks: of models that draft.
+        self.lookahead = self._query_lens[-1] - 1 if model else 0
+        self._rates, self._model_rates = Rates(list(FIRST_RATES)), Rates(list(MODEL_RATES))
+        self._answers = Answers()
+        self._times = StepTimes()
+        self._drafters: dict[str, Drafter] = {}
+        self.counts: dict[str, Counts] = {}  # by source
+        self.seconds = self.plain_seconds = 0.0  # of steps with drafts; and of as many tokens without them
+
+    # -- planning
+
+    def choose(self, sequences: list[Sequence]) -> tuple[int, dict[str, list[int]]]:
+        """Tokens that a step computes of each of these sequences, which decode, and drafts by their ids."""
+        count = len(sequences)
+        if not count:  # prompts alone: what their ends want is what was wanted last
+            return 1, {}
+        self.model_drafts = 0
+        possible = [n for n in self._query_lens if n * count <= self._most_tokens and self._may_pay(count, n)]
+        if not possible:
+            return 1, {}
+        chances: dict[str, tuple[Drafter, list[float]]] = {}
+        for one in sequences:
+            drafter = self._drafters.get(one.id) or self._new(one)
+            if drafter.count != len(one.tokens):
+                drafter.follow(len(one.tokens))
+            if one.grammar is not None and not one.grammar.planned_ahead:
+                continue
+            if found := self._chances(drafter, possible[-1] - 1):
+                chances[one.id] = drafter, found
+        if not chances:
+            return 1, {}
+        query_len = self._best(count, [found for _, found in chances.values()], possible)
+        if query_len == 1:
+            return 1, {}
+        self.model_drafts = query_len - 1 if self._model else 0
+        drafts = {}
+        for name, (drafter, _) in chances.items():
+            if drafter.source:
+                guessed = drafter.made[: query_len - 1] if drafter.made_behind == drafter.count else []
+            else:
+                guessed, drafter.source = drafter.ngrams.draft(query_len - 1), drafter.ngrams.source
+            if guessed:
+                drafts[name] = guessed
+        return (query_len, drafts) if drafts else (1, {})
+
+    def _chances(self, drafter: Drafter, count: int) -> list[float]:
+        """The chances of a sequence's drafts, by the source that promises most; the model's also where it has yet to
+        make them."""
+        repeated = drafter.chances(count) if drafter.ngrams.run else []
+        made = drafter.model_chances(count) if self._model else []
+        drafter.source = self._model if sum(made) >= sum(repeated) else ""
+        return made if drafter.source else repeated
+
+    def _may_pay(self, count: int, query_len: int) -> bool:
+        """Whether such a step would pay if all drafts were right."""
+        plain, seconds = self._times[count, 1], self._times[count, query_len]
+        pays = query_len * plain > GAIN * seconds
+        if plain and not pays:
+            self._times.passed_over(count, query_len)
+        return pays
+
+    def _best(self, count: int, chances: list[list[float]], possible: list[int]) -> int:
+        """The tokens of each sequence that give most tokens a second. chances: of the drafts of those that have any."""
+        best, most = 1, GAIN * count / self._times[count, 1]
+        for query_len in possible:
+            tokens = count + sum(sum(found[: query_len - 1]) for found in chances)
+            if tokens / self._times[count, query_len] > most:
+                best, most = query_len, tokens / self._times[count, query_len]
+            elif tokens > GAIN * HOPED * count:
+                self._times.passed_over(count, query_len)
+        return best
+
+    def _new(self, sequence: Sequence) -> Drafter:
+        ngrams = Ngrams(sequence, self._answers, sequence.prediction)
+        made = Drafter(ngrams, Rates(self._rates), Rates(self._model_rates))
+        self._drafters[sequence.id] = made
+        return made
+
+    # -- results
+
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """A step has verified so many drafts of a sequence."""
+        drafter = self._drafters.get(sequence.id)
+        if drafter is not None and self._model and drafter.source == self._model:
+            for i in range(min(accepted + 1, drafted)):
+                drafter.model_rates.add(i, i < accepted)
+        if drafter is not None and drafted:
+            self.counts.setdefault(drafter.source, Counts()).add(drafted, accepted)
+
+    def made(self, sequence: Sequence, drafts: list[int]) -> None:
+        """The ranks have drafted what follows a sequence's tokens."""
+        drafter = self._drafters.get(sequence.id) or self._new(sequence)
+        drafter.made, drafter.made_behind = drafts, len(sequence.tokens)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._drafters.pop(sequence.id, None)
+        self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
+
+    def took(self, sequences: int, query_len: int, tokens: int, seconds: float) -> None:
+        """A step that decoded these sequences, and nothing else, ended so long after the one before."""
+        self._times.add(sequences, query_len, seconds)
+        if query_len > 1:
+            self.seconds += seconds
+            self.plain_seconds += self._times[sequences, 1] * tokens / sequences
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for protocol.Stats."""
+        return {
+            "speculation": {source: counts.listed() for source, counts in self.counts.items()},
+            "speculation_seconds": self.seconds,
+            "plain_seconds": self.plain_seconds,
+        }

@@ -1,0 +1,69 @@
+"""benchmarks/soak.py: a small soak of a live server that stays flat, and what is made of its samples."""
+
+import json
+import random
+
+import pytest
+from phalanx.benchmarks import soak
+
+
+def sample(requests, **changes):
+    kinds = {what: {"rank 0": 3} for what in soak.TOLERANCE} | {
+        "memory": {"rank 0": 300e6}, "blocks": {"used": 0}, "processes": {"rank 0": 1},
+    }  # fmt: skip
+    return {"requests": requests, **kinds, **changes}
+
+
+def found(samples, name):
+    return soak.growth(samples, 0.05)[name]
+
+
+def test_a_leak_is_found_behind_noise_and_outliers():
+    dice = random.Random(0)
+
+    def memory(leak):
+        jumps = (40e6 if number % 10 == 0 else 0 for number in range(100))
+        return [sample(500 * i, memory={"rank 0": 300e6 + leak * 500 * i + dice.random() * 5e6 + jump})
+                for i, jump in enumerate(jumps)]  # fmt: skip
+
+    flat, leaking = (found(memory(leak), "memory rank 0") for leak in (0, 400))
+    assert flat["flat"] and abs(flat["grew"]) < 1e6
+    assert not leaking["flat"] and leaking["grew"] == pytest.approx(400 * 500 * 94, rel=0.1)
+
+
+def test_what_fills_at_first_is_no_leak():
+    samples = [sample(500 * i, memory={"rank 0": 300e6 if i > 4 else 100e6}) for i in range(100)]
+    assert found(samples, "memory rank 0")["flat"]
+
+
+def test_a_pool_that_fills_is_no_leak():
+    samples = [
+        sample(500 * i, memory={"rank 0": 50e6 * n}, processes={"rank 0": n})
+        for i in range(100)
+        for n in [4 + (i > 60)]
+    ]
+    assert found(samples, "memory rank 0")["flat"] and found(samples, "processes rank 0")["flat"]
+
+
+def test_one_block_in_use_while_nothing_runs_is_one_too_many():
+    samples = [sample(500 * i, blocks={"used": int(i == 70)}) for i in range(100)]
+    assert not found(samples, "blocks used")["flat"]
+
+
+def test_a_descriptor_now_and_then_is_a_leak():
+    samples = [sample(500 * i, files={"rank 0": 20 + i // 10}) for i in range(100)]
+    assert not found(samples, "files rank 0")["flat"] and found(samples, "threads rank 0")["flat"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_small_soak_is_flat(tmp_path, capsys):
+    """Two slices: each goes on in the same file, with a server of its own."""
+    given = [str(tmp_path / "run.json"), "--requests", "1900", "--round", "100", "--warm", "0.3", "--start", "300"]
+    assert soak.main([*given, "--slice", "1600"]) == 0, capsys.readouterr().out
+    assert soak.main([*given, "--models", "2"]) == 0, capsys.readouterr().out
+    run = json.loads((tmp_path / "run.json").read_text())
+    first, second = run["slices"]
+    assert soak.done(run) >= 1900 and first["asked"] >= 1600 and not first["failures"] | second["failures"]
+    kinds = {"chat", "stream", "leave", "tool", "schema", "pattern", "logprobs", "embed", "response", "message"}
+    assert kinds | {"batch line"} <= first["kinds"].keys() and kinds <= second["kinds"].keys()

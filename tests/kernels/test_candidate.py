@@ -1,0 +1,21 @@
+"""The declared candidates, and the page that is made of them."""
+
+from phalanx.kernels import candidate, document, jit
+from phalanx.kernels.candidate import Candidate
+
+
+def test_the_page_is_what_is_declared():
+    assert document.PAGE.read_text() == document.page(), "run python -m phalanx.kernels.document"
+
+
+def test_the_first_that_supports_is_chosen():
+    one, other = (Candidate(name, "", "", lambda x, name=name: x >= name, print) for name in ("b", "a"))
+    assert candidate.choose([one, other], "c") is one and candidate.choose([one, other], "a") is other
+    assert candidate.choose([one, other], "") is None
+
+
+def test_sources_are_there_and_the_last_one_takes_the_rest():
+    for family in document.FAMILIES.values():
+        for one in family:
+            assert not one.name.endswith(".cu") or one.name in jit.SOURCES
+        assert "all else" in family[-1].takes

@@ -1,0 +1,172 @@
+"""How many drafts a step verifies."""
+
+import random
+
+import pytest
+from phalanx.rank import protocol
+from phalanx.rank.scheduler.blocks import Blocks
+from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.scheduler.speculation import FEW, FIRST_RATES, TRY_AGAIN, Rates, Speculation, StepTimes, kind_of_run
+
+from .toy import request, step_output
+
+QUERY_LENS = 1, 2, 4, 8
+
+
+def speculation(cost, most=1000, model=""):
+    """One that knows how long steps take: cost(sequences, query_len) seconds."""
+    made = Speculation(QUERY_LENS, most, model)
+    for sequences in range(1, 9):
+        for query_len in QUERY_LENS:
+            for _ in range(FEW):
+                made.took(sequences, query_len, sequences, cost(sequences, query_len))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_choice_is_that_of_brute_force(seed):
+    r = random.Random(seed)
+    each = r.choice([0.0, 0.05, 0.3, 1.0])
+    made = speculation(lambda sequences, query_len: 1 + each * sequences * query_len)
+    count = r.randint(1, 8)
+    chances = []
+    for _ in range(r.randint(1, count)):
+        chance = r.choice([0.1, 0.5, 0.9, 0.99])
+        chances.append([chance ** (i + 1) for i in range(7)])
+
+    def rate(query_len):
+        tokens = count + sum(sum(one[: query_len - 1]) for one in chances)
+        return tokens / (1 + each * count * query_len)
+
+    chosen = made._best(count, chances, list(QUERY_LENS[1:]))
+    best = max(map(rate, QUERY_LENS))
+    assert rate(chosen) >= best / 1.04  # it has to be clearly better than no drafts
+    assert chosen == 1 or rate(chosen) > rate(1)
+
+
+def sequences(made, *prompts):
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, speculation=made)
+    for i, prompt in enumerate(prompts):
+        scheduler.add(request(str(i), prompt, 100))
+    return scheduler
+
+
+DOCUMENT = list(range(100, 150))
+
+
+def test_nothing_is_drafted_before_it_is_known_how_long_steps_take():
+    scheduler = sequences(Speculation(QUERY_LENS, 64), [*DOCUMENT, 100, 101, 102])
+    assert scheduler.speculation.choose([*scheduler._by_id.values()]) == (1, {})
+
+
+def test_what_matches_is_drafted_where_that_is_fast():
+    for each, expected in ((0.0, 8), (0.9, 1)):
+        scheduler = sequences(speculation(lambda n, q, each=each: 1 + each * n * (q - 1)), [*DOCUMENT, *DOCUMENT[:30]])
+        (one,) = scheduler._by_id.values()
+        query_len, drafts = scheduler.speculation.choose([one])
+        assert query_len == expected and drafts == ({"0": DOCUMENT[30:37]} if expected > 1 else {})
+
+
+def test_text_that_matches_nothing_waits_for_nothing():
+    """Steps are planned ahead as without speculation."""
+    scheduler = sequences(speculation(lambda n, q: 1.0), list(range(30)), list(range(50, 90)))
+    steps = [scheduler.schedule()]
+    for i in range(20):
+        steps.append(scheduler.schedule())
+        assert steps[-1] is not None and steps[-1].query_len == 1
+        scheduler.update(steps.pop(0), step_output([[200 + 2 * i], [300 + 3 * i]]))
+    assert len(steps) == 1
+
+
+def test_a_sequence_with_drafts_waits_for_its_tokens():
+    scheduler = sequences(speculation(lambda n, q: 1.0), [*DOCUMENT, *DOCUMENT[:30]], [1, 2])
+    first = scheduler.schedule()
+    assert scheduler.schedule() is None  # it probably goes on with what is drafted: the step is waited for
+    scheduler.update(first, step_output([[130], [5]]))
+    second = scheduler.schedule()
+    assert second.query_len == 8 and second.drafts == [DOCUMENT[31:38], []]
+    assert scheduler.schedule() is None
+    right = [[*DOCUMENT[31:36], 7, 8, 9], [6, 0, 0, 0, 0, 0, 0, 0]]
+    a, b = scheduler.update(second, step_output(right))
+    assert (a.tokens, b.tokens) == ([*DOCUMENT[31:36], 7], [6])
+    scheduler.check()
+    third = scheduler.schedule()
+    rows = protocol.unpack_u16(third.plan.rejected).tolist()
+    assert dict(zip(rows[::2], rows[1::2], strict=True)) == {0: 2, 1: 7}
+    assert scheduler.speculation.stats()["speculation"] == {"ngram": [1, 7, 1, 1, 1, 1, 1]}
+
+
+def test_counts_are_told_with_the_tokens():
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, speculation=speculation(lambda n, q: 1.0))
+    scheduler.add(request("0", [*DOCUMENT, *DOCUMENT[:30]], 10))
+    scheduler.update(scheduler.schedule(), step_output([[130]]))
+    (delta,) = scheduler.update(scheduler.schedule(), step_output([[*DOCUMENT[31:38], 5]]))
+    assert (delta.finish, delta.drafted, delta.accepted) == ("", 7, 7)
+    (delta,) = scheduler.update(scheduler.schedule(), step_output([[6]]))
+    assert (delta.finish, delta.drafted, delta.accepted) == ("length", 0, 0)
+    scheduler.check_empty()
+
+
+def test_rates_of_a_sequence_begin_with_those_of_others():
+    others = Rates(list(FIRST_RATES))
+    assert [others[i] for i in range(4)] == list(FIRST_RATES)
+    for _ in range(100):
+        others.add(0, False)
+    own = Rates(others)
+    assert own[0] < 0.1 and own[3] == FIRST_RATES[3]
+    for _ in range(20):
+        own.add(0, True)
+    assert own[0] > 0.7 and others[0] > 0.5
+
+
+def test_kinds_of_runs():
+    assert [kind_of_run(n) for n in (3, 5, 9, 17, 1000)] == [0, 1, 2, 3, 3]
+
+
+def test_a_number_that_was_slow_is_tried_again():
+    times = StepTimes()
+    for _ in range(FEW):
+        times.add(1, 1, 1.0)
+        times.add(1, 4, 9.0)
+    assert times[1, 4] == 9 and times[1, 8] < 1.1 and not times[2, 4]
+    for _ in range(TRY_AGAIN):
+        times.passed_over(1, 4)
+    assert times[1, 4] < 1.1
+
+
+def test_the_plan_is_small():
+    """256 sequences that decode with three drafts each, of which many were rejected."""
+    plan = protocol.Plan(
+        1, protocol.pack_u16(range(256)), query_len=4, drafts=protocol.pack_i32([-1] * 768),
+        rejected=protocol.pack_u16([x for row in range(256) for x in (row, 3)]),
+    )  # fmt: skip
+    assert len(protocol.encode_plan(plan)) < 4700
+    assert len(protocol.encode_plan(protocol.Plan(1, protocol.pack_u16(range(256))))) < 560
+
+
+def test_a_models_drafts_are_wanted_and_verified_where_that_is_fast():
+    for each, expected in ((0.0, 8), (0.9, 1)):
+        made = speculation(lambda n, q, each=each: 1 + each * n * (q - 1), model="mtp")
+        scheduler = sequences(made, list(range(40)))
+        (one,) = scheduler._by_id.values()
+        assert made.choose([one]) == (1, {}) and made.model_drafts == expected - 1  # none has been made yet
+        made.made(one, list(range(7)))
+        assert made.choose([one]) == ((8, {"0": list(range(7))}) if expected > 1 else (1, {}))
+        made.made(one, list(range(7)))
+        one.tokens.append(5)  # they follow other tokens
+        assert made.choose([one]) == (1, {}) and made.model_drafts == expected - 1
+    assert made.lookahead == 7
+
+
+def test_fewer_of_a_models_drafts_are_wanted_where_later_ones_are_wrong():
+    made = speculation(lambda n, q: 1 + 0.1 * n * (q - 1), model="mtp")
+    scheduler = sequences(made, list(range(40)))
+    (one,) = scheduler._by_id.values()
+    wanted = []
+    for _ in range(60):
+        made.made(one, list(range(7)))
+        query_len, drafts = made.choose([one])
+        wanted.append(made.model_drafts)
+        made.verified(one, len(drafts.get("0", ())), min(1, query_len - 1))
+    assert wanted[0] > 1 and wanted[-1] == 1
+    assert made.stats()["speculation"]["mtp"][2:] == [60]

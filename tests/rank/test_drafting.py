@@ -1,0 +1,178 @@
+"""Engines with draft models: what the ranks draft of each sequence after a step is what it gets alone."""
+
+import functools
+
+import pytest
+import torch
+from phalanx.benchmarks.builtin_model import heldout
+from phalanx.comm import mesh, threads
+from phalanx.comm.broadcast import ThreadPlanBroadcast
+from phalanx.comm.watchdog import LocalWatchdog
+from phalanx.launcher.builtin_model import DIRECTORY
+from phalanx.rank import protocol
+from phalanx.rank.model.drafts import find
+from phalanx.rank.options import Options
+from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.executor import LocalExecutor, follow
+
+from ..checkpoints import write_tokenizer
+from .model.drafts.test_eagle3 import make_head
+from .model.drafts.test_mtp import Published
+from .model.harness import tokens
+from .model.test_architectures import write
+from .speculating import Drafts, Hasty, Server, check
+from .worker.test_drafting import GREEDY, Definition
+
+PROMPTS, MOST, WANTED = (3, 40, 17, 25), 6, 2
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> the target's checkpoint, and options by which its draft model is found."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        if name == "eagle3":
+            path = write(folder / "target", model_type="llama", num_hidden_layers=8)
+            return path, {"speculate": "eagle3", "draft_model": str(make_head(folder / "head")[0])}
+        if name == "draft":
+            path = write(folder / "target", model_type="llama")
+            draft = write(folder / "draft", model_type="qwen3", num_hidden_layers=2)
+            return path, {"speculate": "auto", "draft_model": str(draft)}
+        return Published(folder, name).path, {"speculate": "mtp"}
+
+    return make
+
+
+class Asking(LocalExecutor):
+    """Has each step's plan want drafts, and keeps what the steps return."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.outputs = []
+
+    def start(self, plan):
+        if plan.stop >= 0:
+            return super().start(plan)
+        plan = protocol.decode_plan(protocol.encode_plan(plan))
+        future = super().start(protocol.Plan(**{name: getattr(plan, name) for name in plan.__struct_fields__} | {
+            "wanted": WANTED
+        }))  # fmt: skip
+        self.outputs.append(future)
+        return future
+
+
+def drafted(path, options, tp, pp, budget):
+    """The tokens of each request, and the drafts behind each of them."""
+    texts = [tokens(count, seed=count) for count in PROMPTS]
+    found = []
+
+    def rank(world):
+        torch.set_grad_enabled(False)
+        place = Place(
+            world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
+        )
+        engine = Engine(
+            Options(
+                model=str(path), dtype="f32", max_num_seqs=4, max_model_len=64, mem=2, max_num_batched_tokens=budget,
+                block_size=4, **options,
+            ), place,
+        )  # fmt: skip
+        limits = engine.load()
+        assert limits.draft_model in ("mtp", "eagle3", "draft")
+        control = ThreadPlanBroadcast(world)
+        if world.rank:
+            follow(engine.runner, control, None)
+        else:
+            executor = Asking(control, engine.runner)
+            server, drafts = Server(limits, executor, pp, Drafts({}, WANTED, [1])), {}
+            update = server.scheduler.update
+
+            def seen(done, output):
+                rows = protocol.unpack_u32(output.drafts).tolist()
+                for i, one in enumerate(done.sampled):
+                    drafts.setdefault(one.id, []).append(rows[i * WANTED : (i + 1) * WANTED])
+                return update(done, output)
+
+            server.scheduler.update = seen
+            for i, ids in enumerate(texts):
+                sampling = protocol.SamplingParams(max_tokens=MOST, temperature=0)
+                server.scheduler.add(protocol.Request(str(i), protocol.pack_u32(ids), sampling))
+            for _ in range(1000):
+                if not server.replica.idle:
+                    server.turn()
+            executor.start(protocol.Plan(step=-1, stop=0))
+            found.extend((server.results[str(i)]["tokens"], drafts[str(i)]) for i in range(len(texts)))
+        engine.unload()
+
+    torch.set_num_threads(1)
+    threads.run(rank, tp * pp)
+    return list(zip(texts, found, strict=True))
+
+
+@pytest.mark.parametrize("name, tp, pp", [
+    ("qwen3", 1, 1), ("qwen3", 2, 1), ("deepseek_v3", 1, 2), ("qwen3_5_moe_text", 1, 1), ("eagle3", 2, 1),
+    ("draft", 1, 1),
+])  # fmt: skip
+def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
+    """Prompts in chunks beside others that decode, replayed steps and eager ones, and blocks of earlier requests."""
+    path, options = made(name)
+    wanted = find.Wanted(options["speculate"], options.get("draft_model", ""), dtype="f32")
+    definition = Definition(path, wanted)
+    checked = 0
+    for prompt, (sampled, drafts) in drafted(path, options, tp, pp, 16):
+        assert len(drafts) >= len(sampled) == MOST
+        for i, found in enumerate(drafts[:MOST]):
+            ids = prompt + sampled[: i + 1]
+            assert found == definition.drafts(ids, len(prompt), GREEDY, WANTED), i
+            checked += 1
+    assert checked == len(PROMPTS) * MOST
+
+
+@pytest.mark.parametrize("name, how", [
+    ("qwen3", dict(sequences=12, blocks=60)), ("deepseek_v3", dict(tp=2)), ("eagle3", {}), ("draft", {}),
+])  # fmt: skip
+def test_random_requests_get_the_same_tokens(made, name, how):
+    """Whatever a model of random weights drafts, with all fields, grammars, aborts and preemptions."""
+    path, options = made(name)
+    write_tokenizer(path)
+    found = check(path, requests=12, seed=5, real=True, mem=8, **options, **how)
+    assert found.steps > 0
+
+
+def test_the_built_in_models_head_is_often_right():
+    """The texts are the same, in far fewer steps."""
+    prompts = [ids[: learn.index(True)] for ids, learn in heldout.documents(20)]
+    prompts = [ids for ids in prompts if 20 < len(ids) < 200][:4]
+    found = []
+
+    def rank(world):
+        torch.set_grad_enabled(False)
+        place = Place(world, ["here"], mesh.build(world, 1, 1), torch.device("cpu"), LocalWatchdog(0))
+        options = Options(model=str(DIRECTORY), max_num_seqs=4, max_model_len=512, mem=64, speculate="mtp")
+        engine = Engine(options, place)
+        limits = engine.load()
+        assert limits.draft_model == "mtp"
+        executor = LocalExecutor(ThreadPlanBroadcast(world), engine.runner)
+        for speculation in (None, Hasty(limits.query_lens, 64, limits.draft_model)):
+            server = Server(limits, executor, 1, speculation)
+            for i, ids in enumerate(prompts):
+                for temperature in (0.0, 1.0):
+                    sampling = protocol.SamplingParams(
+                        max_tokens=40, temperature=temperature, seed=i, stop_token_ids=(2,)
+                    )
+                    name = f"{i} at {temperature}"
+                    server.scheduler.add(protocol.Request(name, protocol.pack_u32(ids), sampling))
+            while not server.replica.idle:
+                server.turn()
+            found.append(({name: one["tokens"] for name, one in server.results.items()}, server.steps, speculation))
+        executor.start(protocol.Plan(step=-1, stop=0))
+        engine.unload()
+
+    torch.set_num_threads(1)
+    threads.run(rank, 1)
+    (plain, steps, _), (texts, fewer, speculation) = found
+    assert texts == plain and fewer < 0.8 * steps
+    drafts, _, *accepted = speculation.counts["mtp"].listed()
+    assert drafts > 30 and accepted[0] > 0.5 * drafts

@@ -1,0 +1,71 @@
+"""Speculation changes no token, whatever the drafts: random requests get what they get without.
+
+A table of ways to run: a model, how it is cut, and what makes room scarce.
+"""
+
+import functools
+
+import pytest
+
+from ..checkpoints import make_checkpoint, write_tokenizer
+from .model.hybrids import HYBRIDS
+from .model.test_architectures import MODELS, write
+from .speculating import KINDS, check
+
+WAYS = {
+    "eager": ("llama", dict(replays=False)),
+    "preemption": ("llama", dict(sequences=12, blocks=44)),
+    "host memory": ("llama", dict(sequences=12, blocks=50, host=1)),
+    "two ranks": ("llama", dict(tp=2)),
+    "two stages": ("llama", dict(pp=2)),
+    "two stages, preemption": ("llama", dict(pp=2, blocks=44)),
+    "latent attention": ("deepseek_v2", {}),
+    "windows": ("gemma3_text", {}),
+    "recurrent states": ("qwen3_next", {}),
+    "recurrent states of two ranks": ("qwen3_next", dict(tp=2)),
+    "experts": ("qwen3_moe", {}),
+    "sinks": ("gpt_oss", {}),
+}
+MANY = 2000 // len(WAYS)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint, made once."""
+
+    def make(name):
+        path = tmp_path_factory.mktemp("model")
+        if name == "llama":
+            return make_checkpoint(path)
+        write(path, **(MODELS | HYBRIDS)[name])
+        write_tokenizer(path)
+        return path
+
+    return functools.cache(make)
+
+
+def test_random_requests(made):
+    """The way that most jobs go: replayed steps of one rank, and a pool that is too small now and then."""
+    told = check(made("llama"), requests=50, seed=1, sequences=12, blocks=44)
+    assert set(told.verified) == set(KINDS) and min(told.verified.values()) > 10 and told.constrained > 10
+    assert told.preemptions and told.steps < told.plain_steps
+
+
+@pytest.mark.parametrize("name", ["recurrent states", "two stages"])
+def test_some_ways(made, name):
+    model, how = WAYS[name]
+    assert check(made(model), requests=20, seed=2, **how).verified["right"]
+
+
+def test_drafts_of_what_was_answered_before(made):
+    assert check(made("llama"), requests=40, seed=4, real=True).verified["answers"] > 100
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", WAYS)
+def test_many_requests(made, name):
+    model, how = WAYS[name]
+    told = check(made(model), requests=MANY, seed=3, **how)
+    assert min(told.verified.values()) > 30 and told.constrained > 30
+    assert bool(told.preemptions) or "blocks" not in how
