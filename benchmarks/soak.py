@@ -110,6 +110,11 @@ class Asker:
                     self.failures[f"{kind.__name__}: {failure}"[:300]] += 1
 
         await asyncio.gather(*(one() for _ in range(clients)))
+        # A model that took its turn has no process for grammars until it needs one, and no sample should lack it.
+        try:
+            await self.schema()
+        except Failure as failure:
+            self.failures[f"schema: {failure}"[:300]] += 1
 
     # -- what is asked
 
