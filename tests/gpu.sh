@@ -3,6 +3,7 @@
 # Each part takes 9 minutes at most, and the next ones run whatever it says; tests that need more GPUs are skipped. Where
 # a command may not last longer, run the parts one by one: tests/gpu.sh kernels-moe; `kernels` are all whose names begin
 # so; tests/gpu.sh list names them. PYTHON chooses the interpreter.
+# WORKERS=16 sets how many processes a part has where several may share a GPU.
 # NVLink's multicast is off: containers often forbid it. TEST_DEVICE=cuda: what needs more GPUs than there are is
 # skipped, not run on CPUs as in `make test`.
 set -u
@@ -11,7 +12,7 @@ python=${PYTHON:-.venv/bin/python}
 export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1 TEST_DEVICE=cuda
 tests=("$python" -m pytest -q --tb=short)
 several=("${tests[@]}")  # processes on one GPU, where pytest-xdist is there
-"$python" -c 'import xdist' 2>/dev/null && several+=(-n 8)
+"$python" -c 'import xdist' 2>/dev/null && several+=(-n "${WORKERS:-8}")
 asked=("$@")
 names=()
 found=0
