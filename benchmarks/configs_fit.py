@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from phalanx.kernels.quantized import cuda_layouts, e4m3_wgmma, quantized_wgmma
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
-from phalanx.kernels.quantized.pieces_cuda import Layout
+from phalanx.kernels.quantized.packed_gemm import Layout
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 

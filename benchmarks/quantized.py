@@ -32,14 +32,14 @@ from phalanx.kernels.quantized import (
     e4m3_rows,
     e4m3_wgmma,
     floats,
-    pieces_cuda,
+    packed_gemm,
     quantized_gemm,
     quantized_wgmma,
 )
 from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.ggml_types import Decoded
-from phalanx.kernels.quantized.pieces_cuda import KernelConfig, Layout, Packed
+from phalanx.kernels.quantized.packed_gemm import KernelConfig, Layout, Packed
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
 from phalanx.kernels.quantized.super_blocks import q4_k, q5_k, q6_k
 from torch import Tensor
@@ -104,9 +104,9 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 def by_pieces(x: Tensor, packed: Packed, gate: str) -> Tensor:
     if packed.layout.header == cuda_layouts.E4M3_WIDE.header:
         return floats.linear(x, packed, gate)
-    if pieces_cuda.supports(x, packed):
-        return pieces_cuda.linear(x, packed, gate)
-    return by_bf16(x, pieces_cuda.dequantize(packed, x.dtype), gate)
+    if packed_gemm.supports(x, packed):
+        return packed_gemm.linear(x, packed, gate)
+    return by_bf16(x, packed_gemm.dequantize(packed, x.dtype), gate)
 
 
 def by_bf16(x: Tensor, weight: Tensor, gate: str) -> Tensor:
@@ -119,10 +119,10 @@ def configs(rows: int, outputs: int, inputs: int, layout: Layout, gate: str) -> 
     if e4m3_wgmma.chosen(rows, layout, device_caps(torch.device("cuda"))):
         return list(e4m3_wgmma.configs(rows, inputs, layout.alike, bool(gate)))
     found: list[KernelConfig] = []
-    for strip in GEMVS:
-        one = strip._replace(ahead=strip.ahead // (1 + (layout.bytes > quantized_gemm.LARGE)))
+    for n_tile in GEMVS:
+        one = n_tile._replace(ahead=n_tile.ahead // (1 + (layout.bytes > quantized_gemm.LARGE)))
         fits = rows <= quantized_gemm.GEMV_ROWS and one.shared(rows, inputs, layout) <= quantized_gemm.GEMV_SHARED
-        found += [one] if fits and (not gate or one.strips == 2) else []
+        found += [one] if fits and (not gate or one.n_tiles == 2) else []
     found += quantized_gemm.grouped_configs(rows, inputs, *of)
     found += quantized_gemm.configs(rows, outputs, inputs, *of) if rows <= quantized_gemm.MOST_ROWS else ()
     found += quantized_wgmma.configs(rows, inputs, *of) if hopper and rows in quantized_wgmma.ROWS else ()
@@ -136,7 +136,7 @@ def kernels_of(x: Tensor, packed: Packed, gate: str) -> dict[str, Any]:
 
 
 def _gemm(config: KernelConfig, x: Tensor, packed: Packed, gate: str) -> Tensor:
-    return pieces_cuda.gemm(e4m3_rows.encode(x) if isinstance(config, E4m3Config) else x, packed, config, gate)
+    return packed_gemm.gemm(e4m3_rows.encode(x) if isinstance(config, E4m3Config) else x, packed, config, gate)
 
 
 def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) -> None:
@@ -145,8 +145,8 @@ def compile_all(shapes: list[tuple[int, int, str]], rows: list[int], form: str) 
         layout = FORMATS[form](16, inputs).layout
         for n in rows:
             for one in configs(n, outputs, inputs, layout, gate):
-                sizes = pieces_cuda.sizes(n, inputs, one, gate, False, layout)
-                wanted.append(jit.variant(pieces_cuda.SOURCES[type(one)], BF16, **sizes))
+                sizes = packed_gemm.sizes(n, inputs, one, gate, False, layout)
+                wanted.append(jit.variant(packed_gemm.SOURCES[type(one)], BF16, **sizes))
     jit.compile_ahead(wanted, device)
     for thread in threading.enumerate():
         if thread.name == "compile":
@@ -157,10 +157,10 @@ def bench(
     form: str, name: str, outputs: int, inputs: int, gate: str, rows: list[int], all_ways: bool
 ) -> list[dict[str, Any]]:
     weights = [randn(outputs, inputs) for _ in range(copies(outputs * inputs * 2))]
-    pieces = [FORMATS[form](outputs, inputs)]
-    size = pieces[0].pieces.nbytes
-    pieces += [FORMATS[form](outputs, inputs) for _ in range(copies(size) - 1)]
-    others = [FORMATS[BESIDE[form]](outputs, inputs) for _ in pieces] if form in BESIDE else []
+    packed_tiles = [FORMATS[form](outputs, inputs)]
+    size = packed_tiles[0].tiles.nbytes
+    packed_tiles += [FORMATS[form](outputs, inputs) for _ in range(copies(size) - 1)]
+    others = [FORMATS[BESIDE[form]](outputs, inputs) for _ in packed_tiles] if form in BESIDE else []
     lines = []
     for n in rows:
         x = randn(n, inputs)
@@ -168,15 +168,18 @@ def bench(
         limit = max(bytes_ / BANDWIDTH, 2 * n * outputs * inputs / FLOPS) * 1e6
         versions: dict[str, list[Call]] = {
             "bf16": [partial(by_bf16, x, w, gate) for w in weights],
-            form: [partial(by_pieces, x, p, gate) for p in pieces],
+            form: [partial(by_pieces, x, p, gate) for p in packed_tiles],
         }
         if others:
             versions[BESIDE[form]] = [partial(by_pieces, x, p, gate) for p in others]
         if all_ways:
-            versions |= {k: [partial(f, x, p, gate) for p in pieces] for k, f in kernels_of(x, pieces[0], gate).items()}
+            versions |= {
+                k: [partial(f, x, p, gate) for p in packed_tiles]
+                for k, f in kernels_of(x, packed_tiles[0], gate).items()
+            }
         times = {key: round(measure(calls), 2) for key, calls in versions.items()}
         rate, share = bytes_ / times[form] / 1e6, limit / times[form]
-        about = dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, alike=pieces[0].layout.alike)
+        about = dict(what=form, op=name, rows=n, outputs=outputs, inputs=inputs, alike=packed_tiles[0].layout.alike)
         lines.append(about | dict(limit_us=limit) | times)
         rest = "   ".join(f"{k} {v}" for k, v in times.items() if k not in ("bf16", form))
         print(f"{n:4} x {name:8} bf16 {times['bf16']:8.2f}  {form} {times[form]:8.2f} us  {rate:5.2f} TB/s  "

@@ -12,7 +12,7 @@
 #include "e4m3_ring.cuh"
 
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;                      // of y
-constexpr int STRIPS = (OUTPUTS + 15) / 16, STRIPS_OF_Y = WIDTH / 16;     // of 16 outputs, of an expert
+constexpr int N_TILES = (OUTPUTS + 15) / 16, N_TILES_OF_Y = WIDTH / 16;     // of 16 outputs, of an expert
 static_assert(SPLIT == 1 && OVER == 1 && WIDTH % 16 == 0 && OUTS % 16 == 0);
 #include "expert_walk.cuh"
 
@@ -21,19 +21,19 @@ static_assert(SPLIT == 1 && OVER == 1 && WIDTH % 16 == 0 && OUTS % 16 == 0);
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {
     const int column = cluster_rank() % SHARE;
-    constexpr int ALONG = GATED ? 1 : 2;  // half pieces that are consecutive in memory and in the ring
+    constexpr int ALONG = GATED ? 1 : 2;  // half packed tiles that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {      // for a chunk's weights
         Barrier* const barrier = full + at.place.stage;
         const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
-        const int strip = at.item.first / 16;
-        const int last = WIDTH % (OUTS * SHARE) ? STRIPS_OF_Y - 1 - strip : HALVES;  // what is past the end is not stored
-        const long long first = (long long)(at.item.expert * STRIPS + strip) * PIECES + at.chunk;
+        const int n_tile = at.item.first / 16;
+        const int last = WIDTH % (OUTS * SHARE) ? N_TILES_OF_Y - 1 - n_tile : HALVES;  // what is past the end is not stored
+        const long long first = (long long)(at.item.expert * N_TILES + n_tile) * K_TILES + at.chunk;
         mbarrier_expect(barrier, W_BYTES + X_BYTES);
 #pragma unroll
         for (int i = 0; i < HALVES; i += ALONG) {
-            const int half = GATED ? i / 2 : i, there = (GATED ? i % 2 * STRIPS_OF_Y : 0) + min(half / 2, last);
-            bulk_load(to + i * HALF_PIECE, weight + (first + there * PIECES) * PIECE + half % 2 * HALF_PIECE,
-                      ALONG * HALF_PIECE, barrier);
+            const int half = GATED ? i / 2 : i, there = (GATED ? i % 2 * N_TILES_OF_Y : 0) + min(half / 2, last);
+            bulk_load(to + i * HALF_BYTES, weight + (first + there * K_TILES) * PACKED_BYTES + half % 2 * HALF_BYTES,
+                      ALONG * HALF_BYTES, barrier);
         }
     };
     auto ask_x = [&](const Walk& at) {

@@ -1,4 +1,4 @@
-// The quantised experts of one to a few tokens, whose weights are in packed tiles (kernels/quantized/pieces_cuda.py):
+// The quantised experts of one to a few tokens, whose weights are in packed tiles (kernels/quantized/packed_gemm.py):
 // each routed token of a token and one of its TOP experts reads that expert's weights for itself. Weights are [experts,
 // OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up, of x [tokens, I];
 // else y [tokens, OUTPUTS] is the sum over each token's experts, of x [routed, I], which has the routed tokens' weights
@@ -14,11 +14,11 @@
 #include FORMAT
 
 constexpr int R = 1;
-#include "gemv_pieces.cuh"
+#include "gemv_tiles.cuh"
 
-constexpr int THREADS = WARPS * 32, STRIPS = 1 + GATED, EXPERTS = GATED ? 1 : TOP;  // EXPERTS: that a block reads
-constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
-constexpr int PIECES = I / SPAN, ALL = EXPERTS * PIECES, STEPS = (ALL + WARPS - 1) / WARPS;  // STEPS: that a warp takes
+constexpr int THREADS = WARPS * 32, N_TILES = 1 + GATED, EXPERTS = GATED ? 1 : TOP;  // EXPERTS: that a block reads
+constexpr int WIDTH = OUTPUTS / N_TILES, N_TILES_PER_EXPERT = (OUTPUTS + 15) / 16;
+constexpr int K_TILES = I / SPAN, ALL = EXPERTS * K_TILES, STEPS = (ALL + WARPS - 1) / WARPS;  // STEPS: that a warp takes
 
 // Loads a block's experts; past the first-level cache, which another kernel may have filled before they were there.
 struct Chosen {
@@ -30,31 +30,31 @@ struct Chosen {
         if (lane < EXPERTS) id = __ldcg(ids + blockIdx.x * EXPERTS + lane) - (PART ? first : 0);
         if (PART && (unsigned)id >= (unsigned)experts) id = -1;
     }
-    __device__ int expert(int n) const { return __shfl_sync(0xffffffffu, id, n / PIECES); }
-    // The n-th packed tile of n-tile `strip`.
-    __device__ Piece get(int n, int strip) const {
-        const long long at = (long long)expert(n) * STRIPS_OF_EXPERT + strip;
-        return Pieces(weight + (at * PIECES + n % PIECES) * PIECE, lane).stream(0);
+    __device__ int expert(int n) const { return __shfl_sync(0xffffffffu, id, n / K_TILES); }
+    // The n-th packed tile of n-tile `n-tile`.
+    __device__ PackedTile get(int n, int n_tile) const {
+        const long long at = (long long)expert(n) * N_TILES_PER_EXPERT + n_tile;
+        return PackedTiles(weight + (at * K_TILES + n % K_TILES) * PACKED_BYTES, lane).stream(0);
     }
 };
 
-__device__ __forceinline__ void store(const float (&sums)[WARPS][STRIPS][16], const Chosen& chosen, const T* bias,
+__device__ __forceinline__ void store(const float (&sums)[WARPS][N_TILES][16], const Chosen& chosen, const T* bias,
                                       const float* weights, T* y) {
     const int out = chosen.lane % 16, column = blockIdx.y * 16 + out;
-    float value[STRIPS] = {};
+    float value[N_TILES] = {};
 #pragma unroll
-    for (int o = 0; o < STRIPS; o++)
+    for (int o = 0; o < N_TILES; o++)
 #pragma unroll
         for (int w = 0; w < WARPS; w++) value[o] += sums[w][o][out];
 #pragma unroll
     for (int e = 0; e < (BIAS ? EXPERTS : 0); e++) {
-        const int expert = chosen.expert(e * PIECES);
+        const int expert = chosen.expert(e * K_TILES);
         if (expert < 0 || column >= WIDTH) continue;
         const float by = GATED ? 1 : weights[blockIdx.x * EXPERTS + e];
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) value[o] += by * to_float(bias[(long long)expert * OUTPUTS + o * WIDTH + column]);
+        for (int o = 0; o < N_TILES; o++) value[o] += by * to_float(bias[(long long)expert * OUTPUTS + o * WIDTH + column]);
     }
-    if constexpr (GATED) value[0] = gated<T, ACT>(value[0], value[STRIPS - 1]) * weights[blockIdx.x];
+    if constexpr (GATED) value[0] = gated<T, ACT>(value[0], value[N_TILES - 1]) * weights[blockIdx.x];
     if (chosen.lane < 16 && column < WIDTH) y[(long long)blockIdx.x * WIDTH + column] = from_float<T>(value[0]);
 }
 
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, const int* ids, const float* weights, T* y,
                       int first, int experts) {
     extern __shared__ uint4 memory[];
-    __shared__ float sums[WARPS][STRIPS][16];
+    __shared__ float sums[WARPS][N_TILES][16];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // The router's ids are what the kernel before GATED's has written. The next one starts when that has waited itself,
     // and asks for weights ahead of it.
@@ -70,11 +70,11 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     const Chosen chosen(weight, ids, first, experts);
     auto there = [&](int step) { return ALL % WARPS == 0 ? step < STEPS : warp + step * WARPS < ALL; };
     auto held = [&](int step) { return there(step) && (!PART || chosen.expert(warp + step * WARPS) >= 0); };
-    Piece ring[AHEAD][STRIPS];
-    auto ask = [&](int step, Piece (&to)[STRIPS]) {
+    PackedTile ring[AHEAD][N_TILES];
+    auto ask = [&](int step, PackedTile (&to)[N_TILES]) {
         if (!held(step)) return;
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) to[o] = chosen.get(warp + step * WARPS, blockIdx.y + o * (WIDTH / 16));
+        for (int o = 0; o < N_TILES; o++) to[o] = chosen.get(warp + step * WARPS, blockIdx.y + o * (WIDTH / 16));
     };
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) ask(u, ring[u]);
@@ -85,7 +85,7 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     __syncthreads();
     // Each column of the second operand is x.
     const unsigned x_from = smem_address(memory) + (BY_RUNS ? lane % 4 * 32 : lane / 8 * 16);
-    float sum[STRIPS][4] = {};  // outputs lane / 4 and 8 below
+    float sum[N_TILES][4] = {};  // outputs lane / 4 and 8 below
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD)
 #pragma unroll
@@ -96,13 +96,13 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
                 float whole[GROUPS][4] = {};
                 sum_up(b, whole);
 #pragma unroll
-                for (int o = 0; o < STRIPS; o++) multiply(ring[u][o], b, whole, sum[o]);
+                for (int o = 0; o < N_TILES; o++) multiply(ring[u][o], b, whole, sum[o]);
             }
             ask(s + u + AHEAD, ring[u]);
         }
     if (lane % 4 == 0)
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) sums[warp][o][lane / 4] = sum[o][0], sums[warp][o][lane / 4 + 8] = sum[o][2];
+        for (int o = 0; o < N_TILES; o++) sums[warp][o][lane / 4] = sum[o][0], sums[warp][o][lane / 4 + 8] = sum[o][2];
     __syncthreads();
     if (warp == 0) store(sums, chosen, bias, weights, y);
 }

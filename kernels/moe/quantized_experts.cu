@@ -1,4 +1,4 @@
-// Grouped GEMMs of experts whose weights are quantised, in packed tiles (kernels/quantized/pieces_cuda.py), from sm_80
+// Grouped GEMMs of experts whose weights are quantised, in packed tiles (kernels/quantized/packed_gemm.py), from sm_80
 // on: y of each routed token, for tiles of ROWS routed tokens that are sorted by expert (group.cu). The weights
 // [experts, OUTPUTS, I] lie in n-tiles of 16 outputs.
 //
@@ -14,11 +14,11 @@
 #include "tile_sums.cuh"
 #include "load_runs.cuh"
 #include FORMAT
-#include "piece_mma.cuh"
+#include "tile_mma.cuh"
 
-constexpr int ROWS = 8 * TILES, WARPS = SUBS * GROUPS, THREADS = WARPS * 32, STRIPS = 1 + GATED;  // strips of a warp
-constexpr int WIDTH = OUTPUTS / STRIPS, STRIPS_OF_Y = (WIDTH + 15) / 16, STRIPS_OF_EXPERT = (OUTPUTS + 15) / 16;
-constexpr int CHUNKS = I / KC, STEPS = KC / STREAMED / GROUPS;  // what a warp streams of a strip in a chunk
+constexpr int ROWS = 8 * TILES, WARPS = SUBS * GROUPS, THREADS = WARPS * 32, N_TILES = 1 + GATED;  // n-tiles of a warp
+constexpr int WIDTH = OUTPUTS / N_TILES, N_TILES_OF_Y = (WIDTH + 15) / 16, N_TILES_PER_EXPERT = (OUTPUTS + 15) / 16;
+constexpr int CHUNKS = I / KC, STEPS = KC / STREAMED / GROUPS;  // what a warp streams of an n-tile in a chunk
 constexpr int PITCH = KC * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
 constexpr int LOADS = (ROWS * KC / 8 + THREADS - 1) / THREADS;  // a thread's 16 bytes of a chunk of x
 constexpr int WIDE = ROWS + 1;
@@ -29,7 +29,7 @@ __device__ inline unsigned part_of_x(int lane) {
 }
 
 // A packed tile of each n-tile times 32 inputs of all rows at a time, or twice 32.
-__device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][TILES][4]) {
+__device__ inline void multiply(const Streamed (&packed_tiles)[N_TILES], unsigned x_from, float (&sum)[N_TILES][TILES][4]) {
     constexpr int LOADED = BY_RUNS ? 2 : 1;  // times 32 inputs of x that are loaded together
 #pragma unroll
     for (int p = 0; p < STREAMED / 32; p += LOADED) {
@@ -47,25 +47,25 @@ __device__ inline void multiply(const Streamed (&pieces)[STRIPS], unsigned x_fro
             float whole[TILES][PARTS][4] = {};
             if (MINIMA) sum_up_rows(b[n], whole);
 #pragma unroll
-            for (int o = 0; o < STRIPS; o++) multiply_piece(pieces[o], 2 * (p + n), b[n], whole, sum[o]);
+            for (int o = 0; o < N_TILES; o++) multiply_tile(packed_tiles[o], 2 * (p + n), b[n], whole, sum[o]);
         }
     }
 }
 
 // A warp's n-tiles of an expert's weights, from its first packed tile on, and the first packed tiles, which are asked
 // for.
-__device__ __forceinline__ void start_streams(Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
-                                              const unsigned char* weight, int expert, int strip, int group, int lane) {
+__device__ __forceinline__ void start_streams(Stream (&from)[N_TILES], Streamed (&ring)[AHEAD][N_TILES],
+                                              const unsigned char* weight, int expert, int n_tile, int group, int lane) {
 #pragma unroll
-    for (int o = 0; o < STRIPS; o++) {
-        const long long at = (long long)expert * STRIPS_OF_EXPERT + strip + o * STRIPS_OF_Y;
-        from[o] = Stream(weight + at * (I / SPAN) * PIECE, lane);
+    for (int o = 0; o < N_TILES; o++) {
+        const long long at = (long long)expert * N_TILES_PER_EXPERT + n_tile + o * N_TILES_OF_Y;
+        from[o] = Stream(weight + at * (I / SPAN) * PACKED_BYTES, lane);
         from[o].advance(group);
     }
 #pragma unroll
     for (int u = 0; u < AHEAD; u++)
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++)
+        for (int o = 0; o < N_TILES; o++)
             if (u < STEPS * CHUNKS) ring[u][o] = from[o].get(u * GROUPS);
 }
 
@@ -91,19 +91,19 @@ __device__ __forceinline__ void keep_x(const uint4 (&next)[LOADS], unsigned char
 }
 
 // Multiplies a warp's part of the c-th chunk of x; asks for the packed tiles AHEAD.
-__device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&from)[STRIPS], Streamed (&ring)[AHEAD][STRIPS],
-                                               float (&sum)[STRIPS][TILES][4]) {
+__device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&from)[N_TILES], Streamed (&ring)[AHEAD][N_TILES],
+                                               float (&sum)[N_TILES][TILES][4]) {
 #pragma unroll 1
     for (int s = 0; s < STEPS; s += AHEAD) {
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) from[o].advance(AHEAD * GROUPS);
+        for (int o = 0; o < N_TILES; o++) from[o].advance(AHEAD * GROUPS);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             if (STEPS % AHEAD && s + u >= STEPS) break;  // of one chunk alone
             multiply(ring[u], chunk + (s + u) * GROUPS * STREAMED * 2, sum);
             if (c * STEPS + s + u + AHEAD < STEPS * CHUNKS)
 #pragma unroll
-                for (int o = 0; o < STRIPS; o++) ring[u][o] = from[o].get(u * GROUPS);
+                for (int o = 0; o < N_TILES; o++) ring[u][o] = from[o].get(u * GROUPS);
         }
     }
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store(const float* sums, const T* bias, const in
     auto total = [&](int of, int o, int out, int row) {
         float value = 0;
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) value += sums[(((g * SUBS + of) * STRIPS + o) * 16 + out) * WIDE + row];
+        for (int g = 0; g < GROUPS; g++) value += sums[(((g * SUBS + of) * N_TILES + o) * 16 + out) * WIDE + row];
         return value;
     };
     for (int i = threadIdx.x; i < rows * SUBS * 16; i += THREADS) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void store(const float* sums, const T* bias, const in
         const T* const more = bias + (long long)expert * OUTPUTS + column;
         float value = total(of, 0, out, row);
         if (GATED) {
-            float up = total(of, STRIPS - 1, out, row);
+            float up = total(of, N_TILES - 1, out, row);
             if (BIAS) value += to_float(more[0]), up += to_float(more[WIDTH]);
             y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[pair]);
         } else {
@@ -146,16 +146,16 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     const int expert = tile_expert[blockIdx.y];
     if (expert < 0) return;
     const int start = tile_start[blockIdx.y], rows = min(ends[expert + 1] - start, ROWS);
-    const int strip = min((int)blockIdx.x * SUBS + sub, STRIPS_OF_Y - 1);  // what is past the end is not stored
-    Stream from[STRIPS];
-    Streamed ring[AHEAD][STRIPS];
-    start_streams(from, ring, weight, expert, strip, group, lane);
+    const int n_tile = min((int)blockIdx.x * SUBS + sub, N_TILES_OF_Y - 1);  // what is past the end is not stored
+    Stream from[N_TILES];
+    Streamed ring[AHEAD][N_TILES];
+    start_streams(from, ring, weight, expert, n_tile, group, lane);
     uint4 next[LOADS];
     load_x(next, x, order, start, rows, 0);
     keep_x(next, xs, 0);
     __syncthreads();
     const unsigned x_from = smem_address(xs) + group * STREAMED * 2 + part_of_x(lane);
-    float sum[STRIPS][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
+    float sum[N_TILES][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
         if (c + 1 < CHUNKS) load_x(next, x, order, start, rows, c + 1);
@@ -163,7 +163,7 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
         if (c + 1 < CHUNKS) keep_x(next, xs, (c + 1) % 2);
         __syncthreads();
     }
-    keep_sums<WIDE>(sum, sums + (warp * STRIPS * 16 + lane / 4) * WIDE + lane % 4 * 2);
+    keep_sums<WIDE>(sum, sums + (warp * N_TILES * 16 + lane / 4) * WIDE + lane % 4 * 2);
     __syncthreads();
     store(sums, bias, order, weights, y, expert, start, rows);
 }

@@ -17,9 +17,9 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from ..quantized import cuda_layouts, pieces_cuda
+from ..quantized import cuda_layouts, packed_gemm
 from ..quantized.e4m3_wgmma import E4m3Config
-from ..quantized.pieces_cuda import STRIP, Layout
+from ..quantized.packed_gemm import N_TILE, Layout
 from ..quantized.quantized_gemm import LARGE
 from ..quantized.quantized_wgmma import blocks_at_once
 from ..quantized.stack import Stack
@@ -35,8 +35,8 @@ def takes(x: Tensor, w13: object, w2: object) -> bool:
     """Whether kernels of this file take these."""
     if not isinstance(w13, Stack) or not isinstance(w2, Stack) or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    pieces = isinstance(w13.packed, pieces_cuda.Packed) and isinstance(w2.packed, pieces_cuda.Packed)
-    return pieces and w2.shape[2] % STRIP == 0 and jit.plain(x, *w13.tensors, *w2.tensors)
+    packed_tiles = isinstance(w13.packed, packed_gemm.Packed) and isinstance(w2.packed, packed_gemm.Packed)
+    return packed_tiles and w2.shape[2] % N_TILE == 0 and jit.plain(x, *w13.tensors, *w2.tensors)
 
 
 def _header(stack: Stack) -> str:
@@ -57,8 +57,8 @@ class Gemm(NamedTuple):
     bias: Tensor | None
 
     @property
-    def pieces(self) -> Tensor:
-        return self.stack.packed.pieces
+    def packed_tiles(self) -> Tensor:
+        return self.stack.packed.tiles
 
     @property
     def layout(self) -> Layout:
@@ -103,9 +103,9 @@ def gemv_takes(w13: Stack, w2: Stack, top: int, formats: Sequence[str]) -> bool:
 def gemv_sizes(stack: Stack, act: str, top: int, bias: bool, part: bool) -> dict[str, jit.Size]:
     """Compile-time constants of quantized_expert_gemv.cu. part: experts are shared out."""
     layout = stack.packed.layout
-    pieces = stack.shape[2] // layout.inputs * (1 if act else top)
+    packed_tiles = stack.shape[2] // layout.inputs * (1 if act else top)
     most = (4 if act else 6) // (2 if layout.bytes > LARGE else 1)
-    ahead = min(most, -(-pieces // GEMV_WARPS))
+    ahead = min(most, -(-packed_tiles // GEMV_WARPS))
     return sizes_of_gemm(stack, act, top, bias) | dict(WARPS=GEMV_WARPS, AHEAD=ahead, PART=int(part))
 
 
@@ -120,8 +120,8 @@ def gemv(given: Inputs) -> Tensor:
         consts = gemv_sizes(stack, of, k, bias is not None, held is not None)
         shared = stack.shape[2] * (1 if of else k) * 2
         kernel = jit.kernel("quantized_expert_gemv", "quantized_expert_gemv", x.dtype, shared, **consts)
-        args = rows, stack.packed.pieces, rows if bias is None else bias, ids, weights, made, *here
-        kernel((len(made), -(-made.shape[1] // STRIP), 1), GEMV_WARPS * 32, *args, shared=shared)
+        args = rows, stack.packed.tiles, rows if bias is None else bias, ids, weights, made, *here
+        kernel((len(made), -(-made.shape[1] // N_TILE), 1), GEMV_WARPS * 32, *args, shared=shared)
     return y
 
 
@@ -138,9 +138,9 @@ class ExpertTileConfig(NamedTuple):
     """The tile of a block of quantized_experts.cu, and how its warps share it."""
 
     tiles: int  # of 8 rows
-    groups: int  # of warps that share a strip
+    groups: int  # of warps that share an n-tile
     inputs: int  # of a chunk of x
-    ahead: int  # pieces of a strip that a warp has under way
+    ahead: int  # packed tiles of an n-tile that a warp has under way
 
     @property
     def rows(self) -> int:
@@ -149,13 +149,13 @@ class ExpertTileConfig(NamedTuple):
     def shared(self, inputs: int, gated: bool) -> int:
         """Bytes of shared memory, as quantized_experts.cu lays it out."""
         buffers = 1 if self.inputs == inputs else 2
-        sums = WARPS * (1 + gated) * STRIP * (self.rows + 1) * 4
+        sums = WARPS * (1 + gated) * N_TILE * (self.rows + 1) * 4
         return max(buffers * self.rows * (self.inputs * 2 + 16), sums)
 
 
 @functools.cache
 def tile_config(tiles: int, inputs: int, layout: Layout, gated: bool) -> ExpertTileConfig:
-    """For so many tiles of rows: few of them leave warps to share a n-tile, many want n-tiles to share x."""
+    """For so many tiles of rows: few of them leave warps to share an n-tile, many want n-tiles to share x."""
     rows, span = 8 * tiles, layout.streamed or layout.inputs
     groups = next(n for n in (8, 4, 2, 1) if n * tiles <= WARPS and inputs % (span * n) == 0)
     if rows * inputs <= WHOLE:
@@ -205,7 +205,7 @@ class PipelineConfig(NamedTuple):
     """How a block of quantized_pipeline.cu holds weights and x."""
 
     warps: int
-    run: int  # pieces of each of two strips in a stage
+    run: int  # packed tiles of each of two n-tiles in a stage
     stages: int  # of a warp's ring
     buffers: int  # of x
 
@@ -223,10 +223,10 @@ def pipeline_config(inputs: int, layout: Layout, warps: int = PIPELINE_WARPS) ->
     """Long runs, where enough of them fit next to x. None: they do not, or the format is slower here."""
     if layout.header not in PIPELINED:
         return None
-    pieces = inputs // layout.inputs
+    packed_tiles = inputs // layout.inputs
     for buffers in (2, 1):
         room = (WHOLE_SHARED - buffers * _bytes_of_x(inputs)) // warps
-        for run in (n for n in (8, 4, 3, 2, 1) if pieces % n == 0 and n * layout.bytes <= PART):
+        for run in (n for n in (8, 4, 3, 2, 1) if packed_tiles % n == 0 and n * layout.bytes <= PART):
             stage = 2 * run * layout.bytes
             stages = min(room // stage, MOST_PIPELINE_STAGES)
             if stages == MOST_PIPELINE_STAGES or (stages - 1) * stage * warps >= LEAST_AHEAD:
@@ -247,7 +247,7 @@ def choose_pipeline(stack: Stack) -> PipelineConfig | None:
 
 def choose_pipelined(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
     """Both GEMMs, or one next to the other in tiles. None: it takes neither, or is slower."""
-    units = min(pairs, experts) * w13.shape[1] // (2 * STRIP)
+    units = min(pairs, experts) * w13.shape[1] // (2 * N_TILE)
     if not found.has_tma or units < PIPELINE_UNITS * found.num_sms:
         return None
     up, down = (choose_pipeline(one) for one in (w13, w2))
@@ -277,7 +277,7 @@ class WgmmaExpertsConfig(NamedTuple):
 
     def stages(self, layout: Layout) -> tuple[int, int]:
         """Chunks that a block holds at once, and all bytes of its shared memory, as the kernel lays it out."""
-        weights = self.outputs // STRIP * (self.inputs // layout.inputs) * layout.bytes
+        weights = self.outputs // N_TILE * (self.inputs // layout.inputs) * layout.bytes
         stage = -(-(self.rows * self.inputs * 2 + weights) // 1024) * 1024
         count = min((WHOLE_SHARED - 2048) // stage, MOST_STAGES)  # 2048: to begin at a multiple of 1024, and barriers
         return count, 1024 + count * stage
@@ -354,7 +354,7 @@ def sizes(stack: Stack, config: Config, act: str, top: int, bias: bool) -> dict[
     layout = stack.packed.layout
     if isinstance(config, E4m3Config):
         _, outputs, inputs = stack.shape
-        return pieces_cuda.sizes(0, inputs, config, act, bias, layout) | dict(OUTPUTS=outputs)
+        return packed_gemm.sizes(0, inputs, config, act, bias, layout) | dict(OUTPUTS=outputs)
     if isinstance(config, WgmmaExpertsConfig):
         of = dict(ROWS=config.rows, GROUPS=config.outputs // 128, KC=config.inputs, STAGES=config.stages(layout)[0])
         return sizes_of_gemm(stack, act, 1, bias) | of
@@ -385,7 +385,7 @@ def by_e4m3(gemm: Gemm, config: E4m3Config, rows: E4m3Pairs) -> None:
     of_x = jit.tensor_map(rows.codes.data_ptr(), len(rows.codes), half, config.rows // config.share, half)
     columns = -(-outputs // (config.outputs * config.share))
     blocks = min(gemm.tiles * columns * config.share, blocks_at_once(config.cluster, gemm.num_sms))
-    args = of_x, rows.scales, rows.weights, gemm.pieces, gemm.bias_or(gemm.y), *gemm.groups, gemm.y, gemm.tiles
+    args = of_x, rows.scales, rows.weights, gemm.packed_tiles, gemm.bias_or(gemm.y), *gemm.groups, gemm.y, gemm.tiles
     shared = config.stages()[1]
     kernel = jit.kernel("e4m3_experts", "e4m3_experts", gemm.y.dtype, shared, **gemm.sizes(config))
     kernel((blocks, 1, 1), config.outputs * 2 + 128, *args, shared=shared, cluster=config.cluster)
@@ -396,16 +396,16 @@ def _by_wgmma(gemm: Gemm, config: WgmmaExpertsConfig) -> None:
     x = gather(x, gemm.groups, gemm.top, config.rows) if gemm.act else x
     of_x = jit.tensor_map(x.data_ptr(), max(len(x), config.rows), inputs, config.rows, inputs)
     blocks = min(gemm.tiles * -(-outputs // config.outputs), gemm.num_sms)
-    args = of_x, gemm.pieces, gemm.bias_or(y), gemm.weights, *gemm.groups, y, gemm.tiles
+    args = of_x, gemm.packed_tiles, gemm.bias_or(y), gemm.weights, *gemm.groups, y, gemm.tiles
     shared = config.stages(gemm.layout)[1]
     kernel = jit.kernel("quantized_wgmma_experts", "quantized_wgmma_experts", y.dtype, shared, **gemm.sizes(config))
     kernel((blocks, 1, 1), config.outputs + 128, *args, shared=shared)
 
 
 def _pipeline(gemm: Gemm, config: PipelineConfig) -> None:
-    x, y, strips = gemm.x, gemm.y, -(-gemm.y.shape[1] // STRIP)
-    blocks = min(gemm.num_sms, gemm.tiles * (strips if gemm.act else -(-strips // 2)))
-    args = x, gemm.pieces, gemm.bias_or(x), *gemm.groups, gemm.weights, y, gemm.tiles
+    x, y, n_tiles = gemm.x, gemm.y, -(-gemm.y.shape[1] // N_TILE)
+    blocks = min(gemm.num_sms, gemm.tiles * (n_tiles if gemm.act else -(-n_tiles // 2)))
+    args = x, gemm.packed_tiles, gemm.bias_or(x), *gemm.groups, gemm.weights, y, gemm.tiles
     shared = config.shared(gemm.stack.shape[2], gemm.layout)
     kernel = jit.kernel("quantized_pipeline", "quantized_pipeline", y.dtype, shared, **gemm.sizes(config))
     kernel((blocks, 1, 1), config.warps * 32 + 32, *args, shared=shared)
@@ -413,8 +413,8 @@ def _pipeline(gemm: Gemm, config: PipelineConfig) -> None:
 
 def _by_tiles(gemm: Gemm, config: ExpertTileConfig) -> None:
     x, y = gemm.x, gemm.y
-    blocks = -(-y.shape[1] // (STRIP * (WARPS // config.groups)))
-    args = x, gemm.pieces, gemm.bias_or(x), *gemm.groups, gemm.weights, y
+    blocks = -(-y.shape[1] // (N_TILE * (WARPS // config.groups)))
+    args = x, gemm.packed_tiles, gemm.bias_or(x), *gemm.groups, gemm.weights, y
     shared = config.shared(gemm.stack.shape[2], bool(gemm.act))
     kernel = jit.kernel("quantized_experts", "quantized_experts", y.dtype, shared, **gemm.sizes(config))
     kernel((blocks, gemm.tiles, 1), WARPS * 32, *args, shared=shared)

@@ -1,6 +1,6 @@
 // Grouped GEMMs of quantised experts with few routed tokens each, at the speed at which weights are read: from sm_90
 // on. What they take and make is as in quantized_experts.cu: x of ROWS routed tokens of an expert, sorted by group.cu,
-// times weights [experts, OUTPUTS, I] in pieces. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token *
+// times weights [experts, OUTPUTS, I] in packed tiles. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token *
 // act(gate) * up in the order of the tiles; else y [routed, OUTPUTS] is in the routed tokens' own order. With BIAS,
 // bias [experts, OUTPUTS] is added.
 //
@@ -17,10 +17,10 @@
 
 constexpr int ROWS = 8, THREADS = WARPS * 32;  // THREADS: that multiply
 constexpr int WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;   // of y
-constexpr int STRIPS = (OUTPUTS + 15) / 16, UNITS = GATED ? WIDTH / 16 : (STRIPS + 1) / 2;  // of an expert; of a tile
+constexpr int N_TILES = (OUTPUTS + 15) / 16, UNITS = GATED ? WIDTH / 16 : (N_TILES + 1) / 2;  // of an expert; of a tile
 constexpr int STEPS = I / SPAN / RUN;                  // stages of a unit
-constexpr int PART = RUN * PIECE, STAGE = 2 * PART;    // bytes
-constexpr int STRIP = I / SPAN * PIECE;                // bytes
+constexpr int PART = RUN * PACKED_BYTES, STAGE = 2 * PART;    // bytes
+constexpr int N_TILE_BYTES = I / SPAN * PACKED_BYTES;                // bytes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
 constexpr bool HELD = TOGETHER > 1 && RUN % TOGETHER == 0;  // whether sums of x are
 constexpr int SUMS = HELD ? I : 0;                          // bytes
@@ -52,17 +52,17 @@ struct Weights {
         if (unit < end) next = tiles.expert(unit / UNITS);
         find();
     }
-    __device__ int strip() const { return GATED ? unit % UNITS : unit % UNITS * 2; }
+    __device__ int n_tile() const { return GATED ? unit % UNITS : unit % UNITS * 2; }
     __device__ void find() {
         if (unit >= end) return;
-        from = all + ((long long)next * STRIPS + strip()) * STRIP;
+        from = all + ((long long)next * N_TILES + n_tile()) * N_TILE_BYTES;
         if (unit + WARPS < end) next = tiles.expert((unit + WARPS) / UNITS);
     }
     // Called by a whole warp.
     __device__ void ask(int slot) {
         if (unit >= end) return;
         // Rows past the end are not stored.
-        const int other = GATED ? WIDTH / 16 * STRIP : STRIPS % 2 == 0 || strip() + 1 < STRIPS ? STRIP : 0;
+        const int other = GATED ? WIDTH / 16 * N_TILE_BYTES : N_TILES % 2 == 0 || n_tile() + 1 < N_TILES ? N_TILE_BYTES : 0;
         if (elected()) {
             mbarrier_expect(full + slot, STAGE);
             bulk_load(ring + slot * STAGE, from, PART, full + slot);
@@ -108,12 +108,13 @@ __device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsi
     if constexpr (HELD && sizeof(P)) {
 #pragma unroll
         for (int k = 0; k < RUN; k += TOGETHER)
-            multiply_together<PITCH, PART>(like, from + k * PIECE, x_from + k * SPAN * 2, sums_at + k * SPAN, sum);
+            multiply_together<PITCH, PART>(like, from + k * PACKED_BYTES, x_from + k * SPAN * 2, sums_at + k * SPAN, sum);
     } else {
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
-            const P pieces[2] = {shared_piece(from + k * PIECE, lane), shared_piece(from + PART + k * PIECE, lane)};
-            multiply_pieces<PITCH, false>(pieces, x_from + k * SPAN * 2, sum);
+            const P packed_tiles[2] = {load_packed_tile(from + k * PACKED_BYTES, lane),
+                                       load_packed_tile(from + PART + k * PACKED_BYTES, lane)};
+            multiply_tiles<PITCH, false>(packed_tiles, x_from + k * SPAN * 2, sum);
         }
     }
 }
@@ -149,7 +150,7 @@ __device__ __forceinline__ void multiply_unit(Weights& ahead, unsigned ring, Bar
 #pragma unroll 1
     for (int s = 0; s < STEPS; s++) {
         mbarrier_wait(mine + slot, round);
-        multiply_run(Piece(), ring + slot * STAGE, x_from, sums_at + s * RUN * SPAN, sum);
+        multiply_run(PackedTile(), ring + slot * STAGE, x_from, sums_at + s * RUN * SPAN, sum);
         // All of the warp's loads have been read before a copy writes there again.
         fence_async_proxy();
         __syncwarp();

@@ -9,7 +9,7 @@
 // copies bring chunks of KC inputs of the weights, and TMA the same inputs of x, STAGES ahead and on into the next tile
 // (ring_walk.cuh): weights before the kernel's predecessor has ended. The order of routed tokens is older than that. Of
 // GROUPS warpgroups each takes 128 outputs: a warp makes the weights of two n-tiles of 16 in registers while the
-// matmuls of those before are under way (wgmma_pieces.cuh). With GATED these are of gates and of the ups that belong to
+// matmuls of those before are under way (wgmma_tiles.cuh). With GATED these are of gates and of the ups that belong to
 // them, so that both of an output are the same lane's. Rows of a tile past its routed tokens are other routed tokens',
 // or whatever lies there: they are multiplied and not stored.
 #include "tma.cuh"
@@ -18,13 +18,13 @@
 #include "pairs.cuh"
 #include FORMAT
 
-constexpr int OF_WARP = 2;  // strips of a warp
-constexpr int M = 128 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
-constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;   // pieces of a strip, also of one chunk
-constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int OF_WARP = 2;  // n-tiles of a warp
+constexpr int M = 128 * GROUPS, N_TILES = M / 16, THREADS = 128 * GROUPS;  // that multiply
+constexpr int K_TILES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;   // packed tiles of an n-tile, also of one chunk
+constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = N_TILES * OF_CHUNK * PACKED_BYTES;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M, WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y: of a tile, and all
-constexpr int STRIPS_OF_Y = WIDTH / 16;
+constexpr int N_TILES_OF_Y = WIDTH / 16;
 constexpr int HELD = (ROWS + 31) / 32;  // rows that a lane knows
 // Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
@@ -36,22 +36,23 @@ static_assert(KC % 64 == 0 && KC % SPAN == 0 && I % KC == 0 && WIDTH % 16 == 0);
 constexpr int SHARE = 1;  // blocks of a cluster side by side
 #include "ring_walk.cuh"
 #include "expert_walk.cuh"
-#include "wgmma_pieces.cuh"
+#include "wgmma_tiles.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The items' parts of the weights and of x, chunk by chunk, by one lane.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {
-    auto ask = [&](const Walk& at) {  // for a chunk's weights, a warp's strips side by side
+    auto ask = [&](const Walk& at) {  // for a chunk's weights, a warp's n-tiles side by side
         Barrier* const barrier = full + at.place.stage;
         const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
-        const int strip = at.item.first / 16, last = STRIPS_OF_Y - 1 - strip;  // what is past the end is not stored
-        const long long first = (long long)(at.item.expert * (OUTPUTS / 16) + strip) * PIECES + at.chunk * OF_CHUNK;
+        const int n_tile = at.item.first / 16, last = N_TILES_OF_Y - 1 - n_tile;  // what is past the end is not stored
+        const long long first = (long long)(at.item.expert * (OUTPUTS / 16) + n_tile) * K_TILES + at.chunk * OF_CHUNK;
         mbarrier_expect(barrier, W_BYTES + X_BYTES);
 #pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int there = GATED ? i % 2 * STRIPS_OF_Y + min(i / 2, last) : min(i, last);
-            bulk_load(to + i * OF_CHUNK * PIECE, weight + (first + there * PIECES) * PIECE, OF_CHUNK * PIECE, barrier);
+        for (int i = 0; i < N_TILES; i++) {
+            const int there = GATED ? i % 2 * N_TILES_OF_Y + min(i / 2, last) : min(i, last);
+            bulk_load(to + i * OF_CHUNK * PACKED_BYTES, weight + (first + there * K_TILES) * PACKED_BYTES,
+                      OF_CHUNK * PACKED_BYTES, barrier);
         }
     };
     auto ask_x = [&](const Walk& at) {
@@ -66,7 +67,7 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 
 // A lane's share of an item's sums, and its facts of rows lane + 32 j. It is asked for before the item is multiplied.
 struct Known {
-    T bias[OF_WARP][2];  // of outputs lane / 4 of the warp's strips and 8 below
+    T bias[OF_WARP][2];  // of outputs lane / 4 of the warp's n-tiles and 8 below
     int pairs[HELD];
     float weights[HELD];
 
@@ -91,7 +92,7 @@ struct Known {
 #pragma unroll
         for (int j = 0; j < HELD; j++) weights[j] = GATED || BIAS ? of_pairs[pairs[j]] : 0;
     }
-    __device__ inline float added(int strip, int half) const { return BIAS ? to_float(bias[strip][half]) : 0; }
+    __device__ inline float added(int n_tile, int half) const { return BIAS ? to_float(bias[n_tile][half]) : 0; }
 };
 
 // The sums of a warp's two n-tiles.

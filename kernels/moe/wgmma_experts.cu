@@ -7,7 +7,7 @@
 // A tile has up to ROWS routed tokens of one expert and M outputs of the weights (expert_walk.cuh). One warp has TMA
 // bring chunks of KC inputs, STAGES ahead and on into the next tile (ring_walk.cuh): weights before the kernel's
 // predecessor has ended. The order of routed tokens is older than that, and what dequantises weights lets nothing start
-// early (dequantize_pieces.cu). A warpgroup multiplies 64 routed tokens by all outputs, of which gates and ups lie side
+// early (dequantize_tiles.cu). A warpgroup multiplies 64 routed tokens by all outputs, of which gates and ups lie side
 // by side, so that both of an output are the same lane's. Rows of a tile past its routed tokens are other routed
 // tokens', or whatever lies there: they are multiplied and not stored.
 #include "tma.cuh"

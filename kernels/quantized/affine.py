@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, int8_codes, panels, pieces_cuda, target
+from . import blocks_cpu, cpu_layouts, cuda_layouts, int8_codes, packed_gemm, panels, target
 
 UNIT = int8_codes.GROUP  # inputs that a group has a multiple of
 TINY = 2.0**-25  # by which a scale may be rounded: f16's, of numbers below 2^-14
@@ -37,7 +37,7 @@ class Affine(NamedTuple):
         return (groups * scales.unsqueeze(2)).view(codes.shape).to(dtype)
 
 
-Packed = Affine | cpu_layouts.Packed | pieces_cuda.Packed | int8_codes.Encoded
+Packed = Affine | cpu_layouts.Packed | packed_gemm.Packed | int8_codes.Encoded
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
@@ -84,4 +84,4 @@ def kept_bits(bits: int, group: int, inputs: int, symmetric: bool, device: torch
 
 FORM = None  # these are no super-blocks
 dequantize, linear = panels.dequantize, panels.linear
-variants = pieces_cuda.variants  # what `linear` is compiled as on a GPU
+variants = packed_gemm.variants  # what `linear` is compiled as on a GPU

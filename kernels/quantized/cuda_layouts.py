@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .codec import Form
 from .ggml_types import Decoded, weights
+from .packed_gemm import Layout, Packed, Plain
 from .packed_layouts import Table, Tables
-from .pieces_cuda import Layout, Packed, Plain
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_INPUTS = 64  # of a tile of codes of 4 and 6 bits

@@ -2,15 +2,15 @@
 //
 // A packed tile is 16 outputs by 32 inputs, as q8_0.cuh has them: 16 bytes of codes for each of 32 lanes; then the
 // scales, those of outputs g and g + 8 side by side. Lane 4 g + t has, in word 2 s + h, the codes of output g + 8 h and
-// of inputs 16 s + 2 t, + 8, + 1 and + 9. cuda_layouts.py describes pieces.
+// of inputs 16 s + 2 t, + 8, + 1 and + 9. cuda_layouts.py describes packed tiles.
 
-constexpr int PIECE = 576, SPAN = 32, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr int PACKED_BYTES = 576, SPAN = 32, SCALED = 32;  // bytes of a packed tile, its inputs, and those that share a scale
 constexpr int SCALE_WORDS = 2;
-#include "word_pieces.cuh"
+#include "word_tiles.cuh"
 
 // Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
-__device__ inline float2 scales(const Piece& piece, int step) {
-    return {__uint_as_float(piece.scales[0]), __uint_as_float(piece.scales[1])};
+__device__ inline float2 scales(const PackedTile& tile, int step) {
+    return {__uint_as_float(tile.scales[0]), __uint_as_float(tile.scales[1])};
 }
 
 #include "e4m3_codes.cuh"

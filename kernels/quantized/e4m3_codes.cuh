@@ -11,10 +11,10 @@ template <> __device__ inline unsigned element_pair<bf16>(unsigned word) {
 }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
-template <class E, class P> __device__ inline void codes(const P& piece, int step, unsigned (&a)[4]) {
+template <class E, class P> __device__ inline void codes(const P& tile, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const unsigned word = piece.words[2 * step + h];
+        const unsigned word = tile.words[2 * step + h];
         a[h] = element_pair<E>(word), a[2 + h] = element_pair<E>(word >> 8);
     }
 }

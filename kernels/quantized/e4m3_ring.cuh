@@ -15,8 +15,8 @@
 #include "e4m3_wide.cuh"
 
 constexpr int M = 64 * GROUPS, HALVES = M / 8, THREADS = 128 * GROUPS;
-constexpr int PIECES = I / SPAN, CHUNKS = PIECES / SPLIT;  // pieces of a strip; also of one chunk each
-constexpr int X_BYTES = ROWS * SPAN, W_BYTES = HALVES * HALF_PIECE;
+constexpr int K_TILES = I / SPAN, CHUNKS = K_TILES / SPLIT;  // packed tiles of an n-tile; also of one chunk each
+constexpr int X_BYTES = ROWS * SPAN, W_BYTES = HALVES * HALF_BYTES;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 constexpr int CLUSTER = SPLIT * SHARE * OVER;
@@ -84,7 +84,7 @@ struct Chunks {
         wgmma_fence();
 #pragma unroll
         for (int p = 0; p < SPAN / 32; p++)
-            wgmma_e4m3(made, plain_descriptor(weights + group * 8 * HALF_PIECE + p * 256, 128, HALF_PIECE),
+            wgmma_e4m3(made, plain_descriptor(weights + group * 8 * HALF_BYTES + p * 256, 128, HALF_BYTES),
                        smem_descriptor(x + part * N * SPAN + p * 32, 16), c + p > 0);
         wgmma_commit();
         pass_turn();
@@ -93,8 +93,8 @@ struct Chunks {
     // The run's: of outputs lane / 4 of the warp's 16 and 8 below. Its first chunk is there.
     __device__ inline void load_scales(float (&scales)[2]) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const unsigned from = ring + next.stage * STAGE + X_BYTES + warp * PIECE + 1024 + lane / 4 * 4;
-        scales[0] = __uint_as_float(load_shared4(from)), scales[1] = __uint_as_float(load_shared4(from + HALF_PIECE));
+        const unsigned from = ring + next.stage * STAGE + X_BYTES + warp * PACKED_BYTES + 1024 + lane / 4 * 4;
+        scales[0] = __uint_as_float(load_shared4(from)), scales[1] = __uint_as_float(load_shared4(from + HALF_BYTES));
     }
     // Gives back the run's chunk c, once at most LEFT of the chunks begun later are under way; -1: the one before the
     // run.

@@ -52,24 +52,24 @@ struct Walk {
 
 // The tiles' parts of W and of x, chunk by chunk, by one lane.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
-                               Barrier* empty, const Tiles& tiles, int strips) {
+                               Barrier* empty, const Tiles& tiles, int n_tiles) {
     const int column = cluster_rank() % SHARE, over = cluster_rank() / SHARE % OVER;  // this block's place, if they share
     const int height = tiles.height;
-    constexpr int RUN = GATED ? 1 : 2;  // half pieces that are consecutive in memory and in the ring
+    constexpr int RUN = GATED ? 1 : 2;  // half packed tiles that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
         Barrier* const barrier = full + at.place.stage;
         mbarrier_expect(barrier, W_BYTES + height * SPAN);
 #pragma unroll
         for (int i = over * (HALVES / OVER); i < (over + 1) * (HALVES / OVER); i += RUN) {
             const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
-            const int there = (GATED ? i % 2 * strips : 0) + min(half / 2, strips - 1);  // what is past the end is not stored
-            const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_PIECE;
+            const int there = (GATED ? i % 2 * n_tiles : 0) + min(half / 2, n_tiles - 1);  // what is past the end is not stored
+            const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_BYTES;
             const unsigned char* const from =
-                weight + ((long long)there * PIECES + at.tile.rank * CHUNKS + at.chunk) * PIECE + half % 2 * HALF_PIECE;
+                weight + ((long long)there * K_TILES + at.tile.rank * CHUNKS + at.chunk) * PACKED_BYTES + half % 2 * HALF_BYTES;
             if constexpr (OVER > 1)
-                bulk_load_multicast(to, from, RUN * HALF_PIECE, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
+                bulk_load_multicast(to, from, RUN * HALF_BYTES, barrier, (1 << column) * (SHARE > 1 ? 5 : 3));
             else
-                bulk_load(to, from, RUN * HALF_PIECE, barrier);
+                bulk_load(to, from, RUN * HALF_BYTES, barrier);
         }
     };
     auto ask_x = [&](const Walk& at) {

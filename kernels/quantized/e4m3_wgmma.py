@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED, DeviceCaps
-from .quantized_wgmma import STRIP, Grid, blocks_at_once
+from .quantized_wgmma import N_TILE, Grid, blocks_at_once
 
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout
+    from .packed_gemm import Layout
 
 HEADER = "e4m3_wide"  # of the format
-UNIT = 128  # inputs of a piece, and of a chunk
-TILE_BYTES = STRIP * (UNIT + 4)  # of a piece
+UNIT = 128  # inputs of a packed tile, and of a chunk
+TILE_BYTES = N_TILE * (UNIT + 4)  # of a packed tile
 LEAST_ROWS = 33
 TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and over
     ((64, 64, 64), ((1, 1, 1), (2, 1, 1), (1, 2, 1))),
@@ -82,7 +82,7 @@ class E4m3Config(NamedTuple):
 
     def stages(self) -> tuple[int, int]:
         """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
-        weights = self.outputs // STRIP * TILE_BYTES
+        weights = self.outputs // N_TILE * TILE_BYTES
         stage = -(-(self.rows * UNIT + weights) // 1024) * 1024
         count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
         assert count >= LEAST_STAGES
@@ -189,7 +189,7 @@ LONG_COSTS = Costs(
 def time(config: E4m3Config, rows: int, outputs: int, inputs: int, alike: int, num_sms: int, costs: Costs) -> float:
     """Nanoseconds of a GEMM, roughly: of rounds of tiles, each as long as the longest of what its chunks take."""
     at_once, height = blocks_at_once(config.cluster, num_sms), config.height(rows)
-    weights, of_x = config.outputs // STRIP * TILE_BYTES, height * UNIT  # bytes of a chunk
+    weights, of_x = config.outputs // N_TILE * TILE_BYTES, height * UNIT  # bytes of a chunk
     multiplied = (
         config.outputs / 64 * config.rows / config.n * max(16 + config.n / 4, config.n / 2) * 4 / 1.7 * costs.multiplied
     )

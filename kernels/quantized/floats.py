@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activation.activation import gated_activation
-from . import cuda_layouts, e4m3_cpu, panels, pieces_cuda, target
+from . import cuda_layouts, e4m3_cpu, packed_gemm, panels, target
 
 
 class Floats(NamedTuple):
@@ -66,7 +66,7 @@ class Floats(NamedTuple):
         return y
 
 
-Packed = Floats | pieces_cuda.Packed | e4m3_cpu.Packed
+Packed = Floats | packed_gemm.Packed | e4m3_cpu.Packed
 
 
 def pack(codes: Tensor, scales: Tensor) -> Floats:
@@ -79,13 +79,13 @@ def pack_for_device(plain: Floats) -> Packed:
     packed = e4m3_cpu.pack(plain.codes, plain.scales) if e4m3_cpu.takes(plain.codes, plain.unit) else None
     if packed is not None:
         return packed
-    if target.of(plain.codes) != "cuda" or not in_pieces(plain.inputs, plain.unit) or not plain.codes.numel():
+    if target.of(plain.codes) != "cuda" or not in_packed_tiles(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
     return pack_for_gpus(plain)
 
 
-def pack_for_gpus(plain: Floats) -> pieces_cuda.Packed:
-    """Packs for GPUs, on any device, if `in_pieces` says that they take it."""
+def pack_for_gpus(plain: Floats) -> packed_gemm.Packed:
+    """Packs for GPUs, on any device, if `in_packed_tiles` says that they take it."""
     if cuda_layouts.takes_wide(plain.inputs, plain.unit):
         return cuda_layouts.pack_wide(plain.codes, plain.scales)
     scales = plain.scales.repeat_interleave(plain.unit // cuda_layouts.E4M3.inputs, 1)
@@ -95,8 +95,8 @@ def pack_for_gpus(plain: Floats) -> pieces_cuda.Packed:
 FORM, FORMS = None, (pack_for_device,)
 
 
-def in_pieces(inputs: int, unit: int) -> bool:
-    """Whether GPUs have weights of so many inputs, of which `unit` share a scale, in pieces."""
+def in_packed_tiles(inputs: int, unit: int) -> bool:
+    """Whether GPUs have weights of so many inputs, of which `unit` share a scale, in packed tiles."""
     return inputs % cuda_layouts.E4M3.inputs == unit % cuda_layouts.E4M3.inputs == 0
 
 
@@ -104,7 +104,7 @@ def kept_bits(inputs: int, unit: int, device: torch.device) -> float:
     """Bits that `pack_for_device` keeps of a weight with its share of its scale; 0: GPUs have no kernels for it."""
     if device.type != "cuda":
         return 8 + 32 / unit
-    if not in_pieces(inputs, unit):
+    if not in_packed_tiles(inputs, unit):
         return 0
     return (cuda_layouts.E4M3_WIDE if cuda_layouts.takes_wide(inputs, unit) else cuda_layouts.E4M3).bits
 
@@ -123,4 +123,4 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
     return panels.linear(x, packed, gate, bias)
 
 
-variants = pieces_cuda.variants
+variants = packed_gemm.variants

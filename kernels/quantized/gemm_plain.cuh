@@ -1,5 +1,5 @@
-// A chunk of quantized_gemm.cu by one packed tile after the other (piece_mma.cuh).
-#include "piece_mma.cuh"
+// A chunk of quantized_gemm.cu by one packed tile after the other (tile_mma.cuh).
+#include "tile_mma.cuh"
 
 constexpr bool SUMMED = false;  // whether warps sum x up beforehand, in `tables`
 constexpr int TABLES = 0;
@@ -11,7 +11,7 @@ __device__ inline void sum_up(unsigned, unsigned char*) {}
 __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned, int group, float (&sum)[MT][TILES][4]) {
     const int lane = threadIdx.x % 32;
     // A lane's row of x, and where its first packed tile of 16 bytes stands there.
-    const unsigned x_row = x_from + lane % 8 * 128, x_piece = (lane / 8 ^ lane % 8) * 16;
+    const unsigned x_row = x_from + lane % 8 * 128, x_chunk = (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
     for (int i = 0; i < OF_CHUNK; i += GROUPS) {
 #pragma unroll
@@ -20,13 +20,13 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned, int 
             unsigned b[TILES][4];
 #pragma unroll
             for (int j = 0; j < TILES; j++)
-                ldmatrix(b[j], x_row + (part_of_x / 2 * ROWS + j * 8) * 128 + (part_of_x % 2 * 64 ^ x_piece));
+                ldmatrix(b[j], x_row + (part_of_x / 2 * ROWS + j * 8) * 128 + (part_of_x % 2 * 64 ^ x_chunk));
             float whole[TILES][PARTS][4] = {};
             if (MINIMA) sum_up_rows(b, whole);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                const Piece piece = shared_piece(w_from + (m * OF_CHUNK + k) * PIECE, lane, p);
-                multiply_piece(piece, 2 * p, b, whole, sum[m]);
+                const PackedTile tile = load_packed_tile(w_from + (m * OF_CHUNK + k) * PACKED_BYTES, lane, p);
+                multiply_tile(tile, 2 * p, b, whole, sum[m]);
             }
         }
     }

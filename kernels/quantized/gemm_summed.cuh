@@ -58,10 +58,10 @@ __device__ inline void sum_up(unsigned x_from, unsigned char* tables) {
     }
 }
 
-// Minima of a n-tile's chunk times x, taken from sum. from: the n-tile's first packed tile; sums: of the lane.
+// Minima of an n-tile's chunk times x, taken from sum. from: the n-tile's first packed tile; sums: of the lane.
 __device__ inline void subtract_minima(unsigned from, unsigned sums, float (&sum)[TILES][4]) {
     const int lane = threadIdx.x % 32;
-    const unsigned at = from + lane % 4 * PIECE + lane / 4 * 4;  // of two groups in order of the mma's inputs
+    const unsigned at = from + lane % 4 * PACKED_BYTES + lane / 4 * 4;  // of two groups in order of the mma's inputs
     const unsigned first = load_shared4(at + NUMBERS_AT), second = load_shared4(at + NUMBERS_AT + 32);
     const float2 factors = unpack<f16>(load_shared4(from + FACTORS_AT + 32 + lane / 4 * 4));
     unsigned a[4];
@@ -76,7 +76,7 @@ __device__ inline void subtract_minima(unsigned from, unsigned sums, float (&sum
     }
 }
 
-// A chunk of a n-tile.
+// A chunk of an n-tile.
 __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned tables, int, float (&sum)[MT][TILES][4]) {
     const int lane = threadIdx.x % 32;
     // A lane's row of x, and there its 16 bytes of even groups and of odd ones.
@@ -85,7 +85,7 @@ __device__ inline void multiply(unsigned x_from, unsigned w_from, unsigned table
     const float2 factors = unpack<f16>(load_shared4(w_from + FACTORS_AT + lane / 4 * 4));
 #pragma unroll
     for (int k = 0; k < OF_CHUNK; k++) {
-        const unsigned from = w_from + k * PIECE;
+        const unsigned from = w_from + k * PACKED_BYTES;
         unsigned words[WORDS];
         read_words(Shared{from}, lane, words);
 #pragma unroll

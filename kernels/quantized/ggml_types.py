@@ -116,9 +116,9 @@ class Type(NamedTuple):
     def split(self, blocks: Tensor) -> Numbers:
         """blocks uint8 [O, S, bytes]."""
         found: dict[str, Tensor] = {}
-        pieces = blocks.split([part.bytes for part in self.parts], -1)
-        for part, piece in zip(self.parts, pieces, strict=True):
-            numbers = part.read(piece)
+        packed_tiles = blocks.split([part.bytes for part in self.parts], -1)
+        for part, packed_tile in zip(self.parts, packed_tiles, strict=True):
+            numbers = part.read(packed_tile)
             found[part.of] = found[part.of] | numbers if part.of in found else numbers
         return Numbers(found["factors"], found.get("numbers"), found["codes"])
 

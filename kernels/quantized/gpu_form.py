@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu_layouts, cuda_layouts, e4m3_cpu, floats, pieces_cuda
+from . import cpu_layouts, cuda_layouts, e4m3_cpu, floats, packed_gemm
 from .floats import Floats
 from .ggml_types import Decoded
 from .stack import Stack, padded
@@ -71,7 +71,7 @@ def of_gpu(stack: Any) -> Any:
     return Stack(stack.codec, made._replace(outputs=packed.outputs), stack.shape)
 
 
-def _tiles(layout: cpu_layouts.Layout, tables: dict[str, Tensor]) -> pieces_cuda.Packed:
+def _tiles(layout: cpu_layouts.Layout, tables: dict[str, Tensor]) -> packed_gemm.Packed:
     """Numbers of a layout for CPUs in that for GPUs."""
     if layout is cpu_layouts.Q8_0:
         return cuda_layouts.pack(cuda_layouts.Q8_0, **tables)

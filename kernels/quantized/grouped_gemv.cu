@@ -6,9 +6,9 @@
 // nothing is scaled or decoded twice. Codes are multiplied as they are widened, more by RAISED, and a group's sum of x,
 // which is known beforehand, takes that away again and is multiplied by the minimum.
 //
-// Blocks stay and take n-tiles of 16 outputs in turn. Of a n-tile's runs of RUN packed tiles each warp takes every
+// Blocks stay and take n-tiles of 16 outputs in turn. Of an n-tile's runs of RUN packed tiles each warp takes every
 // WARPS-th: bulk copies bring them to the warp's own stages, on into the next tile, the first ones before the kernel's
-// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has a n-tile of each, and y =
+// predecessor has ended. With GATED, W is a gate matrix over an up matrix, a tile has an n-tile of each, and y =
 // act(gate) * up. With BIAS, bias [outputs] is added.
 #include "tma.cuh"
 #include "mma.cuh"
@@ -17,33 +17,33 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = R < 3 ? R : 4, GROUPS = 8 / ROWS, UNIT = GROUPS * GROUP;  // groups at once, and their inputs
-constexpr int PIECES = I / SPAN, RUNS = PIECES / RUN, UNITS = RUN * SPAN / UNIT;  // of a strip; of a run
-constexpr int STAGE = STRIPS * RUN * PIECE;
+constexpr int K_TILES = I / SPAN, RUNS = K_TILES / RUN, UNITS = RUN * SPAN / UNIT;  // of an n-tile; of a run
+constexpr int STAGE = N_TILES * RUN * PACKED_BYTES;
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row of x
-constexpr int ALL_GROUPS = I / GROUP, SUMS = STRIPS * WARPS * 16 * 4;  // of a row; of a tile
+constexpr int ALL_GROUPS = I / GROUP, SUMS = N_TILES * WARPS * 16 * 4;  // of a row; of a tile
 constexpr int PAIRS = GROUPS / 2;  // of a unit: lanes side by side have one each, of one row
-static_assert(PIECES % RUN == 0 && RUN * SPAN % UNIT == 0 && STRIPS == 1 + GATED && PIECE % 16 == 0);
+static_assert(K_TILES % RUN == 0 && RUN * SPAN % UNIT == 0 && N_TILES == 1 + GATED && PACKED_BYTES % 16 == 0);
 
 #if __CUDA_ARCH__ >= 900
 // A unit of each n-tile, added to outputs lane / 4 and 8 below. x_from: the lane's own 16 bytes, for a row of a tile of
 // x, which it has instead of zeros at part `mine` of 32 inputs. wholes: x summed up over the lane's two groups.
 __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros, int mine, float2 wholes,
-                                float (&sum)[STRIPS][2]) {
+                                float (&sum)[N_TILES][2]) {
     const int lane = threadIdx.x % 32, pair = lane % PAIRS;
-    unsigned words[STRIPS][UNIT / SPAN][WORDS];
-    Pair tables[STRIPS];
+    unsigned words[N_TILES][UNIT / SPAN][WORDS];
+    Pair tables[N_TILES];
 #pragma unroll
-    for (int o = 0; o < STRIPS; o++) {
-        const unsigned from = w_from + o * RUN * PIECE;
+    for (int o = 0; o < N_TILES; o++) {
+        const unsigned from = w_from + o * RUN * PACKED_BYTES;
 #pragma unroll
-        for (int k = 0; k < UNIT / SPAN; k++) read_words(Shared{from + k * PIECE}, lane, words[o][k]);
-        constexpr int OF_PIECE = SPAN / GROUP / 2;  // pairs
-        tables[o] = shared_pair(from + pair / OF_PIECE * PIECE, lane, pair % OF_PIECE);
+        for (int k = 0; k < UNIT / SPAN; k++) read_words(Shared{from + k * PACKED_BYTES}, lane, words[o][k]);
+        constexpr int PER_TILE = SPAN / GROUP / 2;  // pairs
+        tables[o] = shared_pair(from + pair / PER_TILE * PACKED_BYTES, lane, pair % PER_TILE);
     }
-    float part[STRIPS][2][4];  // of even and odd steps, so that fewer wait for each other
+    float part[N_TILES][2][4];  // of even and odd steps, so that fewer wait for each other
     const float less[2] = {-RAISED<T> * wholes.x, -RAISED<T> * wholes.y};
 #pragma unroll
-    for (int o = 0; o < STRIPS; o++)
+    for (int o = 0; o < N_TILES; o++)
 #pragma unroll
         for (int i = 0; i < 4; i++) part[o][0][i] = less[i % 2], part[o][1][i] = 0;
 #pragma unroll
@@ -53,14 +53,14 @@ __device__ inline void multiply(unsigned w_from, unsigned x_from, unsigned zeros
 #pragma unroll
         for (int s = 0; s < 2; s++)
 #pragma unroll
-            for (int o = 0; o < STRIPS; o++) {
+            for (int o = 0; o < N_TILES; o++) {
                 unsigned a[4];
                 raised_codes<T>(words[o][p / 2], p % 2 * 2 + s, a);
                 mma<T>(part[o][s], a, b[2 * s], b[2 * s + 1]);
             }
     }
 #pragma unroll
-    for (int o = 0; o < STRIPS; o++)
+    for (int o = 0; o < N_TILES; o++)
 #pragma unroll
         for (int g = 0; g < 2; g++) {
             const float2 by = of_pair<0>(tables[o], g);
@@ -104,16 +104,16 @@ __device__ inline void fetch_rows(const T* x, unsigned char* xs, float* wholes) 
 // A tile's values by 16 lanes from all warps' sums: four lanes had parts of an output's, ROWS rows of them.
 __device__ inline void store(const float* sums, const T* bias, T* y, int tile, int width) {
     const int out = threadIdx.x % 32, column = tile * 16 + out;
-    auto total = [&](int strip, float (&rows)[ROWS]) {
+    auto total = [&](int n_tile, float (&rows)[ROWS]) {
         float four[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float4 more = *(const float4*)(sums + ((strip * WARPS + w) * 16 + out) * 4);
+            const float4 more = *(const float4*)(sums + ((n_tile * WARPS + w) * 16 + out) * 4);
             four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            rows[r] = BIAS ? to_float(bias[strip * width + column]) : 0;
+            rows[r] = BIAS ? to_float(bias[n_tile * width + column]) : 0;
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) rows[r] += four[r * PAIRS + i];
         }
@@ -138,9 +138,10 @@ struct Ahead {  // the run that a warp asks for next
         if (elected()) {
             mbarrier_expect(full + stage, STAGE);
 #pragma unroll
-            for (int o = 0; o < STRIPS; o++)
-                bulk_load(ring + stage * STAGE + o * RUN * PIECE,
-                          weight + ((long long)(tile + o * tiles) * PIECES + run * RUN) * PIECE, RUN * PIECE, full + stage);
+            for (int o = 0; o < N_TILES; o++)
+                bulk_load(ring + stage * STAGE + o * RUN * PACKED_BYTES,
+                          weight + ((long long)(tile + o * tiles) * K_TILES + run * RUN) * PACKED_BYTES,
+                          RUN * PACKED_BYTES, full + stage);
         }
         run += WARPS;
         if (run >= RUNS) run = warp, tile += gridDim.x;
@@ -179,14 +180,14 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
     int stage = 0, round = 0, buffer = 0, turn = 0;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        float sum[STRIPS][2] = {};
+        float sum[N_TILES][2] = {};
 #pragma unroll 1
         for (int run = warp; run < RUNS; run += WARPS) {
             mbarrier_wait(full + stage, round);
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 const int unit = run * UNITS + u;
-                multiply(ring + stage * STAGE + u * (UNIT / SPAN) * PIECE, x_from + unit * UNIT * 2, zeros, mine,
+                multiply(ring + stage * STAGE + u * (UNIT / SPAN) * PACKED_BYTES, x_from + unit * UNIT * 2, zeros, mine,
                          *(const float2*)(wholes_from + unit * GROUPS), sum);
             }
             fence_async_proxy();
@@ -196,7 +197,7 @@ grouped_gemv(const T* x, const unsigned char* weight, const T* bias, T* y, int o
         }
         float* const here = sums + buffer * SUMS + (warp * 16 + lane / 4) * 4 + lane % 4;
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) here[o * WARPS * 64] = sum[o][0], here[o * WARPS * 64 + 32] = sum[o][1];
+        for (int o = 0; o < N_TILES; o++) here[o * WARPS * 64] = sum[o][0], here[o * WARPS * 64 + 32] = sum[o][1];
         __syncthreads();
         if (warp == turn) store(sums + buffer * SUMS, bias, y, tile, width);
         buffer ^= 1;

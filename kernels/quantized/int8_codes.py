@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, ggml_encoders, packing_cpu, panels, pieces_cuda, target
+from . import blocks_cpu, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
 from .codec import Form
 from .ggml_types import TYPES, Type
 
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
         return cuda_layouts.scaled(self.codes[first:last].float(), self.scales[first:last]).to(dtype)
 
 
-Packed = Encoded | cpu_layouts.Packed | pieces_cuda.Packed
+Packed = Encoded | cpu_layouts.Packed | packed_gemm.Packed
 
 
 def encode(weight: Tensor) -> Encoded:
@@ -134,7 +134,7 @@ class Int8Codes:
 
     @property
     def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        return pieces_cuda.variants
+        return packed_gemm.variants
 
 
 q8_0, q5_0, iq4_nl = (Int8Codes(TYPES[name]) for name in ("q8_0", "q5_0", "iq4_nl"))

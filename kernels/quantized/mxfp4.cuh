@@ -3,11 +3,11 @@
 //
 // A packed tile is 16 outputs by 64 inputs, as tensor cores take them from registers: 16 bytes of codes for each of 32
 // lanes, in int4.cuh's order; then for each output g below 8 the scales of outputs g and g + 8 of the first 32 inputs,
-// and those of the second. cuda_layouts.py describes pieces.
+// and those of the second. cuda_layouts.py describes packed tiles.
 
-constexpr int PIECE = 544, SPAN = 64, SCALED = 32;  // bytes of a piece, its inputs, and those that share a scale
+constexpr int PACKED_BYTES = 544, SPAN = 64, SCALED = 32;  // bytes of a packed tile, its inputs, and those that share a scale
 constexpr int SCALE_WORDS = 1;
-#include "word_pieces.cuh"
+#include "word_tiles.cuh"
 
 // 2^(byte - 127): a byte is an f32's exponent, but for 0, which a number below the normal ones stands for.
 __device__ inline float power(unsigned word, int byte) {
@@ -16,9 +16,9 @@ __device__ inline float power(unsigned word, int byte) {
 }
 
 // Scales for the codes of outputs lane / 4 and 8 below, of inputs from 16 step on.
-__device__ inline float2 scales(const Piece& piece, int step) {
+__device__ inline float2 scales(const PackedTile& tile, int step) {
     const int first = step * 16 / SCALED * 2;
-    return {power(piece.scales[0], first), power(piece.scales[0], first + 1)};
+    return {power(tile.scales[0], first), power(tile.scales[0], first + 1)};
 }
 
 // The codes of a word at bit 4 i and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
@@ -36,9 +36,9 @@ template <> __device__ inline unsigned element_pair<bf16>(unsigned word, int i) 
 }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
-template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+template <class E> __device__ inline void codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(piece.words[step], i);
+    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(tile.words[step], i);
 }
 
 #include "float_codes.cuh"

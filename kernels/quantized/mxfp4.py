@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cpp import ops
-from . import blocks_cpu, cpu_layouts, cuda_layouts, floats, panels, pieces_cuda
+from . import blocks_cpu, cpu_layouts, cuda_layouts, floats, packed_gemm, panels
 from .codec import StackCodec
 from .floats import Floats
 from .stack import Stack, padded, stack
@@ -18,7 +18,7 @@ from .stack import Stack, padded, stack
 BITS = 4.25  # of a weight with its share of its group's scale
 AT_ONCE = 1 << 22  # bytes of codes that are packed at once: what that takes is small beside a stack
 
-Packed = cpu_layouts.Packed | pieces_cuda.Packed
+Packed = cpu_layouts.Packed | packed_gemm.Packed
 
 
 def experts(
@@ -36,7 +36,7 @@ def experts(
     """
     count, outputs, row_bytes = codes.shape
     inputs = 2 * row_bytes
-    if not (in_pieces(inputs, other_inputs) if codes.is_cuda else blocks_cpu.takes(codes)):
+    if not (in_packed_tiles(inputs, other_inputs) if codes.is_cuda else blocks_cpu.takes(codes)):
         made = floats.pack(in_order(codes), in_order(scales))
         return made.plain(dtype) if codes.is_cuda else made
     at_once = max(1, AT_ONCE // (outputs * row_bytes))
@@ -50,13 +50,13 @@ def experts(
 
 def kept_bits(outputs: int, inputs: int, other_inputs: int, device: torch.device) -> float:
     """Bits that `experts` keeps of a weight with its share of its scale; 0: it becomes plain."""
-    if device.type != "cpu" and not in_pieces(inputs, other_inputs):
+    if device.type != "cpu" and not in_packed_tiles(inputs, other_inputs):
         return 0
     packed = device.type != "cpu" or ops.available()
     return BITS * (padded(outputs) if packed else outputs) / max(outputs, 1)
 
 
-def in_pieces(*inputs: int) -> bool:
+def in_packed_tiles(*inputs: int) -> bool:
     """Whether GPUs have so many inputs of both matrices in whole tiles."""
     return all(one > 0 and one % cuda_layouts.INT4_INPUTS == 0 for one in inputs)
 

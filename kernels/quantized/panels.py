@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activation.activation import gated_activation
 from ..gemm import linear as gemm
-from . import blocks_cpu, cpu_layouts, pieces_cuda
+from . import blocks_cpu, cpu_layouts, packed_gemm
 
 PANEL = {"cpu": 1 << 20, "cuda": 1 << 27, "mps": 1 << 27}  # elements that are dequantised at once
 
@@ -36,8 +36,8 @@ def linear(x: Tensor, packed: Any, gate: str = "", bias: Tensor | None = None) -
 
     gate: an activation; then the weight is gate over up, and act(gate) * up [T, O / 2] is returned.
     """
-    if isinstance(packed, pieces_cuda.Packed) and pieces_cuda.supports(x, packed, bias):
-        return pieces_cuda.linear(x, packed, gate, bias)
+    if isinstance(packed, packed_gemm.Packed) and packed_gemm.supports(x, packed, bias):
+        return packed_gemm.linear(x, packed, gate, bias)
     if isinstance(packed, cpu_layouts.Packed) and blocks_cpu.supports(x):
         return blocks_cpu.linear(x, packed, gate, bias)
     return multiply(x, packed.outputs, packed.dequantize, gate, bias)

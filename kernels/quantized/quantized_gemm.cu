@@ -16,10 +16,10 @@
 #include FORMAT
 
 constexpr int ROWS = 8 * TILES;  // of x
-constexpr int STRIPS = M / 16, SUBTILES = STRIPS / MT, OF_STRIP = GROUPS * TURNS;  // OF_STRIP: warps
-constexpr int THREADS = SUBTILES * OF_STRIP * 32;                                  // that multiply
-constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // pieces of a strip, also of one chunk
-constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int N_TILES = M / 16, SUBTILES = N_TILES / MT, PER_N_TILE = GROUPS * TURNS;  // PER_N_TILE: warps
+constexpr int THREADS = SUBTILES * PER_N_TILE * 32;                                  // that multiply
+constexpr int K_TILES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC;  // packed tiles of an n-tile, also of one chunk
+constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = N_TILES * OF_CHUNK * PACKED_BYTES;
 #include MULTIPLY
 constexpr int STAGE = (X_BYTES + W_BYTES + TABLES + 1023) / 1024 * 1024;
 constexpr int BLOCK = THREADS + 32 + 32 * SUMMERS;  // threads: also of a warp that copies, and perhaps some that sum up
@@ -31,17 +31,17 @@ static_assert(CHUNKS % TURNS == 0 && STAGES % TURNS == 0 && (!SUMMED || STAGES %
 #if __CUDA_ARCH__ >= 900
 // The block's part of W and x, chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
-                               Barrier* empty, int count, int strips, int rows) {
+                               Barrier* empty, int count, int n_tiles, int rows) {
     auto ask = [&](int n) {  // for W's part of the n-th chunk
         const int stage = n % STAGES, tile = blockIdx.x + n / CHUNKS * gridDim.x;
-        const unsigned char* const from = weight + n % CHUNKS * (OF_CHUNK * PIECE);
+        const unsigned char* const from = weight + n % CHUNKS * (OF_CHUNK * PACKED_BYTES);
         mbarrier_expect(full + stage, W_BYTES + rows * KC * 2);
 #pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile * (OUTS / 16) + i - half * (OUTS / 16);
-            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
-            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE, from + (long long)there * (PIECES * PIECE),
-                      OF_CHUNK * PIECE, full + stage);
+        for (int i = 0; i < N_TILES; i++) {
+            const int half = GATED ? i / (OUTS / 16) : 0, n_tile = tile * (OUTS / 16) + i - half * (OUTS / 16);
+            const int there = half * n_tiles + min(n_tile, n_tiles - 1);  // what is past the end is not stored
+            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PACKED_BYTES, from + (long long)there * (K_TILES * PACKED_BYTES),
+                      OF_CHUNK * PACKED_BYTES, full + stage);
         }
     };
     auto ask_x = [&](int n) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void sum_up_chunks(uint4* memory, unsigned ring, Barr
 __device__ inline float total(const float* sums, int out, int row, const T* bias) {
     float y = BIAS ? to_float(*bias) : 0;
 #pragma unroll
-    for (int k = 0; k < OF_STRIP; k++) y += sums[(k * M + out) * WIDE + row];
+    for (int k = 0; k < PER_N_TILE; k++) y += sums[(k * M + out) * WIDE + row];
     return y;
 }
 
@@ -94,7 +94,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
     const unsigned ring = (smem_address(memory) + 1023) / 1024 * 1024;
     float* sums = (float*)((char*)memory + (ring - smem_address(memory)) + STAGES * STAGE);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int width = GATED ? outputs / 2 : outputs, strips = (width + 15) / 16, tiles = (width + OUTS - 1) / OUTS;
+    const int width = GATED ? outputs / 2 : outputs, n_tiles = (width + 15) / 16, tiles = (width + OUTS - 1) / OUTS;
     const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -111,7 +111,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
         return;
     }
     if (thread >= THREADS) {
-        if (elected()) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, strips, rows);
+        if (elected()) produce(&of_x, weight, ring, full, empty, mine * CHUNKS, n_tiles, rows);
         return;
     }
     grid_wait();
@@ -130,7 +130,7 @@ quantized_gemm(const __grid_constant__ TensorMap of_x, const unsigned char* weig
             before = empty + stage;
             stage += TURNS;
             if (stage >= STAGES) stage -= STAGES, round ^= 1;
-            const unsigned w_from = from + X_BYTES + sub * MT * OF_CHUNK * PIECE;
+            const unsigned w_from = from + X_BYTES + sub * MT * OF_CHUNK * PACKED_BYTES;
             multiply(from, w_from, from + X_BYTES + W_BYTES, warp / SUBTILES % GROUPS, sum);
             if (TURNS > 1) release_stage(before);  // the warp's next chunk may be half of the ring away
         }

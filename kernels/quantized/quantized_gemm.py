@@ -13,40 +13,40 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED
-from .quantized_wgmma import MOST_STAGES, STRIP, Grid
+from .quantized_wgmma import MOST_STAGES, N_TILE, Grid
 
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout
+    from .packed_gemm import Layout
 
 # -- quantized_gemv.cu
 
 GEMV_ROWS = 8  # at most
 GEMV_WARPS = 8
 GEMV_SHARED = 80 << 10  # bytes of a block: two fit on a multiprocessor of sm_80
-LARGE = 800  # bytes of a piece above which a lane's registers hold half as many
+LARGE = 800  # bytes of a packed tile above which a lane's registers hold half as many
 
 
 class GemvConfig(NamedTuple):
     """How quantized_gemv.cu shares out a GEMV."""
 
-    strips: int  # of a block; two with a gate
-    ahead: int  # pieces of each that a warp has under way
+    n_tiles: int  # of a block; two with a gate
+    ahead: int  # packed tiles of each that a warp has under way
     blocks: int  # that fit on a multiprocessor
 
     def shared(self, rows: int, inputs: int, layout: Layout) -> int:
         """Bytes of shared memory, as quantized_gemv.cu lays it out."""
-        return rows * (inputs * 2 + 16) + GEMV_WARPS * self.strips * 512
+        return rows * (inputs * 2 + 16) + GEMV_WARPS * self.n_tiles * 512
 
     def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
-        return dict(R=rows, STRIPS=self.strips, AHEAD=self.ahead, WARPS=GEMV_WARPS, BLOCKS=self.blocks)
+        return dict(R=rows, N_TILES=self.n_tiles, AHEAD=self.ahead, WARPS=GEMV_WARPS, BLOCKS=self.blocks)
 
     def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
-        return Grid(-(-outputs // (STRIP * self.strips)), GEMV_WARPS * 32)
+        return Grid(-(-outputs // (N_TILE * self.n_tiles)), GEMV_WARPS * 32)
 
 
 def choose_gemv(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, num_sms: int) -> GemvConfig | None:
     """None: the kernel does not take so many rows, or x does not fit."""
-    config = GemvConfig(2, 4, 2) if gated or -(-outputs // STRIP) > 24 * num_sms else GemvConfig(1, 8, 2)
+    config = GemvConfig(2, 4, 2) if gated or -(-outputs // N_TILE) > 24 * num_sms else GemvConfig(1, 8, 2)
     if layout.bytes > LARGE:
         config = config._replace(ahead=config.ahead // 2)
     return config if rows <= GEMV_ROWS and config.shared(rows, inputs, layout) <= GEMV_SHARED else None
@@ -55,7 +55,7 @@ def choose_gemv(rows: int, outputs: int, inputs: int, layout: Layout, gated: boo
 # -- grouped_gemv.cu
 
 GROUPED_ROWS = 4  # at most
-GROUPED_WARPS = 8  # of a block, with a part of each strip
+GROUPED_WARPS = 8  # of a block, with a part of each n-tile
 GROUPED_BLOCKS = 2  # on a multiprocessor
 RUNS = (4, 2)
 GROUPED_SHARED = 110 << 10  # bytes of a block: two fit on a multiprocessor
@@ -65,14 +65,14 @@ LEAST_GROUPED_STAGES, MOST_GROUPED_STAGES = 2, 6
 class GroupedConfig(NamedTuple):
     """How grouped_gemv.cu shares out a GEMV."""
 
-    strips: int  # of a tile: two with a gate
-    run: int  # pieces of a strip that a warp takes at once
+    n_tiles: int  # of a tile: two with a gate
+    run: int  # packed tiles of an n-tile that a warp takes at once
 
     def stages(self, rows: int, inputs: int, layout: Layout) -> tuple[int, int]:
         """A warp's stages, and all bytes of a block's shared memory, as grouped_gemv.cu lays it out."""
         groups = rows * inputs // dict(layout.sizes)["GROUP"]
-        fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * self.strips * GROUPED_WARPS * 256
-        stage = GROUPED_WARPS * self.strips * self.run * layout.bytes
+        fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * self.n_tiles * GROUPED_WARPS * 256
+        stage = GROUPED_WARPS * self.n_tiles * self.run * layout.bytes
         count = min((GROUPED_SHARED - fixed) // stage, MOST_GROUPED_STAGES)
         return count, fixed + count * stage
 
@@ -80,11 +80,11 @@ class GroupedConfig(NamedTuple):
         return self.stages(rows, inputs, layout)[1]
 
     def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
-        of = dict(STRIPS=self.strips, WARPS=GROUPED_WARPS, RUN=self.run, BLOCKS=GROUPED_BLOCKS)
+        of = dict(N_TILES=self.n_tiles, WARPS=GROUPED_WARPS, RUN=self.run, BLOCKS=GROUPED_BLOCKS)
         return dict(R=rows, STAGES=self.stages(rows, inputs, layout)[0], **of)
 
     def grid(self, rows: int, outputs: int, layout: Layout, num_sms: int) -> Grid:
-        return Grid(min(-(-outputs // STRIP) // self.strips, GROUPED_BLOCKS * num_sms), GROUPED_WARPS * 32)
+        return Grid(min(-(-outputs // N_TILE) // self.n_tiles, GROUPED_BLOCKS * num_sms), GROUPED_WARPS * 32)
 
 
 def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iterator[GroupedConfig]:
@@ -93,10 +93,10 @@ def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iter
     if layout.header != "super_blocks" or not 0 < rows <= GROUPED_ROWS or inputs % layout.inputs:
         return
     columns = rows if rows < 3 else GROUPED_ROWS  # of a group, as tensor cores have them
-    unit, pieces = 8 // columns * group, inputs // layout.inputs
+    unit, packed_tiles = 8 // columns * group, inputs // layout.inputs
     for run in RUNS:
         config = GroupedConfig(1 + gated, run)
-        whole = pieces % run == run * layout.inputs % unit == unit % layout.inputs == 0
+        whole = packed_tiles % run == run * layout.inputs % unit == unit % layout.inputs == 0
         if whole and config.stages(rows, inputs, layout)[0] >= LEAST_GROUPED_STAGES:
             yield config
 
@@ -106,7 +106,7 @@ def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iter
 MOST_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
-WARPS = 12  # of a block that multiply, at most, where there are several to a strip
+WARPS = 12  # of a block that multiply, at most, where there are several to an n-tile
 TURN_WARPS = 16  # of a block that multiply, at most, where they take turns
 TURN_INPUTS = 256  # of a chunk, where warps take turns
 LEAST_STAGES = 4
@@ -121,8 +121,8 @@ class TileConfig(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Warps that take chunks of a n-tile in turn."""
-        most = TURN_WARPS // (self.outputs // STRIP)
+        """Warps that take chunks of an n-tile in turn."""
+        most = TURN_WARPS // (self.outputs // N_TILE)
         return next(count for count in (8, 4, 2, 1) if count <= most) if self.in_turn else 1
 
     @property
@@ -131,23 +131,23 @@ class TileConfig(NamedTuple):
         most = 4 if self.outputs <= 32 else 2 if self.outputs <= 64 else 1
         return min(self.turns, most) if self.in_turn else 0
 
-    def strips_of_a_warp(self, tiles: int) -> int:
+    def n_tiles_per_warp(self, tiles: int) -> int:
         """So that for large M x is not read from shared memory for each n-tile: that is more than it gives."""
-        return 1 if tiles < 4 else next(count for count in (2, 3, 1) if self.outputs // STRIP % count == 0)
+        return 1 if tiles < 4 else next(count for count in (2, 3, 1) if self.outputs // N_TILE % count == 0)
 
     def groups(self, tiles: int, layout: Layout) -> int:
-        """Warps that share a chunk of a n-tile: as many as make WARPS, each with a packed tile at least."""
+        """Warps that share a chunk of an n-tile: as many as make WARPS, each with a packed tile at least."""
         most = min(WARPS // self._warps(tiles), self.inputs // layout.inputs)
         return 1 if self.in_turn else max(count for count in (1, 2, 4, 8) if count <= max(most, 1))
 
     def _warps(self, tiles: int) -> int:
-        return self.outputs // STRIP // self.strips_of_a_warp(tiles)
+        return self.outputs // N_TILE // self.n_tiles_per_warp(tiles)
 
     def stages(self, rows: int, layout: Layout) -> tuple[int, int]:
         """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_gemm.cu lays it out."""
         tiles = row_tiles(rows)
         sums = self.groups(tiles, layout) * self.turns * self.outputs * (8 * tiles + 1) * 4
-        weights = self.outputs // STRIP * (self.inputs // layout.inputs) * layout.bytes
+        weights = self.outputs // N_TILE * (self.inputs // layout.inputs) * layout.bytes
         stage = 8 * tiles * self.inputs * 2 + weights
         if self.in_turn:  # sums of x over 32 inputs, in two forms
             stage += tiles * (self.inputs * 2 + 256)
@@ -161,7 +161,7 @@ class TileConfig(NamedTuple):
 
     def sizes(self, rows: int, inputs: int, layout: Layout) -> dict[str, jit.Size]:
         tiles = row_tiles(rows)
-        warps = dict(MT=self.strips_of_a_warp(tiles), GROUPS=self.groups(tiles, layout), TURNS=self.turns)
+        warps = dict(MT=self.n_tiles_per_warp(tiles), GROUPS=self.groups(tiles, layout), TURNS=self.turns)
         stages, multiply = self.stages(rows, layout)[0], "gemm_summed" if self.in_turn else "gemm_plain"
         of = dict(M=self.outputs, KC=self.inputs, STAGES=stages, TILES=tiles, SUMMERS=self.summers)
         return dict(MULTIPLY=multiply, **of, **warps)
@@ -197,7 +197,7 @@ def configs(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool) -
     tiles = row_tiles(rows)
     turns = (False, True) if takes_turns(layout.sizes) and tiles <= 2 else (False,)
     for height in HEIGHTS:
-        if (gated and height % (2 * STRIP)) or (tiles > 2 and TileConfig(height, 0).strips_of_a_warp(4) == 1):
+        if (gated and height % (2 * N_TILE)) or (tiles > 2 and TileConfig(height, 0).n_tiles_per_warp(4) == 1):
             continue
         for length in LENGTHS:
             for in_turn in turns if length == TURN_INPUTS else (False,):

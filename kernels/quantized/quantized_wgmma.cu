@@ -19,9 +19,9 @@
 #include "ring_walk.cuh"
 
 constexpr int OVER = 1;  // blocks of a cluster that have W in common
-constexpr int M = 64 * GROUPS, STRIPS = M / 16, THREADS = 128 * GROUPS;  // that multiply
-constexpr int PIECES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // pieces of a strip, also of one chunk
-constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = STRIPS * OF_CHUNK * PIECE;
+constexpr int M = 64 * GROUPS, N_TILES = M / 16, THREADS = 128 * GROUPS;  // that multiply
+constexpr int K_TILES = I / SPAN, OF_CHUNK = KC / SPAN, CHUNKS = I / KC / SPLIT;  // packed tiles of an n-tile, also of one chunk
+constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = N_TILES * OF_CHUNK * PACKED_BYTES;
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M;  // what a tile is to y
 // Registers of a thread at the start, of one that copies, and of one that multiplies. A block has none but those of the
@@ -33,22 +33,22 @@ constexpr int PITCH = M + 4;             // of the sums [ROWS, M] f32, where the
 
 static_assert(SHARE == 1 || (SHARE == 2 && SPLIT == 1 && KC % 128 == 0));
 #include "wgmma_tile.cuh"
-#include "wgmma_pieces.cuh"
+#include "wgmma_tiles.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The tile's part of W and x, chunk by chunk, by one thread.
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
-                               Barrier* empty, const Tile& tile, int strips, int height) {
-    const unsigned char* const part = weight + tile.rank * CHUNKS * (OF_CHUNK * PIECE);
+                               Barrier* empty, const Tile& tile, int n_tiles, int height) {
+    const unsigned char* const part = weight + tile.rank * CHUNKS * (OF_CHUNK * PACKED_BYTES);
     auto ask = [&](int n) {  // for W's part of the n-th chunk
         const int stage = n % STAGES;
         mbarrier_expect(full + stage, W_BYTES + height * KC * 2);
 #pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int half = GATED ? i / (OUTS / 16) : 0, strip = tile.first / 16 + i - half * (OUTS / 16);
-            const int there = half * strips + min(strip, strips - 1);  // what is past the end is not stored
-            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PIECE,
-                      part + (long long)there * (PIECES * PIECE) + n * (OF_CHUNK * PIECE), OF_CHUNK * PIECE,
+        for (int i = 0; i < N_TILES; i++) {
+            const int half = GATED ? i / (OUTS / 16) : 0, n_tile = tile.first / 16 + i - half * (OUTS / 16);
+            const int there = half * n_tiles + min(n_tile, n_tiles - 1);  // what is past the end is not stored
+            bulk_load(ring + stage * STAGE + X_BYTES + i * OF_CHUNK * PACKED_BYTES,
+                      part + (long long)there * (K_TILES * PACKED_BYTES) + n * (OF_CHUNK * PACKED_BYTES), OF_CHUNK * PACKED_BYTES,
                       full + stage);
         }
     };

@@ -10,9 +10,9 @@ from .. import jit
 from ..device import WHOLE_SHARED
 
 if TYPE_CHECKING:
-    from .pieces_cuda import Layout
+    from .packed_gemm import Layout
 
-STRIP = 16  # outputs of a piece
+N_TILE = 16  # outputs of a packed tile
 ROWS = range(33, 257)
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 LENGTHS = (256, 128, 64)  # inputs of a chunk
@@ -47,7 +47,7 @@ class WgmmaConfig(NamedTuple):
         """Chunks that a block holds at once, and all bytes of its shared memory, as quantized_wgmma.cu lays it out:
         sums take the place of chunks."""
         sums = self.rows * (self.outputs + 4) * 4
-        weights = self.outputs // STRIP * (self.inputs // layout.inputs) * layout.bytes
+        weights = self.outputs // N_TILE * (self.inputs // layout.inputs) * layout.bytes
         stage = -(-(self.rows * self.inputs * 2 + weights) // 1024) * 1024
         count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
         return count, 1024 + max(count * stage, sums)

@@ -2,8 +2,8 @@
 // of the first 32 inputs. Codes stay as they are widened the fastest, each more by what offsets()
 // tells, and inputs with one scale are added up before they are scaled: the sum of x takes off both offset and minimum.
 // LATER: what multiply_together() does.
-template <int PITCH, bool LATER, int STRIPS>
-__device__ inline void multiply_pieces(const Piece (&pieces)[STRIPS], unsigned x_from, float (&sum)[STRIPS][4]) {
+template <int PITCH, bool LATER, int N_TILES>
+__device__ inline void multiply_tiles(const PackedTile (&tiles)[N_TILES], unsigned x_from, float (&sum)[N_TILES][4]) {
     constexpr int ALONE = (SCALED < SPAN ? SCALED : SPAN) / 16;  // steps of 16 inputs with one scale
     constexpr bool SUMS = !LATER && (RAW || MINIMA);
     unsigned b[SPAN / 32][4];
@@ -20,12 +20,12 @@ __device__ inline void multiply_pieces(const Piece (&pieces)[STRIPS], unsigned x
 #pragma unroll
             for (int k = begin; k < begin + ALONE; k++) multiply_step(whole, ones, k);
 #pragma unroll
-        for (int o = 0; o < STRIPS; o++) {
+        for (int o = 0; o < N_TILES; o++) {
             unsigned a[ALONE][4];
 #pragma unroll
-            for (int k = 0; k < ALONE; k++) raw_codes<T>(pieces[o], begin + k, a[k]);
-            const float2 by = scales(pieces[o], begin), more = offsets<T>(pieces[o], begin);
-            float2 less = minima(pieces[o], begin);
+            for (int k = 0; k < ALONE; k++) raw_codes<T>(tiles[o], begin + k, a[k]);
+            const float2 by = scales(tiles[o], begin), more = offsets<T>(tiles[o], begin);
+            float2 less = minima(tiles[o], begin);
             if (RAW) less.x += by.x * more.x, less.y += by.y * more.y;
             float part[4] = {};
 #pragma unroll
@@ -45,17 +45,18 @@ __device__ constexpr float times_first(f16) { return 32; }
 __device__ inline unsigned for_first(bf16, unsigned pair) { return pair; }
 __device__ inline unsigned for_first(f16, unsigned pair) { return multiply_pairs<f16>(pair, 0x50005000); }  // 32 twice
 
-// TOGETHER packed tiles of two n-tiles, STRIP bytes apart, whose minima have one factor, and their scales another:
+// TOGETHER packed tiles of two n-tiles, N_TILE_BYTES bytes apart, whose minima have one factor, and their scales another:
 // those times the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so
 // that they have twice the digits. sums_at: those of these packed tiles, 256 bytes that sum_up_inputs() makes.
-template <int PITCH, int STRIP, class P>
+template <int PITCH, int N_TILE_BYTES, class P>
 __device__ inline void multiply_together(P, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][4]) {
     const int lane = threadIdx.x % 32;
-    const auto first = shared_super(P(), from, lane), second = shared_super(P(), from + STRIP, lane);
+    const auto first = shared_super(P(), from, lane), second = shared_super(P(), from + N_TILE_BYTES, lane);
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
-        const P pieces[2] = {shared_piece(from + k * PIECE, lane, first), shared_piece(from + STRIP + k * PIECE, lane, second)};
-        multiply_pieces<PITCH, true>(pieces, x_from + k * SPAN * 2, sum);
+        const P tiles[2] = {load_packed_tile(from + k * PACKED_BYTES, lane, first),
+                            load_packed_tile(from + N_TILE_BYTES + k * PACKED_BYTES, lane, second)};
+        multiply_tiles<PITCH, true>(tiles, x_from + k * SPAN * 2, sum);
     }
     const uint2 b = load_shared8(sums_at + lane * 8);
 #pragma unroll

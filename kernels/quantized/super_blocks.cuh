@@ -6,7 +6,7 @@
 // bytes of codes, 16 or at last 8 bytes of all lanes at a time; then, for each SUPER inputs, 4 bytes for outputs g and
 // g + 8: the factors of their scales; then the same of minima. Then the numbers, each more by 128, two words of 4 bytes
 // for outputs g and g + 8 a pair of GROUPs: with MINIMA a word has a group's scales, then its minima; without, two
-// groups' scales. Packed tiles of the same FACTORED inputs have the same factors. cuda_layouts.py describes pieces.
+// groups' scales. Packed tiles of the same FACTORED inputs have the same factors. cuda_layouts.py describes packed tiles.
 //
 // Codes of 4 bits: lane 4 g + t has in word s the codes of inputs 16 s + 2 t and + 1 of output g in bits 0 and 16, of
 // output g + 8 in bits 4 and 20, and of inputs 16 s + 2 t + 8 and + 9 of the same outputs in bits 8 and 24, and 12 and
@@ -17,13 +17,13 @@
 
 constexpr int SPAN = 64, SCALED = GROUP, WORDS = BITS, KINDS = 1 + MINIMA;  // WORDS: of a lane's codes
 constexpr bool BY_RUNS = false, RAW = ZERO < 128 && (MINIMA || GROUP >= 32);  // RAW: whether raw codes are not as codes
-constexpr int TOGETHER = MINIMA && GROUP == 32 && FACTORED == 256 ? 4 : 1;  // pieces that multiply_together() takes
+constexpr int TOGETHER = MINIMA && GROUP == 32 && FACTORED == 256 ? 4 : 1;  // packed tiles that multiply_together() takes
 static_assert((ZERO == 128) == (BITS == 8));
 constexpr int SUPERS = SPAN / SUPER, NUMBERS = SPAN / GROUP * KINDS / 2;    // NUMBERS: words of them
 constexpr int FACTORS_AT = 128 * WORDS, NUMBERS_AT = FACTORS_AT + 32 * KINDS * SUPERS;
-constexpr int PIECE = NUMBERS_AT + 32 * NUMBERS;  // bytes
+constexpr int PACKED_BYTES = NUMBERS_AT + 32 * NUMBERS;  // bytes
 
-struct Piece {  // a lane's part
+struct PackedTile {  // a lane's part
     unsigned words[WORDS], factors[KINDS * SUPERS], numbers[NUMBERS];
 };
 
@@ -58,8 +58,8 @@ template <class Bytes> __device__ inline void read_words(const Bytes& bytes, int
 
 // factors: where they are known.
 template <class Bytes>
-__device__ inline Piece read_piece(const Bytes& bytes, int lane, const unsigned* factors = nullptr) {
-    Piece y;
+__device__ inline PackedTile read_tile(const Bytes& bytes, int lane, const unsigned* factors = nullptr) {
+    PackedTile y;
     read_words(bytes, lane, y.words);
 #pragma unroll
     for (int i = 0; i < KINDS * SUPERS; i++)
@@ -70,28 +70,28 @@ __device__ inline Piece read_piece(const Bytes& bytes, int lane, const unsigned*
 }
 
 // A lane's parts of packed tiles in memory.
-struct Pieces {
+struct PackedTiles {
     const unsigned char* from;
     int lane;
 
-    Pieces() = default;
-    __device__ Pieces(const unsigned char* from, int lane) : from(from), lane(lane) {}
-    __device__ Piece stream(int piece) const { return read_piece(Memory{from + piece * PIECE}, lane); }
-    __device__ void advance(int pieces) { from += pieces * PIECE; }
+    PackedTiles() = default;
+    __device__ PackedTiles(const unsigned char* from, int lane) : from(from), lane(lane) {}
+    __device__ PackedTile stream(int tile) const { return read_tile(Memory{from + tile * PACKED_BYTES}, lane); }
+    __device__ void advance(int tiles) { from += tiles * PACKED_BYTES; }
 };
 
 #include "whole_stream.cuh"
 
 // From shared memory.
-__device__ inline Piece shared_piece(unsigned from, int lane, int = -1) { return read_piece(Shared{from}, lane); }
+__device__ inline PackedTile load_packed_tile(unsigned from, int lane, int = -1) { return read_tile(Shared{from}, lane); }
 
 // Parts that TOGETHER tiles share, and all of their numbers as first operands of an mma: lane 4 g + t has those of
 // groups 2 t and 2 t + 1, of outputs g and g + 8.
 struct Super {
     unsigned factors[2], scales[2], minima[2];
 };
-__device__ inline Super shared_super(const Piece&, unsigned from, int lane) {
-    const unsigned at = from + lane % 4 * PIECE + NUMBERS_AT + lane / 4 * 4;
+__device__ inline Super shared_super(const PackedTile&, unsigned from, int lane) {
+    const unsigned at = from + lane % 4 * PACKED_BYTES + NUMBERS_AT + lane / 4 * 4;
     const unsigned even = load_shared4(at), odd = load_shared4(at + 32);
     auto pair = [&](int byte) {
         unsigned both, other;
@@ -101,19 +101,19 @@ __device__ inline Super shared_super(const Piece&, unsigned from, int lane) {
     const unsigned factors = from + FACTORS_AT + lane / 4 * 4;
     return {{load_shared4(factors), load_shared4(factors + 32)}, {pair(0), pair(1)}, {pair(2), pair(3)}};
 }
-__device__ inline Piece shared_piece(unsigned from, int lane, const Super& super) {
-    return read_piece(Shared{from}, lane, super.factors);
+__device__ inline PackedTile load_packed_tile(unsigned from, int lane, const Super& super) {
+    return read_tile(Shared{from}, lane, super.factors);
 }
 
 // Scales (KIND 0) or minima (1) of outputs lane / 4 and 8 below, of inputs from 16 step on: exact in f32.
-template <int KIND> __device__ inline float2 of_two_levels(const Piece& piece, int step) {
-    const float2 factors = unpack<f16>(piece.factors[KIND * SUPERS + step * 16 / SUPER]);
+template <int KIND> __device__ inline float2 of_two_levels(const PackedTile& tile, int step) {
+    const float2 factors = unpack<f16>(tile.factors[KIND * SUPERS + step * 16 / SUPER]);
     const int number = step * 16 / GROUP * KINDS + KIND;
-    const unsigned word = piece.numbers[number / 2];
+    const unsigned word = tile.numbers[number / 2];
     return {byte_times(word, number % 2 * 2, factors.x), byte_times(word, number % 2 * 2 + 1, factors.y)};
 }
-__device__ inline float2 scales(const Piece& piece, int step) { return of_two_levels<0>(piece, step); }
-__device__ inline float2 minima(const Piece& piece, int step) { return of_two_levels<MINIMA>(piece, step); }
+__device__ inline float2 scales(const PackedTile& tile, int step) { return of_two_levels<0>(tile, step); }
+__device__ inline float2 minima(const PackedTile& tile, int step) { return of_two_levels<MINIMA>(tile, step); }
 
 // The surplus of `raised_codes`.
 template <class E> constexpr float RAISED = 0;
@@ -143,9 +143,9 @@ template <class E> __device__ inline void raised_codes(const unsigned (&words)[W
 }
 
 // Codes less ZERO, exactly, of the same.
-template <class E> __device__ inline void codes(const Piece& piece, int step, unsigned (&a)[4]) {
+template <class E> __device__ inline void codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
     constexpr unsigned LESS = ZERO | ZERO << 16;
-    raised_codes<E>(piece.words, step, a);
+    raised_codes<E>(tile.words, step, a);
     if constexpr (ZERO != 128) {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = add_pairs<E>(a[i], (whole_pair(E()) | 0x80008000) + LESS);
@@ -157,7 +157,7 @@ struct Pair {
     unsigned factors[KINDS * SUPERS], numbers[KINDS];
 };
 
-// From shared memory. pair: of the piece.
+// From shared memory. pair: of the packed tile.
 __device__ inline Pair shared_pair(unsigned from, int lane, int pair) {
     Pair y;
 #pragma unroll
@@ -178,18 +178,18 @@ template <int KIND> __device__ inline float2 of_pair(const Pair& pair, int group
 
 // Codes as they are widened the fastest, and what they have too much. Sums of 16 take off an offset at the cost of more
 // than they spare.
-template <class E> __device__ inline void raw_codes(const Piece& piece, int step, unsigned (&a)[4]) {
+template <class E> __device__ inline void raw_codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
     if constexpr (RAW)
-        raised_codes<E>(piece.words, step, a);
+        raised_codes<E>(tile.words, step, a);
     else
-        codes<E>(piece, step, a);
+        codes<E>(tile, step, a);
 }
-template <class E> __device__ inline float2 offsets(const Piece&, int) { return {RAISED<E>, RAISED<E>}; }
+template <class E> __device__ inline float2 offsets(const PackedTile&, int) { return {RAISED<E>, RAISED<E>}; }
 
 // Weights of the same, rounded once.
-template <class E> __device__ inline void weights(const Piece& piece, int step, unsigned (&a)[4]) {
-    codes<E>(piece, step, a);
-    const float2 by = scales(piece, step), less = MINIMA ? minima(piece, step) : float2{0, 0};
+template <class E> __device__ inline void weights(const PackedTile& tile, int step, unsigned (&a)[4]) {
+    codes<E>(tile, step, a);
+    const float2 by = scales(tile, step), less = MINIMA ? minima(tile, step) : float2{0, 0};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 code = unpack<E>(a[i]);

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import jit
 from ..cpp import ops
-from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packing_cpu, panels, pieces_cuda, target
+from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
 from .codec import Form
 from .ggml_types import TYPES, Decoded, Type, weights
 
@@ -60,8 +60,8 @@ class SuperBlocks:
         form, type = self.type.form, self.type
         outputs, inputs = len(blocks), blocks.shape[1] // type.bytes * form.super
         if target.of(blocks) == "cuda" and cuda_layouts.takes_super_blocks(inputs, form):
-            parts = [cuda_layouts.pack_super_blocks(one, form).pieces for one in _decoded(blocks, type)]
-            return pieces_cuda.Packed(torch.cat(parts), outputs, cuda_layouts.super_blocks(form))
+            parts = [cuda_layouts.pack_super_blocks(one, form).tiles for one in _decoded(blocks, type)]
+            return packed_gemm.Packed(torch.cat(parts), outputs, cuda_layouts.super_blocks(form))
         if target.of(blocks) == "cpu" and blocks.numel() and ops.available():
             layout = cpu_layouts.super_blocks(form)
             if packing_cpu.takes(blocks):
@@ -87,7 +87,7 @@ class SuperBlocks:
 
     @property
     def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        return pieces_cuda.variants
+        return packed_gemm.variants
 
 
 class Q4_0(SuperBlocks):

@@ -1,8 +1,8 @@
-// quantized_experts.cu loads a n-tile through registers, a whole packed tile at a time.
+// quantized_experts.cu loads an n-tile through registers, a whole packed tile at a time.
 constexpr int STREAMED = SPAN;  // inputs
-typedef Piece Streamed;
+typedef PackedTile Streamed;
 struct Stream {
-    Pieces all;
+    PackedTiles all;
 
     Stream() = default;
     __device__ Stream(const unsigned char* from, int lane) : all(from, lane) {}

@@ -46,7 +46,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 def eager_sizes(tokens: int) -> list[int]:
     """Rows of steps with prompts, of up to `tokens` rows, that together choose nearly every kernel of quantised weights
-    (pieces_cuda.py, e4m3_wgmma.py): all of the fewest, then as close together as tiles are high, until all tiles are
+    (packed_gemm.py, e4m3_wgmma.py): all of the fewest, then as close together as tiles are high, until all tiles are
     full."""
     steps = [*range(1, 9), 16, 33, *range(48, 1025, 16), *range(1088, 2049, 64), *range(2560, tokens, 512)]
     return [size for size in steps if size < tokens] + [tokens]

@@ -8,7 +8,7 @@ from phalanx.kernels.gemm import pipelined_gemm
 from phalanx.kernels.gemm.pipelined_gemm import TileConfig
 from phalanx.kernels.moe import expert_mlp, group, host_exchange, plain_experts, quantized_experts, router
 from phalanx.kernels.moe.router import RouterParams
-from phalanx.kernels.quantized import cuda_layouts, int8_codes, pieces_cuda
+from phalanx.kernels.quantized import cuda_layouts, int8_codes, packed_gemm
 from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig
@@ -50,53 +50,53 @@ def pipelined(dtype, *sizes):
 
 
 def quantized_gemv_of(rows, inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
-    return pieces_cuda.sizes(rows, inputs, GemvConfig(*config), gate, bias, layout)
+    return packed_gemm.sizes(rows, inputs, GemvConfig(*config), gate, bias, layout)
 
 
 def quantized_gemm_of(rows, inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
-    return pieces_cuda.sizes(rows, inputs, QuantizedTiles(*config), gate, bias, layout)
+    return packed_gemm.sizes(rows, inputs, QuantizedTiles(*config), gate, bias, layout)
 
 
 def quantized_wgmma_of(inputs, config, gate, bias, layout=cuda_layouts.Q8_0):
-    return pieces_cuda.sizes(64, inputs, WgmmaConfig(*config), gate, bias, layout)
+    return packed_gemm.sizes(64, inputs, WgmmaConfig(*config), gate, bias, layout)
 
 
 def e4m3_program(dtype, inputs, config, gate, bias, alike):
     return "e4m3_wgmma", dict(
-        T=dtype, **pieces_cuda.sizes(0, inputs, config, gate, bias, cuda_layouts.wide(128 * alike))
+        T=dtype, **packed_gemm.sizes(0, inputs, config, gate, bias, cuda_layouts.wide(128 * alike))
     )
 
 
 def quantized_experts_of(tiles, inputs, outputs, act, bias, layout=cuda_layouts.Q8_0):
-    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    packed = packed_gemm.Packed(torch.empty(0), 0, layout)
     stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
     return quantized_experts.sizes(stack, quantized_experts.tile_config(tiles, inputs, layout, bool(act)), act, 8, bias)
 
 
 def quantized_wgmma_experts_of(dtype, inputs, outputs, rows, of_tile, act, bias, layout=cuda_layouts.Q8_0):
-    stack = Stack(int8_codes.q8_0, pieces_cuda.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
+    stack = Stack(int8_codes.q8_0, packed_gemm.Packed(torch.empty(0), 0, layout), (8, outputs, inputs))
     config = quantized_experts.wgmma_config(rows, of_tile, stack)
     return "quantized_wgmma_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
 def e4m3_experts_of(dtype, inputs, outputs, config, act, bias, alike):
-    packed = pieces_cuda.Packed(torch.empty(0), 0, cuda_layouts.wide(128 * alike))
+    packed = packed_gemm.Packed(torch.empty(0), 0, cuda_layouts.wide(128 * alike))
     stack = Stack(int8_codes.q8_0, packed, (8, outputs, inputs))
     return "e4m3_experts", dict(T=dtype, **quantized_experts.sizes(stack, config, act, 1, bias))
 
 
 def by_groups(rows, inputs, config, gate, bias, layout):
-    return pieces_cuda.sizes(rows, inputs, GroupedConfig(*config), gate, bias, layout)
+    return packed_gemm.sizes(rows, inputs, GroupedConfig(*config), gate, bias, layout)
 
 
 def quantized_pipeline_of(inputs, outputs, act, bias, layout):
-    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    packed = packed_gemm.Packed(torch.empty(0), 0, layout)
     config = quantized_experts.pipeline_config(inputs, layout)
     return quantized_experts.sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), config, act, 8, bias)
 
 
 def expert_gemv_of(inputs, outputs, act, bias, layout, part=False):
-    packed = pieces_cuda.Packed(torch.empty(0), 0, layout)
+    packed = packed_gemm.Packed(torch.empty(0), 0, layout)
     return quantized_experts.gemv_sizes(Stack(int8_codes.q8_0, packed, (8, outputs, inputs)), act, 8, bias, part)
 
 
@@ -156,8 +156,8 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(14336, (192, 128, 128, 2), "", True))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, cuda_layouts.Q8_0))),
-    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(96, cuda_layouts.Q8_0))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, cuda_layouts.Q8_0))),
+    ("dequantize_tiles", dict(T=torch.float16, **packed_gemm.dequantize_sizes(96, cuda_layouts.Q8_0))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, INT4))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "silu", True, INT4_ZEROS))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, INT4_ZEROS))),
@@ -165,9 +165,9 @@ PROGRAMS = [
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, INT4))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 128, 64, 4), "", False, INT4_ZEROS))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(192, (128, 256, 64, 1), "silu", False, INT4_ZEROS))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, INT4_ZEROS))),
-    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(192, INT4))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(2880, MXFP4))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, INT4_ZEROS))),
+    ("dequantize_tiles", dict(T=torch.float16, **packed_gemm.dequantize_sizes(192, INT4))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(2880, MXFP4))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "silu", False, E4M3))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 4, 2), "", True, E4M3))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 128), "silu", True, E4M3))),
@@ -191,10 +191,10 @@ PROGRAMS = [
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 4, 2), "silu", False, WIDE))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "", True, WIDE))),
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (224, 256), "silu", True, WIDE))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, WIDE))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, WIDE))),
     ("e4m3_rows", dict(T=torch.bfloat16, I=4096, THREADS=128)),
     ("e4m3_rows", dict(T=torch.float16, I=14336, THREADS=448)),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, E4M3))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, E4M3))),
     ("quantized_gemv", dict(T=torch.bfloat16, **quantized_gemv_of(1, 4096, (1, 8, 2), "", False, Q4_K))),
     ("quantized_gemv", dict(T=torch.float16, **quantized_gemv_of(4, 14336, (2, 2, 2), "silu", True, Q6_K))),
     ("grouped_gemv", dict(T=torch.bfloat16, **by_groups(1, 4096, (2, 4), "silu", False, Q4_K))),
@@ -209,8 +209,8 @@ PROGRAMS = [
     ("quantized_gemm", dict(T=torch.bfloat16, **quantized_gemm_of(16, 4096, (112, 256, True), "", True, Q5_K))),
     ("quantized_wgmma", dict(T=torch.bfloat16, **quantized_wgmma_of(4096, (256, 64, 128, 1, 2), "silu", True, Q4_K))),
     ("quantized_wgmma", dict(T=torch.float16, **quantized_wgmma_of(4096, (128, 128, 64, 4), "", False, Q6_K))),
-    ("dequantize_pieces", dict(T=torch.bfloat16, **pieces_cuda.dequantize_sizes(4096, Q4_K))),
-    ("dequantize_pieces", dict(T=torch.float16, **pieces_cuda.dequantize_sizes(192, Q4_1))),
+    ("dequantize_tiles", dict(T=torch.bfloat16, **packed_gemm.dequantize_sizes(4096, Q4_K))),
+    ("dequantize_tiles", dict(T=torch.float16, **packed_gemm.dequantize_sizes(192, Q4_1))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(1, 2048, 1536, "silu", False, Q4_K))),
     ("quantized_experts", dict(T=torch.bfloat16, **quantized_experts_of(8, 2048, 1536, "silu", True, Q6_K))),
     ("quantized_experts", dict(T=torch.float16, **quantized_experts_of(8, 768, 2048, "", True, INT4_ZEROS))),

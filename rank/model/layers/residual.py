@@ -16,7 +16,7 @@ from torch import Tensor
 from ....comm.base import Comm, FusedComm, Work, all_reduce_add_norm
 from ....kernels.gemm import gemv
 from ....kernels.norm.norm import norm_add_norm, sum_add_rms_norm
-from ....kernels.quantized import e4m3_rows, pieces_cuda
+from ....kernels.quantized import e4m3_rows, packed_gemm
 from ....kernels.quantized.e4m3_rows import E4m3Rows
 
 
@@ -243,8 +243,8 @@ class Normed:
 
     def packed_linear(self, packed: Any, gate: str = "", bias: Tensor | None = None) -> Tensor | None:
         """The linear of a quantised weight by two kernels, where the one for FP8 takes what that of the norm makes."""
-        if pieces_cuda.takes_e4m3(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
-            return pieces_cuda.linear(rows, packed, gate, bias)
+        if packed_gemm.takes_e4m3(self.stream.value, packed, bias) and (rows := self._e4m3()) is not None:
+            return packed_gemm.linear(rows, packed, gate, bias)
         return None
 
     def _e4m3(self) -> E4m3Rows | None:

@@ -92,7 +92,9 @@ class ExpertStack(StoredStack):
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
         """Whether GPUs have no kernels for gate, up or down: one's outputs are the other's inputs."""
         shards = layer.inputs, *layer.outputs
-        return device.type == "cuda" and not all(floats.in_pieces(one.width, self.scheme.unit(one)) for one in shards)
+        return device.type == "cuda" and not all(
+            floats.in_packed_tiles(one.width, self.scheme.unit(one)) for one in shards
+        )
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         if self.becomes_plain(layer, device):

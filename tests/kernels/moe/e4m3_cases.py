@@ -8,7 +8,7 @@ import torch
 from phalanx.kernels.activation.activation import gated_activation_reference
 from phalanx.kernels.moe.group import Groups
 from phalanx.kernels.moe.moe import Inputs
-from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda
+from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm
 from phalanx.kernels.quantized.stack import Stack
 from torch import Tensor
 
@@ -21,12 +21,12 @@ BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-9}
 
 
 def stack_of(experts: int, outputs: int, inputs: int, unit: int, device: str = "cpu") -> tuple[Stack, Tensor]:
-    """Random weights [E, O, I] in wide pieces, of which `unit` inputs share a scale, and what they mean in f64."""
+    """Random weights [E, O, I] in wide tiles, of which `unit` inputs share a scale, and what they mean in f64."""
     made = [floats_cases.make(outputs, inputs, unit, seed=seed) for seed in range(experts)]
     made = [one._replace(scales=one.scales * 6 / inputs**0.5) for one in made]  # outputs of about one
     packed = [cuda_layouts.pack_wide(*one) for one in made]
-    strips = -(-outputs // 16) * 16
-    whole = pieces_cuda.Packed(torch.cat([one.pieces for one in packed]).to(device), experts * strips, packed[0].layout)
+    n_tiles = -(-outputs // 16) * 16
+    whole = packed_gemm.Packed(torch.cat([one.tiles for one in packed]).to(device), experts * n_tiles, packed[0].layout)
     codec: Any = floats
     weights = torch.stack([floats.dequantize(one).double() for one in made]).to(device)
     return Stack(codec, whole, (experts, outputs, inputs)), weights

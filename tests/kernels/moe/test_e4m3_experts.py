@@ -15,7 +15,7 @@ from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
 from ..cuda_model import Box
-from ..quantized.test_pieces_cuda import make as weight_of
+from ..quantized.test_packed_gemm import make as weight_of
 from .e4m3_cases import check_codes, check_down, check_up, stack_of
 from .reference import planned
 from .test_quantized_experts import in_types

@@ -7,7 +7,7 @@ from phalanx.kernels.moe import expert_mlp, moe, plain_experts, quantized_expert
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.quantized import cuda_layouts
 from phalanx.kernels.quantized.int8_codes import q8_0
-from phalanx.kernels.quantized.pieces_cuda import Packed
+from phalanx.kernels.quantized.packed_gemm import Packed
 from phalanx.kernels.quantized.stack import Stack
 
 from ..interpreter import interpret

@@ -1,4 +1,4 @@
-"""The kernel for quantised experts in pieces, thread by thread on a CPU."""
+"""The kernel for quantised experts in packed tiles, thread by thread on a CPU."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,11 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import group
 from phalanx.kernels.moe.moe import Biases, Held, Inputs
-from phalanx.kernels.quantized import int8_codes, pieces_cuda
+from phalanx.kernels.quantized import int8_codes, packed_gemm
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
-from ..quantized.test_pieces_cuda import make
+from ..quantized.test_packed_gemm import make
 from .reference import fused_experts_reference, planned
 
 
@@ -76,8 +76,8 @@ GEMVS = [
 
 def stack_of(experts: int, outputs: int, inputs: int, form: str) -> tuple[Stack, torch.Tensor]:
     made = [make(outputs, inputs, form, seed) for seed in range(experts)]
-    strips = -(-outputs // 16) * 16
-    packed = pieces_cuda.Packed(torch.cat([one.pieces for one, _ in made]), experts * strips, made[0][0].layout)
+    n_tiles = -(-outputs // 16) * 16
+    packed = packed_gemm.Packed(torch.cat([one.tiles for one, _ in made]), experts * n_tiles, made[0][0].layout)
     codec: Any = None
     return Stack(codec, packed, (experts, outputs, inputs)), torch.stack([weight for _, weight in made]).float()
 
@@ -156,7 +156,7 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case, dtype", in_types(CASES) + in_types(PIPELINED), ids=str)
 def test_experts(launched, case, dtype):
-    """Hidden sizes that strips do not divide, one tile and several of an expert, one chunk of x and several."""
+    """Hidden sizes that n-tiles do not divide, one tile and several of an expert, one chunk of x and several."""
     x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
     held = case.held or Held(0, case.experts, case.experts)
     groups = group(ids, held.size, 8 * case.tiles, held)
@@ -174,7 +174,7 @@ def test_experts(launched, case, dtype):
 
 @pytest.mark.parametrize("case, dtype", in_types(GEMVS), ids=str)
 def test_experts_of_few_pairs(launched, case, dtype):
-    """Strips of more pieces than warps, of fewer, and of a number that warps do not divide."""
+    """N-tiles of more packed tiles than warps, of fewer, and of a number that warps do not divide."""
     x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
     got = quantized_experts.gemv(Inputs(x, ids, weights, w13, w2, "silu", biases, case.held))
     assert len(launched) == 2
@@ -224,7 +224,7 @@ def test_sums_of_f16(launched, size):
 @pytest.mark.parametrize("form", ["q8_0", "int4 64", "q6_k"])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_cuts_are_what_the_kernel_takes(form, tiles):
-    """Cuts of all inputs that packed tiles can have: whole chunks, whole pieces for each warp, and room in shared
+    """Cuts of all inputs that packed tiles can have: whole chunks, whole packed tiles for each warp, and room in shared
     memory."""
     layout = make(16, 512, form)[0].layout
     for inputs in range(layout.inputs, 16384, layout.inputs):

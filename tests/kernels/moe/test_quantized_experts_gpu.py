@@ -62,7 +62,7 @@ def quantised(weight, form):
         made = mxfp4.experts(codes, scales, inputs, torch.bfloat16)
         assert isinstance(made, Stack)
         return made
-    if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in pieces of 32
+    if form == "e4m3 narrow":  # with a scale for each 64 inputs, and so in packed tiles of 32
         made = stack(e4m3, lambda e: e4m3.encode_reference(weight[e], 64), weight.shape)
         assert made.packed.layout == cuda_layouts.E4M3
         return made
@@ -200,7 +200,7 @@ def test_pipelines_of_qwen(pipelines_end, tokens, up, down, dtype, bound):
 @needs_tma
 @pytest.mark.parametrize("hidden, inner", [(192, 64), (2880, 2880), (4096, 384)])
 def test_pipelines_of_other_sizes(pipelines_end, hidden, inner):
-    """Strips that pairs do not divide, short strips, and biases."""
+    """N-tiles that pairs do not divide, short n-tiles, and biases."""
     for tokens in (1, 7, 20):
         check(Sizes(tokens, 2, 4, hidden, inner), "q4_0", "q4_1", torch.bfloat16, 1e-2, biased=True, pipeline=True)
 
@@ -285,7 +285,7 @@ def test_experts_of_other_ranks_are_left_out(held):
 
 
 def test_stacks_that_no_kernel_takes_are_dequantised():
-    """Half a piece of inputs."""
+    """Half a packed tile of inputs."""
     given = make(Sizes(5, 2, 4, 96, 48), torch.bfloat16, "cuda")
     w13, w2 = quantised(given.w13, "q4_0"), given.w2.nan_to_num(0)
     given = given._replace(w13=w13, w2=w2)

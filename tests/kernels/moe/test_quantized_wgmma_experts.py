@@ -14,7 +14,7 @@ from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
 from ..cuda_model import Box
-from ..quantized.test_pieces_cuda import make as weight_of
+from ..quantized.test_packed_gemm import make as weight_of
 from .reference import fused_experts_reference, planned
 from .test_quantized_experts import in_types, stack_of
 
@@ -122,7 +122,7 @@ def test_what_it_is_for():
 
 
 def test_cuts_are_what_the_kernel_takes():
-    """Whole chunks of whole pieces and of whole boxes, and room for several of them."""
+    """Whole chunks of whole packed tiles and of whole boxes, and room for several of them."""
     tiles = {(rows, quantized_experts.OUTPUTS) for rows in quantized_experts.WGMMA_TILES.values()}
     tiles |= {(rows, quantized_experts.MORE_OUTPUTS) for rows in (16, quantized_experts.MOST_ROWS_OF_MORE)}
     for form in ("q8_0", "q4_k", "q6_k", "int4 32 zeros", "mxfp4", "e4m3"):

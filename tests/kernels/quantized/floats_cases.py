@@ -6,7 +6,7 @@ import torch
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.quantized import e4m3_wgmma, floats
 from phalanx.kernels.quantized.floats import Floats
-from phalanx.kernels.quantized.pieces_cuda import Packed
+from phalanx.kernels.quantized.packed_gemm import Packed
 from torch import Tensor
 
 # outputs, inputs, inputs of a scale; of pairs where it is 32 and more follow.

@@ -117,7 +117,7 @@ def test_groups_that_no_form_of_4_bits_takes():
     if not ops.available():
         pytest.skip("no C++ compiler that works")
     assert int4(8, 128, 32, True)[0].layout is cpu_layouts.int4(32, True)
-    assert int4(8, 96, 32, True)[0].layout is cpu_layouts.Q8_0  # GPUs have pieces of 64 inputs
+    assert int4(8, 96, 32, True)[0].layout is cpu_layouts.Q8_0  # GPUs have packed tiles of 64 inputs
 
 
 def test_scales_at_their_ends():

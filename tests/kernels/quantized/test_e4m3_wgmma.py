@@ -4,7 +4,7 @@ import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import cuda_layouts, e4m3_rows, e4m3_wgmma, floats, pieces_cuda
+from phalanx.kernels.quantized import cuda_layouts, e4m3_rows, e4m3_wgmma, floats, packed_gemm
 from phalanx.kernels.quantized.e4m3_rows import E4m3Rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from torch.nn.functional import silu
@@ -25,9 +25,9 @@ def packed_of(outputs, inputs, unit=128):
 def operand(packed):
     """The weight as tensor cores read it: tiles of 8 outputs by 16 bytes, one after the other (PTX ISA, Shared Memory
     Matrix Layout)."""
-    strips, groups, _ = packed.pieces.shape
-    tiles = packed.pieces.view(strips, groups, 2, 1056)[..., :1024].reshape(strips, groups, 2, 8, 8, 16)
-    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(strips * 16, -1)
+    n_tiles, groups, _ = packed.tiles.shape
+    tiles = packed.tiles.view(n_tiles, groups, 2, 1056)[..., :1024].reshape(n_tiles, groups, 2, 8, 8, 16)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(n_tiles * 16, -1)
 
 
 def test_rows_and_weights_have_one_order():
@@ -46,11 +46,11 @@ def test_rows_and_weights_have_one_order():
 
 def test_pieces_give_back_what_they_were_made_of():
     plain, packed = packed_of(37, 384)
-    assert packed.pieces.shape == (3, 3, 2112)
+    assert packed.tiles.shape == (3, 3, 2112)
     assert all(torch.equal(*pair) for pair in zip(packed.numbers().values(), plain, strict=True))
     for unit, alike in ((512, 4), (256, 2), (768, 2), (1536, 4), (128, 1), (1024, 4), (3072, 4)):
         plain, packed = packed_of(18, 3072, unit)
-        assert packed.layout.alike == alike and packed.pieces.shape == (2, 24, 2112)
+        assert packed.layout.alike == alike and packed.tiles.shape == (2, 24, 2112)
         codes, scales = packed.numbers().values()
         scales = scales[:, ::alike]
         kept = plain.scales.repeat_interleave(unit // (128 * alike), 1)
@@ -75,7 +75,7 @@ def test_what_it_is_for():
     assert not e4m3_wgmma.chosen(32, packed.layout, HOPPER)
     assert not e4m3_wgmma.chosen(65, packed.layout, ampere)
     assert not e4m3_wgmma.chosen(65, cuda_layouts.E4M3, HOPPER)
-    assert not pieces_cuda.takes_e4m3(torch.empty(65, 256), plain)
+    assert not packed_gemm.takes_e4m3(torch.empty(65, 256), plain)
 
 
 def test_configs():
@@ -119,10 +119,10 @@ def test_choice_by_measured_times():
 def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
     layout, ampere = cuda_layouts.E4M3_WIDE, DeviceCaps(108, "sm_80", *[False] * 3)
     for rows in (1, 16):
-        assert pieces_cuda.choose(rows, 6144, 4096, layout, False, HOPPER) == pieces_cuda.TileConfig(48, 512)
-        assert pieces_cuda.choose(rows, 28672, 4096, layout, True, HOPPER).inputs >= 256
-        assert pieces_cuda.choose(rows, 4096, 14336, layout, False, HOPPER) == pieces_cuda.TileConfig(32, 512)
-    assert isinstance(pieces_cuda.choose(1, 6144, 4096, layout, False, ampere), pieces_cuda.GemvConfig)
+        assert packed_gemm.choose(rows, 6144, 4096, layout, False, HOPPER) == packed_gemm.TileConfig(48, 512)
+        assert packed_gemm.choose(rows, 28672, 4096, layout, True, HOPPER).inputs >= 256
+        assert packed_gemm.choose(rows, 4096, 14336, layout, False, HOPPER) == packed_gemm.TileConfig(32, 512)
+    assert isinstance(packed_gemm.choose(1, 6144, 4096, layout, False, ampere), packed_gemm.GemvConfig)
 
 
 @pytest.fixture
@@ -132,10 +132,12 @@ def launched(monkeypatch, cuda_models):
     def kernel(source, name, dtype, shared=0, **sizes):
         library = cuda_models.build(source, {"T": dtype, **sizes})
 
-        def launch(grid, threads, of_x, scales, pieces, *args, shared=0, cluster=1):
+        def launch(grid, threads, of_x, scales, packed_tiles, *args, shared=0, cluster=1):
             assert cluster == 1 and grid[0] <= 2
-            room = torch.empty(pieces.nbytes + 16, dtype=torch.uint8)
-            here = room[-room.data_ptr() % 16 :][: pieces.nbytes].copy_(pieces.flatten())  # what copies may read
+            room = torch.empty(packed_tiles.nbytes + 16, dtype=torch.uint8)
+            here = room[-room.data_ptr() % 16 :][: packed_tiles.nbytes].copy_(
+                packed_tiles.flatten()
+            )  # what copies may read
             cuda_model.launch(library, grid, threads, (of_x, scales, here, *args), here)
 
         return launch
@@ -149,7 +151,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(e4m3_rows, "encode", encode)
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: HOPPER._replace(num_sms=2))
+    monkeypatch.setattr(packed_gemm, "device_caps", lambda device: HOPPER._replace(num_sms=2))
     monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
@@ -184,6 +186,6 @@ def test_gemm(rows, outputs, inputs, unit, gate, config, dtype, launched):
     if gate:
         first, second = want.to(dtype).double().chunk(2, 1)
         want = silu(first) * second
-    found = pieces_cuda.gemm(e4m3_rows.encode(x), packed, config, gate, bias)
+    found = packed_gemm.gemm(e4m3_rows.encode(x), packed, config, gate, bias)
     bound = 5e-3 if gate else 4e-3  # gate and up are both rounded to 16 bits: the cases' errors are 2.6e-3 to 4.04e-3
     assert found.isfinite().all() and (found.double() - want).norm() < bound * want.norm()

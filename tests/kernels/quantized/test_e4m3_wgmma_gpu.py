@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels import jit
-from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, floats, pieces_cuda
+from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, floats, packed_gemm
 from torch.nn.functional import silu
 
 from ...devices import needs_hopper, require_gpu
@@ -70,7 +70,7 @@ def test_every_config(outputs, inputs, unit, gate, dtype, tile, clusters):
     configs = [config for config in every if (config.outputs, config.rows, config.n) == tile]
     wanted = [split for split, _, _ in clusters if inputs % (split * 512) == 0]  # 512: the run of most tiles
     assert len(configs) >= len(wanted) - 1
-    sizes = [pieces_cuda.sizes(0, inputs, config, gate, True, packed.layout) for config in configs]
+    sizes = [packed_gemm.sizes(0, inputs, config, gate, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("e4m3_wgmma", dtype, **one) for one in sizes], torch.device("cuda"))
     for rows in (5, 65, 129, 256, 600, 2500):
         x = rows_of(rows, inputs, dtype)
@@ -79,7 +79,7 @@ def test_every_config(outputs, inputs, unit, gate, dtype, tile, clusters):
             first, second = want.to(dtype).double().chunk(2, 1)
             want = silu(first) * second
         for config in configs:
-            found = [pieces_cuda.gemm(e4m3_rows.encode(x), packed, config, gate, bias) for _ in range(3)]
+            found = [packed_gemm.gemm(e4m3_rows.encode(x), packed, config, gate, bias) for _ in range(3)]
             check(found, want, (config, rows), bool(gate))
 
 
@@ -92,7 +92,7 @@ def test_linears_of_a_model(outputs, inputs, unit, gate):
     packed, weight = make(outputs, inputs, unit)
     for rows in (33, 64, 128, 256, 2048):
         x = rows_of(rows, inputs, torch.bfloat16)
-        assert pieces_cuda.takes_e4m3(x, packed)
+        assert packed_gemm.takes_e4m3(x, packed)
         want = rounded(x) @ weight.T
         if gate:
             first, second = want.to(x.dtype).double().chunk(2, 1)

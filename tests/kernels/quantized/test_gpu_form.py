@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4, pieces_cuda, target
+from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4, packed_gemm, target
 from phalanx.kernels.quantized.floats import Floats
 from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.stack import stack
@@ -22,7 +22,7 @@ def test_weights(codec):
     weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
     here = stack(codec, lambda expert: codec.encode(weights[expert]), weights.shape)
     there = gpu_form.of_gpu(here)
-    assert isinstance(there.packed, pieces_cuda.Packed) and not isinstance(here.packed, pieces_cuda.Packed)
+    assert isinstance(there.packed, packed_gemm.Packed) and not isinstance(here.packed, packed_gemm.Packed)
     for expert in range(3):
         assert torch.equal(here.expert(expert, torch.float32), there.expert(expert, torch.float32))
 
@@ -41,7 +41,7 @@ def test_packed_for_another_device_than_that_of_the_tensors(codec):
     assert type(here) is type(made.packed)
     assert torch.equal(codec.dequantize(here), codec.dequantize(there))
     moved = gpu_form.of_gpu(made).packed
-    assert type(moved) is type(there) and torch.equal(moved.pieces, there.pieces)
+    assert type(moved) is type(there) and torch.equal(moved.tiles, there.tiles)
 
 
 @needs_compiler
@@ -52,7 +52,7 @@ def test_codes_of_4_bits_in_groups(group, middle):
     zeros = torch.randint(8 if middle else 0, 9 if middle else 17, scales.shape).short()
     here = stack(affine, lambda expert: (codes[expert], scales[expert], zeros[expert]), codes.shape)
     there = gpu_form.of_gpu(here)
-    assert isinstance(there.packed, pieces_cuda.Packed) and not isinstance(here.packed, pieces_cuda.Packed)
+    assert isinstance(there.packed, packed_gemm.Packed) and not isinstance(here.packed, packed_gemm.Packed)
     assert here.packed.blocks.nbytes * 8 <= 5 * 2 * 48 * 384
     want = ((codes.unflatten(2, (-1, group)) - zeros.unsqueeze(3)) * scales.unsqueeze(3)).flatten(2)
     for one in (here, there):
@@ -68,8 +68,8 @@ def mxfp4_stack(inputs):
 def test_mxfp4():
     codes, scales, here = mxfp4_stack(192)
     there = gpu_form.of_gpu(here)
-    made = [layouts.mxfp4(*one).pieces for one in zip(codes, scales, strict=True)]
-    assert torch.equal(there.packed.pieces, torch.cat(made))
+    made = [layouts.mxfp4(*one).tiles for one in zip(codes, scales, strict=True)]
+    assert torch.equal(there.packed.tiles, torch.cat(made))
     assert torch.equal(here.plain(torch.float32), there.plain(torch.float32))
 
 

@@ -20,8 +20,8 @@ def make(outputs, inputs, group, zeros):
 def test_pack_and_back(outputs, inputs, group, zeros, size):
     codes, scales, at = make(outputs, inputs, group, zeros)
     packed = cuda_layouts.pack_int4(codes, scales, at)
-    assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, size) and packed.inputs == inputs
-    assert packed.pieces.is_contiguous() and packed.layout.bytes == size
+    assert packed.tiles.shape == (-(-outputs // 16), inputs // 64, size) and packed.inputs == inputs
+    assert packed.tiles.is_contiguous() and packed.layout.bytes == size
     found, *tables = packed.numbers().values()
     assert len(tables) == 1 + zeros
     assert torch.equal(found, codes)
@@ -30,11 +30,11 @@ def test_pack_and_back(outputs, inputs, group, zeros, size):
         assert torch.equal(one.to(want.dtype), want)
 
 
-def check_words(piece, lane, codes):
+def check_words(packed_tile, lane, codes):
     """Checks that the lane's words have its part of the codes [16, 64] or more, as the tensor cores' first operand asks
     for (PTX ISA, mma.m16n8k16)."""
     g, t = divmod(lane, 4)
-    words = piece[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
+    words = packed_tile[lane * 16 : lane * 16 + 16].clone().view(torch.int32).tolist()
     for s, word in enumerate(words):
         for h in range(2):
             row = codes[g + 8 * h, 16 * s :]
@@ -46,18 +46,18 @@ def test_where_a_lane_finds_its_codes():
     """Codes lie as the head of int4.cuh says."""
     codes, scales, zeros = make(32, 128, 32, True)
     packed = cuda_layouts.pack_int4(codes, scales, zeros)
-    for strip in range(2):
+    for n_tile in range(2):
         for number in range(2):
-            piece = packed.pieces[strip, number]
+            packed_tile = packed.tiles[n_tile, number]
             for lane in range(32):
                 g = lane // 4
-                check_words(piece, lane, codes[strip * 16 :, number * 64 :])
+                check_words(packed_tile, lane, codes[n_tile * 16 :, number * 64 :])
                 for i in range(2):
-                    pair = [strip * 16 + g, strip * 16 + g + 8], number * 2 + i
+                    pair = [n_tile * 16 + g, n_tile * 16 + g + 8], number * 2 + i
                     begin = 512 + 32 * i + 4 * g
-                    assert torch.equal(piece[begin : begin + 4].clone().view(torch.float16), scales[pair])
+                    assert torch.equal(packed_tile[begin : begin + 4].clone().view(torch.float16), scales[pair])
                     begin = 512 + 64 + 16 * i + 2 * g
-                    assert torch.equal(piece[begin : begin + 2].short(), zeros[pair])
+                    assert torch.equal(packed_tile[begin : begin + 2].short(), zeros[pair])
 
 
 def test_what_cannot_be_packed():

@@ -19,7 +19,7 @@ def make(outputs, inputs):
 def test_pack_and_back(outputs, inputs):
     each, codes, scales = make(outputs, inputs)
     packed = layouts.mxfp4(codes, scales)
-    assert packed.pieces.shape == (-(-outputs // 16), inputs // 64, 544) and packed.inputs == inputs
+    assert packed.tiles.shape == (-(-outputs // 16), inputs // 64, 544) and packed.inputs == inputs
     assert all(map(torch.equal, packed.numbers().values(), (each, scales)))
 
 
@@ -27,14 +27,14 @@ def test_where_a_lane_finds_its_codes():
     """Codes lie as the head of mxfp4.cuh says."""
     each, codes, scales = make(32, 128)
     packed = layouts.mxfp4(codes, scales)
-    for strip in range(2):
+    for n_tile in range(2):
         for number in range(2):
-            piece = packed.pieces[strip, number]
+            packed_tile = packed.tiles[n_tile, number]
             for lane in range(32):
                 g = lane // 4
-                check_words(piece, lane, each[strip * 16 :, number * 64 :])
-                own = scales[strip * 16 + g :: 8][:2, number * 2 : number * 2 + 2]
-                assert piece[512 + 4 * g :][:4].tolist() == own.T.flatten().tolist()
+                check_words(packed_tile, lane, each[n_tile * 16 :, number * 64 :])
+                own = scales[n_tile * 16 + g :: 8][:2, number * 2 : number * 2 + 2]
+                assert packed_tile[512 + 4 * g :][:4].tolist() == own.T.flatten().tolist()
 
 
 def test_weights_and_their_memory():
@@ -43,6 +43,6 @@ def test_weights_and_their_memory():
     packed, plain = layouts.mxfp4(codes, scales), floats.dequantize(floats.pack(codes, scales))
     assert torch.equal(mxfp4.dequantize(packed, torch.float32, 16, 20), plain[16:])
     cuda = torch.device("cuda")
-    assert packed.pieces.nbytes * 8 == round(mxfp4.kept_bits(20, 128, 64, cuda) * 20 * 128)
+    assert packed.tiles.nbytes * 8 == round(mxfp4.kept_bits(20, 128, 64, cuda) * 20 * 128)
     for sizes in ((96, 64), (64, 96)):  # of half a tile in one of both matrices: both become plain
         assert mxfp4.kept_bits(20, *sizes, cuda) == 0

@@ -229,10 +229,10 @@ def test_layout_on_gpus(name):
     decoded = one.type.decode(blocks.view(37, -1, one.type.bytes))
     layout = cuda_layouts.super_blocks(form)
     packed = cuda_layouts.pack_super_blocks(decoded, form)
-    assert packed.pieces.shape == (3, 8, layout.bytes) and packed.inputs == 512
+    assert packed.tiles.shape == (3, 8, layout.bytes) and packed.inputs == 512
     assert torch.equal(super_blocks.SuperBlocks(one.type).dequantize(packed), theirs(name, blocks))
-    piece, codes = packed.pieces[1, 3], decoded.codes[16:32, 192:256]
-    words = piece[: 128 * form.bits].contiguous().view(torch.int32)
+    packed_tile, codes = packed.tiles[1, 3], decoded.codes[16:32, 192:256]
+    words = packed_tile[: 128 * form.bits].contiguous().view(torch.int32)
     fours = words[: words.numel() // 128 * 128].view(-1, 32, 4)
     for lane in range(32):
         g, t = divmod(lane, 4)
@@ -248,8 +248,8 @@ def test_layout_on_gpus(name):
                     else:
                         assert mine[2 * s + i % 2] >> (8 * (i // 2) + 16 * second) & 255 == code
     kinds = 1 + form.minima
-    numbers = (piece[layout.bytes - 16 * kinds * (64 // form.group) :] ^ 128).view(torch.int8).view(-1, 8, 4)
-    group, at = 192 // form.group + 1, kinds  # of the piece's second group
+    numbers = (packed_tile[layout.bytes - 16 * kinds * (64 // form.group) :] ^ 128).view(torch.int8).view(-1, 8, 4)
+    group, at = 192 // form.group + 1, kinds  # of the packed tile's second group
     assert torch.equal(numbers[at // 2, :, at % 2 * 2], decoded.scales[16:24, group])
     if form.minima:
         assert torch.equal(numbers[1, :, 3], decoded.minima[24:32, group])

@@ -5,7 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.graph_pieces import Pieces
-from phalanx.kernels.quantized import pieces_cuda
+from phalanx.kernels.quantized import packed_gemm
 from phalanx.rank.model.experts import few_tokens, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, Offload
@@ -125,7 +125,7 @@ def test_quantised(wide, room, isq):
     """Made over on the GPU they are what it makes of all of them; captured too."""
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
     layer, offload = experts(wide, room, "bf16", isq=isq)
-    assert isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed) and not layer.host.layer.same
+    assert isinstance(layer.host.slots.stack.w2.packed, packed_gemm.Packed) and not layer.host.layer.same
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 2):
         given = tokens(plain, count, turn, torch.bfloat16)
         check_quantised(layer(*given).local(), plain(*given).local(), isq)

@@ -13,7 +13,7 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import gpu_form, pieces_cuda
+from phalanx.kernels.quantized import gpu_form, packed_gemm
 from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_1, q4_k, q5_k, q6_k
@@ -157,7 +157,7 @@ def test_what_a_gpu_does(made, monkeypatch, way):
         loaded = (load(made("super-blocks")[0], mesh.build(world, 1, 1), experts=one) for one in (ON_DEVICE, room))
         both = ([x for x in one.modules() if isinstance(x, FusedExperts)] for one in loaded)
         for wanted, layer in zip(*both, strict=True):
-            assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, pieces_cuda.Packed)
+            assert not layer.host.layer.same and isinstance(layer.host.slots.stack.w2.packed, packed_gemm.Packed)
             layer.host.on_gpu = True
             buffers = host_buffers.SharedBuffers(layer.host.shared.counters)
             layer.host.shared = dataclasses.replace(layer.host.shared, buffers=buffers)
@@ -247,7 +247,7 @@ def test_what_has_no_form_on_a_gpu_becomes_plain(codec, inputs):
     assert not becomes_plain(torch.device("cpu"))
     if not becomes_plain(torch.device("cuda")):
         made = gpu_form.of_gpu(stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs)))
-        assert isinstance(made.packed, pieces_cuda.Packed)
+        assert isinstance(made.packed, packed_gemm.Packed)
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import panels, pieces_cuda
+from phalanx.kernels.quantized import packed_gemm, panels
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.rank.model.load import load
 
@@ -25,7 +25,7 @@ def test_codes_are_a_cpus(dtype):
     mine, others = q8_0.encode(weight.cuda()), q8_0.encode(weight)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, others, strict=True))
     packed, plain = q8_0.pack(*mine), q8_0.dequantize(others)
-    assert isinstance(packed, pieces_cuda.Packed) and torch.equal(q8_0.dequantize(packed).cpu(), plain)
+    assert isinstance(packed, packed_gemm.Packed) and torch.equal(q8_0.dequantize(packed).cpu(), plain)
     assert torch.equal(q8_0.dequantize(packed, torch.bfloat16, 32, 100).cpu(), plain[32:100].bfloat16())
 
 

@@ -45,8 +45,8 @@ def test_a_norm_in_e4m3(monkeypatch, size, read_first):
         return Coded(packed).gated(-rows, gate) if gate else -rows @ packed.T
 
     monkeypatch.setattr(residual.e4m3_rows, "sum_add_rms_norm", norm_e4m3)
-    monkeypatch.setattr(residual.pieces_cuda, "takes_e4m3", lambda x, packed, bias: packed is not None)
-    monkeypatch.setattr(residual.pieces_cuda, "linear", linear)
+    monkeypatch.setattr(residual.packed_gemm, "takes_e4m3", lambda x, packed, bias: packed is not None)
+    monkeypatch.setattr(residual.packed_gemm, "linear", linear)
 
     def rank(grid):
         down, norm, value, x = parts(grid)

@@ -259,7 +259,7 @@ def test_a_layer_norm_plays_the_same_part(size, bias, how, monkeypatch):
         gemm_all_reduce_add_norm = all_reduce_add_norm
 
     monkeypatch.setattr(threads, "ThreadComm", Fused)
-    monkeypatch.setattr(residual.pieces_cuda, "takes_e4m3", lambda *_: True)
+    monkeypatch.setattr(residual.packed_gemm, "takes_e4m3", lambda *_: True)
     monkeypatch.setattr(residual.gemv, "supports_norm", lambda *_: True)
     total, _ = plain()
     got, again, value, weight, added = world(rank, size)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import pieces_cuda
+from phalanx.kernels.quantized import packed_gemm
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file
 
@@ -31,7 +31,7 @@ def test_weights(tmp_path, name):
     assert torch.equal(found, want)
     assert torch.equal(part.codec.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
     if settings.get("bits") == 4:
-        assert isinstance(part.packed, pieces_cuda.Packed) and part.packed.layout.header == "int4"
+        assert isinstance(part.packed, packed_gemm.Packed) and part.packed.layout.header == "int4"
     plain = load_file(tmp_path / "plain" / "model.safetensors")[f"{path}.weight"].cuda().double()
     for rows in (1, 5, 40, 300):
         x = torch.randn(rows, plain.shape[1], device="cuda", dtype=torch.bfloat16)

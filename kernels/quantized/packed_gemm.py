@@ -18,7 +18,7 @@ from .e4m3_rows import E4m3Rows
 from .e4m3_wgmma import E4m3Config
 from .packed_layouts import Tables
 from .quantized_gemm import GemvConfig, GroupedConfig, TileConfig
-from .quantized_wgmma import STRIP, WgmmaConfig
+from .quantized_wgmma import N_TILE, WgmmaConfig
 
 Plain = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -41,7 +41,7 @@ class Layout:
     @property
     def bits(self) -> float:
         """Bits of a weight, with its share of the rest."""
-        return self.bytes * 8 / (STRIP * self.inputs)
+        return self.bytes * 8 / (N_TILE * self.inputs)
 
     @property
     def constants(self) -> dict[str, jit.Size]:
@@ -52,42 +52,42 @@ class Layout:
 class Packed(NamedTuple):
     """A weight [O, I]: uint8 [ceil(O / 16), I / layout.inputs, layout.bytes]; outputs past O are zeros."""
 
-    pieces: Tensor
+    tiles: Tensor
     outputs: int
     layout: Layout
 
     @property
     def inputs(self) -> int:
-        return self.pieces.shape[1] * self.layout.inputs
+        return self.tiles.shape[1] * self.layout.inputs
 
     def part(self, first: int, last: int) -> Packed:
-        """Outputs first to last; first is a n-tile's."""
-        return self._replace(pieces=self.pieces[first // STRIP : -(-last // STRIP)], outputs=last - first)
+        """Outputs first to last; first is an n-tile's."""
+        return self._replace(tiles=self.tiles[first // N_TILE : -(-last // N_TILE)], outputs=last - first)
 
     def numbers(self) -> dict[str, Tensor]:
         """The contents of the tables, [O, N] each."""
-        return {name: x[: self.outputs] for name, x in self.layout.tables.unpack(self.pieces).items()}
+        return {name: x[: self.outputs] for name, x in self.layout.tables.unpack(self.tiles).items()}
 
     def dequantize(self, dtype: torch.dtype, first: int, last: int) -> Tensor:
         part = self.part(first, last)
         return part.layout.plain(part.numbers()) if dtype == torch.float32 else dequantize(part, dtype)
 
 
-RUN = 4  # pieces that a warp of dequantize_pieces.cu takes
+RUN = 4  # packed tiles that a warp of dequantize_tiles.cu takes
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The weight [O, I] in a dtype of 16 bits, each element rounded once."""
-    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.pieces.device)
-    kernel = jit.kernel("dequantize_pieces", "dequantize", dtype, 0, **dequantize_sizes(packed.inputs, packed.layout))
-    strips, groups, _ = packed.pieces.shape
+    out = torch.empty(packed.outputs, packed.inputs, dtype=dtype, device=packed.tiles.device)
+    kernel = jit.kernel("dequantize_tiles", "dequantize", dtype, 0, **dequantize_sizes(packed.inputs, packed.layout))
+    n_tiles, groups, _ = packed.tiles.shape
     warps = min(8, -(-groups // RUN))
-    kernel((-(-groups // (RUN * warps)), strips, 1), warps * 32, packed.pieces, out, packed.outputs)
+    kernel((-(-groups // (RUN * warps)), n_tiles, 1), warps * 32, packed.tiles, out, packed.outputs)
     return out
 
 
 def dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:
-    """Compile-time constants of dequantize_pieces.cu."""
+    """Compile-time constants of dequantize_tiles.cu."""
     return dict(I=inputs, RUN=RUN, **layout.constants)
 
 
@@ -123,7 +123,7 @@ def gemm(
         width = given.shape[1] * given.itemsize // 2  # in elements of two bytes
         of_x = jit.tensor_map(given.data_ptr(), rows, width, grid.box // grid.share, width)
         counts = (rows, outputs) if isinstance(config, TileConfig) else (rows, outputs, grid.box)
-    args = of_x, *scales, packed.pieces, y if bias is None else bias, y, *counts
+    args = of_x, *scales, packed.tiles, y if bias is None else bias, y, *counts
     source = SOURCES[type(config)]
     kernel = jit.kernel(source, source, x.dtype, shared, **of)
     kernel((grid.blocks, 1, 1), grid.threads, *args, shared=shared, cluster=grid.cluster)
@@ -133,7 +133,7 @@ def gemm(
 def takes(x: Tensor, packed: Packed, bias: Tensor | None) -> bool:
     """Whether kernels that read packed tiles take x [T, I] and bias [O]."""
     typed = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype == x.dtype)
-    return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.pieces)
+    return x.is_cuda and x.dim() == 2 and typed and jit.plain(x, packed.tiles)
 
 
 def supports(x: Tensor, packed: Packed, bias: Tensor | None = None) -> bool:
@@ -178,9 +178,9 @@ def variants(
 
 
 def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[KernelConfig | None, str]:
-    """How the GEMM is computed, and the gate if that takes it: not where its halves share a n-tile."""
+    """How the GEMM is computed, and the gate if that takes it: not where its halves share an n-tile."""
     of = packed.outputs, packed.inputs, packed.layout
-    if gate and packed.outputs % (2 * STRIP) == 0 and (config := choose(rows, *of, True, found)):
+    if gate and packed.outputs % (2 * N_TILE) == 0 and (config := choose(rows, *of, True, found)):
         return config, gate
     return choose(rows, *of, False, found), ""
 

@@ -1,10 +1,10 @@
-"""Kernels of quantised weights in pieces, thread by thread on a CPU."""
+"""Kernels of quantised weights in packed tiles, thread by thread on a CPU."""
 
 import pytest
 import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
-from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
 from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
@@ -27,7 +27,7 @@ H200 = DeviceCaps(132, "sm_90a", True, True, True)
 
 
 def make(outputs, inputs, form="q8_0", seed=0):
-    """A weight in pieces of a format, and what it means in f64."""
+    """A weight in packed tiles of a format, and what it means in f64."""
     draw = torch.Generator().manual_seed(seed)
     if form == "q8_0":
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=draw)
@@ -83,7 +83,7 @@ def launched(monkeypatch, cuda_models):
 
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=2))
+    monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=2))
     for one in (quantized_gemm, quantized_wgmma):
         monkeypatch.setattr(one, "MOST_STAGES", 3)
     real = torch.Tensor.new_empty
@@ -139,8 +139,8 @@ GEMVS = in_types(
 def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(pieces_cuda.gemm(x, packed, config), want)
-    near(pieces_cuda.gemm(x, packed, config, bias=bias), want + bias.double())
+    near(packed_gemm.gemm(x, packed, config), want)
+    near(packed_gemm.gemm(x, packed, config, bias=bias), want + bias.double())
     assert launched == ["quantized_gemv"] * 2
 
 
@@ -150,7 +150,7 @@ def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
 def test_gated_gemv(rows, outputs, inputs, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemm(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
+    near(packed_gemm.gemm(x, packed, GemvConfig(2, 4, 2), "silu", bias), gate(want, x.dtype))
 
 
 GROUPED = in_types(
@@ -167,11 +167,11 @@ GROUPED = in_types(
 def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
     monkeypatch.setattr(quantized_gemm, "MOST_GROUPED_STAGES", 2)
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
-    near(pieces_cuda.gemm(x, packed, GroupedConfig(1, run)), want)
-    near(pieces_cuda.gemm(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
+    near(packed_gemm.gemm(x, packed, GroupedConfig(1, run)), want)
+    near(packed_gemm.gemm(x, packed, GroupedConfig(1, run), bias=bias), want + bias.double())
     assert launched == ["grouped_gemv"] * 2
 
 
@@ -179,13 +179,13 @@ def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch)
 def test_gated_grouped(rows, form, launched):
     (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemm(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
+    near(packed_gemm.gemm(x, packed, GroupedConfig(2, 4), "silu", bias), gate(want, x.dtype))
 
 
 def test_one_row_alone_is_grouped():
     for inputs in (4096, 14336):
-        assert isinstance(pieces_cuda.choose(1, 4096, inputs, Q4_K_LAYOUT, False, H200), GroupedConfig)
-        assert pieces_cuda.choose(2, 4096, inputs, Q4_K_LAYOUT, False, H200) == TileConfig(32, 256, True)
+        assert isinstance(packed_gemm.choose(1, 4096, inputs, Q4_K_LAYOUT, False, H200), GroupedConfig)
+        assert packed_gemm.choose(2, 4096, inputs, Q4_K_LAYOUT, False, H200) == TileConfig(32, 256, True)
 
 
 TILES = [
@@ -212,7 +212,7 @@ def test_gemm(rows, outputs, inputs, config, form, launched):
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
         for _ in range(2):
-            near(pieces_cuda.gemm(x, packed, config, bias=bias), want)
+            near(packed_gemm.gemm(x, packed, config, bias=bias), want)
 
 
 IN_TURN = [
@@ -228,18 +228,18 @@ IN_TURN = [
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
     monkeypatch.setattr(quantized_gemm, "MOST_STAGES", 8)
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: H200._replace(num_sms=1))
+    monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
         want = x.double() @ weight.T + bias.double()
-        got = pieces_cuda.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
+        got = packed_gemm.gemm(x, packed, TileConfig(height, 256, True), gated, bias)
         near(got, gate(want, dtype) if gated else want)
 
 
 def test_turns_are_taken_of_few_rows():
     """Too few stages fit for few outputs in tiles of 16 rows: warps share out chunks."""
     for rows, outputs, in_turn in ((8, 4096, True), (16, 4096, False), (16, 6144, True), (17, 6144, False)):
-        assert pieces_cuda.choose(rows, outputs, 4096, Q4_K_LAYOUT, False, H200).in_turn is in_turn
+        assert packed_gemm.choose(rows, outputs, 4096, Q4_K_LAYOUT, False, H200).in_turn is in_turn
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_turns_are_taken_of_few_rows():
 def test_gated_gemm(rows, outputs, inputs, config, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, torch.bfloat16)
     want = x.double() @ weight.T + bias.double()
-    near(pieces_cuda.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
+    near(packed_gemm.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_wgmma(rows, outputs, inputs, gated, config, dtype, form, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.to(dtype).double().T + bias.double()
     # In bf16 the scales are rounded, too.
-    near(pieces_cuda.gemm(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
+    near(packed_gemm.gemm(x, packed, config, gated, bias), gate(want, dtype) if gated else want, 6e-3)
     assert launched == ["quantized_wgmma"]
 
 
@@ -303,7 +303,7 @@ DEQUANTIZED = in_types(
 def test_dequantize(outputs, inputs, form, dtype, launched):
     """Bit for bit: each product is rounded once."""
     packed, weight = make(outputs, inputs, form)
-    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+    assert torch.equal(packed_gemm.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -314,21 +314,21 @@ def test_dequantize(outputs, inputs, form, dtype, launched):
 def test_what_is_compiled_ahead(outputs, inputs, layout, found, monkeypatch):
     """Programs that a GEMM asks for, for every number of rows that is supported."""
     asked = []
-    monkeypatch.setattr(pieces_cuda, "device_caps", lambda device: found)
+    monkeypatch.setattr(packed_gemm, "device_caps", lambda device: found)
     monkeypatch.setattr(jit, "tensor_map", lambda *_: None)
     monkeypatch.setattr(
         jit, "kernel", lambda *a, **sizes: asked.append(jit.variant(a[0], a[2], **sizes)) or (lambda *_, **__: None)
     )
-    monkeypatch.setattr(pieces_cuda, "gated_activation", lambda y, _: y)
+    monkeypatch.setattr(packed_gemm, "gated_activation", lambda y, _: y)
     shape = -(-outputs // 16), inputs // layout.inputs, layout.bytes
-    packed = pieces_cuda.Packed(torch.empty(shape, dtype=torch.uint8, device="meta"), outputs, layout)
+    packed = packed_gemm.Packed(torch.empty(shape, dtype=torch.uint8, device="meta"), outputs, layout)
     rows = [1, 2, 4, 5, 8, 9, 16, 33, 64, 65, 128, 200, 256, 257]
     for gate, bias in (("", None), ("silu", None), ("", torch.empty(outputs, dtype=torch.bfloat16, device="meta"))):
         asked.clear()
-        supported = [n for n in rows if pieces_cuda._plan(n, packed, "", found)[0]]
+        supported = [n for n in rows if packed_gemm._plan(n, packed, "", found)[0]]
         for n in supported:
-            pieces_cuda.linear(torch.empty(n, inputs, dtype=torch.bfloat16, device="meta"), packed, gate, bias)
-        assert list(pieces_cuda.variants(rows, packed, torch.bfloat16, gate, bias is not None, found)) == asked
+            packed_gemm.linear(torch.empty(n, inputs, dtype=torch.bfloat16, device="meta"), packed, gate, bias)
+        assert list(packed_gemm.variants(rows, packed, torch.bfloat16, gate, bias is not None, found)) == asked
         assert supported[:4] == rows[:4] or inputs > 8192  # one to five rows at least
         assert (64 in supported) is (found.has_tma and inputs % 64 == 0)
         assert ({65, 256} <= set(supported)) is (found.hopper and inputs % 64 == 0)

@@ -16,14 +16,14 @@ __device__ inline void sum_up_rows(const unsigned (&b)[TILES][4], float (&whole)
 // Adds to sum [TILES][4]: outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1. step: of 16 inputs, the first of
 // two.
 template <class P, int TILES>
-__device__ inline void multiply_piece(const P& piece, int step, const unsigned (&b)[TILES][4],
+__device__ inline void multiply_tile(const P& tile, int step, const unsigned (&b)[TILES][4],
                                       const float (&whole)[TILES][PARTS][4], float (&sum)[TILES][4]) {
 #pragma unroll
     for (int g = 0; g < PARTS; g++) {
-        const float2 by = scales(piece, step + g), less = minima(piece, step + g);
+        const float2 by = scales(tile, step + g), less = minima(tile, step + g);
         unsigned a[2][4];
-        codes<T>(piece, step + g, a[0]);
-        if (PARTS == 1) codes<T>(piece, step + 1, a[1]);
+        codes<T>(tile, step + g, a[0]);
+        if (PARTS == 1) codes<T>(tile, step + 1, a[1]);
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
             float part[4] = {};

@@ -1,4 +1,4 @@
-"""Kernels of quantised weights in pieces against f64, with NaN behind x and in all that is written."""
+"""Kernels of quantised weights in packed tiles against f64, with NaN behind x and in all that is written."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
-from phalanx.kernels.quantized import cuda_layouts, floats, pieces_cuda, quantized_gemm, quantized_wgmma, super_blocks
+from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
 from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
@@ -83,7 +83,7 @@ def gate(y, dtype, act="silu"):
 
 
 def bound(x, packed, act):
-    config, _ = pieces_cuda._plan(len(x), packed, act, device_caps(x.device))
+    config, _ = packed_gemm._plan(len(x), packed, act, device_caps(x.device))
     rounded = isinstance(config, WgmmaConfig)
     return (ROUNDED if rounded else PLAIN) if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
@@ -116,13 +116,13 @@ def test_linear(rows, outputs, inputs, form, dtype):
     x = rows_of(rows, inputs, dtype)
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
         want = x.double() @ weight.T + (0 if bias is None else bias.double())
-        if not pieces_cuda.supports(x, packed, bias):
-            check([linear(x, pieces_cuda.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
+        if not packed_gemm.supports(x, packed, bias):
+            check([linear(x, packed_gemm.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue
-        check([pieces_cuda.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", bound(x, packed, ""))
+        check([packed_gemm.linear(x, packed, bias=bias) for _ in range(2)], want, "plain", bound(x, packed, ""))
         if outputs % 2 == 0:
             for act in ("silu", "gelu_tanh"):
-                found = [pieces_cuda.linear(x, packed, act, bias) for _ in range(2)]
+                found = [packed_gemm.linear(x, packed, act, bias) for _ in range(2)]
                 check(found, gate(want, dtype, act), act, bound(x, packed, act))
 
 
@@ -140,9 +140,9 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
     for config in (GemvConfig(1, 8, 2), GemvConfig(1, 4, 3), GemvConfig(2, 4, 2)):
         if config.shared(rows, inputs, packed.layout) > 220 << 10 >> (config.blocks == 3):
             continue
-        check([pieces_cuda.gemm(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
-        if config.strips == 2:
-            found = [pieces_cuda.gemm(x, packed, config, "silu", bias) for _ in range(3)]
+        check([packed_gemm.gemm(x, packed, config, "", bias) for _ in range(3)], want, config, PLAIN)
+        if config.n_tiles == 2:
+            found = [packed_gemm.gemm(x, packed, config, "silu", bias) for _ in range(3)]
             check(found, gate(want, dtype), config, EXACT_GATED)
 
 
@@ -159,7 +159,7 @@ def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
     want = x.double() @ weight.T + bias.double()
     for gated in ("", "silu"):
         for config in quantized_gemm.grouped_configs(rows, inputs, packed.layout, bool(gated)):
-            found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
+            found = [packed_gemm.gemm(x, packed, config, gated, bias) for _ in range(4)]
             check(found, gate(want, dtype) if gated else want, config, EXACT_GATED if gated else PLAIN)
 
 
@@ -173,7 +173,7 @@ def test_rows_far_from_zero(form):
         x += 4
         x[:, 100] = 1000
         want = x.double() @ weight.T
-        check([pieces_cuda.linear(x, packed) for _ in range(2)], want, rows, PLAIN)
+        check([packed_gemm.linear(x, packed) for _ in range(2)], want, rows, PLAIN)
 
 
 @needs_tma
@@ -198,10 +198,10 @@ def test_every_config(rows, outputs, inputs, gated, dtype, form):
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
     configs = list(quantized_gemm.configs(rows, outputs, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
+    sizes = [packed_gemm.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_gemm", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        found = [packed_gemm.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, EXACT_GATED if gated else PLAIN)
 
 
@@ -224,10 +224,10 @@ def test_every_cut_of_many_rows(rows, outputs, inputs, gated, dtype, form):
     want = x.double() @ weight.T + bias.double()
     want = gate(want, dtype) if gated else want
     configs = list(quantized_wgmma.configs(rows, inputs, packed.layout, bool(gated)))
-    sizes = [pieces_cuda.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
+    sizes = [packed_gemm.sizes(rows, inputs, config, gated, True, packed.layout) for config in configs]
     jit.compile_ahead([jit.variant("quantized_wgmma", dtype, **one) for one in sizes], x.device)
     for config in configs:
-        found = [pieces_cuda.gemm(x, packed, config, gated, bias) for _ in range(4)]
+        found = [packed_gemm.gemm(x, packed, config, gated, bias) for _ in range(4)]
         check(found, want, config, ROUNDED_GATED if gated else ROUNDED)
 
 
@@ -238,11 +238,11 @@ def test_linears_of_a_model(rows, outputs, inputs, gated, form):
     """Often in a row: all multiprocessors are busy, and the ring goes round many times."""
     packed, weight = make(outputs, inputs, form)
     x = rows_of(rows, inputs, torch.bfloat16)
-    if not pieces_cuda.supports(x, packed):
+    if not packed_gemm.supports(x, packed):
         pytest.skip("not on this GPU")
     want = x.double() @ weight.T
     want = gate(want, x.dtype) if gated else want
-    check([pieces_cuda.linear(x, packed, gated) for _ in range(20)], want, rows, bound(x, packed, gated))
+    check([packed_gemm.linear(x, packed, gated) for _ in range(20)], want, rows, bound(x, packed, gated))
 
 
 @needs_tma
@@ -259,10 +259,10 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
     def step(x, pause=lambda: None):
         for _ in range(3):
             for packed, act in zip(weights, gates, strict=True):
-                if pieces_cuda.supports(x, packed):
-                    x = pieces_cuda.linear(x, packed, act)
+                if packed_gemm.supports(x, packed):
+                    x = packed_gemm.linear(x, packed, act)
                 else:
-                    y = linear(x, pieces_cuda.dequantize(packed, dtype))
+                    y = linear(x, packed_gemm.dequantize(packed, dtype))
                     x = gate(y, dtype).to(dtype) if act else y
                 x = norm.rms_norm(x, ones[: x.shape[1]], 1e-5)
                 pause()
@@ -297,7 +297,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
 def test_dequantize(outputs, inputs, form, dtype):
     """Bit for bit: each product is rounded once."""
     packed, weight = make(outputs, inputs, form)
-    assert torch.equal(pieces_cuda.dequantize(packed, dtype), weight.float().to(dtype))
+    assert torch.equal(packed_gemm.dequantize(packed, dtype), weight.float().to(dtype))
 
 
 def test_pack_and_back():
@@ -310,11 +310,11 @@ def test_pack_and_back():
 def test_what_is_refused():
     packed, _ = make(64, 512)
     x = rows_of(4, 512, torch.float16)
-    assert pieces_cuda.supports(x, packed) and pieces_cuda.supports(x, packed, x[0, :64])
-    assert not pieces_cuda.supports(x.float(), packed) and not pieces_cuda.supports(x.cpu(), packed)
-    assert not pieces_cuda.supports(x[:0], packed) and not pieces_cuda.supports(x[:, None], packed)
-    assert not pieces_cuda.supports(rows_of(257, 512, torch.float16), packed)
-    assert not pieces_cuda.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
-    assert not pieces_cuda.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
-    assert not pieces_cuda.supports(x, packed, x[0, :64].bfloat16())
-    assert not pieces_cuda.supports(x, packed._replace(pieces=packed.pieces.repeat(1, 2, 1)[:, ::2]))
+    assert packed_gemm.supports(x, packed) and packed_gemm.supports(x, packed, x[0, :64])
+    assert not packed_gemm.supports(x.float(), packed) and not packed_gemm.supports(x.cpu(), packed)
+    assert not packed_gemm.supports(x[:0], packed) and not packed_gemm.supports(x[:, None], packed)
+    assert not packed_gemm.supports(rows_of(257, 512, torch.float16), packed)
+    assert not packed_gemm.supports(rows_of(4, 1024, torch.float16)[:, :512], packed)
+    assert not packed_gemm.supports(rows_of(1, 520, torch.float16)[0, 1:513][None], packed)
+    assert not packed_gemm.supports(x, packed, x[0, :64].bfloat16())
+    assert not packed_gemm.supports(x, packed._replace(tiles=packed.tiles.repeat(1, 2, 1)[:, ::2]))

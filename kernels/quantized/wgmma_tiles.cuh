@@ -3,12 +3,12 @@
 
 // Weights of inputs 16 step to 16 step + 15. An f16 holds not every scale, so there each weight is rounded once. In
 // bf16 scales and minima are rounded, too: to multiply pairs takes less than half as many instructions.
-template <class E> __device__ inline void scaled_codes(const Piece& piece, int step, unsigned (&a)[4]) {
-    weights<E>(piece, step, a);
+template <class E> __device__ inline void scaled_codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
+    weights<E>(tile, step, a);
 }
-template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int step, unsigned (&a)[4]) {
-    codes<bf16>(piece, step, a);
-    const float2 by = scales(piece, step), less = minima(piece, step);
+template <> __device__ inline void scaled_codes<bf16>(const PackedTile& tile, int step, unsigned (&a)[4]) {
+    codes<bf16>(tile, step, a);
+    const float2 by = scales(tile, step), less = minima(tile, step);
     const unsigned scale[2] = {pack<bf16>(by.x, by.x), pack<bf16>(by.y, by.y)};
     const unsigned minus[2] = {pack<bf16>(-less.x, -less.x), pack<bf16>(-less.y, -less.y)};
 #pragma unroll
@@ -19,27 +19,27 @@ template <> __device__ inline void scaled_codes<bf16>(const Piece& piece, int st
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Has tensor cores multiply a chunk of x, which lies in boxes of 64 inputs, by OF_WARP n-tiles of 16 outputs for each
 // warp, which lie behind it, each OF_CHUNK packed tiles: the last matmuls are under way at the end. sum: of outputs
-// lane / 4 of a n-tile and 8 below, pairs of rows lane % 4 * 2 of each eight. add: whether to what they hold. a: of 32
-// inputs of a n-tile each: the matmuls of some are under way while the others' weights are made. release() is called
+// lane / 4 of an n-tile and 8 below, pairs of rows lane % 4 * 2 of each eight. add: whether to what they hold. a: of 32
+// inputs of an n-tile each: the matmuls of some are under way while the others' weights are made. release() is called
 // once those of the chunk before have ended.
 template <int OF_WARP, class Release>
 __device__ __forceinline__ void multiply_chunk(unsigned stage, int warp, int lane, bool add, unsigned (&a)[2][2][4],
                                                float (&sum)[OF_WARP][ROWS / 2], const Release& release) {
-    constexpr int PARTS = SPAN / 32;  // of 32 inputs of a piece
+    constexpr int PARTS = SPAN / 32;  // of 32 inputs of a packed tile
     const unsigned long long of_x = smem_descriptor(stage, 16);
-    auto fetch = [&](int q) {  // pieces of the same inputs one after the other
-        const int strip = warp * OF_WARP + q % OF_WARP;
-        return shared_piece(stage + X_BYTES + (strip * OF_CHUNK + q / OF_WARP) * PIECE, lane);
+    auto fetch = [&](int q) {  // packed tiles of the same inputs one after the other
+        const int n_tile = warp * OF_WARP + q % OF_WARP;
+        return load_packed_tile(stage + X_BYTES + (n_tile * OF_CHUNK + q / OF_WARP) * PACKED_BYTES, lane);
     };
-    Piece next = fetch(0);
+    PackedTile next = fetch(0);
 #pragma unroll
     for (int q = 0; q < OF_CHUNK * OF_WARP; q++) {
-        const Piece piece = next;
+        const PackedTile tile = next;
 #pragma unroll
         for (int h = 0; h < PARTS; h++) {
             const int k = q / OF_WARP * PARTS + h, set = (q * PARTS + h) % 2;  // k: of the chunk's parts of 32 inputs
-            scaled_codes<T>(piece, 2 * h, a[set][0]);
-            scaled_codes<T>(piece, 2 * h + 1, a[set][1]);
+            scaled_codes<T>(tile, 2 * h, a[set][0]);
+            scaled_codes<T>(tile, 2 * h + 1, a[set][1]);
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 2; s++) {

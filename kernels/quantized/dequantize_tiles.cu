@@ -4,28 +4,28 @@
 #include "pairs.cuh"
 #include FORMAT
 
-constexpr int PIECES = I / SPAN;
+constexpr int K_TILES = I / SPAN;
 
 extern "C" __global__ void dequantize(const unsigned char* weight, T* out, int outputs) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = (blockIdx.x * (blockDim.x / 32) + warp) * RUN, strip = blockIdx.y;
-    const Pieces from(weight + ((long long)strip * PIECES + begin) * PIECE, lane);
-    Piece pieces[RUN];
+    const int begin = (blockIdx.x * (blockDim.x / 32) + warp) * RUN, n_tile = blockIdx.y;
+    const PackedTiles from(weight + ((long long)n_tile * K_TILES + begin) * PACKED_BYTES, lane);
+    PackedTile packed_tiles[RUN];
 #pragma unroll
     for (int i = 0; i < RUN; i++)
-        if (begin + i < PIECES) pieces[i] = from.stream(i);
+        if (begin + i < K_TILES) packed_tiles[i] = from.stream(i);
     grid_wait();  // without launch_dependents(): what follows may read weights before it waits
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
-        if (begin + i >= PIECES) break;
+        if (begin + i >= K_TILES) break;
 #pragma unroll
         for (int p = 0; p < SPAN / 32; p++) {
             unsigned a[2][4];
-            weights<T>(pieces[i], 2 * p, a[0]);
-            weights<T>(pieces[i], 2 * p + 1, a[1]);
+            weights<T>(packed_tiles[i], 2 * p, a[0]);
+            weights<T>(packed_tiles[i], 2 * p + 1, a[1]);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int output = strip * 16 + lane / 4 + h * 8;
+                const int output = n_tile * 16 + lane / 4 + h * 8;
                 if constexpr (BY_RUNS) {  // four of its inputs, and those 8 above
                     T* const to = out + (long long)output * I + (begin + i) * SPAN + p / 2 * 64 + lane % 4 * 16 + p % 2 * 4;
                     if (output < outputs) {
