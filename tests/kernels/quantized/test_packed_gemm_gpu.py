@@ -8,6 +8,7 @@ from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
 from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 from torch.nn.functional import gelu, silu
@@ -84,7 +85,7 @@ def gate(y, dtype, act="silu"):
 
 def bound(x, packed, act):
     config, _ = packed_gemm._plan(len(x), packed, act, device_caps(x.device))
-    rounded = isinstance(config, WgmmaConfig)
+    rounded = isinstance(config, WgmmaConfig | E4m3Config)
     return (ROUNDED if rounded else PLAIN) if not act else ROUNDED_GATED if rounded else EXACT_GATED
 
 
@@ -115,7 +116,7 @@ def test_linear(rows, outputs, inputs, form, dtype):
     packed, weight = make(outputs, inputs, form)
     x = rows_of(rows, inputs, dtype)
     for bias in (None, torch.randn(outputs, device="cuda").to(dtype)):
-        want = x.double() @ weight.T + (0 if bias is None else bias.double())
+        want = floats_cases.as_multiplied(x, packed) @ weight.T + (0 if bias is None else bias.double())
         if not packed_gemm.supports(x, packed, bias):
             check([linear(x, packed_gemm.dequantize(packed, dtype), bias)], want, "dequantized", LIBRARY)
             continue

@@ -58,8 +58,8 @@ def test_a_step_with_prompts_beside_decoding_sequences():
     torch.manual_seed(0)
     layer = Layer(PUBLISHED, make_rows([1, 1, 100, 65], [7, 1, 300, 65]), dtype=torch.bfloat16)
     there = layer.on("cuda")
-    for got, wanted in zip(there.run(), layer.run(), strict=True):
-        torch.testing.assert_close(got.cpu().float(), wanted.float(), atol=3e-2, rtol=3e-2)
+    for got, wanted in zip(there.run(), layer.run(), strict=True):  # a ring may keep entries that no token has written
+        torch.testing.assert_close(got.cpu().float(), wanted.float(), atol=3e-2, rtol=3e-2, equal_nan=True)
 
 
 def test_a_captured_step_goes_on_with_what_is_there():

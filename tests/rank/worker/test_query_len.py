@@ -62,6 +62,7 @@ class Rank:
         self.state.table[:] = np.random.default_rng(0).permutation(self.state.table.size).reshape(count, -1)
         self.ids = np.array([tokens(LENGTH, seed) for seed in range(count)])
         self.state.tokens, self.state.known[:] = list(self.ids.copy()), LENGTH
+        self.state.num_blocks[:] = self.state.table.shape[1]
         specs = self.model.cache_specs()
         self.caches = kv_cache.allocate(specs, self.state.table.size, BLOCK, self.model.dtype, device, count, QUERY)
         for tensor in (tensor for layer in self.caches for tensor in layer):

@@ -28,7 +28,8 @@ def test_weights(tmp_path, name):
     found = part.codec.dequantize(part.packed).cpu()
     if hasattr(part, "order"):
         want = want[:, part.order.cpu()]
-    assert torch.equal(found, want)
+    kept = want if part.kept_bits(torch.device("cuda")) else want.bfloat16().float()  # else there is no kernel for it
+    assert torch.equal(found, kept)
     assert torch.equal(part.codec.dequantize(part.packed, torch.bfloat16).cpu(), want.bfloat16())
     if settings.get("bits") == 4:
         assert isinstance(part.packed, packed_gemm.Packed) and part.packed.layout.header == "int4"
@@ -45,5 +46,5 @@ def test_memory_of_loading(tmp_path):
     packers.quantise(write(tmp_path / "source", **COMMON | options), tmp_path, pack, settings)
     grid = threads.run(lambda comm: [mesh.build(comm, 1, 1)], 1)[0][0]
     model = load(tmp_path / "quantised", grid, "cuda", "bf16")
-    kept = sum(part.packed[0].nbytes for part in model.modules() if hasattr(part, "packed"))
+    kept = sum(part.packed[0].nbytes for part in model.modules() if getattr(part, "packed", None))
     assert kept == pytest.approx(model.num_weights * 4.375 / 8 - 509 * 192 * 4.375 / 8, rel=0.05)
