@@ -23,6 +23,12 @@ struct SigmoidGate {
     int64_t count;
 };
 
+struct Product {
+    const void *x, *other;  // [rows, x_pitch], [rows, other_pitch]
+    void* y;                // [rows, width]
+    int64_t rows, width, x_pitch, other_pitch;
+};
+
 struct ScaleBySigmoid {
     void* x;           // [rows, width], times sigmoid(gate)
     const void* gate;  // [rows]
@@ -54,6 +60,15 @@ template <typename T> void sigmoid_gate(const SigmoidGate& a, int part, int part
     strips(share.first, share.last, STRIP { store(y + i, load(x + i, n) / (1 + exp(-load(gate + i, n))), n); });
 }
 
+template <typename T> void product(const Product& a, int part, int parts) {
+    Share share(a.width, part, parts);
+    for (int64_t t = 0; t < a.rows; t++) {
+        const T *x = (const T*)a.x + t * a.x_pitch, *other = (const T*)a.other + t * a.other_pitch;
+        T* y = (T*)a.y + t * a.width;
+        strips(share.first, share.last, STRIP { store(y + i, load(x + i, n) * load(other + i, n), n); });
+    }
+}
+
 template <typename T> void scale_by_sigmoid(const ScaleBySigmoid& a, int part, int parts) {
     Share share(a.width, part, parts);
     for (int64_t t = 0; t < a.rows; t++) {
@@ -77,5 +92,6 @@ ACTIVATION(gelu, Gelu)
 ACTIVATION(gelu_tanh, GeluTanh)
 ACTIVATION(relu2, Relu2)
 GATED(clamped_swiglu, ClampedSwiglu)
+TYPED_OP(product, product, Product)
 TYPED_OP(scale_by_sigmoid, scale_by_sigmoid, ScaleBySigmoid)
 TYPED_OP(sigmoid_gate, sigmoid_gate, SigmoidGate)

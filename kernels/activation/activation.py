@@ -81,6 +81,15 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
 
+def product(x: Tensor, other: Tensor) -> Tensor:
+    """x * other, of one shape [T, I], which may be parts of wider rows."""
+    if x.stride(1) == other.stride(1) == 1 and x.dtype == other.dtype and ops.takes(x):
+        y = x.new_empty(x.shape)
+        ops.typed("activation", "product", x.dtype)(x, other, y, *x.shape, x.stride(0), other.stride(0))
+        return y
+    return x * other
+
+
 def scale_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """x [T, I] times sigmoid(gate [T, 1]), computed in f32. x may be overwritten."""
     if x.is_contiguous() and gate.is_contiguous() and x.dtype == gate.dtype and ops.takes(x):

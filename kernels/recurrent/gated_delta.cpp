@@ -149,11 +149,12 @@ template <typename T> void gated_norm(const GatedNorm& a, int part, int parts) {
 
 struct ConvStep {
     const void *x, *weight;  // [tokens, x_pitch], [channels, weight_pitch]
+    const void* bias;        // [channels]; null: none
     float* state;            // [rows, kept, channels]: rings of the inputs of the tokens before
     const int64_t* rows;  // as DeltaStep's
     const int32_t* lengths;
     void* out;  // [tokens, channels]
-    int64_t sequences, query_len, x_pitch, weight_pitch, channels, taps, kept;
+    int64_t sequences, query_len, x_pitch, weight_pitch, channels, taps, kept, silu;
 };
 
 // Channels c..c + n - 1 of a sequence. oldest: the ring's entry of the first of the inputs that its first token reads.
@@ -175,6 +176,7 @@ template <typename T> INLINE void conv_strip(const ConvStep& a, int64_t sequence
     };
     for (int64_t j = 0; j < a.query_len; j++) {
         Vec total = {};
+        if (a.bias) total = load((const T*)a.bias + c, n);
         for (int64_t k = 0; k < a.taps; k++) {
             int64_t token = j - before + k;
             Vec tap = {}, input = {};
@@ -187,7 +189,7 @@ template <typename T> INLINE void conv_strip(const ConvStep& a, int64_t sequence
         }
         // The oldest input, which this one replaces, is read by no later token of the step.
         if (a.kept) store(entry(j), load(x + j * a.x_pitch, n), n);
-        store(out + j * a.channels, total / (1 + exp(-total)), n);
+        store(out + j * a.channels, a.silu ? total / (1 + exp(-total)) : total, n);
     }
 }
 

@@ -81,39 +81,45 @@ class Rows(Protocol):
     scratch: dict[Any, Any]
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
-    """SiLU of each channel's convolution over the newest K tokens, this one last: [T, C].
+def causal_conv(
+    x: Tensor, weight: Tensor, state: Tensor, batch: Rows, bias: Tensor | None = None, silu: bool = True
+) -> Tensor:
+    """Each channel's convolution over the newest K tokens, this one last, and SiLU of it unless told otherwise: [T, C].
 
     x: [T, C]. weight: [C, K]. state: [rows, K - 1 or more, C], rings of the inputs of the tokens before: an input
-    replaces the oldest.
+    replaces the oldest. bias: [C].
     """
     if not x.is_cuda:
-        if _all_decode(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
-            return conv_step_cpu(x, weight, state, batch)
-        return causal_conv_reference(x, weight, state, batch)
+        if all_decode(batch) and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype and ops.takes(x):
+            return conv_step_cpu(x, weight, state, batch, bias, silu)
+        return causal_conv_reference(x, weight, state, batch, bias, silu)
     from . import gated_delta_chunks_triton, gated_delta_triton
 
-    if _all_decode(batch):
-        return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths)
-    return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch)
+    if all_decode(batch):
+        return gated_delta_triton.conv_step(x, weight, state, batch.rows, batch.lengths, bias, silu)
+    return gated_delta_chunks_triton.conv_chunks(x, weight, state, batch, bias, silu)
 
 
-def _all_decode(batch: Rows) -> bool:
+def all_decode(batch: Rows) -> bool:
     return batch.num_decodes == len(batch.query_lens)
 
 
-def conv_step_cpu(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+def conv_step_cpu(
+    x: Tensor, weight: Tensor, state: Tensor, batch: Rows, bias: Tensor | None = None, silu: bool = True
+) -> Tensor:
     """causal_conv of sequences that decode, in C++."""
     assert state.is_contiguous() and state.dtype == torch.float32
     out = x.new_empty(x.shape)
     ops.typed("gated_delta", "conv_step", x.dtype)(
-        x, weight, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows), batch.query_len,
-        x.stride(0), weight.stride(0), *weight.shape, state.shape[1],
+        x, weight, bias, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows),
+        batch.query_len, x.stride(0), weight.stride(0), *weight.shape, state.shape[1], int(silu),
     )  # fmt: skip
     return out
 
 
-def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+def causal_conv_reference(
+    x: Tensor, weight: Tensor, state: Tensor, batch: Rows, bias: Tensor | None = None, silu: bool = True
+) -> Tensor:
     """Tokens stand behind their sequence's K - 1 older inputs, so that every tap is one gather."""
     taps, kept = weight.shape[1], state.shape[1]
     of, before = _places(x, taps - 1, batch)
@@ -130,7 +136,8 @@ def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, batch: Rows)
     positions = batch.lengths.repeat_interleave(_counts(batch))[newest] - left[newest]
     state[batch.rows.repeat_interleave(_counts(batch))[newest], positions % max(kept, 1)] = x[newest].to(state.dtype)
     assert isinstance(y, Tensor)
-    return F.silu(y).to(x.dtype)
+    y = y if bias is None else y + bias.float()
+    return (F.silu(y) if silu else y).to(x.dtype)
 
 
 def _places(x: Tensor, columns: int, batch: Rows) -> tuple[Tensor, Tensor]:
@@ -153,7 +160,7 @@ def gated_delta(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes: De
     assert batch.query_len <= state.shape[1], "caches are made for steps of fewer tokens"
     if not qkv.is_cuda:
         rows = all(x.stride(1) == 1 and x.dtype == qkv.dtype for x in (qkv, gates.b, gates.a))
-        if _all_decode(batch) and sizes.key_dim <= DELTA_KEYS and rows and ops.takes(qkv):
+        if all_decode(batch) and sizes.key_dim <= DELTA_KEYS and rows and ops.takes(qkv):
             return delta_step_cpu(qkv, gates, state, batch, sizes)
         return gated_delta_reference(qkv, gates, state, batch, sizes)
     from . import gated_delta_chunks_triton, gated_delta_triton

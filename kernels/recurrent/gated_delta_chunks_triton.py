@@ -49,25 +49,27 @@ def chunk_table(batch: Rows) -> Tensor:
     return table
 
 
-def conv_chunks(x: Tensor, weight: Tensor, state: Tensor, batch: Rows) -> Tensor:
+def conv_chunks(
+    x: Tensor, weight: Tensor, state: Tensor, batch: Rows, bias: Tensor | None = None, silu: bool = True
+) -> Tensor:
     """causal_conv of sequences of any number of tokens."""
     channels, taps = weight.shape
     assert x.stride(1) == 1 and weight.stride(1) == 1 and state.is_contiguous()
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     table = chunk_table(batch)
     conv_chunk_kernel[len(table), triton.cdiv(channels, CHANNELS)](
-        x, weight, state, batch.rows, batch.lengths, batch.query_starts, table, out, x.stride(0), weight.stride(0),
-        channels, taps - 1, state.shape[1], triton.next_power_of_2(max(state.shape[1], 1)), CHUNK, CHANNELS,
-        num_warps=8,
+        x, weight, weight if bias is None else bias, state, batch.rows, batch.lengths, batch.query_starts, table, out,
+        x.stride(0), weight.stride(0), channels, taps - 1, state.shape[1],
+        triton.next_power_of_2(max(state.shape[1], 1)), CHUNK, CHANNELS, bias is not None, silu, num_warps=8,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def conv_chunk_kernel(
-    x, weight, state, rows, lengths, starts, table, out, x_row, weight_row,
+    x, weight, bias, state, rows, lengths, starts, table, out, x_row, weight_row,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr,
+    EACH: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """EACH channels of one chunk. A sequence's first chunk also writes its new state: it alone reads the old one. KEPT:
     entries of the state's ring; PADDED: a power of two."""
@@ -90,7 +92,10 @@ def conv_chunk_kernel(
             old = real & (at < start) & (position >= 0)
             seen += tl.load(kept + position % KEPT * CHANNELS, mask=old, other=0.0)
         total += seen * tap[None, :]
-    total = total / (1.0 + tl.exp(-total))
+    if BIASED:
+        total += tl.load(bias + channels, mask=there, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
     tl.store(out + t[:, None] * CHANNELS + channels[None, :], total.to(out.dtype.element_ty), mask=real)
     if KEPT > 0 and first == start:
         columns = tl.arange(0, PADDED)[:, None]

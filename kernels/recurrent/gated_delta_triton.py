@@ -20,7 +20,10 @@ CHANNELS = 256  # of a program of the convolution
 VALUES = 32  # columns of a state that one program updates: so many programs fill a GPU also at small batches
 
 
-def conv_step(x: Tensor, weight: Tensor, state: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+def conv_step(
+    x: Tensor, weight: Tensor, state: Tensor, rows: Tensor, lengths: Tensor, bias: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:  # fmt: skip
     """causal_conv of sequences that decode. Rows of -1 write nothing and return zeros."""
     tokens, channels = x.shape
     taps = weight.shape[1]
@@ -28,16 +31,17 @@ def conv_step(x: Tensor, weight: Tensor, state: Tensor, rows: Tensor, lengths: T
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     if tokens:
         conv_kernel[len(rows), triton.cdiv(channels, CHANNELS)](
-            x, weight, state, rows, lengths, out, x.stride(0), weight.stride(0), channels, taps - 1, state.shape[1],
-            tokens // len(rows), CHANNELS, num_warps=4,
+            x, weight, weight if bias is None else bias, state, rows, lengths, out, x.stride(0), weight.stride(0),
+            channels, taps - 1, state.shape[1], tokens // len(rows), CHANNELS, bias is not None, silu, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def conv_kernel(
-    x, weight, state, rows, lengths, out, x_row, weight_row,
+    x, weight, bias, state, rows, lengths, out, x_row, weight_row,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, KEPT: tl.constexpr, QUERY: tl.constexpr, EACH: tl.constexpr,
+    BIASED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """EACH channels of the QUERY tokens of one sequence. KEPT: entries of the state's ring."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -61,7 +65,10 @@ def conv_kernel(
             total += column * tl.load(taps + k, mask=mask, other=0.0).to(tl.float32)
         if KEPT > 0:  # the oldest input, which this one replaces, is read by no later token of the step
             tl.store(kept + (first + j) % KEPT * CHANNELS, newest, mask=there)
-        total = total / (1.0 + tl.exp(-total))
+        if BIASED:
+            total += tl.load(bias + channels, mask=there, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
         tl.store(out + (sequence * QUERY + j) * CHANNELS + channels, total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -37,7 +37,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), 
 POSITIVE = (
     "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
     "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "conv_L_cache",
 )  # fmt: skip
 DIVIDE = "query_pre_attn_scalar", "logits_scaling"  # floats that are divided by
 

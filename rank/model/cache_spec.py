@@ -102,14 +102,15 @@ def cache_dtype(chosen: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class RecurrentState(NamedTuple):
-    """The state that a gated delta net keeps of a sequence (arXiv 2412.06464), of this rank's heads: the newest inputs
-    of its convolution, and a matrix from keys to values for each value head."""
+    """The state that a recurrent layer keeps of a sequence, of this rank's heads: the newest inputs of its convolution,
+    and for each value head a matrix from keys to values, as a gated delta net has it (arXiv 2412.06464). A short
+    convolution has no heads."""
 
     columns: int  # tokens that the convolution looks back
     channels: int
-    heads: int  # value heads
-    key_dim: int
-    value_dim: int
+    heads: int = 0  # value heads
+    key_dim: int = 0
+    value_dim: int = 0
 
     @property
     def window(self) -> int:
@@ -123,7 +124,7 @@ class RecurrentState(NamedTuple):
         value_dim]: rings, in which a token's entry follows from its position. Both are f32: errors of a recurrence add
         up, and the inputs are few."""
         inputs, states = self.columns + query_len - 1, (query_len, self.heads, self.key_dim, self.value_dim)
-        shapes = (inputs, self.channels), states
+        shapes = ((inputs, self.channels), states) if self.heads else ((inputs, self.channels),)
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
 
 

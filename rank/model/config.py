@@ -43,7 +43,7 @@ LARGEST = (
 )
 MOST_POSITIONS = 1 << 27
 # The types of layers, as config.json's layer_types has them.
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
 SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 

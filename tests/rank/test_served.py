@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from ..engine import device
 from ..ranks import run_ranks
 from .model import harness, test_chatglm
+from .model.hybrids import HYBRIDS
 from .model.test_architectures import MODELS, write
 
 CHATGLM = test_chatglm.CONFIG  # transformers has no class for it
@@ -49,10 +50,10 @@ SHORT = "short"
 # One of each kind of cache, position and layer.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
+    "lfm2",
 }  # fmt: skip
 # Three ranks give as many tokens of them and by two stages as by one rank.
 PROBES = {"qwen2", "gemma2", "phi3", "granite"}
-RECURRENT = "linear_num_key_heads"  # a key of models that keep states of whole sequences
 OF_ALL = {"tp1": Layout(), "tp2": Layout(tp=2), "ep2": Layout(tp=2, ep=2)}
 OF_PROBES = {"tp3": Layout(tp=3), "pp2": Layout(pp=2)}
 OF_KINDS = OF_PROBES | {"tp2-pp2": Layout(tp=2, pp=2), "ep2-pp2": Layout(tp=2, pp=2, ep=2)}
@@ -230,7 +231,7 @@ def test_served(answers, expected, layout, name):
     assert max(len(set(tokens)) for tokens in found.tokens) >= 8, f"{name}: its text would not show an error"
     assert found.chunks > 0, f"{layout}, {name}"
     assert found.preemptions > 0 or found.windows, f"{layout}, {name}"
-    if RECURRENT in SERVED[name] | SERVED[name].get("text_config", {}):
+    if name in HYBRIDS:
         # A state snapshot of its first prompt; which of them are left depends on who was preempted in between.
         assert found.cached >= (LENGTH // 16 * 16 if layout == "short" else 16), f"{layout}, {name}: {found.cached}"
     else:

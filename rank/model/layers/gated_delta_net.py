@@ -34,15 +34,24 @@ class DeltaNetShape(NamedTuple):
 
 
 class CausalConv(ShardedModule):
-    """The convolution's weight of this rank's channels: queries, keys and values."""
+    """The convolution's weight of this rank's channels, such as queries, keys and values."""
 
-    fields = (Field("weight", "obi"),)
+    fields = Field("weight", "obi"), Field("bias", "o")
 
-    def __init__(self, outputs: tuple[Shard, ...], taps: int):
+    def __init__(self, outputs: tuple[Shard, ...], taps: int, bias: bool = False):
         super().__init__()
         self.outputs, self.inputs = outputs, whole(taps)
-        shape = sum(shard.width for shard in outputs), 1, taps
-        self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        width = sum(shard.width for shard in outputs)
+        self.weight = nn.Parameter(torch.empty(width, 1, taps, device="meta"), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False) if bias else None
+
+    @property
+    def columns(self) -> int:
+        """Tokens that it looks back."""
+        return self.inputs.width - 1
+
+    def forward(self, x: Tensor, state: Tensor, batch: Batch, silu: bool = True) -> Tensor:
+        return causal_conv(x, self.weight[:, 0], state, batch, self.bias, silu)
 
 
 class Decay(ShardedModule):
@@ -88,8 +97,7 @@ class GatedDeltaNet(nn.Module):
 
     def cache_spec(self) -> RecurrentState:
         sizes = self.sizes
-        columns = self.conv1d.inputs.width - 1
-        return RecurrentState(columns, sizes.channels, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        return RecurrentState(self.conv1d.columns, sizes.channels, sizes.value_heads, sizes.key_dim, sizes.value_dim)
 
     @property
     def inner(self) -> int:
@@ -115,7 +123,7 @@ class GatedDeltaNet(nn.Module):
     def _mix(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch) -> Tensor:
         """The convolution and what heads read of the states, [T, value heads, value dim]."""
         convolution, state = batch.caches[self.local]
-        qkv = causal_conv(qkv, self.conv1d.weight[:, 0], convolution, batch)
+        qkv = self.conv1d(qkv, convolution, batch)
         return gated_delta(qkv, Gates(b, a, self.decay.A_log, self.decay.dt_bias), state, batch, self.sizes)
 
     def _mix_into(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch, out: Tensor) -> None:

@@ -9,6 +9,7 @@ from phalanx.kernels.activation.activation import (
     gated_activation,
     gated_activation_reference,
     gated_cpu,
+    product,
     scale_by_sigmoid,
     sigmoid_gate,
 )
@@ -78,6 +79,15 @@ def test_sigmoid_gate(isa, threads, called, dtype, shape):
     want = x.float() * gate.float().sigmoid()
     close(sigmoid_gate(x, gate), want, dtype)
     assert called == [f"sigmoid_gate_{'f32' if dtype == torch.float32 else 'bf16'}"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width", [(0, 5), (1, 1), (3, 33), (16, 64)])
+def test_product(isa, threads, called, dtype, rows, width):
+    """Of parts of wider rows."""
+    x, other = torch.randn(rows, 2 * width + 3).to(dtype)[:, : 2 * width].chunk(2, 1)
+    close(product(x, other), x.float() * other.float(), dtype)
+    assert called == [f"product_{'f32' if dtype == torch.float32 else 'bf16'}"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,13 +38,16 @@ class Layer:
     """Random weights, inputs of a step, and states of the sequences before it."""
 
     def __init__(
-        self, sizes: DeltaSizes, batch: Any, taps: int = 4, dtype: torch.dtype = torch.float32, entries: int = 0
-    ):
-        """entries: of the rings; as many as the batch needs unless given."""
+        self, sizes: DeltaSizes, batch: Any, taps: int = 4, dtype: torch.dtype = torch.float32, entries: int = 0,
+        plain: bool = False,
+    ):  # fmt: skip
+        """entries: of the rings; as many as the batch needs unless given. plain: a convolution with a bias and without
+        SiLU."""
         tokens, count = sum(batch.query_lens), int(batch.rows.max()) + 1
         self.sizes, self.batch = sizes, batch
         self.x = torch.randn(tokens, sizes.channels).to(dtype)
         self.weight = torch.randn(sizes.channels, taps).to(dtype)
+        self.bias, self.silu = torch.randn(sizes.channels).to(dtype) if plain else None, not plain
         b, a = torch.randn(2, tokens, sizes.value_heads).to(dtype)
         heads = sizes.value_heads
         self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(heads))
@@ -56,7 +59,8 @@ class Layer:
 
     def on(self, device: str) -> Layer:
         other = Layer.__new__(Layer)
-        other.sizes = self.sizes
+        other.sizes, other.silu = self.sizes, self.silu
+        other.bias = None if self.bias is None else self.bias.to(device)
         other.batch = SimpleNamespace(
             **{key: x.to(device) if isinstance(x, Tensor) else x for key, x in vars(self.batch).items()}
             | {"scratch": {}}
@@ -101,7 +105,8 @@ class Layer:
                 seen = torch.stack((*begin, *older, self.x[t].double()))
                 if kept:
                     convolution[row, (first + j) % kept] = self.x[t]
-                y = torch.nn.functional.silu((seen.T * self.weight.double()).sum(1))
+                y = (seen.T * self.weight.double()).sum(1) + (0 if self.bias is None else self.bias.double())
+                y = torch.nn.functional.silu(y) if self.silu else y
                 q, k = (z.view(self.sizes.key_heads, -1) for z in (y[:q_to], y[q_to:k_to]))
                 q, k = (z / (z.square().sum(1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
                 q, k = (z.repeat_interleave(each, 0) for z in (q * self.sizes.key_dim**-0.5, k))
@@ -116,7 +121,7 @@ class Layer:
         return out, convolution, states
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        y = gated_delta.causal_conv(self.x, self.weight, self.convolution, self.batch)
+        y = gated_delta.causal_conv(self.x, self.weight, self.convolution, self.batch, self.bias, self.silu)
         out = gated_delta.gated_delta(y, self.gates, self.state, self.batch, self.sizes)
         assert out.dtype == self.x.dtype
         return out, self.convolution, self.state
@@ -126,7 +131,7 @@ class Layer:
         from phalanx.kernels.recurrent import gated_delta_triton
 
         rows, lengths = self.batch.rows, self.batch.lengths
-        y = gated_delta_triton.conv_step(self.x, self.weight, self.convolution, rows, lengths)
+        y = gated_delta_triton.conv_step(self.x, self.weight, self.convolution, rows, lengths, self.bias, self.silu)
         out = y.new_empty(len(y), self.sizes.value_heads, self.sizes.value_dim)
         gated_delta_triton.delta_step(
             y, self.gates, self.state, rows, lengths, self.sizes, gated_delta.L2_EPS, out, self.batch.query_len
@@ -137,7 +142,9 @@ class Layer:
         """Results by the Triton kernels of prompts. What stands in `out` of sequences of one token stays NaN."""
         from phalanx.kernels.recurrent import gated_delta_chunks_triton
 
-        y = gated_delta_chunks_triton.conv_chunks(self.x, self.weight, self.convolution, self.batch)
+        y = gated_delta_chunks_triton.conv_chunks(
+            self.x, self.weight, self.convolution, self.batch, self.bias, self.silu
+        )
         out = torch.full((len(y), self.sizes.value_heads, self.sizes.value_dim), NAN, dtype=y.dtype, device=y.device)
         gated_delta_chunks_triton.delta_chunks(
             y, self.gates, self.state, self.batch, self.sizes, gated_delta.L2_EPS, out
@@ -147,13 +154,13 @@ class Layer:
 
 def check_steps(
     sizes: DeltaSizes, taps: int, dtype: torch.dtype, bound: float, device: str = "cpu", query_len: int = 1,
-    entries: int = 0,
+    entries: int = 0, plain: bool = False,
 ) -> None:  # fmt: skip
     """Sequences that begin and that go on, and a row that fills a captured step up."""
     torch.manual_seed(0)
     lengths = [9, query_len, 300, query_len, query_len + 1]
     rows = make_rows([query_len] * 5, lengths, [4, 0, 6, 2, 1], query_len)
-    layer = Layer(sizes, rows, taps, dtype, entries)
+    layer = Layer(sizes, rows, taps, dtype, entries, plain)
     there = layer.on(device)
     there.batch.rows = torch.tensor([4, 0, 6, -1, 1], device=device)
     want = layer.run()
@@ -247,6 +254,8 @@ if __name__ == "__main__":
         check_ungroup(sizes, torch.float32)
     check_norm(SIZES[0], torch.bfloat16, 2e-2)
     check_steps(SIZES[0], 4, torch.bfloat16, 2e-2)
+    check_steps(SIZES[0], 3, torch.float32, 1e-5, query_len=2, entries=3, plain=True)
+    check_chunks(Layer(SIZES[0], make_rows(*PROMPTS), 3, plain=True), 5e-5)
     for sizes, taps in ((SIZES[0], 4), (SIZES[2], 2)):
         check_chunks(Layer(sizes, make_rows(*PROMPTS), taps), 2e-5)
     check_chunks(Layer(SIZES[2], make_rows(*BESIDE_DRAFTS, query_len=4), 4), 2e-5)

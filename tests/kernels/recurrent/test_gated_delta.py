@@ -23,15 +23,17 @@ CASES = [  # tokens of each sequence in the step and in all, tokens of one that 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("query_len, entries", [(1, 1), (1, 3), (4, 4), (2, 5)])
-def test_decode_steps_in_cpp(sizes, dtype, bound, query_len, entries):
+@pytest.mark.parametrize("query_len, entries, plain", [(1, 1, False), (1, 3, True), (4, 4, False), (2, 5, True)])
+def test_decode_steps_in_cpp(sizes, dtype, bound, query_len, entries, plain):
     """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
     torch.manual_seed(0)
     lengths = [9, query_len, 300, query_len + 1]
-    layer = Layer(sizes, make_rows([query_len] * 4, lengths, [4, 0, 6, 1], query_len), dtype=dtype, entries=entries)
+    rows = make_rows([query_len] * 4, lengths, [4, 0, 6, 1], query_len)
+    layer = Layer(sizes, rows, dtype=dtype, entries=entries, plain=plain)
     kept, state = layer.convolution.clone(), layer.state.clone()
-    y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch)
-    got = gated_delta.conv_step_cpu(layer.x, layer.weight, kept, layer.batch)
+    how = layer.bias, layer.silu
+    y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch, *how)
+    got = gated_delta.conv_step_cpu(layer.x, layer.weight, kept, layer.batch, *how)
     torch.testing.assert_close(got, y, atol=bound, rtol=bound)
     torch.testing.assert_close(kept, layer.convolution, atol=0, rtol=0, equal_nan=True)
     want = gated_delta.gated_delta_reference(y, layer.gates, layer.state, layer.batch, sizes)
@@ -61,7 +63,7 @@ def test_rows_of_no_sequence_in_cpp(dtype):
 def test_chunks_and_sequences_that_decode(sizes, query_lens, kv_lens, query_len, entries):
     torch.manual_seed(0)
     rows = make_rows(query_lens, kv_lens, query_len=query_len)
-    layer = Layer(sizes, rows, taps=2 + sizes.key_heads, entries=entries)
+    layer = Layer(sizes, rows, taps=2 + sizes.key_heads, entries=entries, plain=sizes.key_heads == 3)
     want = layer.plain()
     for got, wanted in zip(layer.run(), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5, equal_nan=True)

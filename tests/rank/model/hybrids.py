@@ -1,4 +1,4 @@
-"""Sizes of tiny models with gated delta nets: an entry for each shape, as in shapes.py."""
+"""Sizes of tiny models whose layers keep states of whole sequences: an entry for each shape, as in shapes.py."""
 
 # Norms of an epsilon that keeps so small a net well-conditioned: heads whose outputs happen to be near zero are normed.
 HYBRID = dict(
@@ -7,7 +7,22 @@ HYBRID = dict(
 )  # fmt: skip
 QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
+LAYERS_OF_LFM2 = ["conv", "full_attention", "conv", "conv"]
 HYBRIDS = {
+    "lfm2": dict(model_type="lfm2", layer_types=LAYERS_OF_LFM2, tie_word_embeddings=True, block_multiple_of=8),
+    "lfm2 biased": dict(
+        model_type="lfm2", full_attn_idxs=[3, 1], conv_bias=True, conv_L_cache=4, tie_word_embeddings=False,
+        block_auto_adjust_ff_dim=False, num_key_value_heads=1,
+    ),
+    "lfm2_moe": dict(
+        model_type="lfm2_moe", layer_types=LAYERS_OF_LFM2, num_experts=10, num_experts_per_tok=3,
+        moe_intermediate_size=20, num_dense_layers=1,
+    ),
+    "lfm2_moe unbiased": dict(
+        model_type="lfm2_moe", layer_types=LAYERS_OF_LFM2[::-1], num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=20, use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=1.5,
+        conv_bias=True, tie_word_embeddings=False,
+    ),
     "qwen3_next": HYBRID | EXPERTS | dict(model_type="qwen3_next"),
     "qwen3_next mixed": HYBRID | EXPERTS | dict(
         model_type="qwen3_next", layer_types=["full_attention", "linear_attention"] * 2, linear_num_value_heads=6,

@@ -54,7 +54,7 @@ def write(directory, **options):
             else:
                 parameter += 0.2 * torch.randn(parameter.shape)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
     model.save_pretrained(directory)
     return directory

@@ -1,4 +1,5 @@
-"""Models with gated delta nets: states of chunks and of mixed batches, what is left out, and what is refused."""
+"""Models whose layers keep states of whole sequences: chunks and mixed batches, what is left out, and what is
+refused."""
 
 import functools
 import json
@@ -22,7 +23,10 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **HYBRIDS[name]))
 
 
-@pytest.mark.parametrize("name, tp, pp, ep", [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2)])
+@pytest.mark.parametrize(
+    "name, tp, pp, ep",
+    [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2), ("lfm2", 1, 2, 1), ("lfm2_moe", 2, 1, 2)],
+)
 def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
     """Chunks of prompts go on from the state before, beside sequences that decode; some begin with a single token."""
     sequences = [tokens(n, seed=n) for n in (200, 33, 6, 64, 1)]
@@ -70,6 +74,8 @@ def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         ({"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
+        ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache is 0"),
+        ({"model_type": "lfm2", "layer_types": ["linear_attention"] * 4}, "supported are full_attention, conv"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, changes, message):

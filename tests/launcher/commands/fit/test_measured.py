@@ -57,6 +57,7 @@ OTHERS = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 1}),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     "ministral3": {
         "rope_parameters": {
@@ -265,6 +266,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     if hybrid:
         keys, values = 3 * 16, 6 * 24
         widest = 2 * (2 * keys + 2 * values) + 2 * 6 * (4 * 16 + 4 * 24)
+    if model_type.startswith("lfm2"):  # a convolution's three inputs, and its output
+        widest = 3 * 192 + 192
     assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == widest
 
 
