@@ -70,7 +70,7 @@ def versions(
     if allreduce_norm.supports_one_way_push(x, group.size):
         normed["one-way norm"] = partial(allreduce_norm.one_way_push_add_norm, blocks=peers.blocks)
     if allreduce_norm.supports_push(x, group.size):
-        normed["sent norm"] = partial(allreduce_norm.push_add_norm, blocks=peers.blocks, threads=allreduce.MOST_THREADS)
+        normed["sent norm"] = partial(allreduce_norm.push_add_norm, blocks=peers.blocks, threads=allreduce.MAX_THREADS)
     found |= {name: partial(both, *whole) for name, both in normed.items()}
     if search:
         for blocks in BLOCKS:

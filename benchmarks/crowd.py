@@ -38,7 +38,7 @@ from phalanx.launcher.commands.bench.client import Answer, Client, Failure
 from phalanx.launcher.commands.bench.run import many_files
 
 HERE = Path(__file__).resolve().parent
-MOST_MEMORY = 300  # MB
+MAX_MEMORY = 300  # MB
 MOST_LEFT = 50  # MB that the allocator and warm caches may keep
 WARM_FILES = 8  # descriptors of text workers that large prompts start, and that stay warm
 SETTLE = 30.0  # seconds for the server to see that everybody has gone
@@ -226,7 +226,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     kept = {
         "every polite stream is whole": not without.errors + large.errors and bool(without.streams and large.streams),
         "first token: median at most twice": large.median <= 2 * without.median,
-        f"the server process under {MOST_MEMORY} MB": max(without.peak, large.peak) < MOST_MEMORY,
+        f"the server process under {MAX_MEMORY} MB": max(without.peak, large.peak) < MAX_MEMORY,
         "nothing open or leaked": left["mb"] <= MOST_LEFT and not any(v > 0 for k, v in left.items() if k != "mb"),
     }
     return {

@@ -67,8 +67,8 @@ class _Offer(msgspec.Struct):
 
 def _refusal(offers: list[_Offer]) -> str:
     """Why the group cannot share memory, by the offers; "" if it may. The same on all ranks."""
-    if len(offers) > allreduce.MOST_RANKS:
-        return f"{len(offers)} ranks are more than {allreduce.MOST_RANKS}"
+    if len(offers) > allreduce.MAX_RANKS:
+        return f"{len(offers)} ranks are more than {allreduce.MAX_RANKS}"
     for rank, offer in enumerate(offers):
         if offer.kernel != offers[0].kernel:
             return f"rank {rank} of the group is on another host"

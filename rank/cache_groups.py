@@ -18,7 +18,7 @@ from typing import NamedTuple
 # Attention kernels for prompts read keys by tiles of up to so many tokens, and mask those behind the window. A NaN in
 # another sequence's block would pass the mask. So blocks are freed that many tokens later.
 TILE = 128
-MOST_ENTRIES = 8  # of a block: a prefix hit ends where blocks of all groups end
+MAX_ENTRIES = 8  # of a block: a prefix hit ends where blocks of all groups end
 TYPICAL = 4096  # tokens of the sequence by which the number of entries is chosen
 
 
@@ -52,7 +52,7 @@ def choose_groups(stages: Sequence[Mapping[int, int]], block_size: int) -> Group
     layers = [sum(stage.get(window, 0) for stage in stages) for window in windows]
     most = max(layers)
     choices = [
-        tuple(CacheGroup(w, min(lanes // n, MOST_ENTRIES)) for w, n in zip(windows, layers, strict=True))
+        tuple(CacheGroup(w, min(lanes // n, MAX_ENTRIES)) for w, n in zip(windows, layers, strict=True))
         for lanes in range(most, 2 * most)
     ]
 

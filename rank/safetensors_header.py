@@ -23,8 +23,8 @@ WIDTHS = {  # bytes of an element, of the kinds that ranks read
     "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1,
 }  # fmt: skip
 LONGEST = 100_000_000  # bytes of a header, as the format limits them; other files would ask for any memory
-MOST_TENSORS = 300_000  # of a file; the largest checkpoints have 140,000 in all of theirs
-MOST_AXES = 8
+MAX_TENSORS = 300_000  # of a file; the largest checkpoints have 140,000 in all of theirs
+MAX_AXES = 8
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
@@ -144,8 +144,8 @@ def read_header(file: Path) -> dict[str, Entry]:
             if length > LONGEST:
                 raise ValueError(f"its header would be longer than the {LONGEST} bytes that one may have")
             data = opened.read(length)
-        if data.count(b":") > 5 * MOST_TENSORS:  # of an entry there are at least four
-            raise ValueError(f"its header has more than {MOST_TENSORS} tensors")
+        if data.count(b":") > 5 * MAX_TENSORS:  # of an entry there are at least four
+            raise ValueError(f"its header has more than {MAX_TENSORS} tensors")
         begin = 8 + length
         entries = {name: _entry(name, said, begin) for name, said in _decode(data, dict[str, msgspec.Raw]).items()
                    if name != "__metadata__"}  # fmt: skip
@@ -171,7 +171,7 @@ def _entry(name: str, raw: msgspec.Raw, begin: int) -> Entry:
     said = _decode(raw, _Written, f"its header's entry of {name}")
     start, stop = said.data_offsets
     entry = Entry(said.dtype, tuple(said.shape), begin + start, begin + stop)
-    if len(entry.shape) > MOST_AXES or not all(0 <= extent < 1 << 63 for extent in entry.shape):
+    if len(entry.shape) > MAX_AXES or not all(0 <= extent < 1 << 63 for extent in entry.shape):
         raise ValueError(f"{name} has no shape that a tensor may have")
     width = WIDTHS.get(entry.dtype)
     if stop < start or start < 0 or (width is not None and math.prod(entry.shape) * width != stop - start):

@@ -44,7 +44,7 @@ class Generate(tornado.web.RequestHandler):
             return
         self.state.bodies.append(self.body)
         self.state.active += 1
-        self.state.most_active = max(self.state.most_active, self.state.active)
+        self.state.max_active = max(self.state.max_active, self.state.active)
         try:
             with contextlib.suppress(tornado.iostream.StreamClosedError):
                 await self.answer(self.state.plan.pop(0) if self.state.plan else "good")
@@ -99,7 +99,7 @@ def make_state():
         bodies=[],
         keys=[],
         active=0,
-        most_active=0,
+        max_active=0,
         first=0.0,
         step=0.0,
         tells_ids=True,

@@ -19,15 +19,15 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 LIMIT, SLOPE = 7.0, 1.702
 ACTIVATIONS = (*PLAIN, CLAMPED_SWIGLU)
 LIMIT_UNITS = 1024  # kernels get a limit in these parts of 1, as an integer, ...
-MOST_LIMIT = 1 << 16  # ... which lies above the activation's four bits in an int of 32
+MAX_LIMIT = 1 << 16  # ... which lies above the activation's four bits in an int of 32
 KIND_BITS = 4
 XIELU_BETA = 0.5  # xIELU's slope at zero
 
 
 def clamped_swiglu(limit: float) -> str:
     """The name of the activation with this limit. Raises ValueError where kernels cannot take it."""
-    if not 0 < limit <= MOST_LIMIT or limit * LIMIT_UNITS % 1:
-        raise ValueError(f"it must be a multiple of 1/{LIMIT_UNITS} above 0, at most {MOST_LIMIT}")
+    if not 0 < limit <= MAX_LIMIT or limit * LIMIT_UNITS % 1:
+        raise ValueError(f"it must be a multiple of 1/{LIMIT_UNITS} above 0, at most {MAX_LIMIT}")
     return CLAMPED_SWIGLU if limit == LIMIT else f"{CLAMPED_SWIGLU}@{limit}"
 
 

@@ -32,8 +32,8 @@ struct Decode {
     }
 };
 
-constexpr int64_t MOST_DIM = 512;
-constexpr int MOST_GROUP = 16;  // queries of a key head that are computed together
+constexpr int64_t MAX_DIM = 512;
+constexpr int MAX_GROUP = 16;  // queries of a key head that are computed together
 constexpr int TILE = 32;        // tokens; a multiple of LANES
 constexpr int64_t LEAST = 128;  // tokens that a thread is worth
 
@@ -70,10 +70,10 @@ struct Places {
 
 // Sums of `count` <= TILE tokens for G queries. C: the cache's elements.
 template <typename C> struct State {
-    float q[MOST_GROUP][MOST_DIM];  // times the scale, zeros behind dim
-    float values[MOST_GROUP][MOST_DIM];
-    float top[MOST_GROUP], sum[MOST_GROUP];
-    float scores[MOST_GROUP][TILE];
+    float q[MAX_GROUP][MAX_DIM];  // times the scale, zeros behind dim
+    float values[MAX_GROUP][MAX_DIM];
+    float top[MAX_GROUP], sum[MAX_GROUP];
+    float scores[MAX_GROUP][TILE];
     const C *k[TILE], *v[TILE];
     float of_k[TILE], of_v[TILE];  // scales, of codes
 };
@@ -161,13 +161,13 @@ template <typename C> INLINE void weigh(const Decode& a, State<C>& s, int g, int
 // Tokens from..to - 1 of an item for its queries at..at + group - 1.
 template <typename T, typename C> void attend(const Decode& a, const Item& item, int64_t from, int64_t to,
                                               int64_t first_query, int group, State<C>& s) {
-    int64_t ends[MOST_GROUP];  // of each query, behind the tokens that it sees
+    int64_t ends[MAX_GROUP];  // of each query, behind the tokens that it sees
     for (int g = 0; g < group; g++) {
         int64_t row = a.row(item.sequence, item.kv_head, first_query + g);
         const T* q = (const T*)a.q + row / a.heads * a.q_pitch + row % a.heads * a.dim;
         ends[g] = a.lengths[item.sequence] - a.query_len + 1 + row / a.heads % a.query_len;
         for (int64_t i = 0; i < a.dim; i++) s.q[g][i] = widen(q[i]) * (float)a.scale;
-        for (int64_t i = a.dim; i < MOST_DIM && i % LANES; i++) s.q[g][i] = 0;
+        for (int64_t i = a.dim; i < MAX_DIM && i % LANES; i++) s.q[g][i] = 0;
         memset(s.values[g], 0, (a.dim + LANES - 1) / LANES * LANES * 4);
         s.top[g] = -__builtin_inff();
         s.sum[g] = 0;
@@ -220,8 +220,8 @@ template <typename T, typename C> void decode(const Decode& a, int part, int thr
         int64_t from = item.begin < low ? low - item.begin : 0;
         int64_t to = item.begin + item.count > high ? high - item.begin : item.count;
         if (from >= to) return;
-        for (int64_t g = 0; g < queries; g += MOST_GROUP) {
-            int here = queries - g < MOST_GROUP ? queries - g : MOST_GROUP;
+        for (int64_t g = 0; g < queries; g += MAX_GROUP) {
+            int here = queries - g < MAX_GROUP ? queries - g : MAX_GROUP;
             attend<T, C>(a, item, from, to, g, here, s);
             for (int i = 0; i < here; i++) {
                 if (from == 0 && to == item.count) {

@@ -9,12 +9,12 @@ from ..cpp import ops
 from ..rope.fp8_cache import E4M3
 from .backend import Part
 
-MOST_DIM = 512  # as in cpu_decode.cpp
+MAX_DIM = 512  # as in cpu_decode.cpp
 
 
 def supports(part: Part) -> bool:
     q, keys, dim = part.q, part.keys, part.q.shape[2]
-    if not part.decodes or dim > MOST_DIM or keys.shape != part.values.shape:
+    if not part.decodes or dim > MAX_DIM or keys.shape != part.values.shape:
         return False
     if keys.dtype != (q.dtype if part.scales is None else E4M3):
         return False
@@ -40,6 +40,6 @@ def run(part: Part) -> None:
 
 CANDIDATE = Candidate(
     "cpu_decode.cpp", "CPUs",
-    f"decoding rows, heads of up to {MOST_DIM} elements, f32 or bf16, caches of the same or of e4m3",
+    f"decoding rows, heads of up to {MAX_DIM} elements, f32 or bf16, caches of the same or of e4m3",
     supports, run,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from .backend import AttentionMetadata, Part
 
 FROM = 2048  # tokens of a prompt
 STEP = 512
-MOST_DIM = 128
+MAX_DIM = 128
 
 
 def supports(part: Part) -> bool:
@@ -24,7 +24,7 @@ def supports(part: Part) -> bool:
         return False
     if part.decodes or part.scales is not None or part.keys.shape != part.values.shape:
         return False
-    fits = q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= MOST_DIM
+    fits = q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_DIM
     return fits and any(_is_long(part.rows, i) for i in range(part.first, part.stop))
 
 
@@ -83,6 +83,6 @@ def _whole_prompt(part: Part, table: Tensor, start: int, stop: int) -> None:
 
 
 CANDIDATE = Candidate(
-    "cudnn.py", "GPUs", f"whole prompts from {FROM} tokens on, heads of up to {MOST_DIM} elements, f16 or bf16",
+    "cudnn.py", "GPUs", f"whole prompts from {FROM} tokens on, heads of up to {MAX_DIM} elements, f16 or bf16",
     supports, run,
 )  # fmt: skip

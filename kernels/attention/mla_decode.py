@@ -34,7 +34,7 @@ PART = ROWS * LATENT + ROWS  # floats that are kept of a part
 LEAST_SEQUENCES = 4
 
 MAX_KV_SPLITS = 64
-MOST_PANELS = 8
+MAX_PANELS = 8
 
 
 def supports(part: Part) -> bool:
@@ -93,7 +93,7 @@ def choose_tiles(device: torch.device, fp8: bool) -> Tiles:
         return Tiles("mla_tma", 64, 8, 2) if fp8 else Tiles("mla_copied", 32, 5, 2)
     # CUDA keeps 1024 bytes of each block's shared memory.
     free = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
-    panels = min(MOST_PANELS, (free - shared_bytes(Tiles("mla_copied", 32, 0, 1), fp8)) // panel_bytes(fp8))
+    panels = min(MAX_PANELS, (free - shared_bytes(Tiles("mla_copied", 32, 0, 1), fp8)) // panel_bytes(fp8))
     return Tiles("mla_copied", 32, panels, 1)
 
 

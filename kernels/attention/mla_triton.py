@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # twice as many took, of 64 sequences of 256 tokens, 22.9 instead of 21.3 without absorb_kernel, of 256 47.2 instead of
 # 45.8, of 16 as long.
 PROGRAMS = 3
-MOST_KV_SPLITS = 64
+MAX_KV_SPLITS = 64
 SPLIT = 256  # tokens: about what is worth a program of its own, where all multiprocessors have one
 GROUP = 16  # most query heads of a program
 COLUMNS = 128  # of a head's latent outputs that one program adds up; others were not timed
@@ -299,7 +299,7 @@ def run(part: Part, plan: int) -> None:
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
     """A power of two: the most KV splits of a sequence, when `programs` run for each split."""
     splits = 1
-    while splits < MOST_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms and longest > splits * SPLIT:
+    while splits < MAX_KV_SPLITS and 2 * programs * splits <= PROGRAMS * num_sms and longest > splits * SPLIT:
         splits *= 2
     return splits
 
@@ -340,7 +340,7 @@ def decode(
         each = 1 if n < COMBINED_HEADS_FROM else GROUP
         columns = min(COLUMNS, triton.next_power_of_2(latent))
         combine_kernel[triton.cdiv(latent, columns), n, triton.cdiv(heads, each)](
-            parts, sums, lengths, out, most, fill, heads, each, latent, columns, GROUP // each, MOST_KV_SPLITS, split,
+            parts, sums, lengths, out, most, fill, heads, each, latent, columns, GROUP // each, MAX_KV_SPLITS, split,
             tile, overlap, query_len, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
 

@@ -21,17 +21,17 @@ INBOX = 2 * SLOT - SENT  # and SENT are an LL buffer: for all of two ranks' inpu
 # Thresholds for more than two ranks:
 ONE_SHOT = 128 << 10  # bytes above which to share the sum is faster
 BLOCKS = 64  # of THREADS, at once on every GPU, beside what else is there
-MOST_BLOCKS = 128  # that a call may have; of MOST_THREADS no more than SymmetricMemory.blocks
+MAX_BLOCKS = 128  # that a call may have; of MAX_THREADS no more than SymmetricMemory.blocks
 THREADS = 512
-MOST_THREADS = 1024
-MOST_RANKS = 8
+MAX_THREADS = 1024
+MAX_RANKS = 8
 RECV_BUFFER = SLOT  # bytes of a region where others' parts of a GEMM arrive, of gemm_reduce_scatter.py
-ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MOST_BLOCKS}  # constants of the kernels
+ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MAX_BLOCKS}  # constants of the kernels
 
 
 def recv_buffer_at(size: int) -> int:
     """Offset of the receive buffer in a region of `size` ranks: behind two slots, the Signals, two LL buffers."""
-    return 2 * SLOT + 4 * MOST_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
+    return 2 * SLOT + 4 * MAX_BLOCKS * (1 + size) + 2 * (INBOX + SENT)
 
 
 def region_bytes(size: int) -> int:
@@ -50,7 +50,7 @@ class SymmetricMemory:
     size: int
     base: int
     stride: int
-    blocks: int = BLOCKS  # of MOST_THREADS that all ranks' GPUs hold at once, up to MOST_BLOCKS
+    blocks: int = BLOCKS  # of MAX_THREADS that all ranks' GPUs hold at once, up to MAX_BLOCKS
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -64,8 +64,8 @@ class SymmetricMemory:
 
 
 def common_blocks(num_sms: Iterable[int]) -> int:
-    """SymmetricMemory.blocks of GPUs with so many multiprocessors, each of which holds one block of MOST_THREADS."""
-    return min([MOST_BLOCKS, *num_sms])
+    """SymmetricMemory.blocks of GPUs with so many multiprocessors, each of which holds one block of MAX_THREADS."""
+    return min([MAX_BLOCKS, *num_sms])
 
 
 class _Memory:
@@ -82,7 +82,7 @@ def memory(address: int, size: int) -> Tensor:
 
 def supports(x: Tensor, ranks: int) -> bool:
     """Whether `all_reduce` takes x. The same on all ranks."""
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.nbytes <= SLOT and ranks <= MOST_RANKS
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.nbytes <= SLOT and ranks <= MAX_RANKS
 
 
 def all_reduce(x: Tensor, peers: SymmetricMemory) -> Tensor:
@@ -96,7 +96,7 @@ def all_reduce(x: Tensor, peers: SymmetricMemory) -> Tensor:
 
 
 def one_shot(x: Tensor, peers: SymmetricMemory, blocks: int = BLOCKS, threads: int = 0) -> Tensor:
-    """`all_reduce` by at most `blocks` <= MOST_BLOCKS blocks of `threads`, or as many as fit."""
+    """`all_reduce` by at most `blocks` <= MAX_BLOCKS blocks of `threads`, or as many as fit."""
     vector = jit.vector(x, x.numel())
     return _launch("one_shot", x, peers, vector, x.numel() // vector, blocks, threads)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import jit
 from ..norm.norm import add_rms_norm_reference
 from . import allreduce
-from .allreduce import BLOCKS, INBOX, MOST_THREADS, ROOM, SENT, THREADS, SymmetricMemory, all_reduce_reference
+from .allreduce import BLOCKS, INBOX, MAX_THREADS, ROOM, SENT, THREADS, SymmetricMemory, all_reduce_reference
 
 FEW = 2  # rows of more than two ranks that are summed and normed faster one after the other
 
@@ -26,7 +26,7 @@ def all_reduce_add_norm(
     if peers.size == 2:
         return one_way_push_add_norm(x, residual, weight, eps, peers, peers.blocks)
     if supports_push(x, peers.size):
-        return push_add_norm(x, residual, weight, eps, peers, peers.blocks, MOST_THREADS)
+        return push_add_norm(x, residual, weight, eps, peers, peers.blocks, MAX_THREADS)
     return two_shot_add_norm(x, residual, weight, eps, peers)
 
 
@@ -56,7 +56,7 @@ def _add_norm(
     blocks: int = BLOCKS,
     threads: int = THREADS,
 ) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MOST_BLOCKS blocks of `threads`."""
+    """`all_reduce_add_norm` by one kernel, with at most `blocks` <= MAX_BLOCKS blocks of `threads`."""
     assert TAKES[name](x, peers.size)
     kernel, threads = norm_kernel(name, residual, weight, peers, residual.shape[-1], threads, x)
     rows = len(x)

@@ -13,12 +13,12 @@ from ..activation.activation import gated_activation
 from ..candidate import Candidate
 from ..cpp import ops
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> bool:
     """x [T, I], weight [O, I]: of x's dtype, or of 16 bits where x is f32."""
-    if x.device.type != "cpu" or not 0 < len(x) <= MOST_ROWS or x.dtype not in (weight.dtype, torch.float32):
+    if x.device.type != "cpu" or not 0 < len(x) <= MAX_ROWS or x.dtype not in (weight.dtype, torch.float32):
         return False
     return x.stride(1) == 1 and ops.takes(x) and ops.reads(weight)
 
@@ -33,6 +33,6 @@ def cpu_linear(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = 
 
 
 CANDIDATE = Candidate(
-    "cpu_gemm.cpp", "CPUs", f"up to {MOST_ROWS} rows of f32 or bf16, weights of the same or of 16 bits", supports,
+    "cpu_gemm.cpp", "CPUs", f"up to {MAX_ROWS} rows of f32 or bf16, weights of the same or of 16 bits", supports,
     cpu_linear,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collective.allreduce import BLOCKS, MOST_THREADS, RECV_BUFFER, SENT, SymmetricMemory, recv_buffer_at
+from ..collective.allreduce import BLOCKS, MAX_THREADS, RECV_BUFFER, SENT, SymmetricMemory, recv_buffer_at
 from ..collective.allreduce_norm import norm_kernel
 from .cublaslt import ALIGNED, GemmShape, in_use, library_for
 
@@ -75,7 +75,7 @@ def reduce_add_norm(
     rows, width = residual.shape
     x = torch.empty_like(residual)
     share = width // peers.size
-    kernel, threads = norm_kernel("received_add_norm", residual, weight, peers, share, MOST_THREADS, x)
+    kernel, threads = norm_kernel("received_add_norm", residual, weight, peers, share, MAX_THREADS, x)
     grid = min(rows, blocks, peers.blocks), 1, 1
     kernel(grid, threads, received, x, residual, weight, peers.table, peers.rank, rows, eps)
     return x, residual

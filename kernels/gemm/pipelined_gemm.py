@@ -18,9 +18,9 @@ from .gemv import readable
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (64, 128, 256)  # inputs of a chunk
 SPLITS = (4, 2, 1)  # blocks that share a tile
-MOST_ROWS = 64
+MAX_ROWS = 64
 WHOLE_FROM = 33  # rows, for which Hopper's instructions for 64 rows are the faster ones
-MOST_STAGES = 16
+MAX_STAGES = 16
 # Inputs from which on sharing gains more than exchanging the sums costs. On an H200 (2026-11-23), 64 rows: 3584 x 18944
 # by four blocks takes 36.0 us instead of 39.1, 4096 x 14336 by two 30.4 instead of 31.2, and 3584 x 3584 by two 9.6
 # instead of 9.2.
@@ -37,7 +37,7 @@ class TileConfig(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor, gate: str = "", bias: Tensor | None = None) -> bool:
-    if not 0 < len(x) <= MOST_ROWS or not readable(x, weight, bias):
+    if not 0 < len(x) <= MAX_ROWS or not readable(x, weight, bias):
         return False
     return choose_config(len(x), weight, device_caps(x.device)) is not None
 
@@ -52,7 +52,7 @@ def variant(rows: int, weight: Tensor, gate: str, bias: bool, norm: bool, caps: 
 
 
 def choose_config(rows: int, weight: Tensor, caps: DeviceCaps) -> TileConfig | None:
-    if not 0 < rows <= MOST_ROWS or not caps.has_tma:
+    if not 0 < rows <= MAX_ROWS or not caps.has_tma:
         return None
     outputs, inputs = weight.shape
     return choose(rows, outputs, inputs, caps.num_sms, whole_tiles(rows, caps))
@@ -142,7 +142,7 @@ def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool
     """All that `pipelined_gemm` takes for these sizes. whole: tiles take all 64 rows, so that blocks may share one."""
     for config in itertools.starmap(TileConfig, itertools.product(HEIGHTS, LENGTHS, SPLITS if whole else (1,))):
         divides = inputs % (config.inputs * config.split) == 0
-        fits = rows <= MOST_ROWS and stages(config, rows, whole)[0] > 1
+        fits = rows <= MAX_ROWS and stages(config, rows, whole)[0] > 1
         if fits and divides and splits(config.outputs, outputs, inputs, num_sms, config.split):
             yield config
 
@@ -172,10 +172,10 @@ def stages(config: TileConfig, rows: int, whole: bool = False) -> tuple[int, int
     if config.split > 1:
         sums = padded * (config.outputs + 8) * 4
     stage = (config.outputs + padded) * config.inputs * 2
-    count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES)
+    count = min((WHOLE_SHARED - 1024 - sums) // stage, MAX_STAGES)
     return count, 1024 + count * stage + sums
 
 
 CANDIDATE = Candidate(
-    "pipelined_gemm.cu", "sm_90, sm_100", f"up to {MOST_ROWS} rows of f16 or bf16", supports, pipelined_gemm, variant
+    "pipelined_gemm.cu", "sm_90, sm_100", f"up to {MAX_ROWS} rows of f16 or bf16", supports, pipelined_gemm, variant
 )

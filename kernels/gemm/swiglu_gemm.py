@@ -11,7 +11,7 @@ from ..device import device_caps
 from .gemv import readable
 
 FROM = 1024  # rows; of fewer the library's GEMM and an activation are the faster ones
-MOST_INPUTS = 4096  # of 8192 they are as fast, too, as a tile's sums take so long that its end counts less
+MAX_INPUTS = 4096  # of 8192 they are as fast, too, as a tile's sums take so long that its end counts less
 OUTPUTS, INPUTS = 128, 64  # of a block's tile, of a chunk
 ROWS = 128
 STAGES = 4
@@ -20,7 +20,7 @@ SHARED = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * INPUTS * 2
 
 def supports(x: Tensor, weight: Tensor, gate: str = "silu", bias: Tensor | None = None) -> bool:
     outputs, inputs = weight.shape
-    whole = outputs % (2 * OUTPUTS) == 0 and inputs % INPUTS == 0 and inputs <= MOST_INPUTS
+    whole = outputs % (2 * OUTPUTS) == 0 and inputs % INPUTS == 0 and inputs <= MAX_INPUTS
     if not gate or len(x) < FROM or not whole or not readable(x, weight, bias):
         return False
     return (bias is None or jit.plain(bias)) and device_caps(x.device).hopper
@@ -44,7 +44,7 @@ def swiglu_gemm(x: Tensor, weight: Tensor, activation: str = "silu", bias: Tenso
 
 CANDIDATE = Candidate(
     "swiglu_gemm.cu", "sm_90",
-    f"gated, from {FROM} rows on, f16 or bf16, up to {MOST_INPUTS} inputs, a multiple of {INPUTS}",
+    f"gated, from {FROM} rows on, f16 or bf16, up to {MAX_INPUTS} inputs, a multiple of {INPUTS}",
     supports, swiglu_gemm,
     gain="2.7 % of gate and up of 8192 rows, 4 % of their energy, which bounds prefill (docs/measurements/not-kept.md)",
 )  # fmt: skip

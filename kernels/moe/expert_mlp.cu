@@ -74,11 +74,11 @@ struct Item {
     __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
 };
 
-constexpr int MOST_TILES = EXPERTS + SORTED_PAIRS / ROWS;  // of as many pairs as a block sorts
+constexpr int MAX_TILES = EXPERTS + SORTED_PAIRS / ROWS;  // of as many pairs as a block sorts
 
 // Sorted routed tokens as group.cu leaves them, in a block's shared memory.
 struct Sorted {
-    int order[SORTED_PAIRS + 1], ends[EXPERTS + 1], experts[MOST_TILES + 1], starts[MOST_TILES + 1];
+    int order[SORTED_PAIRS + 1], ends[EXPERTS + 1], experts[MAX_TILES + 1], starts[MAX_TILES + 1];
 };
 
 // A warp: from how many routed tokens of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
@@ -98,7 +98,7 @@ __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
             for (int i = 0; i < tiles; i++) to.experts[tile + i] = e, to.starts[tile + i] = start + i * ROWS;
         });
     if (lane == 0) to.ends[EXPERTS] = all.pairs;
-    for (int i = all.tiles + lane; i < MOST_TILES; i += 32) to.experts[i] = -1;
+    for (int i = all.tiles + lane; i < MAX_TILES; i += 32) to.experts[i] = -1;
 }
 
 // A block: what group.cu does, without a launch and without asking the second-level cache for each item. Routed tokens
@@ -512,7 +512,7 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
         sort_pairs(order, tokens * TOP, counts, sorted);
         order = sorted.order, ends = sorted.ends, tile_expert = sorted.experts, tile_start = sorted.starts;
     }
-    const Tiles tiles(ends, tile_expert, tile_start, SORTED_PAIRS ? MOST_TILES : most, tokens);
+    const Tiles tiles(ends, tile_expert, tile_start, SORTED_PAIRS ? MAX_TILES : most, tokens);
     if (warp == THREADS / 32) {
         weights_warp(maps, tiles, ring, queue, blocks, guessed);
         return;

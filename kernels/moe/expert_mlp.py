@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import act_number
 from ..device import current_stream, device_caps
-from .group import Groups, group, most_tiles
+from .group import Groups, group, max_tiles
 
 if TYPE_CHECKING:
     from .moe import Inputs
@@ -18,12 +18,12 @@ OUTPUTS = 128  # of an item's weights
 WARPS = OUTPUTS // 16 + 2  # of a block
 # Bytes of a block: the router's blocks, of 10 KB, and those of the norm before it and of group.cu fit next to it.
 SMEM_BYTES = 212 << 10
-MOST_STAGES = 12
+MAX_STAGES = 12
 # Routed tokens per expert → tiles of 8 routed tokens that an item has, so that most experts are one item; of more
 # Triton's are taken (H200, 2026-11-27, benchmarks/ops_moe.py: of 12 routed tokens a layer of DeepSeek-V2-Lite takes 275
 # us here and 269 there, of 16 one of Qwen3-30B-A3B 316 and 301, of 8 one of it 285 and 288).
 TILES = {4: 1, 8: 2, 11: 4}
-MOST_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
+MAX_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
 SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
 
@@ -50,7 +50,7 @@ def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
     hidden, inner = w2.shape[1:]
     plain = jit.plain(*shared) and shared.w13.dtype == shared.w2.dtype == x.dtype
     chunks = _chunk(hidden, inner) == 2 * SHARED_CHUNK and shared.w2.shape[1] % SHARED_CHUNK == 0
-    return plain and chunks and 0 < len(x) <= MOST_SHARED_ROWS
+    return plain and chunks and 0 < len(x) <= MAX_SHARED_ROWS
 
 
 def blocks_sort(pairs: int, experts: int) -> bool:
@@ -92,7 +92,7 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
     rows = 8 * tiles
     sums = OUTPUTS * (rows + 1) * 4
     stage = (OUTPUTS + rows) * _chunk(hidden, inner) * 2
-    count = min((SMEM_BYTES - 1024 - sums) // stage, MOST_STAGES)
+    count = min((SMEM_BYTES - 1024 - sums) // stage, MAX_STAGES)
     return count, 1024 + count * stage + sums
 
 
@@ -127,7 +127,7 @@ def expert_mlp(
         shared_h = x.new_empty(tokens, shared_inner)
     h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
     chosen = groups or (ids,) * 4
-    count = len(groups.tile_expert) if groups else most_tiles(pairs, experts, 8 * tiles)
+    count = len(groups.tile_expert) if groups else max_tiles(pairs, experts, 8 * tiles)
     assert count + 4 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .moe import Inputs, Matrices
 
 SOURCE = "host_experts"
-MOST_ROWS = 64  # pairs per expert at once, on average, whose rows are in memory
-MOST_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
+MAX_ROWS = 64  # pairs per expert at once, on average, whose rows are in memory
+MAX_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
 
 def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
@@ -37,10 +37,10 @@ def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
     if not there or x.stride(1) != 1 or not x.numel() or not ops.takes(x):
         return False
     plain = any(isinstance(one, Tensor) and one.dtype == x.dtype for one in (w13, w2))
-    most = MOST_ROWS  # of more, dequantising an expert first is faster
+    most = MAX_ROWS  # of more, dequantising an expert first is faster
     if all(isinstance(one, Stack) and isinstance(one.packed, cpu_layouts.Packed) for one in (w13, w2)):
-        most = digits_cpu.most_rows(x.dtype)
-    return ids.numel() <= most * w13.shape[0] and not (plain and len(x) > MOST_TOKENS)
+        most = digits_cpu.max_rows(x.dtype)
+    return ids.numel() <= most * w13.shape[0] and not (plain and len(x) > MAX_TOKENS)
 
 
 def _is_plain(stack: Matrices, x: Tensor) -> bool:
@@ -58,7 +58,7 @@ def multiplies(stack: object) -> bool:
 
 def experts(given: Inputs) -> Tensor:
     """`moe.fused_experts` where it supports. Sums are f32; what the linears make is rounded to x's dtype."""
-    tokens = max(1, MOST_ROWS * given.w13.shape[0] // given.ids.shape[1])
+    tokens = max(1, MAX_ROWS * given.w13.shape[0] // given.ids.shape[1])
     if len(given.x) <= tokens:
         return _experts(given)
     parts = zip(given.x.split(tokens), given.ids.split(tokens), given.weights.split(tokens), strict=True)

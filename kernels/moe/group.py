@@ -12,9 +12,9 @@ from ..quantized import e4m3_rows
 
 THREADS = 1024  # of group.cu
 # Routed tokens. One block takes 9.4 us of 8192, and the two kernels of more 4.7 of 16384 (H200, 2026-11-27).
-MOST_OF_ONE_BLOCK = 4096
+MAX_OF_ONE_BLOCK = 4096
 PART = 2048  # of a block
-MOST_EXPERTS = 2048  # that group.cu has shared memory for
+MAX_EXPERTS = 2048  # that group.cu has shared memory for
 GATHER_WARPS = 8  # of a block of gather_pairs.cu
 
 
@@ -30,7 +30,7 @@ class Held(NamedTuple):
         return range(self.first, self.first + self.size)
 
 
-def most_tiles(pairs: int, experts: int, rows: int) -> int:
+def max_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles that so many routed tokens take at most: of each expert that has routed tokens the last tile may be filled
     in part."""
     used = min(pairs, experts)
@@ -49,14 +49,14 @@ class Groups(NamedTuple):
 def group(ids: Tensor, experts: int, rows: int, held: Held | None = None) -> Groups:
     """Sort routed tokens [T, k] by expert and cut them into tiles of so many rows. Of routed tokens whose experts are
     not held none is there."""
-    tiles = most_tiles(ids.numel(), experts, rows)
+    tiles = max_tiles(ids.numel(), experts, rows)
     of = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in (ids.numel(), experts + 1, tiles, tiles)]
     found = Groups(*of)
     if not ids.is_cuda:
         return _reference(local_experts(ids, experts, held), experts, rows, found)
-    assert experts <= MOST_EXPERTS
+    assert experts <= MAX_EXPERTS
     pairs, first = ids.numel(), held.first if held else 0
-    if pairs <= MOST_OF_ONE_BLOCK:
+    if pairs <= MAX_OF_ONE_BLOCK:
         _kernel("group", experts, rows)((1, 1, 1), THREADS, ids, *found, pairs, tiles, first)
         return found
     parts = -(-pairs // PART)

@@ -212,7 +212,7 @@ def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
 def warm_up_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
     last = {pairs for one in CANDIDATES for pairs in one.last_pairs(experts)} | {expert_mlp.SORTED_PAIRS}
-    return sorted({pairs // k + 1 for pairs in last} | {expert_mlp.MOST_SHARED_ROWS + 1})
+    return sorted({pairs // k + 1 for pairs in last} | {expert_mlp.MAX_SHARED_ROWS + 1})
 
 
 def fused_experts(given: Inputs) -> Tensor:

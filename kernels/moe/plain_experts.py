@@ -105,7 +105,7 @@ def part_of(groups: Groups, first: int, last: int) -> Groups:
 
 WGMMA_OUTPUTS = 256  # of the weights in a tile
 WGMMA_CHUNK = 64  # inputs that a block multiplies at once
-MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
+MAX_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
 # Most routed tokens per expert → routed tokens of a tile, 128 or 192 (H200, 2026-11-26, benchmarks/ops_moe.py): of 128
 # routed tokens most experts have one tile of 192, which takes 6 % less of a layer of Qwen3-30B-A3B than tiles of 128;
 # of 256 it takes 23 % more, and of 512, also of Mixtral-8x7B, as long within 4 %.
@@ -136,7 +136,7 @@ def wgmma_sizes(outputs: int, inputs: int, act: str, bias: bool, rows: int) -> d
 def wgmma_stages(rows: int) -> tuple[int, int]:
     """Chunks that a block holds at once, and all bytes of its shared memory, as wgmma_experts.cu lays it out."""
     stage = (rows + WGMMA_OUTPUTS) * WGMMA_CHUNK * 2
-    count = (MOST_SHARED - 2048) // stage  # 2048: to begin at a multiple of 1024, and barriers
+    count = (MAX_SHARED - 2048) // stage  # 2048: to begin at a multiple of 1024, and barriers
     return count, 1024 + count * stage
 
 

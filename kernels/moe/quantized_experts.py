@@ -128,7 +128,7 @@ def gemv(given: Inputs) -> Tensor:
 # -- any GPU, in tiles of 8 to 64 routed tokens (quantized_experts.cu)
 
 TILES = {4: 1, 8: 2, 24: 4}  # most pairs per expert → tiles of 8 rows of a block
-MOST_TILES = 8  # of more pairs
+MAX_TILES = 8  # of more pairs
 WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
@@ -165,7 +165,7 @@ def tile_config(tiles: int, inputs: int, layout: Layout, gated: bool) -> ExpertT
             groups //= 2
         length = lengths[-1]
     steps = length // span // groups
-    most = 2 if layout.bytes * span // layout.inputs > LARGE or (gated and tiles == MOST_TILES) else 4
+    most = 2 if layout.bytes * span // layout.inputs > LARGE or (gated and tiles == MAX_TILES) else 4
     even = [n for n in (4, 2, 1) if n <= most and (length == inputs or steps % n == 0)]
     return ExpertTileConfig(tiles, groups, length, even[0])
 
@@ -182,7 +182,7 @@ def tiled(tiles: int, w13: Stack, w2: Stack) -> Configs:
 
 
 def choose_tiled(pairs: int, experts: int, w13: Stack, w2: Stack, _: DeviceCaps) -> Configs:
-    tiles = next((tiles for most, tiles in TILES.items() if pairs <= most * experts), MOST_TILES)
+    tiles = next((tiles for most, tiles in TILES.items() if pairs <= most * experts), MAX_TILES)
     return tiled(tiles, w13, w2)
 
 
@@ -198,7 +198,7 @@ FEWER_WARPS = 12, 8  # where rings of so many do not fit beside x, as of FP8 wit
 PIPELINE_ROWS = 8  # of x in a tile
 PART = 2600  # bytes of a copy, at most
 LEAST_AHEAD = 48 << 10  # bytes of a block that are under way while each warp multiplies: fewer are slower than memory
-MOST_PIPELINE_STAGES = 8
+MAX_PIPELINE_STAGES = 8
 
 
 class PipelineConfig(NamedTuple):
@@ -228,8 +228,8 @@ def pipeline_config(inputs: int, layout: Layout, warps: int = PIPELINE_WARPS) ->
         room = (WHOLE_SHARED - buffers * _bytes_of_x(inputs)) // warps
         for run in (n for n in (8, 4, 3, 2, 1) if packed_tiles % n == 0 and n * layout.bytes <= PART):
             stage = 2 * run * layout.bytes
-            stages = min(room // stage, MOST_PIPELINE_STAGES)
-            if stages == MOST_PIPELINE_STAGES or (stages - 1) * stage * warps >= LEAST_AHEAD:
+            stages = min(room // stage, MAX_PIPELINE_STAGES)
+            if stages == MAX_PIPELINE_STAGES or (stages - 1) * stage * warps >= LEAST_AHEAD:
                 return PipelineConfig(warps, run, stages, buffers)
     return None
 
@@ -265,7 +265,7 @@ WGMMA_TILES = {10: 16, 24: 32, 32: 48, 48: 64, 64: 96, 1 << 30: 128}
 # and 37 % more of MXFP4.
 OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, 384, 32
 LENGTHS = (320, 256, 192, 128, 64)  # inputs of a chunk
-LEAST_STAGES, MOST_STAGES = 4, 16
+LEAST_STAGES, MAX_STAGES = 4, 16
 
 
 class WgmmaExpertsConfig(NamedTuple):
@@ -279,7 +279,7 @@ class WgmmaExpertsConfig(NamedTuple):
         """Chunks that a block holds at once, and all bytes of its shared memory, as the kernel lays it out."""
         weights = self.outputs // N_TILE * (self.inputs // layout.inputs) * layout.bytes
         stage = -(-(self.rows * self.inputs * 2 + weights) // 1024) * 1024
-        count = min((WHOLE_SHARED - 2048) // stage, MOST_STAGES)  # 2048: to begin at a multiple of 1024, and barriers
+        count = min((WHOLE_SHARED - 2048) // stage, MAX_STAGES)  # 2048: to begin at a multiple of 1024, and barriers
         return count, 1024 + count * stage
 
 

@@ -46,7 +46,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = Fals
     (outputs, inputs), groups = codes.shape, scales.shape[1]
     if not codes.numel() or ((scales - scales.to(torch.float16).float()).abs() > TINY).any():
         return Affine(codes, scales, zeros)
-    few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= cuda_layouts.MOST_ZERO
+    few = codes.max() < 16 and zeros.min() >= 0 and zeros.max() <= cuda_layouts.MAX_ZERO
     if few and inputs % cuda_layouts.INT4_INPUTS == 0:  # on CPUs as well: what is in host memory may go to a GPU
         if target.of(codes) == "cuda":
             return cuda_layouts.pack_int4(codes, scales, zeros, stored_zeros)

@@ -16,7 +16,7 @@ from ..cpp.scratch import Scratch
 from . import digits_cpu, target
 from .cpu_layouts import Packed
 
-MOST_ROWS = 64  # at once: their digits stay in the cache
+MAX_ROWS = 64  # at once: their digits stay in the cache
 
 
 class Gated(NamedTuple):
@@ -34,7 +34,7 @@ def takes(x: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """x [T, I]; whether operations take it, and are faster than a GEMM of the dequantised weight."""
-    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= digits_cpu.most_rows(x.dtype)
+    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= digits_cpu.max_rows(x.dtype)
 
 
 def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) ->
     y, scratch = x.new_empty(len(x), of.outputs), Scratch(len(x))
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_linear", x.dtype)
     calls: list[tuple[ops.Op, tuple[ops.Value, ...]]] = []
-    for some, made in zip(x.split(MOST_ROWS), y.split(MOST_ROWS), strict=True):
+    for some, made in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
         digits = digits_cpu.empty(some, scratch)
         sizes = len(some), of.inputs, of.outputs, x.stride(0), of.layout.inputs, of.layout.zero
         calls += digits_cpu.split(some, digits), (multiply, (some, digits, of.blocks, bias, made, *sizes))

@@ -21,7 +21,7 @@ from .packed_layouts import Table, Tables
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_INPUTS = 64  # of a tile of codes of 4 and 6 bits
 ZERO = 8  # the zero point of int4 where none is stored
-MOST_ZERO = 127  # that a bf16 holds above 128
+MAX_ZERO = 127  # that a bf16 holds above 128
 WIDE = 128  # inputs of a scale, and of a tile, of e4m3_wide
 ALIKE = 4, 2, 1  # tiles of e4m3_wide with the same scales: more would be more than tensor cores add up precisely
 
@@ -158,7 +158,7 @@ def pack_wide(codes: Tensor, scales: Tensor) -> Packed:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:
-    """Codes [O, I] uint8 below 16, scales [O, G] f16 and zeros [O, G] up to MOST_ZERO: (code - zero) * scale.
+    """Codes [O, I] uint8 below 16, scales [O, G] f16 and zeros [O, G] up to MAX_ZERO: (code - zero) * scale.
 
     Groups have a multiple of 32 inputs, tiles 64. stored_zeros: also where all are ZERO.
     """

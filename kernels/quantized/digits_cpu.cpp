@@ -25,9 +25,9 @@ struct SplitGated {
 // once, any number; with AMX, whose GEMM of bf16 is fast as well, more rows of bf16 have not been measured.
 constexpr int64_t FEW_ROWS = 64;
 #if defined(DOT_FOURS)
-EXPORT const int64_t most_rows_f32 = INT64_MAX, most_rows_bf16 = BF16_MATRICES ? FEW_ROWS : INT64_MAX;
+EXPORT const int64_t max_rows_f32 = INT64_MAX, max_rows_bf16 = BF16_MATRICES ? FEW_ROWS : INT64_MAX;
 #else
-EXPORT const int64_t most_rows_f32 = FEW_ROWS, most_rows_bf16 = FEW_ROWS;
+EXPORT const int64_t max_rows_f32 = FEW_ROWS, max_rows_bf16 = FEW_ROWS;
 #endif
 
 #if defined(DOT_FOURS) || defined(DOT_PAIRS)

@@ -16,7 +16,7 @@ RUN = 32  # inputs that share a scale, and that lie together in blocks
 RUN_BYTES = {torch.float32: 124, torch.bfloat16: 92}  # of a row in digits, with its Sums, as in digits.h
 
 
-def most_rows(dtype: torch.dtype) -> int:
+def max_rows(dtype: torch.dtype) -> int:
     """Up to how many rows x of a dtype in int8 planes is faster than a GEMM of the dequantised weight, on this
     processor."""
     return _most_rows(ops.libraries()["digits_cpu"], ops.SUFFIXES[dtype])
@@ -24,7 +24,7 @@ def most_rows(dtype: torch.dtype) -> int:
 
 @functools.cache
 def _most_rows(library: ctypes.CDLL, suffix: str) -> int:
-    return ctypes.c_int64.in_dll(library, f"most_rows_{suffix}").value
+    return ctypes.c_int64.in_dll(library, f"max_rows_{suffix}").value
 
 
 def empty(x: Tensor, scratch: Scratch) -> Tensor:

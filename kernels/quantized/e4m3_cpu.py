@@ -13,7 +13,7 @@ from ..cpp.scratch import Scratch
 from . import packing_cpu, target
 
 SOURCE = "e4m3_cpu"
-MOST_ROWS = 64
+MAX_ROWS = 64
 BLOCK = 16  # outputs that lie together, as in e4m3_cpu.cpp
 STEP = 4  # inputs that are converted together
 NAN = 127  # the code, without its sign
@@ -77,7 +77,7 @@ def _blocked(x: Tensor) -> Tensor:
 
 def supports(x: Tensor) -> bool:
     """x [T, I]."""
-    return 0 < len(x) <= MOST_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
+    return 0 < len(x) <= MAX_ROWS and x.stride(1) == 1 and x.dtype in ops.SUFFIXES
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from ..norm import norm
 
 MOST = 448.0  # the largest number of e4m3
 SMALLEST = 1e-35  # as in e4m3_scale.cuh
-MOST_THREADS = 512  # of a block of e4m3_encode.cuh
+MAX_THREADS = 512  # of a block of e4m3_encode.cuh
 NORM_VECTOR = 8  # elements that e4m3_norm.cu takes at once
 
 
@@ -54,7 +54,7 @@ def sum_add_rms_norm(
 
 def sizes(inputs: int) -> dict[str, int]:
     """Compile-time constants of e4m3_encode.cuh: a thread has two runs of 16 inputs, or more of long rows."""
-    return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MOST_THREADS))
+    return dict(I=inputs, THREADS=min(-(-inputs // 1024) * 32, MAX_THREADS))
 
 
 def encode_reference(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ MANY_ROWS = 512  # for which tiles of 64 rows are no choice
 # one of them 9 % (H200, 2026-11-27, h200-fp8-ways-2026-11-27.jsonl).
 LARGE_ROWS, LARGE_WAVES = 2048, 2
 SHARED_ROWS = 4096  # from which on weights with a scale for each 128 inputs are brought to two tiles at once
-LEAST_STAGES, MOST_STAGES = 3, 8
+LEAST_STAGES, MAX_STAGES = 3, 8
 
 
 class E4m3Config(NamedTuple):
@@ -84,7 +84,7 @@ class E4m3Config(NamedTuple):
         """Chunks that a block holds at once, and all bytes of its shared memory, as e4m3_wgmma.cu lays it out."""
         weights = self.outputs // N_TILE * TILE_BYTES
         stage = -(-(self.rows * UNIT + weights) // 1024) * 1024
-        count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
+        count = min((WHOLE_SHARED - 1024) // stage, MAX_STAGES)
         assert count >= LEAST_STAGES
         sums = self.rows * (self.outputs + 4) * 4 if self.split > 1 else 0
         return count, 1024 + max(count * stage, sums)

@@ -15,7 +15,7 @@ from .ggml_types import Numbers, Type
 CHUNK = 1 << 23  # elements that are encoded at once on GPUs: what that takes is small beside a matrix
 CPU_CHUNK = 1 << 18  # and by torch on CPUs: they stay in a cache
 GROUP = 32
-F16_MOST = 65504.0
+F16_MAX = 65504.0
 
 
 def encode(type: Type, weight: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def with_minima(groups: Tensor, most: int, numbers: int) -> tuple[Tensor, Tensor
     """
     scales, minima = scale_search.with_minima(groups, most)
     factors = torch.stack((scales.amax(-1), minima.amax(-1)), -1) / numbers
-    factors = factors.clamp(max=F16_MOST).to(torch.float16)
+    factors = factors.clamp(max=F16_MAX).to(torch.float16)
     whole = [scale_search.codes_of(one, factors[..., i].float(), 0, numbers) for i, one in enumerate((scales, minima))]
     by, less = (factors[..., i, None].float() * one for i, one in enumerate(whole))
     codes = scale_search.codes_of(groups + less.unsqueeze(-1), by, 0, most)
@@ -108,7 +108,7 @@ def shared_factor(scales: Tensor, numbers: int) -> tuple[Tensor, Tensor]:
     """Scales [..., G] of groups → the f16 factor of their super-block [..., 1], with which the largest becomes
     -numbers, and whole numbers f32 [..., G]."""
     largest = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))
-    factors = (largest / -numbers).clamp(-F16_MOST, F16_MOST).to(torch.float16)
+    factors = (largest / -numbers).clamp(-F16_MAX, F16_MAX).to(torch.float16)
     return factors, scale_search.codes_of(scales, factors.float().squeeze(-1), -numbers, numbers - 1)
 
 

@@ -193,7 +193,7 @@ def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, fo
         return e4m3_wgmma.choose(*of)
     if found.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
         return quantized_wgmma.choose(*of)
-    if not 0 < rows <= quantized_gemm.MOST_ROWS:
+    if not 0 < rows <= quantized_gemm.MAX_ROWS:
         return None
     # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
     # the GEMM's takes 4 % less (docs/measurements/small-batches.md).

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..device import WHOLE_SHARED
-from .quantized_wgmma import MOST_STAGES, N_TILE, Grid
+from .quantized_wgmma import MAX_STAGES, N_TILE, Grid
 
 if TYPE_CHECKING:
     from .packed_gemm import Layout
@@ -59,7 +59,7 @@ GROUPED_WARPS = 8  # of a block, with a part of each n-tile
 GROUPED_BLOCKS = 2  # on a multiprocessor
 RUNS = (4, 2)
 GROUPED_SHARED = 110 << 10  # bytes of a block: two fit on a multiprocessor
-LEAST_GROUPED_STAGES, MOST_GROUPED_STAGES = 2, 6
+LEAST_GROUPED_STAGES, MAX_GROUPED_STAGES = 2, 6
 
 
 class GroupedConfig(NamedTuple):
@@ -73,7 +73,7 @@ class GroupedConfig(NamedTuple):
         groups = rows * inputs // dict(layout.sizes)["GROUP"]
         fixed = 16 + rows * (inputs * 2 + 16) + -(-groups // 4) * 16 + 2 * self.n_tiles * GROUPED_WARPS * 256
         stage = GROUPED_WARPS * self.n_tiles * self.run * layout.bytes
-        count = min((GROUPED_SHARED - fixed) // stage, MOST_GROUPED_STAGES)
+        count = min((GROUPED_SHARED - fixed) // stage, MAX_GROUPED_STAGES)
         return count, fixed + count * stage
 
     def shared(self, rows: int, inputs: int, layout: Layout) -> int:
@@ -103,7 +103,7 @@ def grouped_configs(rows: int, inputs: int, layout: Layout, gated: bool) -> Iter
 
 # -- quantized_gemm.cu
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 HEIGHTS = (32, 48, 64, 96, 112, 128, 192, 224)  # outputs of a tile
 LENGTHS = (512, 256, 128, 64)  # inputs of a chunk
 WARPS = 12  # of a block that multiply, at most, where there are several to an n-tile
@@ -153,7 +153,7 @@ class TileConfig(NamedTuple):
             stage += tiles * (self.inputs * 2 + 256)
         stage = -(-stage // 1024) * 1024
         # A turn has stages of its own.
-        count = min((WHOLE_SHARED - 1024 - sums) // stage, MOST_STAGES) // self.turns * self.turns
+        count = min((WHOLE_SHARED - 1024 - sums) // stage, MAX_STAGES) // self.turns * self.turns
         return count, 1024 + count * stage + sums
 
     def shared(self, rows: int, inputs: int, layout: Layout) -> int:

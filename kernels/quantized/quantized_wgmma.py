@@ -16,7 +16,7 @@ N_TILE = 16  # outputs of a packed tile
 ROWS = range(33, 257)
 TILES = ((128, 64), (192, 64), (256, 64), (128, 128), (192, 128), (256, 128), (128, 256))  # outputs and rows
 LENGTHS = (256, 128, 64)  # inputs of a chunk
-LEAST_STAGES, MOST_STAGES = 3, 16
+LEAST_STAGES, MAX_STAGES = 3, 16
 CLUSTERS = ((1, 1), (2, 1), (4, 1), (1, 2))  # blocks that share a tile, and that share x
 
 
@@ -49,7 +49,7 @@ class WgmmaConfig(NamedTuple):
         sums = self.rows * (self.outputs + 4) * 4
         weights = self.outputs // N_TILE * (self.inputs // layout.inputs) * layout.bytes
         stage = -(-(self.rows * self.inputs * 2 + weights) // 1024) * 1024
-        count = min((WHOLE_SHARED - 1024) // stage, MOST_STAGES)
+        count = min((WHOLE_SHARED - 1024) // stage, MAX_STAGES)
         return count, 1024 + max(count * stage, sums)
 
     def shared(self, rows: int, inputs: int, layout: Layout) -> int:

@@ -124,7 +124,7 @@ void search_any(const Search& a, int part, int parts) {
 }
 
 constexpr int SUPER = 256;         // weights of a super-block
-constexpr float F16_MOST = 65504;  // f16's largest number
+constexpr float F16_MAX = 65504;  // f16's largest number
 
 INLINE float inverse_of(float x) { return x == 0 ? 0 : 1 / x; }
 
@@ -177,7 +177,7 @@ INLINE void super_with_minima(const float* x, const float* scales, const float* 
         float most = found[i][0];
         for (int g = 1; g < COUNT; g++) most = found[i][g] > most ? found[i][g] : most;
         most /= K::NUMBERS;
-        y.factors[i] = narrow<f16>(most > F16_MOST ? F16_MOST : most);
+        y.factors[i] = narrow<f16>(most > F16_MAX ? F16_MAX : most);
         to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers[i]);
     }
     to_codes<K>(x, y, 0, K::MOST, 0);
@@ -190,8 +190,8 @@ template <typename K> INLINE void super_signed(const float* x, const float* scal
     for (int g = 1; g < COUNT; g++)
         largest = __builtin_fabsf(scales[g]) > __builtin_fabsf(largest) ? scales[g] : largest;
     largest /= -K::NUMBERS;
-    largest = largest > F16_MOST ? F16_MOST : largest;
-    y.factors[0] = narrow<f16>(largest < -F16_MOST ? -F16_MOST : largest);
+    largest = largest > F16_MAX ? F16_MAX : largest;
+    y.factors[0] = narrow<f16>(largest < -F16_MAX ? -F16_MAX : largest);
     to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers[0]);
     to_codes<K>(x, y, -K::MOST, K::MOST - 1, K::MOST);
 }

@@ -19,10 +19,10 @@ struct Rope {
     double eps;
 };
 
-constexpr int64_t MOST_DIM = 512;
+constexpr int64_t MAX_DIM = 512;
 
 template <typename T> INLINE void prepare(const Rope& a, int64_t token, const T* x, const T* weight, T* y) {
-    float head[MOST_DIM];
+    float head[MAX_DIM];
     for (int64_t i = 0; i < a.dim; i++) head[i] = widen(x[i]);
     if (weight) {
         Vec total = {};
@@ -74,7 +74,7 @@ template <typename T> void rope_and_store_kv(const Rope& a, int part, int parts)
         } else if (slot >= 0 && h < a.heads + a.kv_heads) {
             int64_t kv = h - a.heads;
             const T* k = (const T*)a.k + t * a.k_pitch + kv * a.dim;
-            T rotated[MOST_DIM];
+            T rotated[MAX_DIM];
             prepare(a, t, k, (const T*)a.k_weight, rotated);
             keep(a, rotated, slot, kv, 0);
         } else if (slot >= 0) {

@@ -17,7 +17,7 @@ from ..norm.norm import rms_norm_reference
 from . import fp8_cache
 
 ENOUGH = 256  # tokens, on GPUs: a warp does several heads of one, for which cosines and sines are read once
-CPU_MOST_DIM = 512  # as in rope.cpp
+CPU_MAX_DIM = 512  # as in rope.cpp
 
 
 class CosSin(NamedTuple):
@@ -136,7 +136,7 @@ def supports_cpu(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> bool:
     side_by_side = all(x.stride()[1:] == (dim, 1) for x in (q, new.k, new.v))
     kept = fp8_cache.E4M3 if len(cache) == 3 else q.dtype
     plain = all(x.is_contiguous() for x in (cos_sin.cos, cos_sin.sin, *cache)) and cache[0].dtype == kept
-    return side_by_side and plain and new.v.shape[2] == dim <= CPU_MOST_DIM and ops.takes(q)
+    return side_by_side and plain and new.v.shape[2] == dim <= CPU_MAX_DIM and ops.takes(q)
 
 
 def rope_and_store_kv_cpu(q: Tensor, new: CurrentKV, cache: tuple[Tensor, ...]) -> Tensor:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_BODY = 64 << 20  # bytes of a body that is kept, so that it can be sent again
 INLINE = 256 << 10  # bytes of a body that is read on the event loop
-MOST_KEPT = 512 << 20  # bytes of all such bodies; an address may have half of them
+MAX_KEPT = 512 << 20  # bytes of all such bodies; an address may have half of them
 DISCARD_TIMEOUT = 30  # seconds in which the body of a refused request is read and dropped
 BODY_TIMEOUT = 120
 UPLOAD_TIMEOUT = 3600
@@ -79,7 +79,7 @@ class Gateway:
     def __init__(self, table: JobTable, hold: float, traces: Tracing | None = None):
         self.table, self.hold, self.tracing = table, hold, traces
         self.metrics = Metrics(table)
-        self.bodies = Budget(MOST_KEPT, 2, 0)
+        self.bodies = Budget(MAX_KEPT, 2, 0)
         self.open = 0  # requests that are not answered yet
         self._probing: set[asyncio.Task[None]] = set()
 

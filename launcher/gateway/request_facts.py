@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-MOST_INFLATED = 64 << 20  # bytes of a gzip body that are looked at
+MAX_INFLATED = 64 << 20  # bytes of a gzip body that are looked at
 PREFIX = 4096  # bytes of a prompt that count
 
 
@@ -43,7 +43,7 @@ def read(body: bytes, coding: str = "") -> Facts:
     """The facts of a JSON body. One that cannot be read has none: the job names its fault."""
     try:
         if coding in ("gzip", "x-gzip"):
-            body = zlib.decompressobj(wbits=31).decompress(body, MOST_INFLATED)
+            body = zlib.decompressobj(wbits=31).decompress(body, MAX_INFLATED)
         found = _bodies.decode(body)
     except (msgspec.DecodeError, zlib.error, RecursionError):
         return Facts()

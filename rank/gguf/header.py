@@ -21,8 +21,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # of the tensors' data, where general.alignment says nothing else
 LONGEST = 1 << 30  # bytes of a string or an array: damaged files would ask for any memory
-MOST_ELEMENTS = 1 << 24  # of an array; the largest vocabularies have 262,144 tokens
-MOST_AXES = 4
+MAX_ELEMENTS = 1 << 24  # of an array; the largest vocabularies have 262,144 tokens
+MAX_AXES = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT, STRING, ARRAY = 6, 8, 9
 
@@ -111,7 +111,7 @@ class _Reader:
             if name in found:
                 raise ValueError(f"tensor {name} is there twice")
             axes = self._number("I")
-            if not 1 <= axes <= MOST_AXES:
+            if not 1 <= axes <= MAX_AXES:
                 raise ValueError(f"tensor {name} has {axes} axes")
             shape = tuple(self._number("Q") for _ in range(axes))[::-1]
             number = self._number("I")
@@ -160,8 +160,8 @@ class _Reader:
             return self._scalar(kind)()
         self._kind = kind = self._number("I")
         count = self._number("Q")
-        if count > MOST_ELEMENTS:
-            raise ValueError(f"{self._what} would have more than {MOST_ELEMENTS} elements")
+        if count > MAX_ELEMENTS:
+            raise ValueError(f"{self._what} would have more than {MAX_ELEMENTS} elements")
         if code := SCALARS.get(kind):
             data = self._take(count * struct.calcsize(f"<{code}"))
             return list(struct.unpack(f"<{count}{code}", data)) if keep else None

@@ -11,7 +11,7 @@ from ...errors import MODEL, FatalError
 from .. import untrusted_files
 from .header import Header, Tensor
 
-MOST_LAYERS: Final = 1 << 10  # no model comes near
+MAX_LAYERS: Final = 1 << 10  # no model comes near
 
 
 class Metadata:
@@ -23,8 +23,8 @@ class Metadata:
         self.values: dict[str, Any] = shards[0].metadata
         self._shards = shards
         self.architecture: str = self._of("general.architecture", str)
-        if self.integer("block_count", 0) > MOST_LAYERS:
-            raise FatalError(f"{self.file}: its block_count is more than the {MOST_LAYERS} that it may be", MODEL)
+        if self.integer("block_count", 0) > MAX_LAYERS:
+            raise FatalError(f"{self.file}: its block_count is more than the {MAX_LAYERS} that it may be", MODEL)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Numbers that files list for each layer have to be equal."""

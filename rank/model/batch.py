@@ -58,8 +58,8 @@ def cache_places(
     table: as step_arrays has it. rows: [B], the sequences' in it.
     """
     slots = table[np.repeat(rows, counts), positions // block_size].astype(np.int64) * block_size
-    most_blocks = int(-(-lengths.max(initial=0) // block_size))
-    return slots + positions % block_size, table[rows, :most_blocks]
+    max_blocks = int(-(-lengths.max(initial=0) // block_size))
+    return slots + positions % block_size, table[rows, :max_blocks]
 
 
 class EmbeddingOverride(NamedTuple):

@@ -16,7 +16,7 @@ from ...errors import MODEL, USAGE, FatalError
 from .. import safetensors_header, untrusted_files
 from ..checkpoint_files import config_file, is_gguf
 from ..gguf import checkpoint
-from ..gguf.metadata import MOST_LAYERS
+from ..gguf.metadata import MAX_LAYERS
 from . import stored_formats
 from .architectures import config_keys, supported
 
@@ -36,12 +36,12 @@ ROPE_LISTS = "short_factor", "long_factor", "mrope_section"
 # The largest whole number under a key by a word in it; the first that fits. No model comes near: they keep a config of
 # a stranger from building layers or tables without end.
 LARGEST = (
-    (re.compile("layers"), MOST_LAYERS),
+    (re.compile("layers"), MAX_LAYERS),
     (re.compile("experts|heads|kernel|groups$"), 1 << 12),
     (re.compile("size|dim|rank"), 1 << 24),
     (re.compile(""), 1 << 40),
 )
-MOST_POSITIONS = 1 << 27
+MAX_POSITIONS = 1 << 27
 # The types of layers, as config.json's layer_types has them.
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
@@ -313,10 +313,10 @@ def _max_positions(raw: dict[str, Any], path: Path) -> int:
         elif rope["rope_type"] == "yarn":
             # max_position_embeddings is the extended length in some checkpoints, the original one in others.
             positions = max(positions, int(rope["original_max_position_embeddings"] * factor))
-    if positions > MOST_POSITIONS:
+    if positions > MAX_POSITIONS:
         raise FatalError(
             f"{config_file(path)}: {positions} positions, with what rope's factor adds, are more than the "
-            f"{MOST_POSITIONS} that a sequence may have",
+            f"{MAX_POSITIONS} that a sequence may have",
             MODEL,
         )
     return positions

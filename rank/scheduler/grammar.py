@@ -28,7 +28,7 @@ from ..framed_socket import FramedSocket
 from ..protocol import Request, Vocabulary
 from . import grammar_process as process
 
-MOST_WORKERS = 8  # processes; more keys than that share them
+MAX_WORKERS = 8  # processes; more keys than that share them
 OUTSTANDING = 64  # grammars that a worker is asked for at once
 LONGEST = 60.0  # seconds from a request to its compiled grammar, the waiting for others of its key included
 LATE = 0.05  # seconds of a worker's CPU time that a step waits for masks ...
@@ -37,7 +37,7 @@ CAREFUL = 60.0  # seconds after a late mask in which no step is planned on the w
 MASK_LIMIT = 1.0  # seconds for a mask; llguidance's own limits are reached after about 0.02
 COMPILE_LIMIT = 5.0  # seconds; the largest schemas that requests may have take about one
 LOOK_EVERY = 0.02  # seconds between two looks at what workers are doing
-MOST_DEATHS = 3  # of processes that a sequence's grammar outlives
+MAX_DEATHS = 3  # of processes that a sequence's grammar outlives
 LATE_NICE = 10  # of a worker that was late: what it computes from then on waits for the ranks
 OUT_OF_MEMORY = "it needs too much memory"
 
@@ -252,7 +252,7 @@ class Worker:
         found = []
         for slot, grammar in list(self.grammars.items()):
             grammar.deaths += 1
-            why = blamed.get(slot, "its process ended several times" if grammar.deaths > MOST_DEATHS else "")
+            why = blamed.get(slot, "its process ended several times" if grammar.deaths > MAX_DEATHS else "")
             why = self.pool.broken or why
             grammar.slot = -1
             if grammar.over:
@@ -291,7 +291,7 @@ class Pool:
         found = self._workers.get(owner)
         if found is None:
             made = list({id(one): one for one in self._workers.values()}.values())
-            if len(made) < MOST_WORKERS:
+            if len(made) < MAX_WORKERS:
                 found = Worker(self)
             else:
                 found = min(made, key=lambda one: len(one.queue) + len(one.grammars))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SLOTS = 1024  # sequences of a worker
 HEAD = mmap.PAGESIZE  # bytes before the first slot: a Progress
-MOST_THREADS = 8  # that compute masks, one of them the main thread
+MAX_THREADS = 8  # that compute masks, one of them the main thread
 CACHE_BYTES = 128 << 20  # resident memory above which a worker drops grammars that no sequence uses
 MOST_BYTES = 1 << 30  # of memory of its own that a worker may have
 COMPILE_NICE = 10  # compiling waits for masks, and for the ranks
@@ -109,7 +109,7 @@ class Progress:
     """The work of each of a worker's threads; rank 0 reads it from the memory file."""
 
     def __init__(self, memory: mmap.mmap):
-        table = np.frombuffer(memory, np.int64, 2 * (MOST_THREADS + 2)).reshape(-1, 2)
+        table = np.frombuffer(memory, np.int64, 2 * (MAX_THREADS + 2)).reshape(-1, 2)
         self._process, self._at = table[0], table[1:]
 
     @property
@@ -252,7 +252,7 @@ class Worker:
         self._matchers: dict[int, Matcher] = {}  # by slot
         self._starts: queue.SimpleQueue[Start | Forget] = queue.SimpleQueue()
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
-        others = min(MOST_THREADS, len(linux_calls.processors())) - 1
+        others = min(MAX_THREADS, len(linux_calls.processors())) - 1
         self._queues = [queue.SimpleQueue[Accept | Draft | int]() for _ in range(others)]
         for i, todo in enumerate(self._queues):
             threading.Thread(target=self._masks, args=(i + 2, todo), name=f"masks {i}", daemon=True).start()

@@ -19,7 +19,7 @@ MANY = 64  # new tokens that numpy enters faster than Python does
 LONGEST_RUN = 32  # tokens that are compared backwards, to tell how far a sequence repeats something
 END = -1  # behind an answer; equals no token
 KEPT = 1 << 16  # tokens of earlier answers that are kept of a cache salt ...
-MOST_SALTS = 16  # ... of so many of these
+MAX_SALTS = 16  # ... of so many of these
 
 Run = tuple[list[int], int, int]  # tokens that are repeated, where they go on, and how many were equal; 0: none
 
@@ -80,7 +80,7 @@ class Answers:
         index.tokens += answer[-KEPT // 2 :]
         index.tokens.append(END)
         self._by_salt[salt] = index
-        while len(self._by_salt) > MOST_SALTS:
+        while len(self._by_salt) > MAX_SALTS:
             self._by_salt.popitem(last=False)
 
     def find(self, salt: str, tokens: list[int]) -> Run | None:

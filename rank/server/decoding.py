@@ -16,7 +16,7 @@ from .fields import allowed
 HALF = re.compile("[\ud800-\udfff]")  # of two escapes that are one character
 LOOKED_AT = 1 << 20  # bytes of a broken body, as the event loop waits for it
 JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}  # of types, as msgspec has them
-MOST_DIGITS = 300  # of an integer that msgspec reads
+MAX_DIGITS = 300  # of an integer that msgspec reads
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -75,7 +75,7 @@ def _unreadable(body: bytes, error: Exception) -> ApiError:
     if len(body) > LOOKED_AT:
         return whole
     try:
-        raw = json.loads(body, parse_int=lambda digits: math.inf if len(digits) > MOST_DIGITS else 0)
+        raw = json.loads(body, parse_int=lambda digits: math.inf if len(digits) > MAX_DIGITS else 0)
     except (ValueError, RecursionError):
         return whole
     for name, value in raw.items() if isinstance(raw, dict) else ():

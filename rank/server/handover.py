@@ -30,7 +30,7 @@ LOOK = 1.0  # seconds between two looks at the clock, the registry and the batch
 PATIENCE = 60.0  # seconds for a command of the batch system
 AGAIN = 10.0  # seconds until a successor is submitted again; twice as many each time
 AGAIN_MOST = 300.0
-MOST_SUBMITTED = 5  # successors in all
+MAX_SUBMITTED = 5  # successors in all
 ASKED_EVERY = 15.0  # seconds between two questions to the batch system
 OUTPUT = 1 << 16  # bytes that are read of what a command says
 UNSEEN = 2  # so many answers without the job mean that it is over
@@ -88,7 +88,7 @@ class Handover:
         while time.time() < self.config.submit_at:
             await asyncio.sleep(min(LOOK, max(0.01, self.config.submit_at - time.time())))
         pause = AGAIN
-        while self._submitted < MOST_SUBMITTED:
+        while self._submitted < MAX_SUBMITTED:
             self._submitted += 1
             code, number = await self._submit()
             if code not in (0, TIMED_OUT):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm.base import Comm
 from ...kernels.cpp.graph import Graph, Memory, capture
-from ...kernels.gemm.cpu_gemm import MOST_ROWS
+from ...kernels.gemm.cpu_gemm import MAX_ROWS
 from ...kernels.sampling.argmax import argmax
 from ..model.base import Model
 from ..model.batch import Batch
@@ -64,7 +64,7 @@ class CpuDecodeGraphs:
 
     def __init__(self, model: Model, state: BatchState, last: Tensor, caches: Caches):
         self.model = model
-        self.most = MOST_ROWS  # tokens; beyond, torch computes the GEMMs, which cannot be recorded
+        self.most = MAX_ROWS  # tokens; beyond, torch computes the GEMMs, which cannot be recorded
         self._inputs_of = functools.cache(
             lambda tokens: HostDecodeBatch(state, last, caches, min(len(last), self.most // tokens), tokens)
         )

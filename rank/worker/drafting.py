@@ -20,7 +20,7 @@ from torch import Tensor
 from ...comm.base import Comm
 from ...kernels.cpp import ops
 from ...kernels.cpp.graph import Graph, Memory, capture
-from ...kernels.gemm.cpu_gemm import MOST_ROWS
+from ...kernels.gemm.cpu_gemm import MAX_ROWS
 from ..model.batch import Batch, StepArrays
 from ..model.cache_spec import Caches
 from ..model.drafts import DraftSource
@@ -194,7 +194,7 @@ class Drafting:
 
     def _go_on(self, batch: Batch, before: Tensor | None) -> Tensor:
         """`forward` of one token of each row."""
-        if self.recorded is not None and not batch.further and len(batch.ids) <= MOST_ROWS:
+        if self.recorded is not None and not batch.further and len(batch.ids) <= MAX_ROWS:
             return self.recorded.go_on(batch, before)
         return self.source.forward(batch, before)
 
@@ -219,7 +219,7 @@ class Drafting:
 
     def _choose(self, hidden: Tensor, rows: np.ndarray, outputs: Tensor) -> Tensor:
         """A token of each row [R], as the target chooses its `outputs`-th one [R]."""
-        head = self.recorded.head(hidden) if self.recorded is not None and len(rows) <= MOST_ROWS else None
+        head = self.recorded.head(hidden) if self.recorded is not None and len(rows) <= MAX_ROWS else None
         shard = self.source.logits(hidden) if head is None else head.logits
         if self.greedy[rows].all():
             return self._targets(tp_argmax(shard, self.tensor) if head is None else head.argmax(self.tensor))

@@ -48,7 +48,7 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192, "mps": 512}  # of a step
 # A CPU's steps must stay short, for the other streams and for --timeout: about ten seconds of a slow one.
 CPU_STEP = 1e12  # additions and multiplications of a rank
-MOST_COPIED = 0.01  # seconds of copies back after which a plan takes no further sequence that needs some
+MAX_COPIED = 0.01  # seconds of copies back after which a plan takes no further sequence that needs some
 SWAP_TIMED = {"cpu": 64, "cuda": 2048, "mps": 64}  # tokens of the step that says how fast blocks are computed
 DRAFTS = 7  # tokens that are guessed of a sequence, where no option says
 MODEL_DRAFTS = 3  # where a model guesses them
@@ -528,7 +528,7 @@ class Engine:
             f"tokens in {count} blocks, "
             f"{count * block_bytes / kv_cache.MIB:.0f} MiB a rank; {figures}, so {least} or more come back"
         )
-        return swap, HostBlocks(count, least, cost.blocks_in(MOST_COPIED))
+        return swap, HostBlocks(count, least, cost.blocks_in(MAX_COPIED))
 
     def _free_of_host(self, pool: list[torch.Tensor]) -> int:
         """This rank's share of the host, less weights, experts in host memory, and a CPU's cache. Nothing

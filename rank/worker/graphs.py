@@ -22,7 +22,7 @@ from ...kernels import jit
 from ...kernels.device import device_caps
 from ...kernels.gemm import linear
 from ...kernels.gemm.autotune import TuneRequest
-from ...kernels.gemm.pipelined_gemm import MOST_ROWS
+from ...kernels.gemm.pipelined_gemm import MAX_ROWS
 from ...kernels.graph_pieces import Pieces
 from ..model.base import Model
 from ..model.batch import Batch
@@ -53,8 +53,8 @@ def eager_sizes(tokens: int) -> list[int]:
 
 
 def gemms(model: Model, max_num_seqs: int) -> Iterator[TuneRequest]:
-    """The GEMMs of captured steps that are tuned: those of more than MOST_ROWS rows."""
-    captured = [size for size in capture_sizes(max_num_seqs) if size > MOST_ROWS]
+    """The GEMMs of captured steps that are tuned: those of more than MAX_ROWS rows."""
+    captured = [size for size in capture_sizes(max_num_seqs) if size > MAX_ROWS]
     peers = symmetric_memory_of(model.tensor)
     for module in _linears(model):
         matrix, bias = module.matrix, module.added_bias is not None
@@ -68,7 +68,7 @@ def gemm_variants(model: Model, max_num_seqs: int, tokens: int, device: torch.de
     """The kernels to compile ahead for GEMMs: of captured steps, each of whose sizes has its own variants, and then of
     quantised weights in steps with prompts, of up to `tokens` rows. profile_run.py runs those of plain weights."""
     sizes, found = capture_sizes(max_num_seqs), device_caps(device)
-    few = [size for size in sizes if size <= MOST_ROWS]
+    few = [size for size in sizes if size <= MAX_ROWS]
     packed = dict[Hashable, tuple[Part, str]]()  # quantised weights, with their gates
     for module in _linears(model):
         gate, alone = getattr(module, "activation", ""), model.tensor.size == 1

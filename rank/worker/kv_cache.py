@@ -134,10 +134,10 @@ class _StageLayers(NamedTuple):
 
 def layout(
     specs: Sequence[CacheSpec], world: Comm, stage: int, block_size: int, dtype: torch.dtype, longest: int,
-    most_tables: int,
+    max_tables: int,
 ) -> Layout:  # fmt: skip
     """Collective over the world. specs: of this rank's layers, those of a pipeline stage. longest: tokens of a
-    sequence. most_tables: block tables of a row, at most.
+    sequence. max_tables: block tables of a row, at most.
 
     Layers with windows of their own are groups where all layers of a stage keep as much of a token. Elsewhere all are
     one group, which frees nothing unless all layers have the same window.
@@ -148,7 +148,7 @@ def layout(
     told = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows)))
     stages = {one.stage: one for one in (msgspec.json.decode(data, type=_StageLayers) for data in told)}
     groups = cache_groups.choose_groups([one.windows for one in stages.values()], block_size)
-    if len(groups) > 1 and (len(groups) > most_tables or not all(one.alike for one in stages.values())):
+    if len(groups) > 1 and (len(groups) > max_tables or not all(one.alike for one in stages.values())):
         groups = cache_groups.ONE_GROUP
     whole = sum(block_bytes(spec, block_size, dtype) for spec in specs)
     if len(groups) == 1:

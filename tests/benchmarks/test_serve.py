@@ -108,7 +108,7 @@ def test_warm_up(bench, server):
 def test_concurrency(bench, server):
     server.step = 0.01
     assert bench("--batch", 9, "--input-len", 50, "--output-len", 4, "--concurrency", 3).code == 0
-    assert server.most_active == 3
+    assert server.max_active == 3
 
 
 def test_lists_of_lengths(bench, server):

@@ -151,7 +151,7 @@ def install() -> None:
     compiler.ctypes = SimpleNamespace(CDLL=Library)
     ops.Op.__init__ = lambda op, source, name: machine.prepare_op(op, source, name)
     ops.pack, ops.run_calls = machine.pack, machine.run_calls
-    digits_cpu._most_rows = lambda library, suffix: library.number(f"most_rows_{suffix}")
+    digits_cpu._most_rows = lambda library, suffix: library.number(f"max_rows_{suffix}")
 
 
 def pytest_sessionfinish() -> None:

@@ -13,7 +13,7 @@ from phalanx.kernels.device import WHOLE_SHARED
 from phalanx.kernels.embedding.embedding import embedding
 from phalanx.kernels.gemm import gemv
 from phalanx.kernels.gemm.linear import PACK_FROM, linear, pack
-from phalanx.kernels.gemm.pipelined_gemm import MOST_STAGES, TileConfig, choose, stages, tile_configs
+from phalanx.kernels.gemm.pipelined_gemm import MAX_STAGES, TileConfig, choose, stages, tile_configs
 from phalanx.kernels.norm.norm import add_rms_norm, rms_norm
 from phalanx.kernels.rope.rope import apply_rotary, cos_sin, store_kv_reference
 from phalanx.kernels.sampling.argmax import argmax
@@ -129,7 +129,7 @@ def test_how_products_of_few_rows_are_cut(outputs, inputs, want):
     if want:
         for rows, whole in ((3, False), (16, False), (64, False), (33, True), (64, True)):
             count, shared = stages(want, rows, whole)
-            assert 2 <= count <= MOST_STAGES and shared <= WHOLE_SHARED
+            assert 2 <= count <= MAX_STAGES and shared <= WHOLE_SHARED
     assert gemv.takes(1, outputs, inputs) == (outputs % 64 == 0 and inputs % 512 == 0)
 
 

@@ -41,7 +41,7 @@ def served(device: str, model: str, options: dict) -> tuple[dict[str, list[int] 
     def rank(world):
         torch.set_grad_enabled(False)
         place = Place(world, ["here"], mesh.build(world, 1, 1), torch.device(device), LocalWatchdog(0))
-        sizes = {"max_num_seqs": 6, "max_model_len": speculating.MOST_LEN, "mem": 4, "block_size": 4}
+        sizes = {"max_num_seqs": 6, "max_model_len": speculating.MAX_LEN, "mem": 4, "block_size": 4}
         engine = Engine(Options(model=model, **{"dtype": "f32", "speculate": "ngram", **sizes, **options}), place)
         limits = engine.load()
         weights = [*engine.model.parameters(), *engine.model.buffers()]

@@ -27,7 +27,7 @@ from phalanx.rank.worker.swap import CopyCost
 from .scheduler.schemas import random_schema
 from .scheduler.uniform import compile_all
 
-VOCAB, MOST_LEN = 512, 160
+VOCAB, MAX_LEN = 512, 160
 KINDS = "right", "wrong", "random", "last wrong", "mixed"
 
 
@@ -141,7 +141,7 @@ def random_request(draw, number):
     if draw.random() < 0.06:
         fields = dict(max_tokens=1, pooling=draw.choice(["mean", "last", "cls"]))
         return protocol.Request(str(number), protocol.pack_u32(prompt), protocol.SamplingParams(**fields)), ""
-    fields["max_tokens"] = draw.choice([1, 2, 5, 12, 30, MOST_LEN - len(prompt)])
+    fields["max_tokens"] = draw.choice([1, 2, 5, 12, 30, MAX_LEN - len(prompt)])
     fields["temperature"] = draw.choice([0.0, 0.0, 0.6, 1.0, 1.3])
     fields["seed"] = draw.randrange(1 << 31)
 
@@ -258,7 +258,7 @@ def check(
             world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
         )
         options = Options(
-            model=str(path), dtype="f32", max_num_seqs=sequences, max_model_len=MOST_LEN, mem=mem,
+            model=str(path), dtype="f32", max_num_seqs=sequences, max_model_len=MAX_LEN, mem=mem,
             max_num_batched_tokens=budget, kvcache_mem_cpu=host, block_size=4, speculate=speculate,
             draft_model=draft_model,
         )  # fmt: skip

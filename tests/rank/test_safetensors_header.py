@@ -76,7 +76,7 @@ def test_headers_of_strangers(tmp_path, header):
 
 
 def test_a_header_of_too_many_tensors_is_refused_before_it_becomes_objects(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 10)
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 10)
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     file = write(tmp_path / "m", {f"{i}": one for i in range(10)}, 4)
     assert len(safetensors_header.read_header(file)) == 10

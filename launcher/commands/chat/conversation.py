@@ -14,7 +14,7 @@ from ... import find_server
 from ...tool_thread import DENIED, ToolThread
 from .display import Display
 
-MOST_ROUNDS = 16  # answers with calls of tools, one after the other
+MAX_ROUNDS = 16  # answers with calls of tools, one after the other
 BROKEN_OFF = "ended the answer before it was whole: its log says why, if it is yours"
 Message = dict[str, Any]
 
@@ -68,8 +68,8 @@ class Conversation:
         before = len(self.messages)
         self.messages += messages
         try:
-            for rounds in range(MOST_ROUNDS + 1):
-                offered = self._tools.functions() if self._tools is not None and rounds < MOST_ROUNDS else []
+            for rounds in range(MAX_ROUNDS + 1):
+                offered = self._tools.functions() if self._tools is not None and rounds < MAX_ROUNDS else []
                 answer = self._answer(offered)
                 self.messages.append(answer)
                 if self._tools is None or not answer.get("tool_calls"):

@@ -25,7 +25,7 @@ from .batch_input import Known, changed, fingerprint
 
 ANSWERED, FAILED, HEADER = "o", "e", "h"
 GAP = 0.05  # seconds between commits: a shared file system is spared, and what comes meanwhile goes together
-MOST_PENDING = 64 << 20  # bytes that wait for the disk before no more requests are taken
+MAX_PENDING = 64 << 20  # bytes that wait for the disk before no more requests are taken
 LOCK_PATIENCE = 5.0  # seconds for an earlier job that was killed to be gone
 VERSION = 2  # 1 did not tell the weights
 

@@ -20,7 +20,7 @@ from .answers import Answers
 from .batch_input import Feed, Reader
 from .config import BatchConfig
 from .deadline import Deadline
-from .journal import MOST_PENDING, Found, Journal
+from .journal import MAX_PENDING, Found, Journal
 from .progress import Counts, Progress, duration
 
 LOOK_EVERY = 1.0
@@ -150,7 +150,7 @@ class BatchRun:
             if room is None:
                 room = Admission(enough((await self._ready()).max_num_seqs))
             taken = await room.take(request.sequences())
-            while self.journal.pending_bytes > MOST_PENDING:
+            while self.journal.pending_bytes > MAX_PENDING:
                 await asyncio.sleep(0.05)
             if not self._deadline.fits(self._answers.limit(request)):
                 self.stop("the time that is left is too short for another request")

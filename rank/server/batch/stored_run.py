@@ -18,12 +18,12 @@ from .answers import Answers
 from .batch_input import Feed, Reader
 from .deadline import Deadline
 from .idle import IdleRoom
-from .journal import FAILED, MOST_PENDING, Entry, Found, Journal, NoRoom
+from .journal import FAILED, MAX_PENDING, Entry, Found, Journal, NoRoom
 from .progress import Counts
 
 LAST = (1 << 31) - 1  # the priority of all its requests: a live one goes first
 MOST_REQUESTS = 50_000  # as OpenAI has it
-MOST_MISTAKES = 100  # are told
+MAX_MISTAKES = 100  # are told
 ENDED = {  # why a request has no answer: code and message
     "expired": ("batch_expired", "the request was not answered before the batch's completion window was over"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
@@ -55,7 +55,7 @@ def validate(path: str, endpoint: str) -> tuple[int, list[Mistake]]:
             mistakes.append(Mistake("mismatched_endpoint", told, item.line))
         if count > MOST_REQUESTS:
             mistakes.append(Mistake("too_many_requests", f"more than {MOST_REQUESTS} requests", item.line))
-        if len(mistakes) >= MOST_MISTAKES or count > MOST_REQUESTS:
+        if len(mistakes) >= MAX_MISTAKES or count > MOST_REQUESTS:
             break
     if not count:
         mistakes.append(Mistake("empty_file", "the file has no request"))
@@ -147,7 +147,7 @@ class StoredRun:
                 await asyncio.Event().wait()  # until `run` ends it
             request.priority = LAST
             taken = await self._room.take(request.sequences())
-            while self._journal.pending_bytes > MOST_PENDING:
+            while self._journal.pending_bytes > MAX_PENDING:
                 await asyncio.sleep(0.05)
             self._answers.begin(item, request).add_done_callback(functools.partial(self._give, taken))
         while waiting := self._answers.under_way | self._answers.records:

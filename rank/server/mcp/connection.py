@@ -21,8 +21,8 @@ CONNECT_TIMEOUT = 20.0  # seconds for a server to start and to list its tools
 RETRY = (1.0, 60.0)  # seconds before the first and before later attempts to connect again
 CLOSE_TIMEOUT = 2.0  # seconds to take leave of a server
 PING_EVERY = 20.0  # seconds of silence after which a server is asked whether it is there
-MOST_TOOLS = 256  # of one server
-MOST_TEXT = 1 << 20  # characters of a call's result that are kept ...
+MAX_TOOLS = 256  # of one server
+MAX_TEXT = 1 << 20  # characters of a call's result that are kept ...
 MOST_TEXTS = 4 << 20  # ... and of all results of a response
 
 # A child that ends with this process even where it is killed: PR_SET_PDEATHSIG outlives exec. Macs have no such call.
@@ -86,7 +86,7 @@ class Connection:
             self._lost.set()  # or not: the task asks
             return Result(f"{name} failed: {reason(error)}", failed=True)
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in answer.content]
-        return Result("\n".join(parts)[:MOST_TEXT], bool(answer.is_error))
+        return Result("\n".join(parts)[:MAX_TEXT], bool(answer.is_error))
 
     async def _keep(self) -> None:
         """Connect, and again after some time when that failed or ended."""
@@ -159,7 +159,7 @@ async def _list(client: Client) -> dict[str, Tool]:
     """All tools of a server, page by page."""
     found: dict[str, Tool] = {}
     cursor = None
-    while len(found) < MOST_TOOLS:
+    while len(found) < MAX_TOOLS:
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
             found[tool.name] = Tool(tool.name, tool.description or "", tool.input_schema)

@@ -17,7 +17,7 @@ from .request_tools import RequestTools
 from .tool_servers import call
 
 MOST_CALLS = 64  # of one response
-MOST_ROUNDS = 16  # generations of one response; the last is asked without tools
+MAX_ROUNDS = 16  # generations of one response; the last is asked without tools
 
 Again = Callable[[list[Message], int, bool], Awaitable[Session]]
 
@@ -29,7 +29,7 @@ class ToolSession(Session):
     without. `begin` are events of calls that were made before the first generation.
     """
 
-    def __init__(self, first: Session, tools: RequestTools, again: Again, most_calls: int | None, begin: list[Event]):
+    def __init__(self, first: Session, tools: RequestTools, again: Again, max_calls: int | None, begin: list[Event]):
         # Nothing of the base's constructor: what a reader asks for is the first session's, or the sum of all.
         self.id, self.created, self.start = uuid.uuid4().hex[:24], first.created, first.start
         self.model, self.fingerprint = first.model, first.fingerprint
@@ -39,7 +39,7 @@ class ToolSession(Session):
         self._tools = tools
         self._again = again
         self._room = MOST_TEXTS  # characters of results
-        self._calls_left = MOST_CALLS if most_calls is None else min(most_calls, MOST_CALLS)
+        self._calls_left = MOST_CALLS if max_calls is None else min(max_calls, MOST_CALLS)
         self._rounds = 1
         self._begin = begin
         self._messages: list[Message] = []  # since the request's
@@ -138,7 +138,7 @@ class ToolSession(Session):
         self._messages += [Message("tool", self._results[one.id].text, tool_call_id=one.id) for one in answer.calls]
         self._answer, self._results, self._state = Answer(), {}, "generates"
         self._rounds += 1
-        tools = self._calls_left > 0 and self._rounds < MOST_ROUNDS
+        tools = self._calls_left > 0 and self._rounds < MAX_ROUNDS
         self._session = await self._again(self._messages, self.completion_tokens, tools)
         if self._closed:
             self._session.close()

@@ -126,7 +126,7 @@ def test_what_is_left_to_torch(called):
 
     assert supports(q)
     assert not supports(q.bfloat16())  # a cache of another type
-    assert not supports(torch.randn(2, 2, cpu_decode.MOST_DIM + 1)) and not supports(torch.randn(2, 8, 4).mT)
+    assert not supports(torch.randn(2, 2, cpu_decode.MAX_DIM + 1)) and not supports(torch.randn(2, 8, 4).mT)
     assert not supports(q, values[..., :5].contiguous())
     assert called == []
     rows.num_decodes = 1

@@ -46,7 +46,7 @@ def test_weights_stay_plain_for_it():
 
 def test_what_is_left_to_torch(called):
     weight = torch.randn(8, 6)
-    assert linear(torch.randn(cpu_gemm.MOST_ROWS + 1, 6), weight).shape == (cpu_gemm.MOST_ROWS + 1, 8)
+    assert linear(torch.randn(cpu_gemm.MAX_ROWS + 1, 6), weight).shape == (cpu_gemm.MAX_ROWS + 1, 8)
     assert linear(torch.randn(0, 6), weight).shape == (0, 8)
     assert linear(torch.randn(6, 2).T, weight).shape == (2, 8)  # rows whose elements lie apart
     assert linear(torch.randn(2, 8), torch.randn(8, 6).T).shape == (2, 6), "a transposed weight"

@@ -61,8 +61,8 @@ def test_a_prompt_is_taken_in_parts(monkeypatch):
     w13, w2 = quantised(given.w13, q4_k), quantised(given.w2, q6_k)
     case = given._replace(w13=w13, w2=w2)
     whole = moe.fused_experts(case)
-    monkeypatch.setattr(experts_cpu, "MOST_ROWS", 4)
-    monkeypatch.setattr(digits_cpu, "most_rows", lambda dtype: 20)
+    monkeypatch.setattr(experts_cpu, "MAX_ROWS", 4)
+    monkeypatch.setattr(digits_cpu, "max_rows", lambda dtype: 20)
     parts, run = [], experts_cpu._experts
     monkeypatch.setattr(experts_cpu, "_experts", lambda one: parts.append(len(one.x)) or run(one))
     assert torch.equal(moe.fused_experts(case), whole) and parts == [8] * 5

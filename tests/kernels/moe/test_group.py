@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from phalanx.kernels.moe.group import THREADS, Groups, Held, group, local_experts, most_tiles
+from phalanx.kernels.moe.group import THREADS, Groups, Held, group, local_experts, max_tiles
 
 from .. import cuda_model
 from .cases import CASES, Sizes, make, shares
@@ -52,8 +52,8 @@ def test_no_more_tiles_are_needed():
             for experts in (1, 2, 3):
                 splits = [(a, b, pairs - a - b) for a in range(pairs + 1) for b in range(pairs + 1 - a)]
                 needed = max(sum(-(-n // rows) for n in s) for s in splits if not any(s[experts:]) or experts == 3)
-                assert most_tiles(pairs, experts, rows) >= needed
-    assert most_tiles(2048, 128, 16) == 128 + 1920 // 16
+                assert max_tiles(pairs, experts, rows) >= needed
+    assert max_tiles(2048, 128, 16) == 128 + 1920 // 16
 
 
 @pytest.mark.parametrize("some", [False, True])

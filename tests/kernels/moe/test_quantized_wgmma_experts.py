@@ -69,7 +69,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "kernel", kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(quantized_experts, "device_caps", lambda device: HOPPER._replace(num_sms=3))
-    monkeypatch.setattr(quantized_experts, "MOST_STAGES", 3)
+    monkeypatch.setattr(quantized_experts, "MAX_STAGES", 3)
     cuda_model.poison_new_tensors(monkeypatch)
 
 

@@ -63,13 +63,13 @@ def test_linear(isa, called, name, dtype):
 def test_many_rows(isa, called, dtype):
     """A prompt's rows are multiplied as a decode step's, to the bit, where one instruction adds up four products."""
     packed, _ = FORMS["int4"]()
-    x, bias = torch.randn(2 * blocks_cpu.MOST_ROWS + 5, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
-    assert blocks_cpu.supports(x[: blocks_cpu.MOST_ROWS])
+    x, bias = torch.randn(2 * blocks_cpu.MAX_ROWS + 5, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
+    assert blocks_cpu.supports(x[: blocks_cpu.MAX_ROWS])
     fours = "avx512_vnni", "avx512_bf16", "neon_dotprod"  # and with fast matrices of bf16:
     assert blocks_cpu.supports(x) == (isa in fours or isa in ("amx", "neon_bf16") and dtype == torch.float32)
     made = affine.linear(x, packed, bias=bias)
     called.clear()
-    some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MOST_ROWS)])
+    some = torch.cat([blocks_cpu.linear(one, packed, bias=bias) for one in x.split(blocks_cpu.MAX_ROWS)])
     assert [one.split("_")[-2] for one in called] == ["split", "linear"] * 3
     if blocks_cpu.supports(x):
         assert torch.equal(made, some)

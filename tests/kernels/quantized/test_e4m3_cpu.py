@@ -56,7 +56,7 @@ def test_linear(isa, threads, called, dtype, outputs, inputs, unit):
     assert "e4m3_linear_f32" in called or "e4m3_linear_bf16" in called
 
 
-@pytest.mark.parametrize("rows", [3, e4m3_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [3, e4m3_cpu.MAX_ROWS + 1])
 def test_gated(isa, rows, monkeypatch):
     """Many rows: panels of the weight."""
     packed = floats.pack_for_device(make(70, 200, 8))

@@ -152,7 +152,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(e4m3_rows, "encode", encode)
     monkeypatch.setattr(packed_gemm, "device_caps", lambda device: HOPPER._replace(num_sms=2))
-    monkeypatch.setattr(e4m3_wgmma, "MOST_STAGES", 4)
+    monkeypatch.setattr(e4m3_wgmma, "MAX_STAGES", 4)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
 

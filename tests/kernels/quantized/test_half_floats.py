@@ -26,7 +26,7 @@ def test_few_rows(isa, threads, called, dtype, outputs, inputs):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [0, 2, cpu_gemm.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 2, cpu_gemm.MAX_ROWS + 1])
 def test_gates_and_many_rows(monkeypatch, dtype, rows):
     packed = half_floats.pack(torch.randn(80, 24).to(dtype))
     x, bias, weight = torch.randn(rows, 24), torch.randn(80), packed.weight.double()

@@ -85,7 +85,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(jit, "tensor_map", lambda start, rows, columns, height, _: Box(start, rows, columns, height))
     monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=2))
     for one in (quantized_gemm, quantized_wgmma):
-        monkeypatch.setattr(one, "MOST_STAGES", 3)
+        monkeypatch.setattr(one, "MAX_STAGES", 3)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *a, dtype, device: torch.zeros(*a, dtype=dtype).fill_(float("nan")))
@@ -166,7 +166,7 @@ GROUPED = in_types(
 @pytest.mark.parametrize("rows, outputs, inputs, run, form, dtype", GROUPED)
 def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
-    monkeypatch.setattr(quantized_gemm, "MOST_GROUPED_STAGES", 2)
+    monkeypatch.setattr(quantized_gemm, "MAX_GROUPED_STAGES", 2)
     monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
     want = x.double() @ weight.T
@@ -227,7 +227,7 @@ IN_TURN = [
 @pytest.mark.parametrize("rows, outputs, inputs, height, gated, form", IN_TURN)
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
-    monkeypatch.setattr(quantized_gemm, "MOST_STAGES", 8)
+    monkeypatch.setattr(quantized_gemm, "MAX_STAGES", 8)
     monkeypatch.setattr(packed_gemm, "device_caps", lambda device: H200._replace(num_sms=1))
     for dtype in (torch.bfloat16, torch.float16)[: 1 + (rows < 9)]:
         (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)

@@ -76,7 +76,7 @@ def test_linear(isa, threads, called, dtype, outputs, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 5, blocks_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 5, blocks_cpu.MAX_ROWS + 1])
 def test_gate_and_up(dtype, rows):
     packed = q8_0.pack(*q8_0.encode(torch.randn(2 * 24, 64) * 0.2))
     x, bias = torch.randn(rows, 64).to(dtype), torch.randn(48).to(dtype)
@@ -93,7 +93,7 @@ def test_many_rows_and_what_is_left_to_torch(monkeypatch, dtype, compiled):
         monkeypatch.setattr(ops, "available", lambda: False)
     packed = q8_0.pack(*q8_0.encode(torch.randn(37, 96)))
     bias = torch.randn(37).to(dtype)
-    for rows in (0, 1, blocks_cpu.MOST_ROWS + 1):
+    for rows in (0, 1, blocks_cpu.MAX_ROWS + 1):
         x = torch.randn(rows, 96).to(dtype)
         want = x.float() @ q8_0.dequantize(packed, dtype).float().T + bias.float()
         for panel in (1 << 20, 960):

@@ -90,7 +90,7 @@ def test_linear(isa, threads, called, name, dtype):
     assert all("split" in call or "_linear_" in call for call in called) and len(called) == 16
 
 
-@pytest.mark.parametrize("rows", [1, blocks_cpu.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, blocks_cpu.MAX_ROWS + 1])
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):

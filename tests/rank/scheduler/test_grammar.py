@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from phalanx.rank import protocol
 from phalanx.rank.scheduler import grammar as grammar_module
-from phalanx.rank.scheduler.grammar import MOST_WORKERS, Grammars, accept, masks
+from phalanx.rank.scheduler.grammar import MAX_WORKERS, Grammars, accept, masks
 from phalanx.rank.scheduler.grammar_process import Compiler, mask_words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -223,13 +223,13 @@ def test_a_tokenizer_that_cannot_be_read():
 
 
 def test_each_key_has_a_process_and_many_share(grammars):
-    owners = [f"key {i}" for i in range(MOST_WORKERS + 2)]
+    owners = [f"key {i}" for i in range(MAX_WORKERS + 2)]
     found = compile_all(grammars, [request(owner, owner=owner) for owner in owners])
-    assert len({process(grammars, owner).pid for owner in owners}) == MOST_WORKERS
+    assert len({process(grammars, owner).pid for owner in owners}) == MAX_WORKERS
     for grammar in found.values():
         grammar.drop()
     compile_all(grammars, [request("late", owner="another")])
-    assert len(grammars._pool._by_fd) == MOST_WORKERS  # one that nobody used was ended
+    assert len(grammars._pool._by_fd) == MAX_WORKERS  # one that nobody used was ended
 
 
 def test_a_key_that_compiles_long_holds_up_no_other(grammars, monkeypatch):

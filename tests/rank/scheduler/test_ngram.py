@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from phalanx.rank.scheduler.ngram import KEPT, LONGEST_RUN, MANY, MOST_SALTS, Answers, N, Ngrams
+from phalanx.rank.scheduler.ngram import KEPT, LONGEST_RUN, MANY, MAX_SALTS, Answers, N, Ngrams
 from phalanx.rank.scheduler.sequence import Sequence
 
 from .toy import request
@@ -112,9 +112,9 @@ def test_earlier_answers_are_bounded():
     (index,) = answers._by_salt.values()
     assert len(index.tokens) <= KEPT and answers.find("", [399_990, 399_991, 399_992])[1] > 0
     assert answers.find("", [1, 2, 3]) is None
-    for i in range(3 * MOST_SALTS):
+    for i in range(3 * MAX_SALTS):
         answers.add(str(i), [1])
-    assert len(answers._by_salt) == MOST_SALTS
+    assert len(answers._by_salt) == MAX_SALTS
 
 
 def test_tokens_that_come_many_at_once():

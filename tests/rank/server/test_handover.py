@@ -178,7 +178,7 @@ def test_successors_that_all_end_are_not_submitted_for_ever(tmp_path, monkeypatc
     job = Job(tmp_path, SUBMIT, look=["true"])
 
     def most():
-        return len(job.submitted()) == handover.MOST_SUBMITTED
+        return len(job.submitted()) == handover.MAX_SUBMITTED
 
     began = time.monotonic()
 
@@ -214,7 +214,7 @@ def test_faults_do_not_lift_the_limit(tmp_path):
     job = Job(tmp_path, SUBMIT)
     job.handover._ready = failing
     began = time.monotonic()
-    most = lambda: len(job.submitted()) == handover.MOST_SUBMITTED and time.monotonic() - began > 2  # noqa: E731
+    most = lambda: len(job.submitted()) == handover.MAX_SUBMITTED and time.monotonic() - began > 2  # noqa: E731
 
     def recovered():
         del job.handover._ready
@@ -222,7 +222,7 @@ def test_faults_do_not_lift_the_limit(tmp_path):
         return True
 
     asyncio.run(job.run(most, recovered))
-    assert len(job.submitted()) == handover.MOST_SUBMITTED and job.events == ["release", "drain"]
+    assert len(job.submitted()) == handover.MAX_SUBMITTED and job.events == ["release", "drain"]
 
 
 def test_one_that_may_have_been_submitted_is_waited_for_half_of_the_time(tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_whatever_fails_it_drains_and_says_why(tmp_path, monkeypatch, caplog, wr
     monkeypatch.setattr(server_registry, "running", failing)
     job.release = release
     asyncio.run(job.run())
-    assert job.events == ["drain"] and str(wrong) in caplog.text and len(job.submitted()) <= handover.MOST_SUBMITTED
+    assert job.events == ["drain"] and str(wrong) in caplog.text and len(job.submitted()) <= handover.MAX_SUBMITTED
 
 
 def test_the_registry_that_hangs_stops_nothing_else(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.options import IN_SITU
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.batch_builder import build_batches
-from phalanx.rank.worker.cpu_graphs import MOST_ROWS, CpuDecodeGraphs
+from phalanx.rank.worker.cpu_graphs import MAX_ROWS, CpuDecodeGraphs
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
@@ -171,4 +171,4 @@ def test_what_is_supported(tmp_path):
     assert graphs.supports(work([1], [1])) and graphs.supports(work([1, 1], [1, 1]))
     assert not graphs.supports(work([1, 2], [1, 1])) and not graphs.supports(work([1, 1], [1, 0]))
     assert not graphs.supports(work([1] * 3, [1] * 3)) and not graphs.supports(work([], []))
-    assert MOST_ROWS == 64
+    assert MAX_ROWS == 64

@@ -138,10 +138,10 @@ def test_a_cpus_cache_takes_memory_as_it_is_used():
 FULL, NARROW, WIDE = PagedKV(2, 8, 8), PagedKV(2, 8, 8, 16), PagedKV(2, 8, 8, 64)
 
 
-def layouts(*stages, longest=1000, most_tables=8):
+def layouts(*stages, longest=1000, max_tables=8):
     """Gives the layouts of ranks, each a pipeline stage with these layers."""
     return threads.run(
-        lambda comm: kv_cache.layout(stages[comm.rank], comm, comm.rank, 16, torch.float32, longest, most_tables),
+        lambda comm: kv_cache.layout(stages[comm.rank], comm, comm.rank, 16, torch.float32, longest, max_tables),
         len(stages),
     )
 
@@ -166,7 +166,7 @@ def test_windows_that_cannot_be_a_group_free_nothing():
     assert long.groups == ONE_GROUP, "no sequence is longer"
     (unlike,) = layouts([NARROW, PagedKV(4, 8, 8)])
     assert unlike.groups == ONE_GROUP and unlike.layer_groups == [0, 0]  # blocks would differ in bytes
-    (many,) = layouts([NARROW, FULL], most_tables=1)
+    (many,) = layouts([NARROW, FULL], max_tables=1)
     assert many.groups == ONE_GROUP  # plans could not number the tables
 
 
