@@ -84,7 +84,7 @@ def test_the_check_finds_a_leak_and_a_double_release():
     blocks = Blocks(2, 1)
     mine = blocks.allocate(1)
     blocks.check([mine])
-    with pytest.raises(RuntimeError, match=r"block accounting is broken: holders of blocks \[0\]"):
+    with pytest.raises(RuntimeError, match=r"accounting.*\[0\]"):
         blocks.check([])
     with pytest.raises(RuntimeError, match="accounting.*1 of 2"):
         blocks.check_empty()

@@ -84,7 +84,7 @@ def test_verdicts(shape):
     assert (by_layout[Layout(4)].verdict, by_layout[Layout(4)].together) == ("", 67)
     # tp 2: 0.95 x (85 - 1.0 - 70.6 - 1.2) / 163,840 = 70,900 tokens, 8 sequences in each of two copies
     assert "64 sequences" in by_layout[Layout(2, 1, 2)].verdict
-    assert by_layout[Layout(2, 1, 2)].unserved in ("dp is not served yet", "")
+    assert by_layout[Layout(2, 1, 2)].unserved == ""
     long = Workload(context=131072, concurrency=1, length=65536)
     held = plan.estimate(model, Layout(2, 1, 2), cluster(GPU80, per_node=4), long)
     # 131,072 x 163,840 / 0.95 = 22.6 GB wanted of 12.1
