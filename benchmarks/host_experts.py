@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from phalanx.kernels.cpp import compiler, ops
-from phalanx.kernels.moe.host_experts import Experts, HostPairs
+from phalanx.kernels.moe.host_experts import Experts, HostRouted
 from phalanx.kernels.moe.moe import Matrices
-from phalanx.kernels.quantized import affine, e4m3, gpu_form, mxfp4
+from phalanx.kernels.quantized import affine, e4m3, gpu_layout, mxfp4
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
@@ -78,7 +78,7 @@ def seconds(layer: Experts, rows: int, dtype: torch.dtype) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     x, best = torch.randn(rows, HIDDEN).to(dtype), float("inf")
     ids, at = torch.zeros(rows, CHOSEN, dtype=torch.int32), torch.full((EXPERTS,), -1)
-    calls = HostPairs(x, ids, torch.ones(ids.shape), "silu").all_calls(layer, at, torch.empty(rows, HIDDEN)).calls
+    calls = HostRouted(x, ids, torch.ones(ids.shape), "silu").all_calls(layer, at, torch.empty(rows, HIDDEN)).calls
     packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])  # as decode steps keep them
     ops.stay_awake(1e-3)
     for i in range(ROUNDS + 1):
@@ -106,7 +106,7 @@ def main() -> None:
     for name in args.formats:
         torch.manual_seed(0)
         layer = Experts(FORMATS[name](2 * INNER, HIDDEN), FORMATS[name](HIDDEN, INNER))
-        size = sum(x[0].nbytes for one in layer for x in gpu_form.parts(one).tensors)
+        size = sum(x[0].nbytes for one in layer for x in gpu_layout.parts(one).tensors)
         for threads in args.threads:
             torch.set_num_threads(threads)
             cells = []

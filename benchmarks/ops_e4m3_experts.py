@@ -22,7 +22,7 @@ from phalanx.benchmarks.timing import Call
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps, device_caps
 from phalanx.kernels.moe import moe, quantized_experts
-from phalanx.kernels.moe.group import encode_pairs, group
+from phalanx.kernels.moe.group import encode_routed, group
 from phalanx.kernels.moe.moe import Inputs
 from phalanx.kernels.moe.quantized_experts import Gemm
 from phalanx.kernels.quantized import e4m3
@@ -40,9 +40,9 @@ TILES = (
 )  # fmt: skip
 
 
-def configs(pairs: float) -> Iterator[E4m3Config]:
+def configs(routed: float) -> Iterator[E4m3Config]:
     """Tiles that may be the fastest for so many routed tokens per expert."""
-    return (config for config in TILES if config.rows <= max(32, 4 * pairs) and config.rows * 8 >= min(pairs, 512))
+    return (config for config in TILES if config.rows <= max(32, 4 * routed) and config.rows * 8 >= min(routed, 512))
 
 
 def name(config: E4m3Config) -> str:
@@ -67,9 +67,9 @@ def caps() -> DeviceCaps:
     return device_caps(torch.device("cuda"))
 
 
-def chosen(pairs: int, experts: int, w13: Stack, w2: Stack) -> quantized_experts.Configs:
+def chosen(routed: int, experts: int, w13: Stack, w2: Stack) -> quantized_experts.Configs:
     """The config chosen for tensor cores of 8 bits."""
-    found = quantized_experts.choose_e4m3(pairs, experts, w13, w2, caps())
+    found = quantized_experts.choose_e4m3(routed, experts, w13, w2, caps())
     assert found is not None, "not a Hopper"
     return found
 
@@ -83,10 +83,10 @@ def whole(bf16: list[Inputs], given: list[Inputs]) -> dict[str, list[Call]]:
         "chosen": [partial(moe.expert_terms, one) for one in given],
         "dequantised": [partial(by_plain_kernels, one) for one in given],
     }
-    if one.pairs <= moe.PLAIN_PAIRS * one.experts:
-        kernels = quantized_experts.choose_tiled(one.pairs, one.experts, one.w13, one.w2, caps())
+    if one.routed <= moe.PLAIN_ROUTED * one.experts:
+        kernels = quantized_experts.choose_tiled(one.routed, one.experts, one.w13, one.w2, caps())
         versions[f"tiles of {kernels.rows}"] = [partial(quantized_experts.experts, one, kernels) for one in given]
-    kernels = chosen(one.pairs, one.experts, one.w13, one.w2)
+    kernels = chosen(one.routed, one.experts, one.w13, one.w2)
     versions[f"8 bits, tiles of {kernels.rows}"] = [partial(quantized_experts.experts, one, kernels) for one in given]
     return versions
 
@@ -99,15 +99,15 @@ def parts(given: list[Inputs]) -> dict[str, dict[str, list[Call]]]:
         "up": {},
         "down": {},
     }
-    y = given[0].x.new_empty(given[0].pairs, given[0].x.shape[1])
-    for config in configs(given[0].pairs / experts):
+    y = given[0].x.new_empty(given[0].routed, given[0].x.shape[1])
+    for config in configs(given[0].routed / experts):
         of: dict[str, list[Call]] = {"of x": [], "of h": [], "up": [], "down": []}
         for one in given:
             assert isinstance(one.w13, Stack) and isinstance(one.w2, Stack)
             groups = group(one.ids, experts, config.rows)
-            h = torch.randn(one.pairs, one.w2.shape[2], device="cuda").to(one.x.dtype)
-            of_x = partial(encode_pairs, one.x, groups, one.weights, top, 256)
-            of_h = partial(encode_pairs, h, groups, one.weights, 0, 256)
+            h = torch.randn(one.routed, one.w2.shape[2], device="cuda").to(one.x.dtype)
+            of_x = partial(encode_routed, one.x, groups, one.weights, top, 256)
+            of_h = partial(encode_routed, h, groups, one.weights, 0, 256)
             of["of x"].append(of_x)
             of["of h"].append(of_h)
             up = Gemm(one.x, one.w13, groups, one.weights, torch.empty_like(h), "silu", top, None)

@@ -157,7 +157,7 @@ def compile_quantized(layers: Layers) -> None:
 def by_plain_kernels(given: Inputs) -> Tensor:
     """Experts by the kernels that packed weights become plain for, whatever the number of routed tokens."""
     found = device_caps(given.x.device)
-    plans = (one.plan(given, found) for one in moe.CANDIDATES[-2:] if one.in_range(given.pairs, given.experts))
+    plans = (one.plan(given, found) for one in moe.CANDIDATES[-2:] if one.in_range(given.routed, given.experts))
     return next(run for run in plans if run)()
 
 
@@ -185,17 +185,17 @@ def experts(table: Table, layers: Layers, rows: int) -> None:
             f"wgmma, tiles of {tile}": [partial(plain_experts.by_wgmma, one, tile) for one in calls] for tile in tiles
         }
     for name, stacks in layers.quantized.items():
-        pairs = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
-        versions[name] = [partial(moe.expert_terms, one) for one in pairs]
+        routed = [Inputs(*one[:3], *stacks[i % len(stacks)]) for i, one in enumerate(calls)]
+        versions[name] = [partial(moe.expert_terms, one) for one in routed]
         average = rows * layers.shape.top_k / layers.shape.experts
         many = average > 64
         if many:
-            versions[f"{name}, dequantised"] = [partial(by_plain_kernels, one) for one in pairs]
+            versions[f"{name}, dequantised"] = [partial(by_plain_kernels, one) for one in routed]
         for title, kernels in kernels_of(*stacks[0]).items():
             # Tiles that are too small, or mostly empty, are left out.
             fits = average / 2 <= kernels.rows <= 8 * average if "wgmma" in title else not many or kernels.rows == 64
             if fits:
-                versions[f"{name}, {title}"] = [partial(quantized_experts.experts, one, kernels) for one in pairs]
+                versions[f"{name}, {title}"] = [partial(quantized_experts.experts, one, kernels) for one in routed]
     _, k, hidden, inner = layers.shape
     table.add(f"experts {rows}x{hidden}x{inner} top {k}", bytes_, versions, flops)
 
@@ -204,8 +204,8 @@ def configs() -> Iterator[TileConfig]:
     for rows, outputs, inputs, warps, stages in itertools.product(
         (16, 32, 64, 128), (32, 64, 128, 256), (64, 128), (4, 8), (2, 3, 4)
     ):
-        held = (rows + outputs) * inputs * 2 * stages
-        if held <= 200 << 10 and rows * outputs <= 128 * 256 and (warps == 4 or rows * outputs >= 64 * 128):
+        local_experts = (rows + outputs) * inputs * 2 * stages
+        if local_experts <= 200 << 10 and rows * outputs <= 128 * 256 and (warps == 4 or rows * outputs >= 64 * 128):
             yield TileConfig(rows, outputs, inputs, warps, stages)
 
 
@@ -222,8 +222,8 @@ def tune(layers: Layers, rows: int) -> None:
         if height > max(16, 8 * average) or height * 16 < average:
             continue
         groups = [group(one.ids, layers.shape.experts, height) for one in calls]
-        hs = [torch.randn(one.pairs, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
-        ys = [one.x.new_empty(one.pairs, one.x.shape[1]) for one in calls]
+        hs = [torch.randn(one.routed, one.w2.shape[2], device="cuda").bfloat16() for one in calls]
+        ys = [one.x.new_empty(one.routed, one.x.shape[1]) for one in calls]
         ups: list[tuple[float, tuple[int, ...]]] = []
         downs: list[tuple[float, tuple[int, ...]]] = []
         for config in (one for one in configs() if one.rows == height):

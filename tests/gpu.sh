@@ -52,7 +52,7 @@ part kernels-quantized 540 "${several[@]}" tests/kernels/quantized/*_gpu.py
 # In C++: hosts of GPUs have AMX, which other machines may lack.
 part kernels-cpu 540 "${several[@]}" tests/kernels/*/test_*cpu*.py tests/kernels/cpp/test_*.py \
     tests/kernels/collective/test_shm_allreduce.py tests/kernels/moe/test_host_{choice,experts,service}.py \
-    tests/kernels/moe/test_moved_nibbles.py tests/kernels/quantized/test_{gpu_form,q8_0,stack,super_blocks}.py
+    tests/kernels/moe/test_nibble_permutation.py tests/kernels/quantized/test_{gpu_layout,q8_0,stack,super_blocks}.py
 part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_memory.py \
     tests/comm/test_custom_allreduce.py
 part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs,sampler_gpu,query_len_gpu}.py

@@ -18,7 +18,7 @@ from ..device import current_stream, device_caps, dot_precision
 from ..rope.fp8_triton import scales_at, widen
 from ..rope.rope import CurrentKV
 from .backend import LOG2_E, Part
-from .decode_parts_triton import (
+from .decode_split_kv_triton import (
     apply_softcap,
     cos_and_sin,
     kv_splits,

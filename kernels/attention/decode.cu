@@ -13,7 +13,7 @@
 // then. Codes become f16 between shared memory and the tensor cores.
 #include "tma.cuh"
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "fp8_cache.cuh"
 
 constexpr int WARPS = TILE / 16, THREADS = WARPS * 32, ALL = THREADS + 64, HALF = DIM / 2;
@@ -23,7 +23,7 @@ constexpr int RUNS = TOKEN_BYTES / RUN_BYTES;  // of a token: each as wide as on
 constexpr int TILE_BYTES = TILE * TOKEN_BYTES, GROUP = HEADS / KV_HEADS;
 constexpr int SCALE_BYTES = FP8 ? 2 * TILE : 0;  // of a tile, of each box its keys' and then its values'
 constexpr int ROWS = GROUP > 8 ? 16 : 8, WIDE = DIM + 8;  // of q in shared memory: no two of 8 rows in the same banks
-constexpr int PIECES = RUN_BYTES / 16;                    // of a run
+constexpr int VECS = RUN_BYTES / 16;                    // of a run
 // A head is shared out to LANES lanes of a warp: each has PAIRS pairs of elements that are rotated together.
 constexpr int PAIRS = HALF > 64 ? 4 : HALF > 32 ? 2 : 1, LANES = HALF / PAIRS;
 
@@ -49,12 +49,12 @@ struct KVMaps {  // of the cache, by boxes of BOX tokens and of FEW
 };
 
 #if __CUDA_ARCH__ >= 900
-// Stream-K: how blocks share out what is read. From here to struct Way: index arithmetic alone, which
+// Stream-K: how blocks share out what is read. From here to struct RunIterator: index arithmetic alone, which
 // tests/kernels/attention/test_stream_k.py compiles for a CPU, too.
 //
 // TMA's boxes of all sequences stand in one row, a sequence of which nothing is read as one, and are cut into runs of
-// as many boxes each. A border near a sequence's beginning or end moves there, as a part costs more than what it is
-// moved by. Each block finds its two borders alone; of a sequence that they divide, also which runs have parts of it.
+// as many boxes each. A bound near a sequence's beginning or end moves there, as a part costs more than what it is
+// moved by. Each block finds its two bounds alone; of a sequence that they divide, also which runs have parts of it.
 constexpr int PER_TILE = TILE / BOX;  // boxes
 
 struct Span {  // of a sequence: the tokens that are read from the cache
@@ -67,13 +67,13 @@ struct Span {  // of a sequence: the tokens that are read from the cache
     __device__ int tiles() const { return (boxes() + PER_TILE - 1) / PER_TILE; }
 };
 
-struct Border {  // between runs: before box `box` of sequence b. Where that divides b, `count` runs from `first` on have parts
+struct SplitBound {  // between runs: before box `box` of sequence b. Where that divides b, `count` runs from `first` on have parts
     int b, box, first, count;
 };
 
 struct StreamKRuns {  // of `boxes` in `tiles`, as many as are wanted if each has LEAST tiles, so that short sequences stay whole
     int count, each, longer;  // boxes of each run; the first `longer` have one more
-    int near;                 // how many boxes a border is moved by at most: half a tile, and no two meet
+    int near;                 // how many boxes a bound is moved by at most: half a tile, and no two meet
 
     __device__ StreamKRuns(int boxes, int tiles, int wanted) : count(max(min(wanted, tiles / LEAST), 1)) {
         each = boxes / count, longer = boxes - each * count, near = min(PER_TILE / 2, (each - 1) / 2);
@@ -84,37 +84,37 @@ struct StreamKRuns {  // of `boxes` in `tiles`, as many as are wanted if each ha
         return (box - (early ? 0 : longer) + boxes - 1) / boxes;
     }
     // The beginning of `run` in sequence b, whose boxes stand from `at` on.
-    __device__ Border border(int run, int b, int at, int boxes) const {
-        Border border = position(run, b, at, boxes);
-        if (border.box > 0) {
+    __device__ SplitBound bound(int run, int b, int at, int boxes) const {
+        SplitBound bound = position(run, b, at, boxes);
+        if (bound.box > 0) {
             const int first = begins_from(at + near + 1), last = begins_from(at + boxes - near);
-            border.first = first - 1, border.count = last - first + 1;
+            bound.first = first - 1, bound.count = last - first + 1;
         }
-        return border;
+        return bound;
     }
     // The beginning of `run` without the runs that have parts, which takes two divisions.
-    __device__ Border position(int run, int b, int at, int boxes) const {
+    __device__ SplitBound position(int run, int b, int at, int boxes) const {
         const int box = begin(run) - at;
         if (box <= near) return {b, 0, 0, 0};
-        return box >= boxes - near ? Border{b + 1, 0, 0, 0} : Border{b, box, 0, 0};
+        return box >= boxes - near ? SplitBound{b + 1, 0, 0, 0} : SplitBound{b, box, 0, 0};
     }
 };
 
-struct Way {  // of a block through its run, from borders[0] to borders[1]: tokens `at` to `stop` of sequence b
+struct RunIterator {  // of a block through its run, from bounds[0] to bounds[1]: tokens `at` to `stop` of sequence b
     const int* lengths;
-    const Border* borders;
+    const SplitBound* bounds;
     int b, at, stop;
 
-    __device__ Way(const int* lengths, const Border* borders) : lengths(lengths), borders(borders), b(borders[0].b) {
-        enter(borders[0].box);
+    __device__ RunIterator(const int* lengths, const SplitBound* bounds) : lengths(lengths), bounds(bounds), b(bounds[0].b) {
+        enter(bounds[0].box);
     }
     __device__ void enter(int box) {
         const Span span(lengths[b]);
-        at = span.start + box * BOX, stop = b == borders[1].b ? span.start + borders[1].box * BOX : span.last;
+        at = span.start + box * BOX, stop = b == bounds[1].b ? span.start + bounds[1].box * BOX : span.last;
     }
     __device__ bool next() {
         b++;
-        if (b > borders[1].b || (b == borders[1].b && borders[1].box == 0)) return false;
+        if (b > bounds[1].b || (b == bounds[1].b && bounds[1].box == 0)) return false;
         enter(0);
         return true;
     }
@@ -314,7 +314,7 @@ struct TileScales {
 template <int N> __device__ inline void keys_operand(unsigned (&a)[4], const unsigned (&x)[N][4], int i) {
     if constexpr (FP8) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) f16_pairs(x[i / 2][i % 2 * 2 + h], a[h], a[2 + h]);
+        for (int h = 0; h < 2; h++) e4m3x4_to_f16(x[i / 2][i % 2 * 2 + h], a[h], a[2 + h]);
     } else {
 #pragma unroll
         for (int j = 0; j < 4; j++) a[j] = x[i][j];
@@ -326,7 +326,7 @@ template <int N> __device__ inline void values_operand(unsigned (&a)[4], const u
     if constexpr (FP8) {
 #pragma unroll
         for (int h = 0; h < 2; h++)  // an element of both tokens, then the next one's
-            f16_pairs(__byte_perm(x[i / 2][i % 2 + 2 * h], 0, 0x3120), a[2 * h], a[2 * h + 1]);
+            e4m3x4_to_f16(__byte_perm(x[i / 2][i % 2 + 2 * h], 0, 0x3120), a[2 * h], a[2 * h + 1]);
     } else {
 #pragma unroll
         for (int j = 0; j < 4; j++) a[j] = x[i][j];
@@ -506,7 +506,7 @@ __device__ inline Part load_part(const Step& step, int place) {
 
 // All of a sequence's head g: `part` is its beginning, the other parts have been stored. Of 32 parts at a time a lane
 // each has the weight, and two batches of means are under way.
-__device__ inline Part add_up(const Step& step, Part part, const Border& divided, int head, int g) {
+__device__ inline Part add_up(const Step& step, Part part, const SplitBound& divided, int head, int g) {
     constexpr int BATCH = 32 / SHARE, APART = KV_HEADS * 2 * GROUP;  // of two runs' places
     const int lane = threadIdx.x % 32;
     float sum = 0;  // to be added up over the lanes
@@ -566,11 +566,11 @@ typedef unsigned Fragments[LOADS][4];                 // keys or values, as ldma
 typedef unsigned QueryFragments[DIM / 16][ROWS / 4];  // q as the second operand of matmuls, of each 8 heads two
 
 // Offset of 16 bytes of a token's run in a tile, in which the runs of a token stand side by side: TMA's
-// swizzle permutes a run's 16-byte vectors by the number of its 128 bytes, which are 8 / PIECES runs. So 8 tokens'
+// swizzle permutes a run's 16-byte vectors by the number of its 128 bytes, which are 8 / VECS runs. So 8 tokens'
 // vectors lie in different banks where RUNS is odd.
-__device__ inline unsigned lies(int token, int run, int piece) {
+__device__ inline unsigned smem_offset(int token, int run, int vec) {
     const int at = token * RUNS + run;
-    return at * RUN_BYTES + (piece ^ at / (8 / PIECES) % PIECES) * 16;
+    return at * RUN_BYTES + (vec ^ at / (8 / VECS) % VECS) * 16;
 }
 
 __device__ __forceinline__ void load_queries(QueryFragments& queries, const Heads& heads, int lane) {
@@ -583,24 +583,24 @@ __device__ __forceinline__ void load_queries(QueryFragments& queries, const Head
 __device__ __forceinline__ void load_keys(Fragments& x, unsigned tile, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-        const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 16;
-        ldmatrix(x[i], tile + lies(row, i * 2 / PIECES, piece));
+        const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8, vec = i * 2 % VECS + lane / 16;
+        ldmatrix(x[i], tile + smem_offset(row, i * 2 / VECS, vec));
     }
 }
 
 __device__ __forceinline__ void load_values(Fragments& x, unsigned tile, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-        const int row = warp * 16 + lane / 16 * 8 + lane % 8, piece = i * 2 % PIECES + lane / 8 % 2;
-        ldmatrix_transposed(x[i], tile + lies(row, i * 2 / PIECES, piece));
+        const int row = warp * 16 + lane / 16 * 8 + lane % 8, vec = i * 2 % VECS + lane / 8 % 2;
+        ldmatrix_transposed(x[i], tile + smem_offset(row, i * 2 / VECS, vec));
     }
 }
 
 // Values of tokens that do not count become zeros: whatever lies there, a NaN too, stays out.
 __device__ __forceinline__ void clear_values(unsigned tile, int first, int last, int warp, int lane) {
-    for (int i = lane; i < 16 * PIECES * RUNS; i += 32) {
-        const int row = i / PIECES % 16;
-        if (row < first || row >= last) zero_smem(tile + lies(warp * 16 + row, i / (16 * PIECES), i % PIECES));
+    for (int i = lane; i < 16 * VECS * RUNS; i += 32) {
+        const int row = i / VECS % 16;
+        if (row < first || row >= last) zero_smem(tile + smem_offset(warp * 16 + row, i / (16 * VECS), i % VECS));
     }
     __syncwarp();
 }
@@ -660,13 +660,13 @@ __device__ __forceinline__ void prefetch_tables(const int* tables, int n, int ta
     if (n <= MOST && at < (long long)n * table_row) prefetch_line(tables + at);
 }
 
-struct Found {  // where a run begins: in sequence b, whose boxes stand from `at` on
+struct RunStart {  // where a run begins: in sequence b, whose boxes stand from `at` on
     int b, at, boxes;
 };
 
 // How sequences are shared out, and where this block's run begins and ends, if there is one for it. `kept`: all
 // lengths, for all threads to see.
-__device__ inline StreamKRuns find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, Found* ends) {
+__device__ inline StreamKRuns find_run(const OwnLengths& own, int n, int wanted, int run, int* kept, RunStart* ends) {
     __shared__ int counts[ALL / 32], tiles[ALL / 32];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     int boxes[EACH] = {}, mine = 0, mine_in_tiles = 0;
@@ -704,9 +704,9 @@ __device__ inline StreamKRuns find_run(const OwnLengths& own, int n, int wanted,
     return runs;
 }
 
-struct SharedState {  // what a block's warps tell each other, and the borders of its run
-    Barrier *full, *empty, *ready, *taken, *told;  // [STAGES] twice, [2] twice, one
-    Border* borders;                               // [2]
+struct SharedState {  // what a block's warps tell each other, and the bounds of its run
+    Barrier *full, *empty, *ready, *taken, *bounds_ready;  // [STAGES] twice, [2] twice, one
+    SplitBound* bounds;                               // [2]
     int *complete, *latest;
 };
 
@@ -727,7 +727,7 @@ struct Buffers {  // in dynamic shared memory
 __device__ __forceinline__ void init_barriers(const SharedState& state) {
     for (int s = 0; s < STAGES; s++) mbarrier_init(state.full + s, 1), mbarrier_init(state.empty + s, WARPS);
     for (int i = 0; i < 2; i++) mbarrier_init(state.ready + i, 1), mbarrier_init(state.taken + i, WARPS);
-    mbarrier_init(state.told, 1);
+    mbarrier_init(state.bounds_ready, 1);
     fence_mbarrier_init();
 }
 
@@ -785,17 +785,17 @@ __device__ __forceinline__ void load_tile(const Step& step, const KVMaps& maps, 
 
 // The warp that has TMA bring the run's tiles: each lane looks up where a box lies, one asks for them.
 __device__ __forceinline__ void load_tiles(const Step& step, const KVMaps& maps, const Buffers& buffers,
-                                           const SharedState& state, Way& way, int head, int lane) {
+                                           const SharedState& state, RunIterator& run_at, int head, int lane) {
     constexpr int AHEAD = 32 * BOX;  // tokens that are looked up at once
-    auto look_up = [&](bool more) {  // the block of this lane's box, of those from way.at on
-        const int token = way.at + lane * BOX;
-        return load_if(step.tables + (long long)way.b * step.table_row + token / SIZE, more && token < way.stop);
+    auto look_up = [&](bool more) {  // the block of this lane's box, of those from run_at.at on
+        const int token = run_at.at + lane * BOX;
+        return load_if(step.tables + (long long)run_at.b * step.table_row + token / SIZE, more && token < run_at.stop);
     };
     int block = look_up(true), t = 0;
     for (bool more = true; more;) {
-        int at = way.at, first = 0;
-        const int stop = min(way.stop, at + AHEAD), row = block * SIZE + (at + lane * BOX) % SIZE;
-        way.at += AHEAD, more = way.at < way.stop || way.next();
+        int at = run_at.at, first = 0;
+        const int stop = min(run_at.stop, at + AHEAD), row = block * SIZE + (at + lane * BOX) % SIZE;
+        run_at.at += AHEAD, more = run_at.at < run_at.stop || run_at.next();
         block = look_up(more);  // what comes next is asked for beforehand
         do {  // once where there is nothing, too
             load_tile(step, maps, buffers, state, t++, row, first, min(stop - at, TILE), head);
@@ -805,27 +805,27 @@ __device__ __forceinline__ void load_tiles(const Step& step, const KVMaps& maps,
 }
 
 // The warp that prepares each sequence's heads for those that attend.
-__device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& buffers, const SharedState& state, Way& way,
+__device__ __forceinline__ void prepare_heads(const Step& step, const Buffers& buffers, const SharedState& state, RunIterator& run_at,
                                               int head, int lane) {
     int item = 0;
     do {
         if (item >= 2) mbarrier_wait(state.taken + item % 2, item / 2 - 1);
-        prepare(step, way.b, head, way.newest(Span(buffers.lengths[way.b])), buffers.heads[item % 2]);
+        prepare(step, run_at.b, head, run_at.newest(Span(buffers.lengths[run_at.b])), buffers.heads[item % 2]);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(state.ready + item % 2);
         item++;
-    } while (way.next());
+    } while (run_at.next());
 }
 
 // Writes what the block's warps have stored of a sequence to `out`. Where other runs have parts of it, too, the block
 // that comes to it last adds them up; the others store theirs.
 __device__ __forceinline__ void finish_sequence(const Step& step, const Buffers& buffers, const SharedState& state,
-                                                const Way& way, const Span& span, int run, int head, int warp) {
-    const bool begins = way.at == span.start, whole = begins && way.stop == span.last;
-    const Border& divided = state.borders[begins];  // if not `whole`
-    int* const count = step.arrived + way.b * KV_HEADS + head;
-    T* const to = step.out + ((long long)way.b * HEADS + head * GROUP) * DIM;
-    if (begins && !whole) mbarrier_wait(state.told, 0);
+                                                const RunIterator& run_at, const Span& span, int run, int head, int warp) {
+    const bool begins = run_at.at == span.start, whole = begins && run_at.stop == span.last;
+    const SplitBound& divided = state.bounds[begins];  // if not `whole`
+    int* const count = step.arrived + run_at.b * KV_HEADS + head;
+    T* const to = step.out + ((long long)run_at.b * HEADS + head * GROUP) * DIM;
+    if (begins && !whole) mbarrier_wait(state.bounds_ready, 0);
     const bool all_here = whole || (begins && *state.complete);
     if (!all_here) {
 #pragma unroll 1
@@ -848,25 +848,25 @@ __device__ __forceinline__ void finish_sequence(const Step& step, const Buffers&
 }
 
 // Attention of the other warps over the run, each to 16 tokens of every tile.
-__device__ __forceinline__ void attend_run(const Step& step, const Buffers& buffers, const SharedState& state, Way& way,
+__device__ __forceinline__ void attend_run(const Step& step, const Buffers& buffers, const SharedState& state, RunIterator& run_at,
                                            int run, int head, int warp, int lane) {
     int t = 0, item = 0;
     do {
-        const Span span(buffers.lengths[way.b]);
+        const Span span(buffers.lengths[run_at.b]);
         const Heads& now = buffers.heads[item % 2];
         QueryFragments queries;
         OnlineSoftmax softmax;
         mbarrier_wait(state.ready + item % 2, item / 2);
         load_queries(queries, now, lane);
-        if (warp == 0 && way.newest(span)) softmax.take_newest(now);
+        if (warp == 0 && run_at.newest(span)) softmax.take_newest(now);
         const float scale = FP8 ? step.scale * now.q_scale : step.scale;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(state.taken + item % 2);
         item++;
-        int at = way.at;
+        int at = run_at.at;
         do {  // once where there is nothing, too
             const int stage = t % STAGES, token = at + warp * 16;  // the first of this warp's 16
-            const int first = WINDOW ? max(span.first - token, 0) : 0, last = min(way.stop - token, 16);
+            const int first = WINDOW ? max(span.first - token, 0) : 0, last = min(run_at.stop - token, 16);
             const unsigned k_at = buffers.ring + stage * 2 * TILE_BYTES, v_at = k_at + TILE_BYTES;
             mbarrier_wait(state.full + stage, t / STAGES);
             if (first < last) {
@@ -883,12 +883,12 @@ __device__ __forceinline__ void attend_run(const Step& step, const Buffers& buff
             }
             release_stage(state.empty + stage);
             at += TILE, t++;
-        } while (at < way.stop);
+        } while (at < run_at.stop);
         block_sync<THREADS>(1);  // what the sequence before has left here has been read
         softmax.store(buffers.tops + warp * 2 * GROUP, buffers.mixed + warp * GROUP * DIM);
         block_sync<THREADS>(1);
-        finish_sequence(step, buffers, state, way, span, run, head, warp);
-    } while (way.next());
+        finish_sequence(step, buffers, state, run_at, span, run, head, warp);
+    } while (run_at.next());
 }
 #endif
 
@@ -901,11 +901,11 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
        float scale, float eps, float softcap) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
-    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], told;
-    __shared__ Border borders[2];
-    __shared__ Found ends[2];
+    __shared__ alignas(8) Barrier full[STAGES], empty[STAGES], ready[2], taken[2], bounds_ready;
+    __shared__ SplitBound bounds[2];
+    __shared__ RunStart ends[2];
     __shared__ int complete, latest;
-    const SharedState state = {full, empty, ready, taken, &told, borders, &complete, &latest};
+    const SharedState state = {full, empty, ready, taken, &bounds_ready, bounds, &complete, &latest};
     const Step step = {q, k, v, q_weight, k_weight, cos, sin, slots, keys, values, scales, tables, out, parts, sums,
                        arrived, sinks, q_row, k_row, v_row, table_row, scale, eps, softcap};
     const KVMaps maps = {&of_k, &of_v, &few_k, &few_v};
@@ -930,25 +930,25 @@ decode(const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap
     }
     const StreamKRuns runs = find_run(own, n, whole * 10 >= most * 9 ? whole : most, run, buffers.lengths, ends);
     if (run >= runs.count) return;
-    auto border = [&](int end) { return runs.border(run + end, ends[end].b, ends[end].at, ends[end].boxes); };
+    auto bound = [&](int end) { return runs.bound(run + end, ends[end].b, ends[end].at, ends[end].boxes); };
     auto position = [&](int end) { return runs.position(run + end, ends[end].b, ends[end].at, ends[end].boxes); };
-    const Border of_run[2] = {position(0), position(1)};
-    Way way(buffers.lengths, of_run);
+    const SplitBound of_run[2] = {position(0), position(1)};
+    RunIterator run_at(buffers.lengths, of_run);
     if (warp == WARPS) {
-        load_tiles(step, maps, buffers, state, way, head, lane);
+        load_tiles(step, maps, buffers, state, run_at, head, lane);
         // Later runs begin with the other parts of this one's last sequence: most often they are stored by now.
         grid_wait();
-        const Border last = border(1);
+        const SplitBound last = bound(1);
         if (lane == 0 && last.box > 0) {
             *state.complete = counted(arrived + last.b * KV_HEADS + head) == last.count - 1;
-            mbarrier_arrive(state.told);
+            mbarrier_arrive(state.bounds_ready);
         }
         return;
     }
-    if (ROTATE && warp > WARPS) prefetch_rotation(step, way.b);
+    if (ROTATE && warp > WARPS) prefetch_rotation(step, run_at.b);
     grid_wait();
-    if (warp > WARPS) return prepare_heads(step, buffers, state, way, head, lane);
-    if (thread == 0 || thread == 32) borders[thread / 32] = border(thread / 32);  // for finish_sequence()
-    attend_run(step, buffers, state, way, run, head, warp, lane);
+    if (warp > WARPS) return prepare_heads(step, buffers, state, run_at, head, lane);
+    if (thread == 0 || thread == 32) bounds[thread / 32] = bound(thread / 32);  // for finish_sequence()
+    attend_run(step, buffers, state, run_at, run, head, warp, lane);
 #endif
 }

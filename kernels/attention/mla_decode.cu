@@ -4,7 +4,7 @@
 // A block takes a part of one sequence for 16 heads, which are the rows of its matmuls, and multiplies TILE tokens at a
 // time. Each warp multiplies a part of the elements for scores, so that it keeps q in registers; then 2 heads of the
 // softmax, which adds these parts up; then 64 columns of the values. One of two headers, TILES, brings tiles to shared
-// memory and multiplies them: by mla_copied.cuh threads copy 16 bits or e4m3, by mla_tma.cuh TMA brings e4m3. Online
+// memory and multiplies them: by mla_cp_async.cuh threads copy 16 bits or e4m3, by mla_tma.cuh TMA brings e4m3. Online
 // softmax after FlashAttention-2 (Dao 2023, arXiv 2307.08691), parts of a sequence after Flash-Decoding (Dao et al.
 // 2023).
 //
@@ -13,13 +13,13 @@
 // mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
 //
 // FP8: the cache has e4m3 codes, and for each block its tokens' scales, of latents and then of the rest
-// (rope/fp8_cache.py). Codes become f16, whatever T is, by one instruction for two (f16_pairs). ldmatrix moves pairs of
+// (rope/fp8_cache.py). Codes become f16, whatever T is, by one instruction for two (e4m3x4_to_f16). ldmatrix moves pairs of
 // bytes, so that of 16 elements of a key a lane has four neighbours, and queries are loaded in the same order; of
 // values an operand has the even columns of 16, and another one the odd ones. Queries are divided by a power of two
 // (query_exponent). No element is multiplied by its scale: scores are by those of keys, and a token's weight has its
 // value's.
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "fp8_cache.cuh"
 
 typedef OperandType<FP8 != 0>::type Operand;  // what tensor cores multiply
@@ -35,7 +35,7 @@ constexpr int AT_ONCE = 4;                  // splits that one block adds up
 
 #if __CUDA_ARCH__ >= 800
 // Position of 16 bytes of a row in a panel: these are permuted so that eight rows' are in different banks.
-__device__ inline int swizzled(int row, int piece);
+__device__ inline int swizzled(int row, int vec);
 
 // The KV split `split` of a sequence, of at most `most`; fill: splits that find a multiprocessor idle.
 struct Span {
@@ -116,7 +116,7 @@ struct Values {
             unsigned y[4], even[4], odd[4];
             ldmatrix_transposed(y, m ? second : first);
 #pragma unroll
-            for (int i = 0; i < 4; i++) f16_pairs(__byte_perm(y[i], 0, 0x3120), even[i], odd[i]);
+            for (int i = 0; i < 4; i++) e4m3x4_to_f16(__byte_perm(y[i], 0, 0x3120), even[i], odd[i]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 mma<Operand>(o[4 * m + 2 * i], p, even[2 * i], even[2 * i + 1]);

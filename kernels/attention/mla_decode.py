@@ -90,11 +90,11 @@ class Tiles(NamedTuple):
 @functools.cache
 def choose_tiles(device: torch.device, fp8: bool) -> Tiles:
     if device.type != "cuda" or device_caps(device).has_tma:  # two blocks of device.HALF_SHARED
-        return Tiles("mla_tma", 64, 8, 2) if fp8 else Tiles("mla_copied", 32, 5, 2)
+        return Tiles("mla_tma", 64, 8, 2) if fp8 else Tiles("mla_cp_async", 32, 5, 2)
     # CUDA keeps 1024 bytes of each block's shared memory.
     free = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
-    panels = min(MAX_PANELS, (free - shared_bytes(Tiles("mla_copied", 32, 0, 1), fp8)) // panel_bytes(fp8))
-    return Tiles("mla_copied", 32, panels, 1)
+    panels = min(MAX_PANELS, (free - shared_bytes(Tiles("mla_cp_async", 32, 0, 1), fp8)) // panel_bytes(fp8))
+    return Tiles("mla_cp_async", 32, panels, 1)
 
 
 def panel_bytes(fp8: bool) -> int:
@@ -112,8 +112,8 @@ def shared_bytes(tiles: Tiles, fp8: bool) -> int:
 def sizes(heads: int, block_size: int, tiles: Tiles, fp8: bool = False) -> dict[str, int | str]:
     """Compile-time constants of mla_decode.cu."""
     return dict(
-        HEADS=heads, SIZE=block_size, TILES=tiles.header, TILE=tiles.tile, HELD=tiles.panels, BLOCKS=tiles.per_sm,
-        SPLIT=SPLIT, ROOM=shared_bytes(tiles, fp8), FP8=int(fp8),
+        HEADS=heads, SIZE=block_size, TILES=tiles.header, TILE=tiles.tile, RING_PANELS=tiles.panels,
+        BLOCKS=tiles.per_sm, SPLIT=SPLIT, ROOM=shared_bytes(tiles, fp8), FP8=int(fp8),
     )  # fmt: skip
 
 

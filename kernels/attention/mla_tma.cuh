@@ -8,7 +8,7 @@
 #define CACHE const __grid_constant__ TensorMap
 // Bytes of a box, which has 128 of each of a panel's tokens; of a panel, in 5 boxes, half of the last being zeros.
 constexpr int BOX_BYTES = PANEL * 128, PANEL_BYTES = 5 * BOX_BYTES;
-constexpr int PANELS = TILE / PANEL, TILE_BYTES = PANELS * PANEL_BYTES, STAGES = HELD / PANELS, SCALE_BYTES = TILE * 2;
+constexpr int PANELS = TILE / PANEL, TILE_BYTES = PANELS * PANEL_BYTES, STAGES = RING_PANELS / PANELS, SCALE_BYTES = TILE * 2;
 constexpr int STEPS = LATENT / 16 / QUARTERS, ROPE_STEPS = ROPE / 16;  // matmul steps of a warp
 constexpr int PLANES = QUARTERS + 1;                                   // of scores: the last one is of the rotated elements
 constexpr int SCORES_BYTES = PLANES * ROWS * SCORES_ROW * 4;
@@ -18,7 +18,7 @@ static_assert(1024 + STAGES * (TILE_BYTES + SCALE_BYTES) + SCORES_BYTES + WEIGHT
 static_assert(FP8 && TILE == 64, "what warps take of a tile");
 
 // Position as TMA stores it: box by box, whose 16-byte vectors are permuted among eight.
-__device__ inline int swizzled(int row, int piece) { return piece / 8 * BOX_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16; }
+__device__ inline int swizzled(int row, int vec) { return vec / 8 * BOX_BYTES + row * 128 + (vec % 8 ^ row % 8) * 16; }
 
 // TMA requests of the first warps: each a panel of each tile, and its scales. `full` has an arrival of each of them,
 // `empty` of all warps.
@@ -151,13 +151,13 @@ __device__ inline void multiply_keys(const Queries& q, unsigned tile, float* sco
         ldmatrix(y, (j % 2 ? odd : even) + j / 2 * BOX_BYTES);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            f16_pairs(y[n], b[0], b[1]);
+            e4m3x4_to_f16(y[n], b[0], b[1]);
             mma<Operand>(s[n], q.latent[j], b[0], b[1]);
         }
         const int k = j - (STEPS - ROPE_STEPS);  // late, as registers are short: sums follow each other beside the others
         if (k < 0) continue;
         if (k == 0) ldmatrix(z, rotated);
-        f16_pairs(z[k], b[0], b[1]);
+        e4m3x4_to_f16(z[k], b[0], b[1]);
         mma<Operand>(r, q.rope[k], b[0], b[1]);
     }
     store_scores(scores + QUARTERS * ROWS * SCORES_ROW + warp * 8, r);
@@ -236,8 +236,8 @@ struct Softmax : SoftmaxState {
 __device__ inline void clear_rows(unsigned char* tile, int count) {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < (TILE - count) * 4; i += 32) {
-        const int row = count + i / 4, piece = threadIdx.x / 32 * (COLUMNS / 16) + i % 4;
-        *(uint4*)(tile + row / PANEL * PANEL_BYTES + swizzled(row % PANEL, piece)) = make_uint4(0, 0, 0, 0);
+        const int row = count + i / 4, vec = threadIdx.x / 32 * (COLUMNS / 16) + i % 4;
+        *(uint4*)(tile + row / PANEL * PANEL_BYTES + swizzled(row % PANEL, vec)) = make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
 }

@@ -19,7 +19,7 @@ from ..device import device_caps, dot_precision, overlaps
 from ..rope.fp8_cache import E4M3
 from ..rope.fp8_triton import scales_at, widen
 from .backend import LOG2_E, AttentionParams, Part
-from .decode_parts_triton import slots_of
+from .decode_split_kv_triton import slots_of
 
 if TYPE_CHECKING:
     from .mla import Context

@@ -12,7 +12,7 @@
 #include "wgmma.cuh"
 
 constexpr int ROWS = 128, RUNS = (DIM + 63) / 64;  // runs of 64 elements, of a head
-constexpr bool Q_SHARED = HELD < DIM / 16;  // of q's steps of 16 elements HELD lie in registers
+constexpr bool Q_SHARED = Q_IN_REGS < DIM / 16;  // of q's steps of 16 elements Q_IN_REGS lie in registers
 constexpr int Q_BYTES = ROWS * RUNS * 128, TILE_BYTES = TILE * RUNS * 128;
 constexpr int PER_TILE = TILE / BOX;  // boxes of BOX tokens, of one cache block each
 
@@ -128,14 +128,14 @@ __device__ __forceinline__ void load_items(const TensorMap& of_q, const TensorMa
 }
 
 // Has tensor cores begin with a tile's scores of a group's rows; skip: the block's rows before these.
-__device__ __forceinline__ void multiply_keys(float (&s)[TILE / 2], unsigned (&q)[HELD][4], unsigned q_at, int skip, unsigned tile) {
+__device__ __forceinline__ void multiply_keys(float (&s)[TILE / 2], unsigned (&q)[Q_IN_REGS][4], unsigned q_at, int skip, unsigned tile) {
     fence_registers(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
         const auto keys = smem_descriptor(tile + k / 4 * TILE * 128 + k % 4 * 32, 16);
-        if (k < HELD)
-            wgmma<false>(T(), s, q[k < HELD ? k : 0], keys, k > 0);
+        if (k < Q_IN_REGS)
+            wgmma<false>(T(), s, q[k < Q_IN_REGS ? k : 0], keys, k > 0);
         else
             wgmma(T(), s, smem_descriptor(q_at + (k / 4 * ROWS + skip) * 128 + k % 4 * 32, 16), keys, k > 0);
     }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void shrink(float (&o)[DIM / 2], const Rowwise& rows)
 // The first `mine` of an item's tiles, from the ring's t-th on. s, p: scores, and weights; above: the position of the group's
 // first row.
 __device__ __forceinline__ void attend_tiles(float (&s)[TILE / 2], unsigned (&p)[TILE / 16][4], float (&o)[DIM / 2], Rowwise& rows,
-                                             unsigned (&q)[HELD][4], const Work& work, const Shared& shared, int t, int mine,
+                                             unsigned (&q)[Q_IN_REGS][4], const Work& work, const Shared& shared, int t, int mine,
                                              int above, int skip, float scale, float softcap, int thread, int group,
                                              int quarter, int lane) {
     auto scores = [&](int j) {
@@ -256,12 +256,12 @@ __device__ __forceinline__ void attend(const int* items, int count, const Shared
         // Tiles that this group's rows see; the block's others are only handed back.
         const int tiles = work.stop() - work.first();
         const int mine = skip >= work.rows ? 0 : min((above + 63) / TILE + 1 - work.first(), tiles);
-        unsigned q[HELD][4];
+        unsigned q[Q_IN_REGS][4];
         mbarrier_wait(shared.q_full, n);
 #pragma unroll
-        for (int k = 0; k < HELD; k++) {
-            int row = skip + quarter * 16 + lane % 16, piece = k % 4 * 2 + lane / 16;
-            ldmatrix(q[k], shared.q + (k / 4 * ROWS + row) * 128 + (piece ^ row % 8) * 16);
+        for (int k = 0; k < Q_IN_REGS; k++) {
+            int row = skip + quarter * 16 + lane % 16, vec = k % 4 * 2 + lane / 16;
+            ldmatrix(q[k], shared.q + (k / 4 * ROWS + row) * 128 + (vec ^ row % 8) * 16);
         }
         if (!Q_SHARED) release_stage(shared.q_empty);
         float s[TILE / 2], o[DIM / 2] = {};

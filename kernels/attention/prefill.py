@@ -108,7 +108,7 @@ def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: in
 class PrefillRoom(NamedTuple):
     tile: int  # keys
     stages: int  # tiles of keys, and as many of values, that lie in shared memory
-    held: int  # steps of 16 elements of q that lie in registers
+    q_in_regs: int  # steps of 16 elements of q that lie in registers
     shared: int  # bytes of shared memory
 
 
@@ -117,8 +117,8 @@ def prefill_room(dim: int) -> PrefillRoom:
     runs = -(-dim // 64)
     tile, row = KEYS[runs - 1], runs * 128  # bytes
     stages = ((ROOM - 1024) // row - ROWS) // (2 * tile)
-    held = (REGISTERS - tile // 2 - tile // 4 - dim // 2) // 4
-    return PrefillRoom(tile, stages, min(held, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
+    q_in_regs = (REGISTERS - tile // 2 - tile // 4 - dim // 2) // 4
+    return PrefillRoom(tile, stages, min(q_in_regs, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
 
 
 def prefill(
@@ -152,11 +152,11 @@ def _made(
     capped: bool, sinks: bool,
 ) -> _Made:  # fmt: skip
     """Kept, as each layer of each step asks for it. device: the current one."""
-    tile, stages, held, shared = prefill_room(dim)
+    tile, stages, q_in_regs, shared = prefill_room(dim)
     box = math.gcd(size, tile)
     kernel = jit.kernel(
         "prefill", "prefill", dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,
-        TILE=tile, STAGES=stages, HELD=held, WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks),
+        TILE=tile, STAGES=stages, Q_IN_REGS=q_in_regs, WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks),
     )  # fmt: skip
     return _Made(kernel, box, shared)
 

@@ -213,10 +213,10 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
     by_hand = bool(params.softcap) or params.sinks is not None
     k, v = (c.transpose(0, 1)[None] for c in (k, v))  # [1, kv_heads, L, dim]
     for start in range(0, len(q), PIECE):
-        piece = q[start : start + PIECE].transpose(0, 1)[None].float()
-        last = computed + start + piece.shape[2]  # keys from here on are in the future of all rows
+        vec = q[start : start + PIECE].transpose(0, 1)[None].float()
+        last = computed + start + vec.shape[2]  # keys from here on are in the future of all rows
         first = max(0, computed + start + 1 - params.window) if params.window else 0
-        shape = piece.shape[2], last - first
+        shape = vec.shape[2], last - first
         mask = None
         if shape[0] > 1 and (shape[0] < shape[1] or params.window or by_hand):
             mask = torch.full(shape, float("-inf"), device=q.device).triu_(1 + shape[1] - shape[0])
@@ -226,11 +226,11 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
         seen = k[:, :, first:last], v[:, :, first:last]
         if by_hand:
             sinks = None if params.sinks is None else params.sinks.view(-1, 1, 1)
-            done = _softmax(piece, *seen, mask, params, sinks)
+            done = _softmax(vec, *seen, mask, params, sinks)
         else:
             causal = mask is None and shape[0] > 1
             done = scaled_dot_product_attention(
-                piece, *seen, attn_mask=mask, scale=params.scale, enable_gqa=True, is_causal=causal
+                vec, *seen, attn_mask=mask, scale=params.scale, enable_gqa=True, is_causal=causal
             )
         out[start : start + PIECE] = done[0].transpose(0, 1)
 

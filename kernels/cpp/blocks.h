@@ -4,7 +4,7 @@
 // A weight is (code - zero) * scale, minus a minimum where its form has any. It lies in blocks of 16 outputs, whose
 // groups of `super` inputs follow each other: a thread reads one stream of memory. A group is a head of its own, and of
 // each 32 inputs the codes, four inputs of each output side by side: VNNI multiplies and adds such fours of bytes with
-// x in int8 planes (digits.h), for 16 outputs at once, NEON's dot products for 4, and so do the tiles of AMX, for 16
+// x in int8 planes (int8_planes.h), for 16 outputs at once, NEON's dot products for 4, and so do the tiles of AMX, for 16
 // rows at once. What is added of a group is exact, so all make the same to the last bit. AVX2 without VNNI multiplies
 // and adds pairs: the first two int8 planes as one number, which makes the same where x is bf16. Elsewhere codes are
 // converted to f32, and with AVX2 for three and more rows of f32: of so many that takes fewer instructions.
@@ -16,13 +16,13 @@
 //     minimum(h, v)
 //     four(i, v)     codes, bytes that are not negative, of inputs 4 i.. of those outputs
 
-#include "digits.h"
+#include "int8_planes.h"
 #include "store_sums.h"
 #include "experts.h"
 #include "tiles.h"
 
 struct Linear {
-    const void *x, *digits, *blocks, *bias;  // bias: null where there is none
+    const void *x, *planes, *blocks, *bias;  // bias: null where there is none
     void* y;
     int64_t rows, inputs, outputs, pitch;  // pitch: elements from row to row of x
     int64_t super, zero;                   // inputs of a group; what all codes have too much
@@ -30,7 +30,7 @@ struct Linear {
 
 // The weights of several experts, one after the other, each with rows of x of its own.
 struct Experts {
-    const void *x, *digits, *blocks, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
+    const void *x, *planes, *blocks, *bias, *offsets, *at;  // bias [experts, outputs]; offsets: as each_block has it; at: weight_of
     void *taken, *y;  // taken: as each_block has it
     int64_t experts, inputs, outputs, pitch, super, zero;
 };
@@ -90,7 +90,7 @@ INLINE Vec halves(const uint8_t* p, int v) { return load((const f16*)p + v * LAN
 template <typename F, typename T>
 INLINE void accumulate(Vec& total, Ints low, Ints high, Vec scale, Vec minimum, const Sums& of, int h) {
     Vec sums = __builtin_convertvector(low, Vec);
-    if (DIGITS<T> == 3) sums += __builtin_convertvector(high, Vec) * 65536;
+    if (PLANES<T> == 3) sums += __builtin_convertvector(high, Vec) * 65536;
     total += sums * (scale * of.scale);
     if (F::MINIMA) total -= minimum * (F::GROUPS == 2 ? of.sums[h] : of.sums[0] + of.sums[1]);
 }
@@ -114,19 +114,19 @@ typedef Ints Codes;
 template <typename F> INLINE Codes four(const F& at, int i, int v) { return at.four(i, v); }
 
 template <typename T> struct Dots {
-    Ints digits[DIGITS<T>];
+    Ints planes[PLANES<T>];
 
     INLINE void begin(int32_t low, int32_t high) {
-        digits[0] = fill_whole(low), digits[1] = Ints{};
-        if (DIGITS<T> == 3) digits[DIGITS<T> - 1] = fill_whole(high);
+        planes[0] = fill_whole(low), planes[1] = Ints{};
+        if (PLANES<T> == 3) planes[PLANES<T> - 1] = fill_whole(high);
     }
     INLINE void add(Ints codes, const uint8_t* x, int64_t n, int64_t inputs) {
 #pragma GCC unroll 3
-        for (int d = 0; d < DIGITS<T>; d++)
-            digits[d] = dot_fours(digits[d], codes, four_bytes(x + d * inputs + n));
+        for (int d = 0; d < PLANES<T>; d++)
+            planes[d] = dot_fours(planes[d], codes, four_bytes(x + d * inputs + n));
     }
-    INLINE Ints low() const { return (digits[1] << 8) + digits[0]; }
-    INLINE Ints high() const { return digits[DIGITS<T> - 1]; }
+    INLINE Ints low() const { return (planes[1] << 8) + planes[0]; }
+    INLINE Ints high() const { return planes[PLANES<T> - 1]; }
 };
 #elif defined(DOT_PAIRS)
 typedef uint16_t Halves __attribute__((vector_size(LANES * 4), may_alias));
@@ -146,7 +146,7 @@ template <typename T> struct Dots {
     INLINE void add(const Codes& codes, const uint8_t* x, int64_t n, int64_t inputs) {
         sums[0] += dot_pairs(codes.first, four_bytes(x + 2 * n)) + dot_pairs(codes.second, four_bytes(x + 2 * n + 4));
         // Third int8 planes are 64 at most, so that two products of theirs are less than 2^15.
-        if (DIGITS<T> == 3) sums[1] += dot_pairs(dot_bytes(codes.all, four_bytes(x + 2 * inputs + n)), fill_whole(0x10001));
+        if (PLANES<T> == 3) sums[1] += dot_pairs(dot_bytes(codes.all, four_bytes(x + 2 * inputs + n)), fill_whole(0x10001));
     }
     INLINE Ints low() const { return sums[0]; }
     INLINE Ints high() const { return sums[1]; }
@@ -159,7 +159,7 @@ template <int R, typename F, typename T>
 INLINE void whole_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
     constexpr int FOURS = RUN / 4 / F::GROUPS;
     const int64_t pitch = row_bytes<T>(a.inputs), runs = a.inputs / RUN;
-    const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
+    const uint8_t *x = (const uint8_t*)a.planes + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
     F at(w, a.super);
     for (int64_t g = 0; g < runs; g++, of += sizeof(Sums), at.next()) {
         at.ask();
@@ -200,7 +200,7 @@ template <int R, typename F, typename T>
 INLINE void float_tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][WIDE]) {
     constexpr int G = F::MINIMA ? 2 : F::GROUPS;  // halves of a run whose sums of x are apart
     const int64_t pitch = row_bytes<T>(a.inputs);
-    const uint8_t* of = (const uint8_t*)sums_of<T>((const uint8_t*)a.digits + m * pitch, a.inputs);
+    const uint8_t* of = (const uint8_t*)sums_of<T>((const uint8_t*)a.planes + m * pitch, a.inputs);
     const T* x = (const T*)a.x + m * a.pitch;
     const int32_t zero = a.zero;
     F at(w, a.super);
@@ -236,7 +236,7 @@ INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][W
 #if defined(DOT_FOURS)
     whole_tile<R, F, T>(a, m, w, total);
 #elif defined(DOT_PAIRS)
-    if constexpr (DIGITS<T> == 2 || R <= 2)
+    if constexpr (PLANES<T> == 2 || R <= 2)
         whole_tile<R, F, T>(a, m, w, total);
     else
         float_tile<R, F, T>(a, m, w, total);
@@ -250,22 +250,22 @@ INLINE void tile(const Linear& a, int64_t m, const uint8_t* w, Vec (&total)[R][W
 // threads (2026-11-25), an expert's 4 rows took as long in q4_k by either way and 1.4 times as long by tiles in q6_k;
 // 16 rows 1.3 times as long without tiles in q4_k, and equally long in q6_k.
 constexpr int64_t TILED_ROWS = 8;
-constexpr int CODES_TILE = 7, ROWS_TILE = 3;  // 0 to 2: sums of a digit; from ROWS_TILE on: rows of a digit
+constexpr int CODES_TILE = 7, ROWS_TILE = 3;  // 0 to 2: sums of an int8 plane; from ROWS_TILE on: rows of an int8 plane
 
 // The dot products of int8 plane D and the ones below it.
-template <int D> INLINE void dot_digits(const uint8_t* x, int64_t inputs, int64_t pitch, int32_t (*to)[16][BLOCK]) {
+template <int D> INLINE void dot_planes(const uint8_t* x, int64_t inputs, int64_t pitch, int32_t (*to)[16][BLOCK]) {
     tile_zero<D>();
     tile_load<ROWS_TILE + D>(x + D * inputs, pitch);
     tile_dot_su<D, ROWS_TILE + D, CODES_TILE>();
     tile_store<D>(to[D], 4 * BLOCK);
-    if constexpr (D > 0) dot_digits<D - 1>(x, inputs, pitch, to);
+    if constexpr (D > 0) dot_planes<D - 1>(x, inputs, pitch, to);
 }
 
 // A block of outputs for rows m..m + count - 1, sixteen at most.
 template <typename F, typename T> void tiled(const Linear& a, int64_t m, int count, int64_t o, const uint8_t* w) {
-    constexpr int D = DIGITS<T>, LENGTH = RUN / F::GROUPS;
+    constexpr int D = PLANES<T>, LENGTH = RUN / F::GROUPS;
     const int64_t pitch = row_bytes<T>(a.inputs), runs = a.inputs / RUN;
-    const uint8_t *x = (const uint8_t*)a.digits + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
+    const uint8_t *x = (const uint8_t*)a.planes + m * pitch, *of = (const uint8_t*)sums_of<T>(x, a.inputs);
     TileShapes shapes;
     for (int d = 0; d < D; d++) shapes.set(d, count, 4 * BLOCK), shapes.set(ROWS_TILE + d, count, LENGTH);
     shapes.set(CODES_TILE, LENGTH / 4, 4 * BLOCK);
@@ -282,7 +282,7 @@ template <typename F, typename T> void tiled(const Linear& a, int64_t m, int cou
         for (int h = 0; h < F::GROUPS; h++) {
             auto sums = made[(g * F::GROUPS + h) % 2];
             tile_load<CODES_TILE>(four + h * LENGTH / 4, 4 * BLOCK);
-            dot_digits<D - 1>(x + h * LENGTH, a.inputs, pitch, sums);
+            dot_planes<D - 1>(x + h * LENGTH, a.inputs, pitch, sums);
             const Vec scale = at.scale(h, 0), minimum = at.minimum(h, 0);
             for (int r = 0; r < count; r++) {
                 const Sums& one = *(const Sums*)(of + r * pitch);
@@ -340,10 +340,10 @@ template <typename F, typename T> void linear(const Linear& a, int part, int par
 
 template <typename F, typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t size = F::bytes(a.inputs, a.super), blocks = (a.outputs + BLOCK - 1) / BLOCK;
-    each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+    each_block((const int32_t*)a.offsets, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
         const int64_t first = weight_of(a.at, e) * blocks;
-        const Linear of = {a.x, a.digits, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero};
+        const Linear of = {a.x, a.planes, nullptr, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.super, a.zero};
         rows<F, T>(of, m, i, (const uint8_t*)a.blocks + (first + i) * size);
     });
     done();

@@ -1,6 +1,6 @@
 // Grouped GEMMs of experts whose weights are e4m3 in wide packed tiles (e4m3_wide.cuh), by Hopper's asynchronous
 // tensor-core instructions of 8 bits: for sm_90a alone. x [routed, I] is e4m3 with a scale for each row, in the order
-// of group.cu, as e4m3_pairs.cu makes it, so that the routed tokens of an expert are rows side by side. Weights are
+// of group.cu, as e4m3_routed.cu makes it, so that the routed tokens of an expert are rows side by side. Weights are
 // [experts, OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that
 // order; else y [routed, OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added,
 // times the routed token's weight where x has it in already.
@@ -52,17 +52,17 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 
 // A lane's facts of an item's rows lane + 32 j.
 struct Rows {
-    float scales[HELD], weights[HELD];
-    int pairs[HELD];
+    float scales[ROWS_PER_LANE], weights[ROWS_PER_LANE];
+    int routed[ROWS_PER_LANE];
 
-    __device__ Rows(const Item& item, const float* of_x, const float* by_place, const int* order) {
+    __device__ Rows(const Item& item, const float* of_x, const float* sorted_weights, const int* sorted_ids) {
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
+        for (int j = 0; j < ROWS_PER_LANE; j++) {
             const int row = threadIdx.x % 32 + j * 32;
             const bool mine = row < item.rows;
             scales[j] = mine ? of_x[item.row + row] : 0;
-            weights[j] = mine && (GATED || BIAS) ? by_place[item.row + row] : 0;
-            pairs[j] = mine && !GATED ? __ldcg(order + item.row + row) : 0;
+            weights[j] = mine && (GATED || BIAS) ? sorted_weights[item.row + row] : 0;
+            routed[j] = mine && !GATED ? __ldcg(sorted_ids + item.row + row) : 0;
         }
     }
 };
@@ -93,16 +93,16 @@ __device__ inline void store_sums(const float (&sum)[ROWS / 2], const Rows& of, 
             unsigned a = transpose_8x8(pack<T>(v[0] + low * even, v[1] + low * odd));
             unsigned b = transpose_8x8(pack<T>(v[2] + high * even, v[3] + high * odd));
             swap_lanes(a, b, 1);  // four outputs side by side
-            const long long pair = __shfl_sync(0xffffffffu, of.pairs[j / 4], j % 4 * 8 + g);
-            if (mine) *(uint2*)(y + pair * WIDTH + column) = make_uint2(a, b);
+            const long long routed_id = __shfl_sync(0xffffffffu, of.routed[j / 4], j % 4 * 8 + g);
+            if (mine) *(uint2*)(y + routed_id * WIDTH + column) = make_uint2(a, b);
         }
     }
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
-e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, const float* by_place, const unsigned char* weight,
-             const T* bias, const int* order, const int* ends, const int* tile_expert, const int* tile_start, T* y,
+e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, const float* sorted_weights, const unsigned char* weight,
+             const T* bias, const int* sorted_ids, const int* offsets, const int* tile_expert, const int* tile_start, T* y,
              int tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
@@ -114,7 +114,7 @@ e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, cons
         cluster_sync();  // the other's barriers are there, too
     else
         __syncthreads();
-    const Items items{ends, tile_expert, tile_start, tiles};
+    const Items items{offsets, tile_expert, tile_start, tiles};
     if (thread >= THREADS) {
         if constexpr (GROUPS > 1) set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, items);
@@ -129,7 +129,7 @@ e4m3_experts(const __grid_constant__ TensorMap of_x, const float* x_scales, cons
 #pragma unroll 1
         while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
             const Item item = items.item(index, next);
-            const Rows rows(item, x_scales, by_place, order);
+            const Rows rows(item, x_scales, sorted_weights, sorted_ids);
             index += gridDim.x / SHARE;
             next = items.seek(index);
             float sum[ROWS / 2];

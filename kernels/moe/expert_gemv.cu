@@ -25,17 +25,17 @@ __device__ inline float dot(const Access& w, const uint4& x, float sum) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, int first, int experts) {
     constexpr int STEPS = (HIDDEN / V + 31) / 32, AHEAD = STEPS < 4 ? STEPS : 4;
-    const int lane = threadIdx.x % 32, pair = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, routed_id = blockIdx.x, o = blockIdx.y * WARPS + threadIdx.x / 32;
     grid_wait();
     launch_dependents();
-    const int expert = ids[pair] - (PART ? first : 0);
+    const int expert = ids[routed_id] - (PART ? first : 0);
     if (PART && (unsigned)expert >= (unsigned)experts) {
-        if (lane == 0) h[(long long)pair * INNER + o] = from_float<T>(0.0f);
+        if (lane == 0) h[(long long)routed_id * INNER + o] = from_float<T>(0.0f);
         return;
     }
     const T* gate = w13 + ((long long)expert * 2 * INNER + o) * HIDDEN + lane * V;
     const T* up = gate + (long long)INNER * HIDDEN;
-    const T* token = x + (long long)(pair / TOP) * HIDDEN + lane * V;
+    const T* token = x + (long long)(routed_id / TOP) * HIDDEN + lane * V;
     Access ring[AHEAD][2];
 #pragma unroll
     for (int u = 0; u < AHEAD; u++)
@@ -55,7 +55,7 @@ expert_up(const T* x, const int* ids, const float* weights, const T* w13, T* h, 
         }
     }
     const float g = warp_sum(sums[0]), y = warp_sum(sums[1]);
-    if (lane == 0) h[(long long)pair * INNER + o] = from_float<T>(gated<T, ACT>(g, y) * weights[pair]);
+    if (lane == 0) h[(long long)routed_id * INNER + o] = from_float<T>(gated<T, ACT>(g, y) * weights[routed_id]);
 }
 
 // y [tokens, HIDDEN], the sum over each token's experts; a warp makes one element of it. The ids are older than the

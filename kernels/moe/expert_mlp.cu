@@ -20,7 +20,7 @@
 // Behind the counts in `done` are `taken`, how many further items were taken, and `shared_done`, `started` and `left`,
 // the blocks that have. All are zero before the launch and after it.
 //
-// With SORTED_PAIRS, each block sorts the router's choice for itself, of so many routed tokens at most: no launch
+// With MAX_SORTED, each block sorts the router's choice for itself, of so many routed tokens at most: no launch
 // stands between, and what an item is stands in shared memory.
 //
 // Weights do not wait for the router either. A block's first item is known beforehand if every expert has one tile, so
@@ -35,7 +35,7 @@
 // each token is theirs.
 
 constexpr int M = 128;                         // outputs' weights of an item
-constexpr int ROWS = 8 * TILES;                // pairs of an item
+constexpr int ROWS = 8 * TILES;                // routed tokens of an item
 constexpr int BOXES = KC / 64;                 // of a chunk
 constexpr int SHARED_ROWS = 64;                // rows of an item of shared experts
 constexpr int STAGE = (M + ROWS) * KC * 2;     // bytes
@@ -74,17 +74,17 @@ struct Item {
     __device__ static Item of_shared_experts(bool up, int block, int tokens) { return {up, true, 0, -1, block, 0, tokens}; }
 };
 
-constexpr int MAX_TILES = EXPERTS + SORTED_PAIRS / ROWS;  // of as many pairs as a block sorts
+constexpr int MAX_TILES = EXPERTS + MAX_SORTED / ROWS;  // of as many routed tokens as a block sorts
 
 // Sorted routed tokens as group.cu leaves them, in a block's shared memory.
 struct Sorted {
-    int order[SORTED_PAIRS + 1], ends[EXPERTS + 1], experts[MAX_TILES + 1], starts[MAX_TILES + 1];
+    int sorted_ids[MAX_SORTED + 1], offsets[EXPERTS + 1], experts[MAX_TILES + 1], starts[MAX_TILES + 1];
 };
 
 // A warp: from how many routed tokens of each expert each warp has, in `counts`, to where each warp's begin among the expert's.
 __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
     const int lane = threadIdx.x % 32;
-    const Totals all = place_experts(
+    const Totals all = scan_experts(
         [=](int e) {
             int n = 0;
             for (int w = 0; w < THREADS / 32; w++) {
@@ -94,28 +94,28 @@ __device__ inline void cut_tiles(int (*counts)[EXPERTS + 1], Sorted& to) {
             return n;
         },
         [&](int e, int start, int tile, int tiles) {
-            to.ends[e] = start;
+            to.offsets[e] = start;
             for (int i = 0; i < tiles; i++) to.experts[tile + i] = e, to.starts[tile + i] = start + i * ROWS;
         });
-    if (lane == 0) to.ends[EXPERTS] = all.pairs;
+    if (lane == 0) to.offsets[EXPERTS] = all.routed;
     for (int i = all.tiles + lane; i < MAX_TILES; i += 32) to.experts[i] = -1;
 }
 
 // A block: what group.cu does, without a launch and without asking the second-level cache for each item. Routed tokens
 // of one expert stay in their order, as all blocks must find the same. counts: zeros.
-__device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPERTS + 1], Sorted& to) {
-    constexpr int EACH = SORTED_PAIRS / THREADS + !SORTED_PAIRS;
-    static_assert(SORTED_PAIRS % THREADS == 0, "all pairs have a thread");
+__device__ inline void sort_routed(const int* ids, int routed, int (*counts)[EXPERTS + 1], Sorted& to) {
+    constexpr int EACH = MAX_SORTED / THREADS + !MAX_SORTED;
+    static_assert(MAX_SORTED % THREADS == 0, "all routed tokens have a thread");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * EACH * 32 + lane;
     int expert[EACH], rank[EACH];
     if (warp < THREADS / 32) {
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const unsigned id = first + j * 32 < pairs ? __ldcg(ids + first + j * 32) : EXPERTS;
+            const unsigned id = first + j * 32 < routed ? __ldcg(ids + first + j * 32) : EXPERTS;
             expert[j] = id < EXPERTS ? id : EXPERTS;  // as group.cu leaves out what is no expert
         }
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {  // pairs past the last one are of an expert past the last one
+        for (int j = 0; j < EACH; j++) {  // routed tokens past the last one are of an expert past the last one
             const unsigned same = __match_any_sync(0xffffffffu, expert[j]), earlier = same & ((1u << lane) - 1);
             rank[j] = counts[warp][expert[j]] + __popc(earlier);
             __syncwarp();
@@ -129,21 +129,21 @@ __device__ inline void sort_pairs(const int* ids, int pairs, int (*counts)[EXPER
     if (warp < THREADS / 32)
 #pragma unroll
         for (int j = 0; j < EACH; j++)
-            if (expert[j] < EXPERTS) to.order[to.ends[expert[j]] + counts[warp][expert[j]] + rank[j]] = first + j * 32;
+            if (expert[j] < EXPERTS) to.sorted_ids[to.offsets[expert[j]] + counts[warp][expert[j]] + rank[j]] = first + j * 32;
     __syncthreads();
 }
 
 // An entry of the tables: group.cu's past the first-level cache, which another kernel may have filled before they were
 // there.
-__device__ inline int load_index(const int* from) { return SORTED_PAIRS ? *from : __ldcg(from); }
+__device__ inline int load_index(const int* from) { return MAX_SORTED ? *from : __ldcg(from); }
 
 struct Tiles {
-    const int *ends, *experts, *starts;
+    const int *offsets, *experts, *starts;
     int used, tokens;
 
     // Built by a warp, which counts the tiles that are needed.
-    __device__ Tiles(const int* ends, const int* experts, const int* starts, int most, int tokens)
-        : ends(ends), experts(experts), starts(starts), used(0), tokens(tokens) {
+    __device__ Tiles(const int* offsets, const int* experts, const int* starts, int most, int tokens)
+        : offsets(offsets), experts(experts), starts(starts), used(0), tokens(tokens) {
         for (int i = threadIdx.x % 32; i < most; i += 32) used += load_index(experts + i) >= 0;
 #pragma unroll
         for (int step = 16; step; step >>= 1) used += __shfl_xor_sync(0xffffffffu, used, step);
@@ -169,7 +169,7 @@ struct Tiles {
         item.tile = item.up ? number / Up::BLOCKS : (number - ups) / Down::BLOCKS;
         item.block = item.up ? number % Up::BLOCKS : (number - ups) % Down::BLOCKS;
         item.expert = load_index(experts + item.tile), item.start = load_index(starts + item.tile);
-        item.rows = min(ROWS, load_index(ends + item.expert + 1) - item.start);
+        item.rows = min(ROWS, load_index(offsets + item.expert + 1) - item.start);
         return item;
     }
 };
@@ -197,7 +197,7 @@ struct Queue {
 
 // Each warp's counts of each expert's routed tokens lie in the place of the sums: of tiles of 8 rows those of 143
 // experts fit there.
-static_assert(!SORTED_PAIRS || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
+static_assert(!MAX_SORTED || THREADS / 32 * (EXPERTS + 1) <= M * WIDE, "counts of so many experts have no room");
 
 constexpr int EARLY = STAGES < Up::CHUNKS ? STAGES : Up::CHUNKS;
 
@@ -284,11 +284,11 @@ __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ri
 // An item's values, once all sums are there. Lanes have their rows' routed tokens and weights. A warp's elements are of
 // one row.
 template <class G>
-__device__ inline void store(const float* sums, const Item& item, int pairs, float weights, T* y) {
+__device__ inline void store(const float* sums, const Item& item, int routed, float weights, T* y) {
     for (int i = threadIdx.x; i < item.rows * G::OUTS; i += THREADS) {
         const int row = i / G::OUTS, out = i % G::OUTS;
-        long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, pairs, row);
-        if (!G::GATED && SHARED_INNER) to += to / TOP;  // behind each token's pairs is what shared experts make
+        long long to = G::GATED ? item.start + row : __shfl_sync(0xffffffffu, routed, row);
+        if (!G::GATED && SHARED_INNER) to += to / TOP;  // behind each token's rows is what shared experts make
         float value = sums[out * WIDE + row];
         if (G::GATED)
             value = gated<T, ACT>(value, sums[(G::OUTS + out) * WIDE + row]) * __shfl_sync(0xffffffffu, weights, row);
@@ -298,12 +298,12 @@ __device__ inline void store(const float* sums, const Item& item, int pairs, flo
 
 // The warps that multiply: an item.
 template <class G>
-__device__ inline void multiply(const Item& item, const TileLane& place, const Ring& ring, float* sums, const int* order,
+__device__ inline void multiply(const Item& item, const TileLane& place, const Ring& ring, float* sums, const int* sorted_ids,
                                 const float* weights, T* y, int& n) {
     const int lane = threadIdx.x % 32;
     float sum[1][TILES][4] = {}, mine = 0;
-    const int pair = lane < item.rows ? load_index(order + item.start + lane) : 0;
-    if (G::GATED) mine = __ldcg(weights + pair);
+    const int routed_id = lane < item.rows ? load_index(sorted_ids + item.start + lane) : 0;
+    if (G::GATED) mine = __ldcg(weights + routed_id);
 #pragma unroll 1
     for (const int start = n, end = n + G::CHUNKS; n < end; n++) {
         const int stage = n % STAGES;
@@ -316,7 +316,7 @@ __device__ inline void multiply(const Item& item, const TileLane& place, const R
     release_stage(ring.empty + (n - 1) % STAGES);
     keep_sums<WIDE>(sum, sums + (threadIdx.x / 32 * 16 + lane / 4) * WIDE + lane % 4 * 2);
     block_sync<THREADS>(1);
-    store<G>(sums, item, pair, mine, y);
+    store<G>(sums, item, routed_id, mine, y);
     block_sync<THREADS>(1);  // all is stored, and sums may be overwritten
 }
 
@@ -426,7 +426,7 @@ template <class G, class Second> __device__ inline void wait_for_rows(int* count
 }
 
 // The warp that gathers rows.
-__device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, const int* order, const Tiles& tiles,
+__device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, const int* sorted_ids, const Tiles& tiles,
                                  const Ring& ring, const Queue& queue, int* done, int* shared_done) {
     const int lane = threadIdx.x % 32, items = tiles.items();
     for (int k = 0, n = 0;; k++) {
@@ -444,7 +444,7 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, cons
         }
         const int mine = item.start + (lane < item.rows ? lane : 0);
         if (item.up) {
-            bring_rows<Up>(x, load_index(order + mine) / TOP, item.rows, ring, n);
+            bring_rows<Up>(x, load_index(sorted_ids + mine) / TOP, item.rows, ring, n);
         } else {
             wait_for_rows<Up, Down>(done + item.tile);
             bring_rows<Down>(h, mine, item.rows, ring, n);
@@ -454,7 +454,7 @@ __device__ inline void rows_warp(const T* x, const T* h, const T* shared_h, cons
 }
 
 // The warps that multiply.
-__device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* order,
+__device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, const Queue& queue, float* sums, const int* sorted_ids,
                                       const float* weights, T* h, T* shared_h, T* y, int* done, int* shared_done) {
     const TileLane place(ring.at, threadIdx.x / 32, threadIdx.x % 32);
     const int items = tiles.items();
@@ -468,9 +468,9 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
             else
                 multiply_shared<SharedDown>(item, ring, y + (long long)TOP * HIDDEN, (TOP + 1) * HIDDEN, n);
         } else if (item.up) {
-            multiply<Up>(item, place, ring, sums, order, weights, h, n);
+            multiply<Up>(item, place, ring, sums, sorted_ids, weights, h, n);
         } else {
-            multiply<Down>(item, place, ring, sums, order, weights, y, n);
+            multiply<Down>(item, place, ring, sums, sorted_ids, weights, y, n);
         }
         if (item.up && threadIdx.x == 0) {  // rows of the second GEMM are stored, by threads that have met
             __threadfence();
@@ -480,12 +480,12 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 }
 #endif
 
-// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With SORTED_PAIRS,
-// `order` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are
+// shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With MAX_SORTED,
+// `sorted_ids` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are
 // anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
-expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* order,
-           const int* ends, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
+expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* sorted_ids,
+           const int* offsets, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,
            int experts, const __grid_constant__ TensorMap shared_w13, const __grid_constant__ TensorMap shared_w2,
            T* shared_h, int tokens) {
 #if __CUDA_ARCH__ >= 900
@@ -501,27 +501,27 @@ expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_const
     const Ring ring{start, full, empty, early};
     const Queue queue{numbers, posted, read};
     int(*const counts)[EXPERTS + 1] = (int(*)[EXPERTS + 1]) sums;
-    if (SORTED_PAIRS)
+    if (MAX_SORTED)
         for (int i = threadIdx.x; i < THREADS / 32 * (EXPERTS + 1); i += THREADS + 64) counts[0][i] = 0;
     if (threadIdx.x == 0) init_barriers(ring, queue);
     __syncthreads();
     const Maps maps{&w13, &w2, &shared_w13, &shared_w2};
     const bool guessed = warp == THREADS / 32 && ask_early(maps.w13, ring, experts);
     grid_wait();
-    if (SORTED_PAIRS) {
-        sort_pairs(order, tokens * TOP, counts, sorted);
-        order = sorted.order, ends = sorted.ends, tile_expert = sorted.experts, tile_start = sorted.starts;
+    if (MAX_SORTED) {
+        sort_routed(sorted_ids, tokens * TOP, counts, sorted);
+        sorted_ids = sorted.sorted_ids, offsets = sorted.offsets, tile_expert = sorted.experts, tile_start = sorted.starts;
     }
-    const Tiles tiles(ends, tile_expert, tile_start, SORTED_PAIRS ? MAX_TILES : most, tokens);
+    const Tiles tiles(offsets, tile_expert, tile_start, MAX_SORTED ? MAX_TILES : most, tokens);
     if (warp == THREADS / 32) {
         weights_warp(maps, tiles, ring, queue, blocks, guessed);
         return;
     }
     if (warp > THREADS / 32) {
         launch_dependents();
-        rows_warp(x, h, shared_h, order, tiles, ring, queue, done, shared_done);
+        rows_warp(x, h, shared_h, sorted_ids, tiles, ring, queue, done, shared_done);
         return;
     }
-    multiply_warps(tiles, ring, queue, sums, order, weights, h, shared_h, y, done, shared_done);
+    multiply_warps(tiles, ring, queue, sums, sorted_ids, weights, h, shared_h, y, done, shared_done);
 #endif
 }

@@ -25,7 +25,7 @@ MAX_STAGES = 12
 TILES = {4: 1, 8: 2, 11: 4}
 MAX_SHARED_ROWS = 64  # tokens that an item of shared experts has all of
 SHARED_CHUNK = 64  # inputs of theirs that a block multiplies at once
-SORTED_PAIRS, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
+MAX_SORTED, SORTED_EXPERTS = 512, 128  # most that a block sorts by itself
 
 
 class SharedExperts(NamedTuple):
@@ -53,14 +53,14 @@ def supports_shared(x: Tensor, w2: Tensor, shared: SharedExperts) -> bool:
     return plain and chunks and 0 < len(x) <= MAX_SHARED_ROWS
 
 
-def blocks_sort(pairs: int, experts: int) -> bool:
+def blocks_sort(routed: int, experts: int) -> bool:
     """Whether each block sorts the routed tokens: it has shared memory for so many."""
-    return pairs <= SORTED_PAIRS and experts <= SORTED_EXPERTS
+    return routed <= MAX_SORTED and experts <= SORTED_EXPERTS
 
 
-def choose_tiles(pairs: int, experts: int) -> int:
+def choose_tiles(routed: int, experts: int) -> int:
     """The largest number of 8-row tiles in an item."""
-    return next(tiles for most, tiles in TILES.items() if pairs <= most * experts)
+    return next(tiles for most, tiles in TILES.items() if routed <= most * experts)
 
 
 def sizes(
@@ -77,7 +77,7 @@ def sizes(
         ACT=act_number(act),
         TOP=top,
         SHARED_INNER=shared_inner,
-        SORTED_PAIRS=SORTED_PAIRS if sorted_experts else 0,
+        MAX_SORTED=MAX_SORTED if sorted_experts else 0,
         EXPERTS=sorted_experts,
     )
 
@@ -98,11 +98,11 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
 
 def experts(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
     """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; chosen unless given."""
-    x, ids, weights, w13, w2, act, _, held = given
+    x, ids, weights, w13, w2, act, _, local_experts = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
-    tiles = tiles or choose_tiles(given.pairs, given.experts)
-    sort = held is None and blocks_sort(given.pairs, len(w13))
-    groups = None if sort else group(ids, len(w13), 8 * tiles, held)
+    tiles = tiles or choose_tiles(given.routed, given.experts)
+    sort = local_experts is None and blocks_sort(given.routed, len(w13))
+    groups = None if sort else group(ids, len(w13), 8 * tiles, local_experts)
     return expert_mlp(x, ids, weights, w13, w2, groups, act, tiles, shared)
 
 
@@ -114,7 +114,7 @@ def expert_mlp(
     [E, 2 I, H] and w2 [E, H, I]. groups: in tiles of 8 * tiles rows; None: each block sorts, where `blocks_sort` shows
     it. shared: behind each token's routed tokens is what these make, [T * (k + 1), H]."""
     (tokens, top), (experts, hidden, inner) = ids.shape, w2.shape
-    pairs, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
+    routed, shared_inner = tokens * top, shared.w2.shape[1] if shared else 0
     memory = stages(hidden, inner, tiles)[1]
     consts = sizes(hidden, inner, act, top, tiles, shared_inner, 0 if groups else experts)
     kernel = jit.kernel("expert_mlp", "expert_mlp", x.dtype, memory, **consts)
@@ -125,9 +125,9 @@ def expert_mlp(
         of_shared_w13 = jit.tensor_map(shared.w13.data_ptr(), 2 * shared_inner, hidden, OUTPUTS // 2, hidden)
         of_shared_w2 = jit.tensor_map(shared.w2.data_ptr(), hidden, shared_inner, OUTPUTS, shared_inner)
         shared_h = x.new_empty(tokens, shared_inner)
-    h, y = x.new_empty(pairs, inner), x.new_empty(pairs + (tokens if shared else 0), hidden)
+    h, y = x.new_empty(routed, inner), x.new_empty(routed + (tokens if shared else 0), hidden)
     chosen = groups or (ids,) * 4
-    count = len(groups.tile_expert) if groups else max_tiles(pairs, experts, 8 * tiles)
+    count = len(groups.tile_expert) if groups else max_tiles(routed, experts, 8 * tiles)
     assert count + 4 <= jit.COUNTERS
     done = jit.counters(x.device, current_stream())
     blocks = min(device_caps(x.device).num_sms, count * max(2 * inner, hidden) // OUTPUTS)

@@ -3,12 +3,12 @@
 // with CHUNKS of inputs each. All tiles of an expert are neighbours, those with the same weights first, so that these
 // come from memory once.
 
-constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);  // tiles, or clusters of them, of the same pairs
-constexpr int BAND = 16;  // tiles of pairs that take all columns before others do: the second-level cache has their x
+constexpr int COLUMNS = (WIDTH + OUTS * SHARE - 1) / (OUTS * SHARE);  // tiles, or clusters of them, of the same routed tokens
+constexpr int BAND = 16;  // tiles of routed tokens that take all columns before others do: the second-level cache has their x
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 struct Item {
-    int expert, first, row, rows;  // first output of y; first place in the order of pairs, and how many
+    int expert, first, row, rows;  // first output of y; first place in the order of routed tokens, and how many
 };
 
 // A work item's description. It is asked for in two steps, each long before it is needed.
@@ -19,8 +19,8 @@ struct Lookup {
 // Tiles of routed tokens and columns, expert by expert. Read past the first-level cache, which another kernel may have
 // filled before they were there.
 struct Items {
-    const int *ends, *experts, *starts;
-    int tiles;  // of pairs, at most
+    const int *offsets, *experts, *starts;
+    int tiles;  // of routed tokens, at most
 
     __device__ Lookup seek(int index) const {
         const int tile = index / COLUMNS;
@@ -29,7 +29,7 @@ struct Items {
     }
     __device__ void find(Lookup& at) const {
         if (at.expert < 0) return;
-        at.begin = __ldcg(ends + at.expert), at.end = __ldcg(ends + at.expert + 1);
+        at.begin = __ldcg(offsets + at.expert), at.end = __ldcg(offsets + at.expert + 1);
     }
     // An expert's items are counted on from the first of its tiles of routed tokens: of a band all tiles have a column
     // in turn.

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..activation.activation import gated_call
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from ..quantized import blocks_cpu, cpu_layouts, digits_cpu, e4m3_cpu
+from ..quantized import blocks_cpu, cpu_layouts, e4m3_cpu, int8_planes_cpu
 from ..quantized.blocks_cpu import Gated
 from ..quantized.stack import Stack
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .moe import Inputs, Matrices
 
 SOURCE = "host_experts"
-MAX_ROWS = 64  # pairs per expert at once, on average, whose rows are in memory
+MAX_ROWS = 64  # routed tokens per expert at once, on average, whose rows are in memory
 MAX_TOKENS = 64  # of plain weights; of more, torch's GEMMs are faster
 
 
@@ -39,7 +39,7 @@ def supports(x: Tensor, ids: Tensor, w13: Matrices, w2: Matrices) -> bool:
     plain = any(isinstance(one, Tensor) and one.dtype == x.dtype for one in (w13, w2))
     most = MAX_ROWS  # of more, dequantising an expert first is faster
     if all(isinstance(one, Stack) and isinstance(one.packed, cpu_layouts.Packed) for one in (w13, w2)):
-        most = digits_cpu.max_rows(x.dtype)
+        most = int8_planes_cpu.max_rows(x.dtype)
     return ids.numel() <= most * w13.shape[0] and not (plain and len(x) > MAX_TOKENS)
 
 
@@ -66,48 +66,48 @@ def experts(given: Inputs) -> Tensor:
 
 
 def _experts(given: Inputs) -> Tensor:
-    x, ids, weights, w13, w2, act, biases, held = given
-    (tokens, hidden), top, pairs = x.shape, ids.shape[1], ids.numel()
+    x, ids, weights, w13, w2, act, biases, local_experts = given
+    (tokens, hidden), top, routed = x.shape, ids.shape[1], ids.numel()
     count, both, _ = w13.shape
-    pair, place, ends = (torch.empty(n, dtype=torch.int32) for n in (pairs, pairs, count + 1))
-    rows, up, inner = x.new_empty(pairs, hidden), x.new_empty(pairs, both), x.new_empty(pairs, both // 2)
-    down, y = x.new_empty(pairs, hidden), x.new_empty(tokens, hidden)
-    first, scratch, size = held.first if held else 0, Scratch(tokens), x.element_size()
-    combine = "combine_pairs_f32" if x.dtype == torch.float32 else "combine_pairs_to_bf16"
+    routed_id, place, offsets = (torch.empty(n, dtype=torch.int32) for n in (routed, routed, count + 1))
+    rows, up, inner = x.new_empty(routed, hidden), x.new_empty(routed, both), x.new_empty(routed, both // 2)
+    down, y = x.new_empty(routed, hidden), x.new_empty(tokens, hidden)
+    first, scratch, size = local_experts.first if local_experts else 0, Scratch(tokens), x.element_size()
+    combine = "combine_routed_f32" if x.dtype == torch.float32 else "combine_routed_to_bf16"
     ops.run(
-        (ops.op(SOURCE, "place_pairs"), (ids, _every(count), place, pair, ends, pairs, count, first, 1)),
-        (ops.op(SOURCE, "gather_rows"), (x, rows, pair, ends, count, top, hidden * size, x.stride(0) * size)),
-        *linear(rows, w13, (count, both), ends, biases.up, up, scratch),
-        *gated_linear(Gated(act, up), inner, w2, (count, hidden), ends, biases.down, down, scratch),
+        (ops.op(SOURCE, "assign_rows"), (ids, _every(count), place, routed_id, offsets, routed, count, first, 1)),
+        (ops.op(SOURCE, "gather_rows"), (x, rows, routed_id, offsets, count, top, hidden * size, x.stride(0) * size)),
+        *linear(rows, w13, (count, both), offsets, biases.up, up, scratch),
+        *gated_linear(Gated(act, up), inner, w2, (count, hidden), offsets, biases.down, down, scratch),
         (ops.op(SOURCE, combine), (down, weights, place, y, tokens, top, hidden)),
     )
     return y
 
 
 def linear(
-    x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, stack: Matrices, sizes: tuple[int, int], offsets: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], as `blocks_cpu.experts` has it."""
     if isinstance(stack, Tensor):
         every = _every(sizes[0]) if at is None else at
-        return plain_linear(x, stack, every, ends, bias, y, scratch)
+        return plain_linear(x, stack, every, offsets, bias, y, scratch)
     assert isinstance(stack, Stack), "`supports` was not asked"
     if isinstance(stack.packed, e4m3_cpu.Packed):
-        return e4m3_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at)
-    return blocks_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at)
+        return e4m3_cpu.experts(x, stack.packed, sizes, offsets, bias, y, scratch, at)
+    return blocks_cpu.experts(x, stack.packed, sizes, offsets, bias, y, scratch, at)
 
 
 def gated_linear(
-    gated: Gated, x: Tensor, stack: Matrices, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    gated: Gated, x: Tensor, stack: Matrices, sizes: tuple[int, int], offsets: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None, rows: slice = slice(None),
 ) -> ops.Calls:  # fmt: skip
-    """A linear of what is `gated`, which makes x first: with one operation less where x becomes digits. rows: those
-    that may be of any expert."""
+    """A linear of what is `gated`, which makes x first: with one operation less where x becomes int8 planes. rows:
+    those that may be of any expert."""
     if isinstance(stack, Stack) and not isinstance(stack.packed, e4m3_cpu.Packed):
-        return blocks_cpu.experts(x, stack.packed, sizes, ends, bias, y, scratch, at, gated)
+        return blocks_cpu.experts(x, stack.packed, sizes, offsets, bias, y, scratch, at, gated)
     both, inner = gated.both[rows], x[rows]
-    return gated_call(gated.act, both, inner), *linear(x, stack, sizes, ends, bias, y, scratch, at)
+    return gated_call(gated.act, both, inner), *linear(x, stack, sizes, offsets, bias, y, scratch, at)
 
 
 class _Tiled(NamedTuple):

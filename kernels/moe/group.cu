@@ -3,19 +3,19 @@
 // block has a part, PART of them: `count_parts` counts the routed tokens of each part, and `group_parts` sorts them.
 //
 // ids [routed] → order [routed]: routed tokens, expert by expert; ends [EXPERTS + 1]: where each expert's begin;
-// tile_expert and tile_start [tiles]: a tile's expert and its first place in `order`. Tiles that are not needed have
+// tile_expert and tile_start [tiles]: a tile's expert and its first place in `sorted_ids`. Tiles that are not needed have
 // expert -1. Routed tokens of one expert come in any order: every one of them is computed for itself. Of more experts
 // than EXPERTS, those from `first` on are sorted; routed tokens of the others are in no tile.
 #include "expert_tiles.cuh"
 
 struct Experts {  // in shared memory
     int counts[EXPERTS], starts[EXPERTS], first_tile[EXPERTS];
-    int before[EXPERTS];  // pairs of the parts before this block's
+    int before[EXPERTS];  // routed tokens of the parts before this block's
     int tiles;
 };
 
 // use(p, e) of each of the routed tokens from..to that are sorted; e counts from the first expert.
-template <class Use> __device__ inline void each_pair(const int* ids, int from, int to, int first, Use use) {
+template <class Use> __device__ inline void each_routed(const int* ids, int from, int to, int first, Use use) {
 #pragma unroll 8
     for (int p = from + threadIdx.x; p < to; p += THREADS) {
         const int e = ids[p] - first;
@@ -25,18 +25,18 @@ template <class Use> __device__ inline void each_pair(const int* ids, int from, 
 
 // all.counts and all.before are there. Writes the order of the routed tokens from..to; the first block also writes what
 // holds for all.
-__device__ inline void sort(Experts& all, const int* ids, int from, int to, int* order, int* ends, int* tile_expert,
+__device__ inline void sort(Experts& all, const int* ids, int from, int to, int* sorted_ids, int* offsets, int* tile_expert,
                             int* tile_start, int tiles, int first) {
     const bool writes_tiles = blockIdx.x == 0;
     if (threadIdx.x < 32) {
-        const Totals total = place_experts([&](int e) { return all.counts[e]; },
+        const Totals total = scan_experts([&](int e) { return all.counts[e]; },
                                            [&](int e, int start, int tile, int) {
                                                all.starts[e] = start, all.first_tile[e] = tile;
-                                               if (writes_tiles) ends[e] = start;
+                                               if (writes_tiles) offsets[e] = start;
                                            });
         if (threadIdx.x == 0) {
             all.tiles = total.tiles;
-            if (writes_tiles) ends[EXPERTS] = total.pairs;
+            if (writes_tiles) offsets[EXPERTS] = total.routed;
         }
     }
     __syncthreads();
@@ -46,36 +46,36 @@ __device__ inline void sort(Experts& all, const int* ids, int from, int to, int*
     for (int i = all.tiles + threadIdx.x; writes_tiles && i < tiles; i += THREADS) tile_expert[i] = -1;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) all.before[e] += all.starts[e];
     __syncthreads();
-    each_pair(ids, from, to, first, [&](int p, int e) { order[atomicAdd(all.before + e, 1)] = p; });
+    each_routed(ids, from, to, first, [&](int p, int e) { sorted_ids[atomicAdd(all.before + e, 1)] = p; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-group(const int* ids, int* order, int* ends, int* tile_expert, int* tile_start, int pairs, int tiles, int first) {
+group(const int* ids, int* sorted_ids, int* offsets, int* tile_expert, int* tile_start, int routed, int tiles, int first) {
     __shared__ Experts all;
     launch_dependents();  // experts' weights may be asked for while this sorts
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) all.counts[e] = all.before[e] = 0;
     __syncthreads();
     grid_wait();
-    each_pair(ids, 0, pairs, first, [&](int, int e) { atomicAdd(all.counts + e, 1); });
+    each_routed(ids, 0, routed, first, [&](int, int e) { atomicAdd(all.counts + e, 1); });
     __syncthreads();
-    sort(all, ids, 0, pairs, order, ends, tile_expert, tile_start, tiles, first);
+    sort(all, ids, 0, routed, sorted_ids, offsets, tile_expert, tile_start, tiles, first);
 }
 
 // → counts [parts, EXPERTS].
-extern "C" __global__ void __launch_bounds__(THREADS) count_parts(const int* ids, int* counts, int pairs, int first) {
+extern "C" __global__ void __launch_bounds__(THREADS) count_parts(const int* ids, int* counts, int routed, int first) {
     __shared__ int found[EXPERTS];
     launch_dependents();
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) found[e] = 0;
     __syncthreads();
     grid_wait();
     const int from = blockIdx.x * PART;
-    each_pair(ids, from, min(pairs, from + PART), first, [&](int, int e) { atomicAdd(found + e, 1); });
+    each_routed(ids, from, min(routed, from + PART), first, [&](int, int e) { atomicAdd(found + e, 1); });
     __syncthreads();
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[blockIdx.x * EXPERTS + e] = found[e];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_parts(const int* ids, const int* counts, int* order, int* ends, int* tile_expert, int* tile_start, int pairs,
+group_parts(const int* ids, const int* counts, int* sorted_ids, int* offsets, int* tile_expert, int* tile_start, int routed,
             int tiles, int first) {
     __shared__ Experts all;
     launch_dependents();
@@ -90,5 +90,5 @@ group_parts(const int* ids, const int* counts, int* order, int* ends, int* tile_
     }
     __syncthreads();
     const int from = blockIdx.x * PART;
-    sort(all, ids, from, min(pairs, from + PART), order, ends, tile_expert, tile_start, tiles, first);
+    sort(all, ids, from, min(routed, from + PART), sorted_ids, offsets, tile_expert, tile_start, tiles, first);
 }

@@ -61,9 +61,9 @@ class Residency(NamedTuple):
         if not 0 < self.slots < len(self.scores):
             return None
         outside = np.where(self.slot_of < 0, self.scores, -1.0)
-        expert, held = int(outside.argmax()), self.scores[self.expert_in]
-        slot = int(held.argmin())
-        return (expert, slot) if above(outside[expert], held[slot]) else None
+        expert, local_experts = int(outside.argmax()), self.scores[self.expert_in]
+        slot = int(local_experts.argmin())
+        return (expert, slot) if above(outside[expert], local_experts[slot]) else None
 
     def replace(self, slot: int, expert: int) -> int:
         """The slot holds this expert now; which one it held before."""
@@ -79,7 +79,7 @@ class Choice:
         """first: the router's number of expert 0. fixed: experts that are on the device alone, those just before it;
         they are counted with the resident ones."""
         self.first, self.costs, self.way = first, costs, way
-        counts = np.zeros(experts + fixed, np.int64)  # pairs of a token and each expert
+        counts = np.zeros(experts + fixed, np.int64)  # routed tokens of each expert
         self.counts, self.of_fixed = counts[:experts], counts[experts:]  # the same memory
         self.cpu = np.full(experts, -1)  # an expert's own number where the CPU computes it; else -1
         # How many are resident or fixed, on the CPU, copied; routed tokens of those on the CPU; how many of the copied

@@ -37,12 +37,12 @@ __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsig
 // experts, its number among resident ones; numbers [routed]: of the routed tokens' experts.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_send(const uint4* x, const int* ids, const float* weights, const int* slots, uint4* x_there, int* ids_there,
-          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int pairs) {
+          float* weights_there, int* numbers, unsigned* state, unsigned* flag, int units, int routed) {
     grid_wait();
     launch_dependents();
     const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     for (int i = first; i < units; i += step) x_there[i] = x[i];
-    for (int p = first; p < pairs; p += step) {
+    for (int p = first; p < routed; p += step) {
         const int id = ids[p];
         ids_there[p] = id, weights_there[p] = weights[p], numbers[p] = slots[id];
     }
@@ -63,7 +63,7 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
 // will come.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long long* parts, const int* ids,
-           int* count, long long* of, int* slots, int* numbers, int tensors, int pairs, int most, int first) {
+           int* count, long long* of, int* slots, int* numbers, int tensors, int routed, int most, int first) {
     __shared__ int experts[THREADS], told;
     grid_wait();
     const unsigned mine = state[1];
@@ -85,7 +85,7 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
         if (threadIdx.x < most) of[threadIdx.x] = experts[threadIdx.x], slots[threadIdx.x] = (int)(entry >> 16) - 1;
         __syncthreads();
         if (threadIdx.x == 0) tell(state + 2, mine);
-        for (int p = threadIdx.x; p < pairs; p += THREADS) {
+        for (int p = threadIdx.x; p < routed; p += THREADS) {
             int place = most;
             for (int i = 0; i < told; i++)
                 if (experts[i] == ids[p] - first) place = i;
@@ -211,7 +211,7 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
     add_up(resident, copied, {own, owed}, y, n);
 }
 
-// Two nibbles of a unit, as moved_nibbles.py has them in its tables.
+// Two nibbles of a unit, as nibble_permutation.py has them in its tables.
 __device__ inline unsigned moved(const unsigned char* unit, unsigned both) {
     const unsigned low = both & 0xffff, high = both >> 16;
     return (unit[low >> 1] >> low % 2 * 4 & 15) | (unit[high >> 1] >> high % 2 * 4 & 15) << 4;
@@ -223,7 +223,7 @@ struct Arriving {
     long long bytes;  // of an expert there, a multiple of 16, below 2 GB
     char* slots;
     long long slot_bytes;
-    const uint4* moves;     // of moved_nibbles.py, for four bytes each; null: bytes stay as they are
+    const uint4* permutation;     // of nibble_permutation.py, for four bytes each; null: bytes stay as they are
     const unsigned* flips;  // of four bytes
     long long unit, made;   // bytes of a unit there, at most UNIT, and in a slot: multiples of 16
 };
@@ -235,7 +235,7 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
         const Arriving a = parts[t];
         const char* from = a.there + expert * a.bytes;
         char* to = a.slots + slot * a.slot_bytes;
-        if (!a.moves) {
+        if (!a.permutation) {
             for (int i = block * THREADS + threadIdx.x; i < a.bytes / 16; i += blocks * THREADS)
                 ((uint4*)to)[i] = stream16(from + i * 16ll);
             continue;
@@ -248,7 +248,7 @@ __device__ inline void bring(const Arriving* parts, int tensors, int expert, int
             __syncthreads();
             for (int i = threadIdx.x; i < count * stores; i += THREADS) {
                 const unsigned char* const unit = (const unsigned char*)some + i / stores * (int)a.unit;
-                const uint4 m = a.moves[i % stores];
+                const uint4 m = a.permutation[i % stores];
                 const unsigned four = moved(unit, m.x) | moved(unit, m.y) << 8 | moved(unit, m.z) << 16 |
                                       moved(unit, m.w) << 24;
                 ((unsigned*)(to + u * a.made))[i] = four ^ a.flips[i % stores];

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import host_memory, jit
 from .host_service import LIMIT, Service
-from .moved_nibbles import Moves
+from .nibble_permutation import Permutation
 
 THREADS = 256  # of a block
 BLOCKS = 32  # that read host memory at once: half a megabyte under way, where PCIe takes a tenth of it; more are slower
@@ -53,7 +53,7 @@ class Exchange:
 class Fetched(NamedTuple):
     """Experts that `fetch` has brought."""
 
-    numbers: Tensor  # int32 [T, k] the place of each pair's expert, or `most`
+    numbers: Tensor  # int32 [T, k] the place of each routed token's expert, or `most`
     found: Tensor  # int32 [1] how many
     of: Tensor  # int64 [most] which
     slots: Tensor  # int32 [most] that they are to have; -1: none
@@ -64,7 +64,7 @@ class Arriving(NamedTuple):
 
     there: Tensor  # [n, ...]
     slots: Tensor  # [m, ...]
-    moves: Moves | None  # how one becomes the other; None: they are the same
+    permutation: Permutation | None  # how one becomes the other; None: they are the same
 
 
 class Made(NamedTuple):
@@ -124,18 +124,23 @@ def arrive(parts: Sequence[Arriving]) -> bool:
     both = [Part(one.there, one.slots[:MOST]) for one in parts], [Part(one.slots, one.slots) for one in parts]
     if not takes(both[0]) or not adopts(both[1]):
         return False
-    moves = [one.moves for one in parts if one.moves is not None]
+    permutation = [one.permutation for one in parts if one.permutation is not None]
     small = all(one.there[0].nbytes < 1 << 31 for one in parts)
-    return small and all(one.size <= UNIT and one.size % 16 == 0 == len(one.table) % 16 for one in moves)
+    return small and all(one.size <= UNIT and one.size % 16 == 0 == len(one.table) % 16 for one in permutation)
 
 
 def arrivals(parts: Sequence[Arriving], device: torch.device) -> Tensor:
     """`collect_only`'s parts."""
     rows = []
-    for there, slots, moves in parts:
+    for there, slots, permutation in parts:
         rows.append([there.data_ptr(), there[0].nbytes, slots.data_ptr(), slots[0].nbytes, 0, 0, 0, 0])
-        if moves is not None:
-            rows[-1][4:] = moves.table.data_ptr(), moves.flips.data_ptr(), moves.size, len(moves.table)
+        if permutation is not None:
+            rows[-1][4:] = (
+                permutation.table.data_ptr(),
+                permutation.flips.data_ptr(),
+                permutation.size,
+                len(permutation.table),
+            )
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 

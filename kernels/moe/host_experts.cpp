@@ -20,17 +20,17 @@ constexpr int TIMED = 4;                           // an expert's rows that are 
 constexpr double TIMED_ROWS[TIMED] = {1, 4, 16, 64};
 
 struct Choose {
-    const int32_t* ids;  // [pairs]
+    const int32_t* ids;  // [routed]
     int64_t* slot_of;  // [experts]; -1: not resident
     double* scores;  // [experts]
     int64_t* expert_in;  // [slots]; one whose expert is not resident is not to be used
-    int64_t* counts;  // [experts + fixed] pairs of each
+    int64_t* counts;  // [experts + fixed] routed tokens of each
     int64_t* cpu;  // [experts] its number where the CPU computes it; else -1
     int64_t* copied;  // [experts], of which the first ones are copied
     int64_t* adopted;  // [experts] the slots of those; -1: none
-    int64_t* found;  // how many are resident, computed by the CPU, and copied; pairs of those of the CPU; how many are adopted
+    int64_t* found;  // how many are resident, computed by the CPU, and copied; routed tokens of those of the CPU; how many are adopted
     const double* lag;  // seconds that copies take besides, however many they are
-    int64_t pairs, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
+    int64_t routed, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
     int64_t fixed;  // experts that are on the device alone; the router has them just before expert 0, `counts` last
     double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
     double noise, least;  // as in residents.py
@@ -57,9 +57,9 @@ double both(const Choose& a, double cpu, double copies) {
 int64_t slot_for(const Choose& a, int64_t e) {
     int64_t lowest = -1;
     for (int64_t s = 0; s < a.slots; s++) {
-        const int64_t held = a.expert_in[s];
-        if (a.slot_of[held] != s || a.counts[held]) continue;
-        if (lowest < 0 || a.scores[held] < a.scores[a.expert_in[lowest]]) lowest = s;
+        const int64_t local_experts = a.expert_in[s];
+        if (a.slot_of[local_experts] != s || a.counts[local_experts]) continue;
+        if (lowest < 0 || a.scores[local_experts] < a.scores[a.expert_in[lowest]]) lowest = s;
     }
     if (lowest < 0) return -1;
     const double mine = a.scores[e], other = a.scores[a.expert_in[lowest]];
@@ -93,11 +93,11 @@ int64_t adopt(const Choose& a, int64_t copies) {
 
 void choose(const Choose& a, int part, int) {
     if (part) return;
-    int64_t used = 0, missing = 0, pairs = 0, used_fixed = 0;
+    int64_t used = 0, missing = 0, routed = 0, used_fixed = 0;
     const int64_t all = a.experts + a.fixed;
     for (int64_t e = 0; e < all; e++) a.counts[e] = 0;
     for (int64_t e = 0; e < a.experts; e++) a.cpu[e] = -1;
-    for (int64_t p = 0; p < a.pairs; p++) {
+    for (int64_t p = 0; p < a.routed; p++) {
         int64_t e = a.ids[p] - a.first;
         if (e >= -a.fixed && e < a.experts) a.counts[e < 0 ? e + all : e]++;
     }
@@ -125,9 +125,9 @@ void choose(const Choose& a, int part, int) {
     for (int64_t i = most; i < missing; i++) {
         int64_t e = a.copied[i];
         a.cpu[e] = e;
-        pairs += a.counts[e];
+        routed += a.counts[e];
     }
-    a.found[0] = used - missing + used_fixed, a.found[1] = missing - most, a.found[3] = pairs;
+    a.found[0] = used - missing + used_fixed, a.found[1] = missing - most, a.found[3] = routed;
     if (a.way == 3) most = fewest;
     a.found[2] = most;
     a.found[4] = adopt(a, most);
@@ -135,12 +135,12 @@ void choose(const Choose& a, int part, int) {
 
 // Give the routed tokens whose experts have weights in this round's stack places, from the round before's last one on.
 struct Place {
-    const int32_t* ids;  // [pairs]
+    const int32_t* ids;  // [routed]
     const int64_t* at;  // [experts]; -1: not of this round
-    int32_t* place;  // [pairs], of the pairs selected
-    int32_t* pair;  // [pairs] by place
-    int32_t* starts;  // [experts + 1] first place of each expert's pairs, and where the last one's end
-    int64_t pairs, experts, first, fresh;  // fresh: this round is the first one, and places no pair had one before
+    int32_t* place;  // [routed], of the routed tokens selected
+    int32_t* routed_id;  // [routed] by place
+    int32_t* starts;  // [experts + 1] first place of each expert's routed tokens, and where the last one's end
+    int64_t routed, experts, first, fresh;  // fresh: this round is the first one, and no routed token had a place before
 };
 
 void place(const Place& a, int part, int) {
@@ -148,19 +148,19 @@ void place(const Place& a, int part, int) {
     int32_t begin = a.fresh ? 0 : a.starts[a.experts];
     for (int64_t e = 0; e <= a.experts; e++) a.starts[e] = 0;
     if (a.fresh)
-        for (int64_t p = 0; p < a.pairs; p++) a.place[p] = -1;
-    for (int64_t p = 0; p < a.pairs; p++) {
+        for (int64_t p = 0; p < a.routed; p++) a.place[p] = -1;
+    for (int64_t p = 0; p < a.routed; p++) {
         int64_t e = a.ids[p] - a.first;
         if (e >= 0 && e < a.experts && a.at[e] >= 0) a.starts[e + 1]++;
     }
     a.starts[0] = begin;
     for (int64_t e = 0; e < a.experts; e++) a.starts[e + 1] += a.starts[e];
-    for (int64_t p = 0; p < a.pairs; p++) {
+    for (int64_t p = 0; p < a.routed; p++) {
         int64_t e = a.ids[p] - a.first;
         if (e < 0 || e >= a.experts || a.at[e] < 0) continue;
         int32_t place = a.starts[e]++;  // and back below
         a.place[p] = place;
-        a.pair[place] = (int32_t)p;
+        a.routed_id[place] = (int32_t)p;
     }
     for (int64_t e = a.experts; e > 0; e--) a.starts[e] = a.starts[e - 1];
     a.starts[0] = begin;
@@ -170,7 +170,7 @@ void place(const Place& a, int part, int) {
 struct Gather {
     const void* x;
     void* y;
-    const int32_t *pair, *starts;
+    const int32_t *routed_id, *starts;
     int64_t experts, k, row, pitch;  // bytes of a row, and from row to row of x
 };
 
@@ -178,7 +178,7 @@ void gather(const Gather& a, int part, int parts) {
     int64_t first = a.starts[0];
     Share share(a.starts[a.experts] - first, part, parts);
     for (int64_t i = first + share.first; i < first + share.last; i++)
-        memcpy((char*)a.y + i * a.row, (const char*)a.x + a.pair[i] / a.k * a.pitch, a.row);
+        memcpy((char*)a.y + i * a.row, (const char*)a.x + a.routed_id[i] / a.k * a.pitch, a.row);
 }
 
 // The same, of rows of f16 to rows of f32. row, pitch: elements.
@@ -187,7 +187,7 @@ void gather_halves(const Gather& a, int part, int parts) {
     Share share(a.starts[a.experts] - first, part, parts);
     for (int64_t i = first + share.first; i < first + share.last; i++)
         for (int64_t j = 0; j < a.row; j++)
-            ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.pair[i] / a.k * a.pitch + j]);
+            ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.routed_id[i] / a.k * a.pitch + j]);
 }
 
 // y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
@@ -206,7 +206,7 @@ struct Grouped {
 // expert's begin behind those that the rows before can have filled.
 struct PairRows {
     const void* x;
-    void* y;  // [pairs / 16 + experts + 1, 16 * inputs]
+    void* y;  // [routed / 16 + experts + 1, 16 * inputs]
     const int32_t* starts;
     int64_t experts, inputs;
 };
@@ -263,7 +263,7 @@ template <typename T, typename Out, typename W = T> void grouped(const Grouped& 
 // y [tokens, hidden] = the sum over a token's routed tokens that have a place of weight * made [place], in f32.
 struct Combine {
     const void* made;
-    const float* weights;  // [pairs]
+    const float* weights;  // [routed]
     const int32_t* place;  // -1: none
     void* y;
     int64_t tokens, k, hidden;
@@ -291,12 +291,12 @@ template <typename T, typename Out> void combine(const Combine& a, int part, int
 }
 
 OP(choose_experts, choose, Choose)
-OP(place_pairs, place, Place)
+OP(assign_rows, place, Place)
 OP(gather_rows, gather, Gather)
 OP(gather_halves, gather_halves, Gather)
-OP(combine_pairs_f32, (combine<float, float>), Combine)
-OP(combine_pairs_bf16, (combine<bf16, float>), Combine)
-OP(combine_pairs_to_bf16, (combine<bf16, bf16>), Combine)
+OP(combine_routed_f32, (combine<float, float>), Combine)
+OP(combine_routed_bf16, (combine<bf16, float>), Combine)
+OP(combine_routed_to_bf16, (combine<bf16, bf16>), Combine)
 OP(experts_up_f32, (grouped<float, float>), Grouped)
 OP(experts_up_bf16, (grouped<bf16, bf16>), Grouped)
 OP(experts_down_f32, (grouped<float, float>), Grouped)

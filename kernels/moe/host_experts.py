@@ -41,7 +41,7 @@ class Round(NamedTuple):
     before: int  # how many come before the first one that reads weights: they prepare rows
 
 
-class HostPairs:
+class HostRouted:
     """The routed tokens of a step on the host: T tokens and their k experts each, of which some are computed here."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, act: str, biases: Biases = UNBIASED, first: int = 0):
@@ -75,20 +75,20 @@ class HostPairs:
 
     def _round(self, stack: Experts, at: Tensor, mine: slice) -> Round:
         """Operations of one pass over the routed rows. Rows without a local expert are left undefined."""
-        experts, pairs, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
+        experts, routed, k, (outputs, hidden) = len(at), self.ids.numel(), self.ids.shape[1], stack.w13.shape[1:]
         if not self._buffers:
-            starts, pair = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
+            starts, routed_id = (torch.empty(n, dtype=torch.int32) for n in (experts + 1, routed))
             widths, dtype = (hidden, outputs, outputs // 2), computed_in(self.x.dtype)
-            self._buffers = starts, pair, *(self.x.new_empty(pairs, width, dtype=dtype) for width in widths)
+            self._buffers = starts, routed_id, *(self.x.new_empty(routed, width, dtype=dtype) for width in widths)
             wide = isinstance(stack.w2, Tensor)
-            self._made = torch.empty(pairs, hidden, dtype=torch.float32 if wide else dtype)
-        starts, pair, rows, both, inner = self._buffers
+            self._made = torch.empty(routed, hidden, dtype=torch.float32 if wide else dtype)
+        starts, routed_id, rows, both, inner = self._buffers
         halves = self.x.dtype == torch.float16
         gather, row = ("gather_halves", hidden) if halves else ("gather_rows", hidden * self.x.element_size())
-        places = self._place, pair, starts, pairs, experts, self.first, int(not self._used)
+        places = self._place, routed_id, starts, routed, experts, self.first, int(not self._used)
         placed = (
-            (ops.op(SOURCE, "place_pairs"), (self.ids, at, *places)),
-            (ops.op(SOURCE, gather), (self.x, rows, pair, starts, experts, k, row, row)),
+            (ops.op(SOURCE, "assign_rows"), (self.ids, at, *places)),
+            (ops.op(SOURCE, gather), (self.x, rows, routed_id, starts, experts, k, row, row)),
         )
         up = linear(rows, stack.w13, (experts, outputs), starts, self.biases.up, both, self._scratch, at)
         of_inner = Gated(self.act, both), inner, stack.w2, (experts, hidden), starts, self.biases.down, self._made
@@ -101,12 +101,12 @@ class HostPairs:
         if not self._made.numel():
             self._made = torch.empty(self.ids.numel(), self.x.shape[1])
         for e in (at >= 0).nonzero().flatten().tolist():
-            pairs, index = (local == e).nonzero()[:, 0], int(at[e])
-            x, w13, w2 = self.x[pairs // k], *(matrix(one, index, self.x.dtype) for one in stack)
+            routed, index = (local == e).nonzero()[:, 0], int(at[e])
+            x, w13, w2 = self.x[routed // k], *(matrix(one, index, self.x.dtype) for one in stack)
             up, down = (None if one is None else one[e].to(x.dtype) for one in self.biases)
-            self._made[used : used + len(pairs)] = dense.linear(dense.gated_linear(x, w13, self.act, up), w2, down)
-            self._place[pairs] = torch.arange(used, used + len(pairs), dtype=torch.int32)
-            used += len(pairs)
+            self._made[used : used + len(routed)] = dense.linear(dense.gated_linear(x, w13, self.act, up), w2, down)
+            self._place[routed] = torch.arange(used, used + len(routed), dtype=torch.int32)
+            used += len(routed)
 
     def sum(self, out: Tensor | None = None) -> Tensor:
         """The weighted sums of what was added, [T, H] f32; in `out`, where that is given."""
@@ -124,7 +124,7 @@ class HostPairs:
 
     def _combine(self, y: Tensor) -> tuple[ops.Op, tuple[ops.Value, ...]]:
         (tokens, hidden), k = self.x.shape, self.ids.shape[1]
-        one = ops.typed(SOURCE, "combine_pairs", self._made.dtype)
+        one = ops.typed(SOURCE, "combine_routed", self._made.dtype)
         return one, (self._made, self.weights, self._place, y, tokens, k, hidden)
 
 

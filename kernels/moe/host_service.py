@@ -27,8 +27,8 @@ LATE = {  # what stands behind the count of the layers that are computed
 }
 PAUSE = 0.2  # seconds between two looks at whether the GPU still works
 ALONE = 4  # tokens whose rows one thread brings together sooner than all begin to
-PLACED = 2  # of `HostPairs.all_calls`: pairs get their places, and rows are brought there
-FEW_NUMBERS = 8192  # of pairs' rows: one thread prepares them, and adds up their sums, sooner than all begin to
+PLACED = 2  # of `HostRouted.all_calls`: routed tokens get their places, and rows are brought there
+FEW_NUMBERS = 8192  # of routed rows: one thread prepares them, and adds up their sums, sooner than all begin to
 # Copies of a layer: none ever; copies serve the step; or they are for later steps, and the CPU computes these, too.
 NO_COPIES, COPIES, COPIES_TO_STAY = 0, 1, 2
 TIMES = "wait", "choose", "cpu"  # nanoseconds in Service.totals, and behind them experts:
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
     """The host's work for a layer with so many tokens."""
 
     packed: bytes
-    held: tuple[Any, ...]  # what it points to
+    local_experts: tuple[Any, ...]  # what it points to
 
 
 class Step(NamedTuple):
@@ -52,17 +52,17 @@ class Step(NamedTuple):
 
 def layer(
     choice: Choice, choose: tuple[int, bytes], lag: Tensor, calls: ctypes.Array[Any], before: int, made: Tensor,
-    copies: int, *held: Any,
+    copies: int, *local_experts: Any,
 ) -> Layer:  # fmt: skip
-    """choose: of `Choice.call`, with this lag, which is learnt. calls and before: `HostPairs.all_calls` of the choice's
-    experts. made: [T, H], what they fill. copies: what they are for. held: what all of them point to."""
+    """choose: of `Choice.call`, with this lag, which is learnt. calls and before: `HostRouted.all_calls` of the
+    choice's experts. made: [T, H], what they fill. copies: what they are for. held: what all of them point to."""
     args = ctypes.create_string_buffer(choose[1])
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
     alone = PLACED if len(made) <= ALONE else 0
     told = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
     packed = struct.pack("14qd", *where, *told, lag.data_ptr(), choice.costs.copy)
-    return Layer(packed, (choice, args, lag, calls, made, *held))
+    return Layer(packed, (choice, args, lag, calls, made, *local_experts))
 
 
 def step(layers: Sequence[Layer]) -> Step:

@@ -25,7 +25,7 @@ from ..quantized.floats import Floats
 from ..quantized.stack import Stack
 from . import expert_mlp, experts_cpu, plain_experts, quantized_experts
 from .expert_mlp import SharedExperts
-from .group import Held, local_experts
+from .group import LocalExperts, local_ids
 
 Matrices = Tensor | Floats | Stack  # [E, outputs, inputs]
 
@@ -50,21 +50,23 @@ class Inputs(NamedTuple):
     w2: Matrices  # [E, H, I], likewise
     act: str = "silu"
     biases: Biases = UNBIASED  # added to what either matrix makes
-    held: Held | None = None  # which experts w13 and w2 are, where they are not all; then ids are below held.total
+    local_experts: LocalExperts | None = (
+        None  # which experts w13 and w2 are, where they are not all; then ids are below local_experts.total
+    )
 
     @property
     def biased(self) -> bool:
         return self.biases.up is not None or self.biases.down is not None
 
     @property
-    def pairs(self) -> int:
+    def routed(self) -> int:
         return self.ids.numel()
 
     @property
     def experts(self) -> int:
         """The number of experts that the router chooses from. A rank with some of them has about as large a share of
         the routed tokens, so that routed tokens per expert are of all."""
-        return self.held.total if self.held else self.w13.shape[0]
+        return self.local_experts.total if self.local_experts else self.w13.shape[0]
 
 
 class ExpertCandidate(NamedTuple):
@@ -76,18 +78,18 @@ class ExpertCandidate(NamedTuple):
     weights: str
     # The function that computes these; None if the candidate does not take the weights, sizes or device.
     plan: Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]
-    above: int = 0  # pairs per expert: of so many or fewer another one is chosen
-    most: float = math.inf  # pairs per expert: likewise of more
-    few: int = 0  # most pairs of all experts, and half as many as there are experts; 0: any number
-    borders: tuple[int, ...] = ()  # pairs per expert, of more than which it has other tiles
-    sums: bool = False  # whether it makes each token's sum [T, H], not what each pair makes [T * k, H]
+    above: int = 0  # routed tokens per expert: of so many or fewer another one is chosen
+    most: float = math.inf  # routed tokens per expert: likewise of more
+    few: int = 0  # most routed tokens of all experts, and half as many as there are experts; 0: any number
+    borders: tuple[int, ...] = ()  # routed tokens per expert, of more than which it has other tiles
+    sums: bool = False  # whether it makes each token's sum [T, H], not what each routed token makes [T * k, H]
 
     @property
     def takes(self) -> str:
         if self.few:
-            return f"up to {self.few} pairs, and half as many as experts, of {self.weights}"
-        above = f"more than {self.above} pairs per expert" if self.above else ""
-        most = f"up to {self.most} {'of them' if above else 'pairs per expert'}" if self.most < math.inf else ""
+            return f"up to {self.few} routed tokens, and half as many as experts, of {self.weights}"
+        above = f"more than {self.above} routed tokens per expert" if self.above else ""
+        most = f"up to {self.most} {'of them' if above else 'routed tokens per expert'}" if self.most < math.inf else ""
         return ", ".join(filter(None, (above, most, self.weights)))
 
     @property
@@ -99,13 +101,13 @@ class ExpertCandidate(NamedTuple):
         whose weights other kernels read once."""
         return min(self.few, experts // 2) if self.few else self.most * experts
 
-    def in_range(self, pairs: int, experts: int) -> bool:
-        return self.above * experts < pairs <= self.limit(experts)
+    def in_range(self, routed: int, experts: int) -> bool:
+        return self.above * experts < routed <= self.limit(experts)
 
-    def last_pairs(self, experts: int) -> set[int]:
+    def last_routed(self, experts: int) -> set[int]:
         """Numbers of routed tokens of which one more has another kernel, or other tiles."""
-        ends = {self.above * experts, self.limit(experts), *(one * experts for one in self.borders)}
-        return {int(end) for end in ends if end < math.inf}
+        bounds = {self.above * experts, self.limit(experts), *(one * experts for one in self.borders)}
+        return {int(end) for end in bounds if end < math.inf}
 
 
 Choose = Callable[[int, int, Stack, Stack, DeviceCaps], quantized_experts.Configs | None]
@@ -117,7 +119,7 @@ def _by_codes(choose: Choose) -> Callable[[Inputs, DeviceCaps], Callable[[], Ten
     def plan(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
         if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
             return None
-        configs = choose(given.pairs, given.experts, given.w13, given.w2, found)
+        configs = choose(given.routed, given.experts, given.w13, given.w2, found)
         return configs and partial(quantized_experts.experts, given, configs)
 
     return plan
@@ -144,17 +146,17 @@ def _in_one_launch(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
 
 
 def _by_wgmma(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
-    rows = plain_experts.wgmma_rows(given.pairs, given.experts)
+    rows = plain_experts.wgmma_rows(given.routed, given.experts)
     return partial(plain_experts.by_wgmma, given, rows) if plain_experts.wgmma_takes(given, found) else None
 
 
 def _by_triton(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor]:
-    return partial(plain_experts.by_triton, given, plain_experts.tiling(given.pairs, given.experts, given.x.dtype))
+    return partial(plain_experts.by_triton, given, plain_experts.tiling(given.routed, given.experts, given.x.dtype))
 
 
 # Routed tokens per expert: of more, dequantising an expert first should be faster than multiplying codes, by an
 # estimate that gives 93; wgmma_experts.cu takes more of plain experts, too.
-PLAIN_PAIRS = 96
+PLAIN_ROUTED = 96
 INT4, MXFP4 = "int4", "mxfp4"  # layouts' headers
 # The first one that takes a layer and is in range computes it.
 CANDIDATES = (
@@ -177,7 +179,7 @@ CANDIDATES = (
     # of MXFP4 (gpt-oss-20b), 24 % more; 6 lies between (H200, 2026-11-27, benchmarks/ops_moe.py).
     ExpertCandidate(
         "quantized_wgmma_experts.cu", "sm_90", "other packed weights, inputs a multiple of 64",
-        _by_codes(quantized_experts.choose_wgmma), above=6, most=PLAIN_PAIRS,
+        _by_codes(quantized_experts.choose_wgmma), above=6, most=PLAIN_ROUTED,
         borders=(*quantized_experts.WGMMA_TILES,)[:-1],
     ),
     # More than 4 were not timed.
@@ -186,7 +188,7 @@ CANDIDATES = (
         _by_codes(quantized_experts.choose_pipelined), most=8,
     ),
     ExpertCandidate(
-        "quantized_experts.cu", "GPUs", "packed weights", _by_codes(quantized_experts.choose_tiled), most=PLAIN_PAIRS,
+        "quantized_experts.cu", "GPUs", "packed weights", _by_codes(quantized_experts.choose_tiled), most=PLAIN_ROUTED,
         borders=(*quantized_experts.TILES,),
     ),
     ExpertCandidate("expert_gemv.cu", "GPUs", "f16 or bf16 without biases", _gemv, few=64, sums=True),
@@ -196,7 +198,7 @@ CANDIDATES = (
     ),
     ExpertCandidate(
         "wgmma_experts.cu", "sm_90", "f16 or bf16, or packed weights that become so, sizes multiples of 64", _by_wgmma,
-        above=PLAIN_PAIRS, borders=(*plain_experts.WGMMA_ROWS,)[:-1],
+        above=PLAIN_ROUTED, borders=(*plain_experts.WGMMA_ROWS,)[:-1],
     ),
     ExpertCandidate("moe_triton.py", "GPUs", "all else", _by_triton, borders=(*plain_experts.TILINGS,)[:-1]),
 )  # fmt: skip
@@ -205,19 +207,19 @@ CANDIDATES = (
 def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
     """Which candidate computes these on their GPU, where weights are packed for it or plain, and how."""
     found = device_caps(given.x.device)
-    planned = ((one, one.plan(given, found)) for one in CANDIDATES if one.in_range(given.pairs, given.experts))
+    planned = ((one, one.plan(given, found)) for one in CANDIDATES if one.in_range(given.routed, given.experts))
     return next((one, run) for one, run in planned if run)
 
 
 def warm_up_rows(experts: int, k: int) -> list[int]:
     """Numbers of tokens that together use every kernel, so that nothing has to be compiled while a request waits."""
-    last = {pairs for one in CANDIDATES for pairs in one.last_pairs(experts)} | {expert_mlp.SORTED_PAIRS}
-    return sorted({pairs // k + 1 for pairs in last} | {expert_mlp.MAX_SHARED_ROWS + 1})
+    last = {routed for one in CANDIDATES for routed in one.last_routed(experts)} | {expert_mlp.MAX_SORTED}
+    return sorted({routed // k + 1 for routed in last} | {expert_mlp.MAX_SHARED_ROWS + 1})
 
 
 def fused_experts(given: Inputs) -> Tensor:
     """The sum over j of weights[t, j] * w2[e] (act(w13's gate[e] x[t]) * w13's up[e] x[t]), e = ids[t, j]: [T, H].
-    Where some experts are held, e = ids[t, j] - held.first, and the sum is over j with 0 <= e < E."""
+    Where some experts are held, e = ids[t, j] - local_experts.first, and the sum is over j with 0 <= e < E."""
     return summed(expert_terms(given), given.ids)
 
 
@@ -233,7 +235,7 @@ def expert_terms(given: Inputs) -> Tensor:
     if not quantized_experts.takes(x, given.w13, given.w2):
         given = given._replace(w13=plain(given.w13, x.dtype), w2=plain(given.w2, x.dtype))
     one, run = choose(given)
-    return run().unsqueeze(1) if one.sums else apart(run(), ids, given.held)
+    return run().unsqueeze(1) if one.sums else apart(run(), ids, given.local_experts)
 
 
 def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedExperts) -> bool:
@@ -241,8 +243,8 @@ def takes_shared(x: Tensor, k: int, w13: Matrices, w2: Matrices, shared: SharedE
     `expert_terms` and these shared experts apart."""
     if not x.is_cuda or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
         return False
-    pairs, experts = len(x) * k, len(w13)
-    plans = (one.plan for one in CANDIDATES if one.in_range(pairs, experts))
+    routed, experts = len(x) * k, len(w13)
+    plans = (one.plan for one in CANDIDATES if one.in_range(routed, experts))
     first = next((plan for plan in plans if plan in (_gemv, _in_one_launch)), None)
     return first is _in_one_launch and expert_mlp.supports(x, w13, w2) and expert_mlp.supports_shared(x, w2, shared)
 
@@ -254,9 +256,11 @@ def terms_with_shared(given: Inputs, shared: SharedExperts) -> Tensor:
     return y.view(len(x), ids.shape[1] + 1, x.shape[1])
 
 
-def apart(pairs: Tensor, ids: Tensor, held: Held | None) -> Tensor:
+def apart(routed: Tensor, ids: Tensor, local_experts: LocalExperts | None) -> Tensor:
     """Routed tokens [T * k, H] as terms [T, k, H]; where some are not held, and so undefined, as one [T, 1, H]."""
-    return combine(pairs, ids, held).unsqueeze(1) if held else pairs.view(*ids.shape, pairs.shape[1])
+    return (
+        combine(routed, ids, local_experts).unsqueeze(1) if local_experts else routed.view(*ids.shape, routed.shape[1])
+    )
 
 
 def summed(terms: Tensor, ids: Tensor) -> Tensor:
@@ -264,11 +268,11 @@ def summed(terms: Tensor, ids: Tensor) -> Tensor:
     return terms.squeeze(1) if terms.shape[1] == 1 else combine(terms.flatten(0, 1), ids)
 
 
-def combine(pairs: Tensor, ids: Tensor, held: Held | None = None) -> Tensor:
+def combine(routed: Tensor, ids: Tensor, local_experts: LocalExperts | None = None) -> Tensor:
     """[T, H]: the sums of each token's rows, of [T * n, H]; of routed tokens alone whose experts are held."""
     from . import moe_triton
 
-    return moe_triton.combine(pairs, ids, held.ids if held else None)
+    return moe_triton.combine(routed, ids, local_experts.ids if local_experts else None)
 
 
 def of_expert(stack: Tensor | None, expert: int) -> Tensor | None:
@@ -289,18 +293,18 @@ def plain(stack: Matrices, dtype: torch.dtype) -> Tensor:
 
 def on_cpu(given: Inputs) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
-    x, ids, weights, w13, w2, act, biases, held = given
+    x, ids, weights, w13, w2, act, biases, local_experts = given
     if experts_cpu.supports(x, ids, w13, w2):
         return experts_cpu.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
     k, experts = ids.shape[1], w13.shape[0]
-    local = local_experts(ids, experts, held)
-    order = local.argsort(stable=True)
+    local = local_ids(ids, experts, local_experts)
+    sorted_ids = local.argsort(stable=True)
     counts = torch.bincount(local, minlength=experts + 1).tolist()
     y = torch.zeros(x.shape, dtype=torch.float32)
-    for e, pairs in enumerate(order.split(counts)[:-1]):
-        if len(pairs):
-            tokens = pairs // k
+    for e, routed in enumerate(sorted_ids.split(counts)[:-1]):
+        if len(routed):
+            tokens = routed // k
             inner = gated_linear(x[tokens], matrix(w13, e, x.dtype), act, of_expert(biases.up, e))
             made = linear(inner, matrix(w2, e, x.dtype), of_expert(biases.down, e))
-            y.index_add_(0, tokens, made * weights.flatten()[pairs, None])
+            y.index_add_(0, tokens, made * weights.flatten()[routed, None])
     return y.to(x.dtype)

@@ -63,11 +63,11 @@ def _weight_tile(w, rows, at, inputs, SIZE: tl.constexpr, INPUTS: tl.constexpr):
 
 @triton.jit
 def expert_up_kernel(
-    x, w13, bias, order, ends, tile_expert, tile_start, weights, h,
+    x, w13, bias, sorted_ids, offsets, tile_expert, tile_start, weights, h,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """h [routed, INNER] in the order of `order`: weight of the routed token * act(gate) * up."""
+    """h [routed, INNER] in the order of `sorted_ids`: weight of the routed token * act(gate) * up."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -77,10 +77,10 @@ def expert_up_kernel(
     if expert < 0:
         return
     rows = tl.load(tile_start + tile) + tl.arange(0, ROWS)
-    valid = rows < tl.load(ends + expert + 1)
-    pairs = tl.load(order + rows, mask=valid, other=0)  # rows past the end compute what nobody stores
+    valid = rows < tl.load(offsets + expert + 1)
+    routed = tl.load(sorted_ids + rows, mask=valid, other=0)  # rows past the end compute what nobody stores
     outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
-    from_x = x + (pairs // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
+    from_x = x + (routed // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
     gates = expert * 2 * INNER + outputs % INNER
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -97,18 +97,18 @@ def expert_up_kernel(
         from_bias = bias + gates
         gate += tl.load(from_bias).to(tl.float32)[None, :]
         up += tl.load(from_bias + INNER).to(tl.float32)[None, :]
-    y = _activated(gate, up, ACT) * tl.load(weights + pairs)[:, None]
+    y = _activated(gate, up, ACT) * tl.load(weights + routed)[:, None]
     to = h + rows.to(tl.int64)[:, None] * INNER + outputs[None, :]
     tl.store(to, y.to(h.dtype.element_ty), mask=valid[:, None] & (outputs < INNER)[None, :])
 
 
 @triton.jit
 def expert_down_kernel(
-    h, w2, bias, order, ends, tile_expert, tile_start, weights, y,
+    h, w2, bias, sorted_ids, offsets, tile_expert, tile_start, weights, y,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [routed, HIDDEN], in the routed tokens' own order, of h [routed, INNER] in that of `order`.
+    """y [routed, HIDDEN], in the routed tokens' own order, of h [routed, INNER] in that of `sorted_ids`.
 
     h has the routed tokens' weights in it, a bias gets them here.
     """
@@ -120,7 +120,7 @@ def expert_down_kernel(
     expert = tl.load(tile_expert + tile).to(tl.int64)
     if expert < 0:
         return
-    end = tl.load(ends + expert + 1)
+    end = tl.load(offsets + expert + 1)
     rows = tl.load(tile_start + tile) + tl.arange(0, ROWS)
     valid = rows < end
     rows = tl.minimum(rows, end - 1)
@@ -135,17 +135,17 @@ def expert_down_kernel(
             a = tl.load(from_h + at)
         b = _weight_tile(w2, columns, at, inputs, INNER, INPUTS)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    pairs = tl.load(order + rows)
+    routed = tl.load(sorted_ids + rows)
     if BIAS:
         added = tl.load(bias + columns).to(tl.float32)
-        acc += added[None, :] * tl.load(weights + pairs)[:, None]
-    to = y + pairs.to(tl.int64)[:, None] * HIDDEN + outputs[None, :]
+        acc += added[None, :] * tl.load(weights + routed)[:, None]
+    to = y + routed.to(tl.int64)[:, None] * HIDDEN + outputs[None, :]
     tl.store(to, acc.to(y.dtype.element_ty), mask=valid[:, None] & (outputs < HIDDEN)[None, :])
 
 
 @triton.jit
 def combine_kernel(
-    pairs, ids, y, first, experts, HIDDEN: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr,
+    routed, ids, y, first, experts, HIDDEN: tl.constexpr, TOP: tl.constexpr, PADDED: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, HIDDEN]: the sums of TOP rows each, added up in f32. With PART those of `experts` from `first` on."""
@@ -160,7 +160,7 @@ def combine_kernel(
         expert = tl.load(ids + token * TOP + j, mask=added, other=-1) - first
         added = added & (expert >= 0) & (expert < experts)
     x = tl.load(
-        pairs + (token * TOP + j)[:, None] * HIDDEN + columns[None, :],
+        routed + (token * TOP + j)[:, None] * HIDDEN + columns[None, :],
         mask=added[:, None] & there[None, :], other=0.0,
     )  # fmt: skip
     tl.store(y + token * HIDDEN + columns, tl.sum(x.to(tl.float32), 0).to(y.dtype.element_ty), mask=there)
@@ -208,16 +208,16 @@ def expert_down(
     )  # fmt: skip
 
 
-def combine(pairs: Tensor, ids: Tensor, held: range | None = None) -> Tensor:
+def combine(routed: Tensor, ids: Tensor, local_experts: range | None = None) -> Tensor:
     """[T, H]: the sums of n rows each of routed tokens [T * n, H]. held: the experts whose rows count, of ids [T, n];
     None: all."""
-    tokens, hidden, overlap = len(ids), pairs.shape[1], overlaps(pairs)
-    top = len(pairs) // tokens
-    first, experts = (held.start, len(held)) if held else (0, 0)
-    y = pairs.new_empty(tokens, hidden)
+    tokens, hidden, overlap = len(ids), routed.shape[1], overlaps(routed)
+    top = len(routed) // tokens
+    first, experts = (local_experts.start, len(local_experts)) if local_experts else (0, 0)
+    y = routed.new_empty(tokens, hidden)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
     combine_kernel[tokens, triton.cdiv(hidden, columns)](
-        pairs, ids, y, first, experts, hidden, top, triton.next_power_of_2(top), columns, held is not None, overlap,
-        num_warps=4, launch_pdl=overlap,
+        routed, ids, y, first, experts, hidden, top, triton.next_power_of_2(top), columns, local_experts is not None,
+        overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return y

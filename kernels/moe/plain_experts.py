@@ -38,12 +38,12 @@ def gemv_takes(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
 
 def gemv(given: Inputs) -> Tensor:
     """[T, H], the weighted sums over each token's experts, without biases."""
-    x, ids, weights, w13, w2, act, _, held = given
+    x, ids, weights, w13, w2, act, _, local_experts = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`gemv_takes` was not asked"
     (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
-    here = (held.first, held.size) if held else (0, 0)
+    here = (local_experts.first, local_experts.size) if local_experts else (0, 0)
     h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
-    consts = gemv_sizes(hidden, inner, k, act, held is not None)
+    consts = gemv_sizes(hidden, inner, k, act, local_experts is not None)
     up = jit.kernel("expert_gemv", "expert_up", x.dtype, **consts)
     up((tokens * k, inner // GEMV_WARPS, 1), GEMV_WARPS * 32, x, ids, weights, w13, h, *here)
     down = jit.kernel("expert_gemv", "expert_down", x.dtype, **consts)
@@ -91,14 +91,14 @@ def ranges(experts: int, outputs: int, inputs: int) -> Iterator[tuple[int, int]]
 
 def part_of(groups: Groups, first: int, last: int) -> Groups:
     """Without the tiles of other experts than first to last, which are numbered from 0 on."""
-    if (first, last) == (0, len(groups.ends) - 1):
+    if (first, last) == (0, len(groups.offsets) - 1):
         return groups  # all of them: nothing is launched
     tiles = groups.tile_expert
     mine = torch.where((tiles >= first) & (tiles < last), tiles - first, -1)
     # Theirs first, as kernels end at the first that is not needed.
-    order = (mine < 0).to(torch.uint8).argsort(stable=True)
-    ends = groups.ends[first : last + 1].clone()  # kernels like it aligned
-    return groups._replace(tile_expert=mine[order], tile_start=groups.tile_start[order], ends=ends)
+    sorted_ids = (mine < 0).to(torch.uint8).argsort(stable=True)
+    offsets = groups.offsets[first : last + 1].clone()  # kernels like it aligned
+    return groups._replace(tile_expert=mine[sorted_ids], tile_start=groups.tile_start[sorted_ids], offsets=offsets)
 
 
 # -- many routed tokens on Hopper, where all time goes into multiplying (wgmma_experts.cu)
@@ -122,9 +122,9 @@ def wgmma_takes(given: Inputs, found: DeviceCaps) -> bool:
     )
 
 
-def wgmma_rows(pairs: int, experts: int) -> int:
+def wgmma_rows(routed: int, experts: int) -> int:
     """The fastest tiles of so many routed tokens of all experts."""
-    return next(rows for most, rows in WGMMA_ROWS.items() if pairs <= most * experts)
+    return next(rows for most, rows in WGMMA_ROWS.items() if routed <= most * experts)
 
 
 def wgmma_sizes(outputs: int, inputs: int, act: str, bias: bool, rows: int) -> dict[str, int]:
@@ -142,8 +142,8 @@ def wgmma_stages(rows: int) -> tuple[int, int]:
 
 def by_wgmma(given: Inputs, rows: int) -> Tensor:
     """[T * k, H], where `wgmma_takes` takes it. rows: routed tokens of a tile."""
-    x, ids, weights, w13, w2, act, biases, held = given
-    groups = group(ids, w13.shape[0], rows, held)
+    x, ids, weights, w13, w2, act, biases, local_experts = given
+    groups = group(ids, w13.shape[0], rows, local_experts)
     gathered = gather(x, groups, ids.shape[1], rows)
     h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
     by_parts(w13, groups, biases.up, x.dtype, partial(_wgmma, x=gathered, weights=weights, y=h, act=act, rows=rows))
@@ -174,7 +174,7 @@ def _wgmma(
 class TileConfig(NamedTuple):
     """The tiles of a grouped GEMM."""
 
-    rows: int  # pairs of one expert
+    rows: int  # routed tokens of one expert
     outputs: int  # of w13: so many of gate and as many of up
     inputs: int  # of a step
     warps: int
@@ -199,19 +199,19 @@ TILINGS = {
 F32_TILING = Tiling(TileConfig(16, 32, 32, 4, 2), TileConfig(16, 32, 32, 4, 2))
 
 
-def tiling(pairs: int, experts: int, dtype: torch.dtype) -> Tiling:
+def tiling(routed: int, experts: int, dtype: torch.dtype) -> Tiling:
     """The fastest of so many routed tokens."""
     if dtype == torch.float32:
         return F32_TILING
-    return next(tiles for most, tiles in TILINGS.items() if pairs <= most * experts)
+    return next(tiles for most, tiles in TILINGS.items() if routed <= most * experts)
 
 
 def by_triton(given: Inputs, tiles: Tiling) -> Tensor:
     """[T * k, H]."""
     from . import moe_triton
 
-    x, ids, weights, w13, w2, act, biases, held = given
-    groups = group(ids, w13.shape[0], tiles.up.rows, held)
+    x, ids, weights, w13, w2, act, biases, local_experts = given
+    groups = group(ids, w13.shape[0], tiles.up.rows, local_experts)
     kind, dtype = act_number(act), x.dtype
     h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
     by_parts(

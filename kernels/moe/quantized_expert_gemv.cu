@@ -9,7 +9,7 @@
 // and up's, in turn; without GATED those of all the token's experts, one after the other. AHEAD of them are asked for
 // before they are multiplied, as in quantized_gemv.cu.
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "load_runs.cuh"
 #include FORMAT
 
@@ -69,10 +69,10 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     if (GATED) grid_wait();
     const Chosen chosen(weight, ids, first, experts);
     auto there = [&](int step) { return ALL % WARPS == 0 ? step < STEPS : warp + step * WARPS < ALL; };
-    auto held = [&](int step) { return there(step) && (!PART || chosen.expert(warp + step * WARPS) >= 0); };
+    auto is_local = [&](int step) { return there(step) && (!PART || chosen.expert(warp + step * WARPS) >= 0); };
     PackedTile ring[AHEAD][N_TILES];
     auto ask = [&](int step, PackedTile (&to)[N_TILES]) {
-        if (!held(step)) return;
+        if (!is_local(step)) return;
 #pragma unroll
         for (int o = 0; o < N_TILES; o++) to[o] = chosen.get(warp + step * WARPS, blockIdx.y + o * (WIDTH / 16));
     };
@@ -90,7 +90,7 @@ quantized_expert_gemv(const T* x, const unsigned char* weight, const T* bias, co
     for (int s = 0; s < STEPS; s += AHEAD)
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            if (held(s + u)) {
+            if (is_local(s + u)) {
                 unsigned b[SPAN / 32][4];
                 load_rows(x_from + (warp + (s + u) * WARPS) * SPAN * 2, b);
                 float whole[GROUPS][4] = {};

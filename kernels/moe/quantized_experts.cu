@@ -10,7 +10,7 @@
 // [routed, I] in that of the tiles. With BIAS, bias [experts, OUTPUTS] is added, times the routed token's weight where
 // x has it in already.
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "tile_sums.cuh"
 #include "load_runs.cuh"
 #include FORMAT
@@ -70,13 +70,13 @@ __device__ __forceinline__ void start_streams(Stream (&from)[N_TILES], Streamed 
 }
 
 // A thread's part of a chunk of x. Rows past the end repeat the last one.
-__device__ __forceinline__ void load_x(uint4 (&next)[LOADS], const T* x, const int* order, int start, int rows,
+__device__ __forceinline__ void load_x(uint4 (&next)[LOADS], const T* x, const int* sorted_ids, int start, int rows,
                                        int chunk) {
 #pragma unroll
     for (int l = 0; l < LOADS; l++) {
         const int i = l * THREADS + threadIdx.x, place = start + min(i / (KC / 8), rows - 1);
         if (i >= ROWS * KC / 8) break;
-        const long long row = GATED ? order[place] / TOP : place;
+        const long long row = GATED ? sorted_ids[place] / TOP : place;
         next[l] = *(const uint4*)(x + row * I + chunk * KC + i % (KC / 8) * 8);
     }
 }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_chunk(int c, unsigned chunk, Stream (&f
 }
 
 // A tile's values from its warps' sums.
-__device__ __forceinline__ void store(const float* sums, const T* bias, const int* order, const float* weights, T* y,
+__device__ __forceinline__ void store(const float* sums, const T* bias, const int* sorted_ids, const float* weights, T* y,
                                       int expert, int start, int rows) {
     auto total = [&](int of, int o, int out, int row) {
         float value = 0;
@@ -120,22 +120,22 @@ __device__ __forceinline__ void store(const float* sums, const T* bias, const in
     for (int i = threadIdx.x; i < rows * SUBS * 16; i += THREADS) {
         const int out = i % 16, of = i / 16 % SUBS, row = i / 16 / SUBS, column = (blockIdx.x * SUBS + of) * 16 + out;
         if (column >= WIDTH) continue;
-        const int pair = order[start + row];
+        const int routed_id = sorted_ids[start + row];
         const T* const more = bias + (long long)expert * OUTPUTS + column;
         float value = total(of, 0, out, row);
         if (GATED) {
             float up = total(of, N_TILES - 1, out, row);
             if (BIAS) value += to_float(more[0]), up += to_float(more[WIDTH]);
-            y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[pair]);
+            y[(long long)(start + row) * WIDTH + column] = from_float<T>(gated<T, ACT>(value, up) * weights[routed_id]);
         } else {
-            if (BIAS) value += to_float(more[0]) * weights[pair];
-            y[(long long)pair * WIDTH + column] = from_float<T>(value);
+            if (BIAS) value += to_float(more[0]) * weights[routed_id];
+            y[(long long)routed_id * WIDTH + column] = from_float<T>(value);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantized_experts(const T* x, const unsigned char* weight, const T* bias, const int* order, const int* ends,
+quantized_experts(const T* x, const unsigned char* weight, const T* bias, const int* sorted_ids, const int* offsets,
                   const int* tile_expert, const int* tile_start, const float* weights, T* y) {
     extern __shared__ uint4 memory[];
     unsigned char* const xs = (unsigned char*)memory;
@@ -145,25 +145,25 @@ quantized_experts(const T* x, const unsigned char* weight, const T* bias, const 
     launch_dependents();
     const int expert = tile_expert[blockIdx.y];
     if (expert < 0) return;
-    const int start = tile_start[blockIdx.y], rows = min(ends[expert + 1] - start, ROWS);
+    const int start = tile_start[blockIdx.y], rows = min(offsets[expert + 1] - start, ROWS);
     const int n_tile = min((int)blockIdx.x * SUBS + sub, N_TILES_OF_Y - 1);  // what is past the end is not stored
     Stream from[N_TILES];
     Streamed ring[AHEAD][N_TILES];
     start_streams(from, ring, weight, expert, n_tile, group, lane);
     uint4 next[LOADS];
-    load_x(next, x, order, start, rows, 0);
+    load_x(next, x, sorted_ids, start, rows, 0);
     keep_x(next, xs, 0);
     __syncthreads();
     const unsigned x_from = smem_address(xs) + group * STREAMED * 2 + part_of_x(lane);
     float sum[N_TILES][TILES][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
 #pragma unroll 1
     for (int c = 0; c < CHUNKS; c++) {
-        if (c + 1 < CHUNKS) load_x(next, x, order, start, rows, c + 1);
+        if (c + 1 < CHUNKS) load_x(next, x, sorted_ids, start, rows, c + 1);
         multiply_chunk(c, x_from + c % 2 * ROWS * PITCH, from, ring, sum);
         if (c + 1 < CHUNKS) keep_x(next, xs, (c + 1) % 2);
         __syncthreads();
     }
     keep_sums<WIDE>(sum, sums + (warp * N_TILES * 16 + lane / 4) * WIDE + lane % 4 * 2);
     __syncthreads();
-    store(sums, bias, order, weights, y, expert, start, rows);
+    store(sums, bias, sorted_ids, weights, y, expert, start, rows);
 }

@@ -23,7 +23,7 @@ from ..quantized.packed_gemm import N_TILE, Layout
 from ..quantized.quantized_gemm import LARGE
 from ..quantized.quantized_wgmma import blocks_at_once
 from ..quantized.stack import Stack
-from .group import E4m3Pairs, Groups, encode_pairs, gather, group
+from .group import E4m3Routed, Groups, encode_routed, gather, group
 
 if TYPE_CHECKING:
     from .moe import Inputs
@@ -47,13 +47,13 @@ def _header(stack: Stack) -> str:
 class Gemm(NamedTuple):
     """One of a layer's grouped GEMMs: y of x."""
 
-    x: Tensor  # of gate and up [T, H]; of down [pairs, I], in the order of the groups
+    x: Tensor  # of gate and up [T, H]; of down [routed, I], in the order of the groups
     stack: Stack
     groups: Groups
-    weights: Tensor  # [T, k] f32, the pairs': they scale what gate and up make, and down's bias
-    y: Tensor  # of gate and up [pairs, I], in the order of the groups; of down [pairs, H], in the pairs' own
+    weights: Tensor  # [T, k] f32, the routed tokens': they scale what gate and up make, and down's bias
+    y: Tensor  # of gate and up [routed, I], in the order of the groups; of down [routed, H], in the routed tokens' own
     act: str  # of the gate; "": down
-    top: int  # pairs of a row of x; 0: rows are pairs
+    top: int  # routed tokens of a row of x; 0: rows are routed tokens
     bias: Tensor | None
 
     @property
@@ -111,13 +111,13 @@ def gemv_sizes(stack: Stack, act: str, top: int, bias: bool, part: bool) -> dict
 
 def gemv(given: Inputs) -> Tensor:
     """[T, H], the weighted sums over each token's experts."""
-    x, ids, weights, w13, w2, act, biases, held = given
+    x, ids, weights, w13, w2, act, biases, local_experts = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`takes` was not asked"
     (tokens, hidden), k = x.shape, ids.shape[1]
     h, y = x.new_empty(tokens * k, w2.shape[2]), x.new_empty(tokens, hidden)
-    here = (held.first, held.size) if held else (0, 0)
+    here = (local_experts.first, local_experts.size) if local_experts else (0, 0)
     for stack, rows, bias, made, of in ((w13, x, biases.up, h, act), (w2, h, biases.down, y, "")):
-        consts = gemv_sizes(stack, of, k, bias is not None, held is not None)
+        consts = gemv_sizes(stack, of, k, bias is not None, local_experts is not None)
         shared = stack.shape[2] * (1 if of else k) * 2
         kernel = jit.kernel("quantized_expert_gemv", "quantized_expert_gemv", x.dtype, shared, **consts)
         args = rows, stack.packed.tiles, rows if bias is None else bias, ids, weights, made, *here
@@ -127,8 +127,8 @@ def gemv(given: Inputs) -> Tensor:
 
 # -- any GPU, in tiles of 8 to 64 routed tokens (quantized_experts.cu)
 
-TILES = {4: 1, 8: 2, 24: 4}  # most pairs per expert → tiles of 8 rows of a block
-MAX_TILES = 8  # of more pairs
+TILES = {4: 1, 8: 2, 24: 4}  # most routed tokens per expert → tiles of 8 rows of a block
+MAX_TILES = 8  # of more routed tokens
 WARPS = 8
 WHOLE = 32 << 10  # elements of x that lie in shared memory at once
 CHUNK = 8 << 10  # or so many twice, which threads have in their registers on the way
@@ -181,8 +181,8 @@ def tiled(tiles: int, w13: Stack, w2: Stack) -> Configs:
     return Configs(up, down)
 
 
-def choose_tiled(pairs: int, experts: int, w13: Stack, w2: Stack, _: DeviceCaps) -> Configs:
-    tiles = next((tiles for most, tiles in TILES.items() if pairs <= most * experts), MAX_TILES)
+def choose_tiled(routed: int, experts: int, w13: Stack, w2: Stack, _: DeviceCaps) -> Configs:
+    tiles = next((tiles for most, tiles in TILES.items() if routed <= most * experts), MAX_TILES)
     return tiled(tiles, w13, w2)
 
 
@@ -245,9 +245,9 @@ def choose_pipeline(stack: Stack) -> PipelineConfig | None:
     return next((one for n in counts if (one := pipeline_config(stack.shape[2], stack.packed.layout, n))), None)
 
 
-def choose_pipelined(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
+def choose_pipelined(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
     """Both GEMMs, or one next to the other in tiles. None: it takes neither, or is slower."""
-    units = min(pairs, experts) * w13.shape[1] // (2 * N_TILE)
+    units = min(routed, experts) * w13.shape[1] // (2 * N_TILE)
     if not found.has_tma or units < PIPELINE_UNITS * found.num_sms:
         return None
     up, down = (choose_pipeline(one) for one in (w13, w2))
@@ -271,7 +271,7 @@ LEAST_STAGES, MAX_STAGES = 4, 16
 class WgmmaExpertsConfig(NamedTuple):
     """The tiles of quantized_wgmma_experts.cu."""
 
-    rows: int  # pairs of one expert: of WGMMA_TILES
+    rows: int  # routed tokens of one expert: of WGMMA_TILES
     outputs: int  # of the weights: 128 of each warpgroup
     inputs: int  # of a chunk
 
@@ -283,13 +283,13 @@ class WgmmaExpertsConfig(NamedTuple):
         return count, 1024 + count * stage
 
 
-def choose_wgmma(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
+def choose_wgmma(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
     """A box of x has 64 inputs. Weights of e4m3_wide are the first operand in shared memory (e4m3_experts.cu)."""
     both = w13, w2
     in_boxes = all(one.shape[2] % max(64, one.packed.layout.inputs) == 0 for one in both)
     if not found.hopper or not in_boxes or E4M3 in map(_header, both):
         return None
-    rows = next(rows for most, rows in WGMMA_TILES.items() if pairs <= most * experts)
+    rows = next(rows for most, rows in WGMMA_TILES.items() if routed <= most * experts)
     return Configs(*(wgmma_config(rows, _outputs(rows, one, found.num_sms), one) for one in both))
 
 
@@ -326,10 +326,10 @@ E4M3_TILES = {
 }
 
 
-def choose_e4m3(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
+def choose_e4m3(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
     if not found.hopper or {_header(w13), _header(w2)} != {E4M3}:
         return None
-    return Configs(*next(configs for most, configs in E4M3_TILES.items() if pairs <= most * experts))
+    return Configs(*next(configs for most, configs in E4M3_TILES.items() if routed <= most * experts))
 
 
 # -- launches
@@ -369,7 +369,7 @@ def sizes(stack: Stack, config: Config, act: str, top: int, bias: bool) -> dict[
 def multiply(gemm: Gemm, config: Config) -> None:
     """Fill gemm.y. x of down is in memory that has a tile's rows at least."""
     if isinstance(config, E4m3Config):
-        by_e4m3(gemm, config, encode_pairs(gemm.x, gemm.groups, gemm.weights, gemm.top, config.rows))
+        by_e4m3(gemm, config, encode_routed(gemm.x, gemm.groups, gemm.weights, gemm.top, config.rows))
     elif isinstance(config, WgmmaExpertsConfig):
         _by_wgmma(gemm, config)
     elif isinstance(config, PipelineConfig):
@@ -378,7 +378,7 @@ def multiply(gemm: Gemm, config: Config) -> None:
         _by_tiles(gemm, config)
 
 
-def by_e4m3(gemm: Gemm, config: E4m3Config, rows: E4m3Pairs) -> None:
+def by_e4m3(gemm: Gemm, config: E4m3Config, rows: E4m3Routed) -> None:
     """rows: those of gemm.x."""
     _, outputs, inputs = gemm.stack.shape
     half = inputs // 2  # in elements of two bytes
@@ -422,9 +422,9 @@ def _by_tiles(gemm: Gemm, config: ExpertTileConfig) -> None:
 
 def experts(given: Inputs, configs: Configs) -> Tensor:
     """[T * k, H], what each routed token's expert makes."""
-    x, ids, weights, w13, w2, act, biases, held = given
+    x, ids, weights, w13, w2, act, biases, local_experts = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`takes` was not asked"
-    groups = group(ids, w13.shape[0], configs.rows, held)
+    groups = group(ids, w13.shape[0], configs.rows, local_experts)
     h = up(x, weights, w13, groups, ids.shape[1], act, configs.up, biases.up)
     return down(h, weights, w2, groups, configs.down, biases.down)
 
@@ -435,8 +435,8 @@ def up(
 ) -> Tensor:  # fmt: skip
     """[routed, I] in the order of the groups, which are of the config's rows: the routed tokens' weights * act(gate) *
     up."""
-    pairs = len(groups.order)
-    h = x.new_empty(max(pairs, config.rows), w13.shape[1] // 2)[:pairs]  # in memory that has a tile's rows at least
+    routed = len(groups.sorted_ids)
+    h = x.new_empty(max(routed, config.rows), w13.shape[1] // 2)[:routed]  # in memory that has a tile's rows at least
     multiply(Gemm(x, w13, groups, weights, h, act, top, bias), config)
     return h
 

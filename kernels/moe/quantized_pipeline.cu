@@ -11,7 +11,7 @@
 // tiles before its predecessor has ended, as they are older than that, and asks for weights until then.
 #include "tma.cuh"
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include FORMAT
 #include "raw_mma.cuh"
 
@@ -22,8 +22,8 @@ constexpr int STEPS = I / SPAN / RUN;                  // stages of a unit
 constexpr int PART = RUN * PACKED_BYTES, STAGE = 2 * PART;    // bytes
 constexpr int N_TILE_BYTES = I / SPAN * PACKED_BYTES;                // bytes
 constexpr int PITCH = I * 2 + 16;  // bytes from row to row: what an instruction reads of eight lies in different banks
-constexpr bool HELD = TOGETHER > 1 && RUN % TOGETHER == 0;  // whether sums of x are
-constexpr int SUMS = HELD ? I : 0;                          // bytes
+constexpr bool X_SUMMED = TOGETHER > 1 && RUN % TOGETHER == 0;  // whether sums of x are
+constexpr int SUMS = X_SUMMED ? I : 0;                          // bytes
 
 #if __CUDA_ARCH__ >= 900
 struct Tile {
@@ -33,7 +33,7 @@ struct Tile {
 
 // Past the first-level cache, which another kernel may have filled before the tiles were there.
 struct Tiles {
-    const int *order, *ends, *experts, *starts;
+    const int *sorted_ids, *offsets, *experts, *starts;
 
     __device__ int expert(int tile) const { return __ldcg(experts + tile); }
 };
@@ -75,24 +75,24 @@ struct Weights {
 
 // One warp: the rows of x of tiles `first` to `last`. Rows that a tile lacks are whatever lies there.
 __device__ inline void bring_rows(const T* x, const float* weights, const Tiles& tiles, int first, int last, unsigned to,
-                                  T* sums, Tile* held, Barrier* full, Barrier* summed, Barrier* empty) {
+                                  T* sums, Tile* x_rows, Barrier* full, Barrier* summed, Barrier* empty) {
     const int lane = threadIdx.x % 32;
     for (int t = first, n = 0; t <= last; t++, n++) {
         const int buffer = n % BUFFERS, expert = tiles.expert(t), start = __ldcg(tiles.starts + t);
-        const int rows = min(ROWS, __ldcg(tiles.ends + expert + 1) - start);
-        const int pair = lane < rows ? __ldcg(tiles.order + start + lane) : 0;
-        const float weight = lane < rows ? __ldcg(weights + pair) : 0;
+        const int rows = min(ROWS, __ldcg(tiles.offsets + expert + 1) - start);
+        const int routed_id = lane < rows ? __ldcg(tiles.sorted_ids + start + lane) : 0;
+        const float weight = lane < rows ? __ldcg(weights + routed_id) : 0;
         if (n == 0) grid_wait();
         if (n == 0) launch_dependents();
         if (n >= BUFFERS) mbarrier_wait(empty + buffer, n / BUFFERS - 1);
-        if (lane < rows) held[buffer].row[lane] = GATED ? start + lane : pair, held[buffer].weight[lane] = weight;
-        if (lane == 0) held[buffer].expert = expert, held[buffer].rows = rows;
+        if (lane < rows) x_rows[buffer].row[lane] = GATED ? start + lane : routed_id, x_rows[buffer].weight[lane] = weight;
+        if (lane == 0) x_rows[buffer].expert = expert, x_rows[buffer].rows = rows;
         __syncwarp();
         if (lane == 0) mbarrier_expect(full + buffer, rows * I * 2);
         __syncwarp();
-        const long long row = GATED ? pair / TOP : start + lane;
+        const long long row = GATED ? routed_id / TOP : start + lane;
         if (lane < rows) bulk_load(to + (buffer * ROWS + lane) * PITCH, x + row * I, I * 2, full + buffer);
-        if (!HELD) continue;
+        if (!X_SUMMED) continue;
         __syncwarp();
         mbarrier_wait(full + buffer, n / BUFFERS);
         sum_up_inputs<PITCH, I>(to + buffer * ROWS * PITCH, sums + buffer * SUMS / 2);
@@ -105,7 +105,7 @@ __device__ inline void bring_rows(const T* x, const float* weights, const Tiles&
 template <class P>
 __device__ inline void multiply_run(P like, unsigned from, unsigned x_from, unsigned sums_at, float (&sum)[2][4]) {
     const int lane = threadIdx.x % 32;
-    if constexpr (HELD && sizeof(P)) {
+    if constexpr (X_SUMMED && sizeof(P)) {
 #pragma unroll
         for (int k = 0; k < RUN; k += TOGETHER)
             multiply_together<PITCH, PART>(like, from + k * PACKED_BYTES, x_from + k * SPAN * 2, sums_at + k * SPAN, sum);
@@ -172,12 +172,12 @@ __device__ __forceinline__ void init_barriers(Barrier* full, Barrier* x_full, Ba
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const int* order, const int* ends,
+quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const int* sorted_ids, const int* offsets,
                    const int* tile_expert, const int* tile_start, const float* weights, T* y, int most) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ uint4 memory[];
     __shared__ alignas(8) Barrier full[WARPS * STAGES], x_full[BUFFERS], x_summed[BUFFERS], x_empty[BUFFERS];
-    __shared__ Tile held[BUFFERS];
+    __shared__ Tile x_rows[BUFFERS];
     __shared__ int used;  // tiles
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned rings = smem_address(memory), xs = rings + WARPS * STAGES * STAGE, sums = xs + BUFFERS * ROWS * PITCH;
@@ -187,7 +187,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     }
     __syncthreads();
     if (GATED) grid_wait();
-    const Tiles tiles{order, ends, tile_expert, tile_start};
+    const Tiles tiles{sorted_ids, offsets, tile_expert, tile_start};
     for (int t = thread; t < most; t += THREADS + 32) {
         const int expert = tiles.expert(t), after = t + 1 < most ? tiles.expert(t + 1) : -1;
         if (expert >= 0 && after < 0) used = t + 1;
@@ -198,7 +198,7 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
     const int first = begin / UNITS, last = begin < end ? (end - 1) / UNITS : first - 1;  // tiles
     if (warp == WARPS) {
         T* const to = (T*)((char*)memory + (sums - rings));
-        bring_rows(x, weights, tiles, first, last, xs, to, held, x_full, x_summed, x_empty);
+        bring_rows(x, weights, tiles, first, last, xs, to, x_rows, x_full, x_summed, x_empty);
         return;
     }
     const unsigned ring = rings + warp * STAGES * STAGE;
@@ -218,12 +218,12 @@ quantized_pipeline(const T* x, const unsigned char* weight, const T* bias, const
         pass(unit / UNITS);
         const int buffer = (tile - first) % BUFFERS;
         mbarrier_wait(x_full + buffer, (tile - first) / BUFFERS);
-        if (HELD) mbarrier_wait(x_summed + buffer, (tile - first) / BUFFERS);
+        if (X_SUMMED) mbarrier_wait(x_summed + buffer, (tile - first) / BUFFERS);
         // A lane's row of x, and there its eight of the first 32 inputs.
         const unsigned x_from = xs + (buffer * ROWS + lane % 8) * PITCH + lane / 8 * 16;
         float sum[2][4] = {};  // outputs lane / 4 and 8 below, rows lane % 4 * 2 and + 1
         multiply_unit(ahead, ring, mine, x_from, sums + buffer * SUMS, slot, round, sum);
-        store(sum, held[buffer], unit, bias, y);
+        store(sum, x_rows[buffer], unit, bias, y);
     }
     pass(last + 1);
 #endif

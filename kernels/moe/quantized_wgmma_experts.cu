@@ -1,5 +1,5 @@
 // Grouped GEMMs of quantised experts with some routed tokens each, by Hopper's asynchronous tensor-core instructions of
-// 16 bits: for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the routed
+// 16 bits: for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_routed.cu makes it, so that the routed
 // tokens of an expert are rows side by side. Weights are [experts, OUTPUTS, I] in packed tiles of a quantised format.
 // With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that order; else y [routed,
 // OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added, times the routed token's
@@ -15,7 +15,7 @@
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include FORMAT
 
 constexpr int OF_WARP = 2;  // n-tiles of a warp
@@ -25,7 +25,7 @@ constexpr int X_BYTES = ROWS * KC * 2, W_BYTES = N_TILES * OF_CHUNK * PACKED_BYT
 constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M, WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y: of a tile, and all
 constexpr int N_TILES_OF_Y = WIDTH / 16;
-constexpr int HELD = (ROWS + 31) / 32;  // rows that a lane knows
+constexpr int ROWS_PER_LANE = (ROWS + 31) / 32;  // rows that a lane knows
 // Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 3 ? 160 : 232;
@@ -68,15 +68,15 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
 // A lane's share of an item's sums, and its facts of rows lane + 32 j. It is asked for before the item is multiplied.
 struct Known {
     T bias[OF_WARP][2];  // of outputs lane / 4 of the warp's n-tiles and 8 below
-    int pairs[HELD];
-    float weights[HELD];
+    int routed[ROWS_PER_LANE];
+    float weights[ROWS_PER_LANE];
 
-    __device__ Known(const Item& item, const T* of_all, const int* order) {
+    __device__ Known(const Item& item, const T* of_all, const int* sorted_ids) {
         const int lane = threadIdx.x % 32, first = item.first + threadIdx.x / 32 * (GATED ? 16 : 32);
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
+        for (int j = 0; j < ROWS_PER_LANE; j++) {
             const int row = lane + j * 32;
-            pairs[j] = row < item.rows ? __ldcg(order + item.row + row) : 0;
+            routed[j] = row < item.rows ? __ldcg(sorted_ids + item.row + row) : 0;
         }
 #pragma unroll
         for (int s = 0; s < OF_WARP; s++)
@@ -88,9 +88,9 @@ struct Known {
             }
     }
     // Once the routed tokens are known. All rows of a tile have one: past the item's it is the first.
-    __device__ inline void find_weights(const float* of_pairs) {
+    __device__ inline void find_weights(const float* of_routed) {
 #pragma unroll
-        for (int j = 0; j < HELD; j++) weights[j] = GATED || BIAS ? of_pairs[pairs[j]] : 0;
+        for (int j = 0; j < ROWS_PER_LANE; j++) weights[j] = GATED || BIAS ? of_routed[routed[j]] : 0;
     }
     __device__ inline float added(int n_tile, int half) const { return BIAS ? to_float(bias[n_tile][half]) : 0; }
 };
@@ -129,7 +129,7 @@ __device__ inline void store(const float (&sum)[OF_WARP][ROWS / 2], const Known&
 #pragma unroll
             for (int i = 0; i < 2; i++) by[i] = __shfl_sync(0xffffffffu, known.weights[j / 4], j % 4 * 8 + t * 2 + i);
         }
-        const int pair = GATED ? item.row + row : __shfl_sync(0xffffffffu, known.pairs[j / 4], j % 4 * 8 + g);
+        const int routed_id = GATED ? item.row + row : __shfl_sync(0xffffffffu, known.routed[j / 4], j % 4 * 8 + g);
 #pragma unroll
         for (int s = 0; s < (GATED ? 1 : OF_WARP); s++) {
             float x[4];
@@ -141,7 +141,7 @@ __device__ inline void store(const float (&sum)[OF_WARP][ROWS / 2], const Known&
             unsigned a = transpose_8x8(pack<T>(x[0], x[1])), b = transpose_8x8(pack<T>(x[2], x[3]));
             swap_lanes(a, b, 1);
             const int column = item.first + (GATED ? warp : warp * 2 + s) * 16 + t % 2 * 8 + t / 2 * 4;
-            if (row < item.rows && column < WIDTH) *(uint2*)(y + (long long)pair * WIDTH + column) = make_uint2(a, b);
+            if (row < item.rows && column < WIDTH) *(uint2*)(y + (long long)routed_id * WIDTH + column) = make_uint2(a, b);
         }
     }
 }
@@ -149,7 +149,7 @@ __device__ inline void store(const float (&sum)[OF_WARP][ROWS / 2], const Known&
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 quantized_wgmma_experts(const __grid_constant__ TensorMap of_x, const unsigned char* weight, const T* bias,
-                        const float* weights, const int* order, const int* ends, const int* tile_expert,
+                        const float* weights, const int* sorted_ids, const int* offsets, const int* tile_expert,
                         const int* tile_start, T* y, int tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
@@ -158,7 +158,7 @@ quantized_wgmma_experts(const __grid_constant__ TensorMap of_x, const unsigned c
     const int thread = threadIdx.x;
     if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();
-    const Items items{ends, tile_expert, tile_start, tiles};
+    const Items items{offsets, tile_expert, tile_start, tiles};
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected()) produce(&of_x, weight, ring, full, empty, items);
@@ -172,7 +172,7 @@ quantized_wgmma_experts(const __grid_constant__ TensorMap of_x, const unsigned c
 #pragma unroll 1
         while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
             const Item item = items.item(index, next);
-            Known known(item, bias, order);
+            Known known(item, bias, sorted_ids);
             index += gridDim.x;
             next = items.seek(index);
             float sum[OF_WARP][ROWS / 2];

@@ -1,5 +1,5 @@
 // Grouped GEMMs of experts of 16 bits with many routed tokens each, by Hopper's asynchronous tensor-core instructions:
-// for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_pairs.cu makes it, so that the routed tokens
+// for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_routed.cu makes it, so that the routed tokens
 // of an expert are rows side by side. Weights are [experts, OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight
 // of the routed token * act(gate) * up in that order; else y [routed, OUTPUTS] is in the routed tokens' own order. With
 // BIAS, bias [experts, OUTPUTS] is added, times the routed token's weight where x has it in already.
@@ -85,19 +85,19 @@ __device__ inline void multiply(unsigned ring, int group, Barrier* full, Barrier
 
 // An item's sums: eight outputs of y side by side a lane.
 __device__ inline void store(const float (&sum)[PARTS][N / 2], const Item& item, const T* bias, const float* weights,
-                             const int* order, T* y) {
+                             const int* sorted_ids, T* y) {
     const int lane = threadIdx.x % 32, top = threadIdx.x / 32 * 16 + lane / 4;
     const T* const added = bias + (long long)item.expert * OUTPUTS;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int row = top + h * 8;
         const bool mine = row < item.rows;
-        const int pair = mine ? __ldcg(order + item.row + row) : 0;
-        const float by = mine && (GATED || BIAS) ? weights[pair] : 0;
-        T* const to = y + (long long)(GATED ? item.row + row : pair) * WIDTH;
+        const int routed_id = mine ? __ldcg(sorted_ids + item.row + row) : 0;
+        const float by = mine && (GATED || BIAS) ? weights[routed_id] : 0;
+        T* const to = y + (long long)(GATED ? item.row + row : routed_id) * WIDTH;
         auto value = [&](int out, int at) {
-            auto held = [&](int at) { return sum[at / (N / 2)][at % (N / 2)]; };
-            float one = held(at), up = held(GATED ? at + M / 4 : 0);
+            auto at_sum = [&](int at) { return sum[at / (N / 2)][at % (N / 2)]; };
+            float one = at_sum(at), up = at_sum(GATED ? at + M / 4 : 0);
             if (BIAS && out < WIDTH) one += to_float(added[out]) * (GATED ? 1 : by);
             if (BIAS && GATED && out < WIDTH) up += to_float(added[WIDTH + out]);
             if constexpr (GATED) one = gated<T, ACT>(one, up) * by;
@@ -121,7 +121,7 @@ __device__ inline void store(const float (&sum)[PARTS][N / 2], const Item& item,
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 wgmma_experts(const __grid_constant__ TensorMap of_x, const __grid_constant__ TensorMap of_w, const T* bias,
-              const float* weights, const int* order, const int* ends, const int* tile_expert, const int* tile_start, T* y,
+              const float* weights, const int* sorted_ids, const int* offsets, const int* tile_expert, const int* tile_start, T* y,
               int tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 memory[];
@@ -130,7 +130,7 @@ wgmma_experts(const __grid_constant__ TensorMap of_x, const __grid_constant__ Te
     const int thread = threadIdx.x;
     if (thread == 0) init_ring(full, empty, THREADS / 32);
     __syncthreads();
-    const Items items{ends, tile_expert, tile_start, tiles};
+    const Items items{offsets, tile_expert, tile_start, tiles};
     if (thread >= THREADS) {
         set_registers<TO_COPY>(false);
         if (thread / 32 == THREADS / 32 && elected()) produce(&of_x, &of_w, ring, full, empty, items);
@@ -150,7 +150,7 @@ wgmma_experts(const __grid_constant__ TensorMap of_x, const __grid_constant__ Te
             float sum[PARTS][N / 2];
             multiply(ring, group, full, empty, at, sum);
             items.find(next);
-            store(sum, item, bias, weights, order, y);
+            store(sum, item, bias, weights, sorted_ids, y);
         }
     }
 #endif

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..activation.activation import gated_activation
 from ..cpp import ops
 from ..cpp.scratch import Scratch
-from . import digits_cpu, target
+from . import int8_planes_cpu, target
 from .cpu_layouts import Packed
 
-MAX_ROWS = 64  # at once: their digits stay in the cache
+MAX_ROWS = 64  # at once: their int8 planes stay in the cache
 
 
 class Gated(NamedTuple):
@@ -34,7 +34,7 @@ def takes(x: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """x [T, I]; whether operations take it, and are faster than a GEMM of the dequantised weight."""
-    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= digits_cpu.max_rows(x.dtype)
+    return x.dtype in ops.SUFFIXES and x.stride(1) == 1 and 0 < len(x) <= int8_planes_cpu.max_rows(x.dtype)
 
 
 def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) -> Tensor:
@@ -43,29 +43,29 @@ def linear(x: Tensor, of: Packed, gate: str = "", bias: Tensor | None = None) ->
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_linear", x.dtype)
     calls: list[tuple[ops.Op, tuple[ops.Value, ...]]] = []
     for some, made in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-        digits = digits_cpu.empty(some, scratch)
+        planes = int8_planes_cpu.empty(some, scratch)
         sizes = len(some), of.inputs, of.outputs, x.stride(0), of.layout.inputs, of.layout.zero
-        calls += digits_cpu.split(some, digits), (multiply, (some, digits, of.blocks, bias, made, *sizes))
+        calls += int8_planes_cpu.split(some, planes), (multiply, (some, planes, of.blocks, bias, made, *sizes))
     ops.run(*calls)
     return gated_activation(y, gate) if gate else y
 
 
 def experts(
-    x: Tensor, of: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, of: Packed, sizes: tuple[int, int], offsets: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None, gated: Gated | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert. of: the weights [O, I] of all
     experts, each filled up to whole blocks. sizes: experts, O. ends int32 [experts + 1]: where each one's rows begin.
     bias [experts, O]. at int64 [experts]: which of the stack's weights is each one's, where it is not its own number.
     gated: what x is made of first."""
-    (count, outputs), digits = sizes, digits_cpu.empty(x, scratch)
+    (count, outputs), planes = sizes, int8_planes_cpu.empty(x, scratch)
     if gated is None:
-        split = digits_cpu.split(x, digits, ends, count)
+        split = int8_planes_cpu.split(x, planes, offsets, count)
     else:
-        split = digits_cpu.split_gated(*gated, x, digits, ends, count)
+        split = int8_planes_cpu.split_gated(*gated, x, planes, offsets, count)
     told = count, of.inputs, outputs, x.stride(0), of.layout.inputs, of.layout.zero
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_experts", x.dtype)
-    return split, (multiply, (x, digits, of.blocks, bias, ends, at, scratch.taken, y, *told))
+    return split, (multiply, (x, planes, of.blocks, bias, offsets, at, scratch.taken, y, *told))
 
 
 def rows(ids: Tensor, of: Packed, start: int, scale: float, dtype: torch.dtype) -> Tensor:

@@ -1,30 +1,30 @@
-// Codes of 8 bits that pairs.cuh's elements are made of, exactly. A word's bytes 0 and 2 are neighbours for the tensor
+// Codes of 8 bits that half2.cuh's elements are made of, exactly. A word's bytes 0 and 2 are neighbours for the tensor
 // cores, and so are 1 and 3.
 
 // 128 or 1024 twice, whose last bits are whole numbers: below them a code's bits are the code.
-__device__ constexpr unsigned whole_pair(bf16) { return 0x43004300; }
-__device__ constexpr unsigned whole_pair(f16) { return 0x64006400; }
+__device__ constexpr unsigned whole2(bf16) { return 0x43004300; }
+__device__ constexpr unsigned whole2(f16) { return 0x64006400; }
 
 // Bytes less 128: those of bytes 0 and 2, and of 1 and 3.
 template <class E> __device__ inline void centred_bytes(unsigned word, unsigned& even, unsigned& odd);
 template <> __device__ inline void centred_bytes<f16>(unsigned word, unsigned& even, unsigned& odd) {
     // 0x6400 + byte is 1024 + byte.
-    even = add_pairs<f16>(__byte_perm(word, 0x64646464, 0x4240), 0xe480e480);
-    odd = add_pairs<f16>(__byte_perm(word, 0x64646464, 0x4341), 0xe480e480);
+    even = add2<f16>(__byte_perm(word, 0x64646464, 0x4240), 0xe480e480);
+    odd = add2<f16>(__byte_perm(word, 0x64646464, 0x4341), 0xe480e480);
 }
 template <> __device__ inline void centred_bytes<bf16>(unsigned word, unsigned& even, unsigned& odd) {
     // A bf16 has room for seven bits of the byte: 0x4300 + those is 128 + them, and 0xc380 less the eighth bit is -256
     // or -128.
     const unsigned above = word >> 8;
-    even = add_pairs<bf16>(and_xor(word, 0x007f007f, 0x43004300), and_xor(word, 0x00800080, 0xc380c380));
-    odd = add_pairs<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
+    even = add2<bf16>(and_xor(word, 0x007f007f, 0x43004300), and_xor(word, 0x00800080, 0xc380c380));
+    odd = add2<bf16>(and_xor(above, 0x007f007f, 0x43004300), and_xor(above, 0x00800080, 0xc380c380));
 }
 
 // Numbers of bytes below 128, less `zero` below 128.
 template <class E> __device__ inline void small_bytes(unsigned word, unsigned zero, unsigned& even, unsigned& odd) {
-    const unsigned less = (whole_pair(E()) | 0x80008000) + (zero | zero << 16);
-    even = add_pairs<E>(and_xor(word, 0x007f007f, whole_pair(E())), less);
-    odd = add_pairs<E>(and_xor(word >> 8, 0x007f007f, whole_pair(E())), less);
+    const unsigned less = (whole2(E()) | 0x80008000) + (zero | zero << 16);
+    even = add2<E>(and_xor(word, 0x007f007f, whole2(E())), less);
+    odd = add2<E>(and_xor(word >> 8, 0x007f007f, whole2(E())), less);
 }
 
 // A byte of the word, less 128, times an f16 factor, exactly: 0x4700 0000 + byte * 256 is 32768 + byte, and

@@ -1,7 +1,7 @@
 // out [outputs, I] of a W in packed tiles of a quantised format, at the speed of memory. A warp takes RUN packed tiles
 // side by side.
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include FORMAT
 
 constexpr int K_TILES = I / SPAN;

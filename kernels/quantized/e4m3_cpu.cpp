@@ -16,13 +16,13 @@ struct Linear {
 
 // The weights of several experts, one after the other, each with rows of x of its own.
 struct Experts {
-    const void *x, *codes, *scales, *bias, *ends, *at;  // bias [experts, outputs]; ends: as each_block has it; at: weight_of
+    const void *x, *codes, *scales, *bias, *offsets, *at;  // bias [experts, outputs]; offsets: as each_block has it; at: weight_of
     void *taken, *y;  // taken: as each_block has it
     int64_t experts, inputs, outputs, pitch, unit;
 };
 
 struct Widen {
-    const void *x, *ends;  // ends: of experts, whose first and last say which rows; null: all
+    const void *x, *offsets;  // offsets: of experts, whose first and last say which rows; null: all
     void* y;               // f32
     int64_t rows, inputs, pitch, experts;
 };
@@ -92,7 +92,7 @@ template <typename T> void linear(const Linear& a, int part, int parts) {
 
 template <typename T> void experts(const Experts& a, int part, int parts) {
     const int64_t blocks = (a.outputs + BLOCK - 1) / BLOCK;
-    each_block((const int32_t*)a.ends, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
+    each_block((const int32_t*)a.offsets, a.experts, blocks, a.taken, part, parts, [&](int64_t e, int64_t i, int64_t m, int64_t last) {
         const T* bias = a.bias ? (const T*)a.bias + e * a.outputs : nullptr;
         const int64_t first = weight_of(a.at, e) * blocks;
         const Linear of = {a.x, a.codes, a.scales, bias, a.y, last, a.inputs, a.outputs, a.pitch, a.unit};
@@ -101,7 +101,7 @@ template <typename T> void experts(const Experts& a, int part, int parts) {
 }
 
 void widen_rows(const Widen& a, int part, int parts) {
-    const Rows rows(a.ends, a.experts, a.rows);
+    const Rows rows(a.offsets, a.experts, a.rows);
     Share share((rows.last - rows.first) * a.inputs, part, parts);
     for (int64_t n = rows.first * a.inputs + share.first; n < rows.first * a.inputs + share.last; n++)
         ((float*)a.y)[n] = widen(((const bf16*)a.x)[n / a.inputs * a.pitch + n % a.inputs]);

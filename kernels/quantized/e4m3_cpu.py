@@ -90,21 +90,21 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def _widened(x: Tensor, scratch: Scratch, ends: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:
+def _widened(x: Tensor, scratch: Scratch, offsets: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:
     """x in f32, and the operations that make it. ends: of experts, which say what rows there are."""
     if x.dtype == torch.float32:
         return x, ()
     wide = scratch.empty(x, tuple(x.shape), torch.float32)
-    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x, ends, wide, len(x), x.shape[1], x.stride(0), experts)),)
+    return wide, ((ops.op(SOURCE, "e4m3_widen"), (x, offsets, wide, len(x), x.shape[1], x.stride(0), experts)),)
 
 
 def experts(
-    x: Tensor, stack: Packed, sizes: tuple[int, int], ends: Tensor, bias: Tensor | None, y: Tensor,
+    x: Tensor, stack: Packed, sizes: tuple[int, int], offsets: Tensor, bias: Tensor | None, y: Tensor,
     scratch: Scratch, at: Tensor | None = None,
 ) -> ops.Calls:  # fmt: skip
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
     count, outputs = sizes
-    wide, calls = _widened(x, scratch, ends, count)
+    wide, calls = _widened(x, scratch, offsets, count)
     told = count, stack.inputs, outputs, wide.stride(0), stack.unit
-    of = wide, stack.codes, stack.scales, bias, ends, at, scratch.taken, y, *told
+    of = wide, stack.codes, stack.scales, bias, offsets, at, scratch.taken, y, *told
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))

@@ -5,7 +5,7 @@
 
 // Codes of four elements.
 __device__ inline unsigned codes_of(const T* x, float by) {
-    return e4m3_pair(to_float(x[0]) * by, to_float(x[1]) * by) | e4m3_pair(to_float(x[2]) * by, to_float(x[3]) * by) << 16;
+    return to_e4m3x2(to_float(x[0]) * by, to_float(x[1]) * by) | to_e4m3x2(to_float(x[2]) * by, to_float(x[3]) * by) << 16;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

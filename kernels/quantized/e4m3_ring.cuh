@@ -11,7 +11,7 @@
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "e4m3_wide.cuh"
 
 constexpr int M = 64 * GROUPS, HALVES = M / 8, THREADS = 128 * GROUPS;
@@ -27,7 +27,7 @@ constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192)
 // rows.
 constexpr int LONGEST = PARTS > 1 ? 2 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
 constexpr int AT_ONCE = SETS == 1 ? PARTS : RUN == 1 ? 8 : 4;  // parts of runs in a round of the loop
-constexpr int HELD = (ROWS + 31) / 32;  // scales of rows that a lane holds
+constexpr int ROWS_PER_LANE = (ROWS + 31) / 32;  // scales of rows that a lane holds
 // Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
@@ -148,12 +148,12 @@ __device__ inline void multiply(Chunks& chunks, float (&sum)[ROWS / 2]) {
 }
 
 // Sums times the scales of their rows, of which lane i holds those of rows i + 32 j.
-__device__ inline void scale_rows(const float (&held)[HELD], float (&sum)[ROWS / 2]) {
+__device__ inline void scale_rows(const float (&by)[ROWS_PER_LANE], float (&sum)[ROWS / 2]) {
     const int pair = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; j++) {
-        const float even = __shfl_sync(0xffffffffu, held[j / 4], j % 4 * 8 + pair);
-        const float odd = __shfl_sync(0xffffffffu, held[j / 4], j % 4 * 8 + pair + 1);
+        const float even = __shfl_sync(0xffffffffu, by[j / 4], j % 4 * 8 + pair);
+        const float odd = __shfl_sync(0xffffffffu, by[j / 4], j % 4 * 8 + pair + 1);
         sum[j * 4] *= even, sum[j * 4 + 1] *= odd, sum[j * 4 + 2] *= even, sum[j * 4 + 3] *= odd;
     }
 }

@@ -1,5 +1,5 @@
 // The scale of a row in e4m3, max|x| / 448, by a block of THREADS.
-#include "pairs.cuh"
+#include "half2.cuh"
 
 constexpr float SMALLEST = 1e-35f;  // a row that has nothing larger becomes zeros: 448 / most must not be infinite
 

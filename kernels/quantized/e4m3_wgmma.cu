@@ -159,14 +159,14 @@ e4m3_wgmma(const __grid_constant__ TensorMap of_x, const float* x_scales, const 
         for (int i = 0; i < tiles.count; i++) {
             const Tile tile = tiles[i];
             const int mine = min(height, rows - tile.row);
-            float sum[ROWS / 2], held[HELD];
+            float sum[ROWS / 2], x_scales_here[ROWS_PER_LANE];
 #pragma unroll
-            for (int j = 0; j < HELD; j++) {
+            for (int j = 0; j < ROWS_PER_LANE; j++) {
                 const int row = thread % 32 + j * 32;
-                held[j] = row < mine ? x_scales[tile.row + row] : 0;
+                x_scales_here[j] = row < mine ? x_scales[tile.row + row] : 0;
             }
             multiply(chunks, sum);
-            scale_rows(held, sum);
+            scale_rows(x_scales_here, sum);
             if constexpr (SPLIT > 1)
                 add_up((float*)((char*)memory + (ring - smem_address(memory))), sum, bias, y, tile, width, mine);
             else

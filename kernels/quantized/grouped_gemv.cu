@@ -12,7 +12,7 @@
 // act(gate) * up. With BIAS, bias [outputs] is added.
 #include "tma.cuh"
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include FORMAT
 
 constexpr int THREADS = WARPS * 32;

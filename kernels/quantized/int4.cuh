@@ -63,7 +63,7 @@ __device__ inline float2 scales(const PackedTile& tile, int step) { return unpac
 __device__ inline float2 minima(const PackedTile&, int) { return {}; }
 
 // Twice `above` and the zero point of output lane / 4, or of 8 below, as its lower byte.
-__device__ inline unsigned zero_pair(const PackedTile& tile, int step, int half, unsigned above) {
+__device__ inline unsigned zero2(const PackedTile& tile, int step, int half, unsigned above) {
     if (!ZEROS) return above << 8 | above << 24 | 0x00080008;
     const unsigned byte = threadIdx.x / 4 % 2 * 2 + half;
     return __byte_perm(tile.zeros[step * 16 / SCALED], above, 0x4040 | byte | byte << 8);
@@ -86,7 +86,7 @@ __device__ inline unsigned minus(bf16) { return 0xc3; }
 template <class E> __device__ inline void codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = add_pairs<E>(widen<E>(tile.words[step], i), zero_pair(tile, step, i % 2, minus(E())));
+        a[i] = add2<E>(widen<E>(tile.words[step], i), zero2(tile, step, i % 2, minus(E())));
 }
 
 // Codes as they are widened the fastest, and what they have too much: the zero point, and 1024 or 128.
@@ -109,7 +109,7 @@ template <> __device__ inline void weights<f16>(const PackedTile& tile, int step
     codes<f16>(tile, step, a);
     const unsigned both = tile.scales[step * 16 / SCALED];
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = multiply_pairs<f16>(a[i], __byte_perm(both, 0, i % 2 ? 0x3232 : 0x1010));
+    for (int i = 0; i < 4; i++) a[i] = mul2<f16>(a[i], __byte_perm(both, 0, i % 2 ? 0x3232 : 0x1010));
 }
 template <> __device__ inline void weights<bf16>(const PackedTile& tile, int step, unsigned (&a)[4]) {
     const float2 by = scales(tile, step);
@@ -117,7 +117,7 @@ template <> __device__ inline void weights<bf16>(const PackedTile& tile, int ste
     for (int i = 0; i < 4; i++) {
         // (128 + code) * scale and (128 + zero) * scale have no more bits than a float.
         const float scale = i % 2 ? by.y : by.x;
-        const float less = __uint_as_float(zero_pair(tile, step, i % 2, 0xc3) << 16) * scale;
+        const float less = __uint_as_float(zero2(tile, step, i % 2, 0xc3) << 16) * scale;
         const unsigned more = widen<bf16>(tile.words[step], i);
         a[i] = pack<bf16>(fmaf(__uint_as_float(more << 16), scale, less),
                           fmaf(__uint_as_float(more & 0xffff0000), scale, less));

@@ -23,22 +23,22 @@ __device__ inline float2 scales(const PackedTile& tile, int step) {
 
 // The codes of a word at bit 4 i and 16 above as elements, exactly: exponent and mantissa are moved to where those of E
 // lie, and a power of two makes up for the other bias. Both formats have the smallest code, 0.5, as they have it.
-template <class E> __device__ inline unsigned element_pair(unsigned word, int i);
-template <> __device__ inline unsigned element_pair<f16>(unsigned word, int i) {
+template <class E> __device__ inline unsigned element2(unsigned word, int i);
+template <> __device__ inline unsigned element2<f16>(unsigned word, int i) {
     const unsigned below = i < 3 ? word << (9 - 4 * i) : word >> 3;
-    return multiply_pairs<f16>((word << (12 - 4 * i) & 0x80008000) | (below & 0x0e000e00), 0x74007400);  // 2^14
+    return mul2<f16>((word << (12 - 4 * i) & 0x80008000) | (below & 0x0e000e00), 0x74007400);  // 2^14
 }
-template <> __device__ inline unsigned element_pair<bf16>(unsigned word, int i) {
+template <> __device__ inline unsigned element2<bf16>(unsigned word, int i) {
     // A product has a code twice, where its sign has to be and where the rest: integer units are busier than those that
     // multiply.
     const unsigned code = i % 2 ? (word >> 4 * (i - 1) & 0x00f000f0) * 0x0104 : (word >> 4 * i & 0x000f000f) * 0x1040;
-    return multiply_pairs<bf16>(code & 0x81c081c0, 0x7e807e80);  // 2^126
+    return mul2<bf16>(code & 0x81c081c0, 0x7e807e80);  // 2^126
 }
 
 // Codes of inputs 16 step to 16 step + 15, as the first operand of a matmul.
 template <class E> __device__ inline void codes(const PackedTile& tile, int step, unsigned (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = element_pair<E>(tile.words[step], i);
+    for (int i = 0; i < 4; i++) a[i] = element2<E>(tile.words[step], i);
 }
 
 #include "float_codes.cuh"

@@ -10,7 +10,7 @@
 // rows from `rows` on are whatever lies there.
 #include "tma.cuh"
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "tile_sums.cuh"
 #include "ring_walk.cuh"
 #include FORMAT

@@ -7,7 +7,7 @@
 // GATED, W is a gate matrix over an up matrix, a block's two n-tiles are one of each, and y = act(gate) * up. With
 // BIAS, bias [outputs] is added.
 #include "mma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include "load_runs.cuh"
 #include FORMAT
 #include "gemv_tiles.cuh"

@@ -14,7 +14,7 @@
 #include "tma.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
-#include "pairs.cuh"
+#include "half2.cuh"
 #include FORMAT
 #include "ring_walk.cuh"
 

@@ -43,7 +43,7 @@ __device__ inline void multiply_tiles(const PackedTile (&tiles)[N_TILES], unsign
 __device__ constexpr float times_first(bf16) { return 1; }
 __device__ constexpr float times_first(f16) { return 32; }
 __device__ inline unsigned for_first(bf16, unsigned pair) { return pair; }
-__device__ inline unsigned for_first(f16, unsigned pair) { return multiply_pairs<f16>(pair, 0x50005000); }  // 32 twice
+__device__ inline unsigned for_first(f16, unsigned pair) { return mul2<f16>(pair, 0x50005000); }  // 32 twice
 
 // TOGETHER packed tiles of two n-tiles, N_TILE_BYTES bytes apart, whose minima have one factor, and their scales another:
 // those times the sums of x are a product of matrices, too, of numbers of 8 bits and of 8 sums as two elements each, so

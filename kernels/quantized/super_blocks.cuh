@@ -125,7 +125,7 @@ template <> constexpr float RAISED<f16> = ZERO == 128 ? 0 : 1024 + ZERO;
 template <class E> __device__ inline void raised_codes(const unsigned (&words)[WORDS], int step, unsigned (&a)[4]) {
     if constexpr (BITS == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = and_xor(words[step] >> 4 * i, 0x000f000f, whole_pair(E()));
+        for (int i = 0; i < 4; i++) a[i] = and_xor(words[step] >> 4 * i, 0x000f000f, whole2(E()));
     } else if constexpr (BITS == 6) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -133,8 +133,8 @@ template <class E> __device__ inline void raised_codes(const unsigned (&words)[W
             const int up = 4 - step % 2 * 2 - h * 4;
             const unsigned upper = words[4 + step / 2], in_place = up > 0 ? upper << up : upper >> -up;
             const unsigned bytes = chosen_bits(words[step] >> 4 * h, in_place, 0x0f0f0f0f);
-            a[h] = and_xor(bytes, 0x003f003f, whole_pair(E()));
-            a[2 + h] = and_xor(bytes >> 8, 0x003f003f, whole_pair(E()));
+            a[h] = and_xor(bytes, 0x003f003f, whole2(E()));
+            a[2 + h] = and_xor(bytes >> 8, 0x003f003f, whole2(E()));
         }
     } else {
 #pragma unroll
@@ -148,7 +148,7 @@ template <class E> __device__ inline void codes(const PackedTile& tile, int step
     raised_codes<E>(tile.words, step, a);
     if constexpr (ZERO != 128) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = add_pairs<E>(a[i], (whole_pair(E()) | 0x80008000) + LESS);
+        for (int i = 0; i < 4; i++) a[i] = add2<E>(a[i], (whole2(E()) | 0x80008000) + LESS);
     }
 }
 

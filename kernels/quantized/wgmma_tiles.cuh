@@ -13,7 +13,7 @@ template <> __device__ inline void scaled_codes<bf16>(const PackedTile& tile, in
     const unsigned minus[2] = {pack<bf16>(-less.x, -less.x), pack<bf16>(-less.y, -less.y)};
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = MINIMA ? fma_pairs<bf16>(a[i], scale[i % 2], minus[i % 2]) : multiply_pairs<bf16>(a[i], scale[i % 2]);
+        a[i] = MINIMA ? fma2<bf16>(a[i], scale[i % 2], minus[i % 2]) : mul2<bf16>(a[i], scale[i % 2]);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -354,7 +354,7 @@ class SupervisorRequest(msgspec.Struct):
     parent: int
 
 
-REQUEST_ENV = "PHALANX_ORDER"
+REQUEST_ENV = "PHALANX_SUPERVISOR_REQUEST"
 
 
 def main() -> int:

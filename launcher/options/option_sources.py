@@ -25,7 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 TRUE, FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 # Variables of the program itself, not options.
 INTERNAL = (
-    "PHALANX_JOB", "PHALANX_SERVER", "PHALANX_BATCH", "PHALANX_ORDER", "PHALANX_PARENT", "PHALANX_DOCTOR",
+    "PHALANX_JOB", "PHALANX_SERVER", "PHALANX_BATCH", "PHALANX_SUPERVISOR_REQUEST", "PHALANX_PARENT", "PHALANX_DOCTOR",
     "PHALANX_PROBE", "PHALANX_PREDECESSOR", "PHALANX_SERVICE",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-from ...kernels.graph_pieces import Borrowed, on_host
+from ...kernels.segmented_graph import Borrowed, on_host
 from .cache_spec import Caches
 
 
@@ -39,7 +39,7 @@ def step_arrays(
     sequence = np.repeat(np.arange(len(rows)), counts)  # [T]
     positions = np.arange(len(sequence)) - query_starts[sequence] + starts[sequence]
     lengths = starts + counts
-    slots, tables = cache_places(table, block_size, rows, counts, positions, lengths)
+    slots, tables = slot_mappings(table, block_size, rows, counts, positions, lengths)
     if sampled.dtype == bool:
         sample_at = (ends - 1)[sampled]
     else:
@@ -50,7 +50,7 @@ def step_arrays(
     )  # fmt: skip
 
 
-def cache_places(
+def slot_mappings(
     table: np.ndarray, block_size: int, rows: np.ndarray, counts: np.ndarray, positions: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Slots [T] of a step's tokens, at these positions, and block tables [B, blocks of the longest] of its sequences.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import MEMORY, FatalError
 from ...kernels import host_memory
-from .. import layer_places
+from .. import layer_slots
 from .formats._packed import PackedPart
 from .formats._part import Part
 from .layers.linear import Linear
@@ -51,12 +51,12 @@ class LayerOffload:
         parts = {index: list(_parts(layer)) for index, layer in layers.items()}
         sizes = {index: sum(part.kept_bytes(dtype, device) for part in some) for index, some in parts.items()}
         whole = list(layers)
-        chosen = layer_places.choose([sizes[index] for index in whole], size)
+        chosen = layer_slots.choose([sizes[index] for index in whole], size)
         order = [whole[place] for place in chosen]
         self._place = {index: number for number, index in enumerate(order)}
         self._parts = [parts[index] for index in order]
         self._chosen = {part for some in self._parts for part in some}
-        self._slots = layer_places.slots(chosen)
+        self._slots = layer_slots.slots(chosen)
         self.host_bytes = sum(sizes[index] for index in order)
         self.slot_bytes = self._slots * max((sizes[index] for index in order), default=0)
         self._copies: list[list[_Copy]] = []  # of each layer in host memory

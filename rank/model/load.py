@@ -29,7 +29,7 @@ from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
 from .experts.measured import build_measured
-from .experts.offload import ON_DEVICE, ExpertRoom, overflowing
+from .experts.offload import ON_DEVICE, OffloadOptions, overflowing
 from .formats import dense
 from .formats._in_situ import InSituPart
 from .formats._packed import PackedPart
@@ -81,7 +81,7 @@ def load(
     host_room: int | None = None,
     isq: str = "none",
     quantization: str = "auto",
-    experts: ExpertRoom = ON_DEVICE,
+    experts: OffloadOptions = ON_DEVICE,
     layers: int = 0,
     draft: ChooseClasses | None = None,
 ) -> Model:
@@ -223,7 +223,7 @@ def _experts_of(model: Model) -> int:
     return sum(isinstance(one, FusedExperts) for one in model.modules())
 
 
-def _check_experts(model: Model, mesh: Mesh, experts: ExpertRoom) -> None:
+def _check_experts(model: Model, mesh: Mesh, experts: OffloadOptions) -> None:
     """Raise FatalError where no stage has any, but options speak of them. Collective over the mesh's world."""
     if (mesh.ep > 1 or experts) and not int(
         mesh.world.all_reduce(torch.tensor([_experts_of(model)], dtype=torch.int64))

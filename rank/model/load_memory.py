@@ -12,7 +12,7 @@ from ...errors import MEMORY, FatalError, lacks_memory
 from .base import Model
 from .experts.fused import FusedExperts
 from .experts.node_copy import sharers
-from .experts.offload import ExpertRoom, Offload
+from .experts.offload import Offload, OffloadOptions
 from .layer_offload import LayerOffload, left_of_host
 from .weights.dummy import Dummy
 from .weights.safetensors import Checkpoint
@@ -85,7 +85,7 @@ def _read(model: Model, stored: torch.dtype, packed_there: bool) -> int:
 def place_together(
     model: Model,
     mesh: Mesh,
-    in_host: tuple[ExpertRoom, int],
+    in_host: tuple[OffloadOptions, int],
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     rooms: tuple[int | None, int | None],

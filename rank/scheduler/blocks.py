@@ -28,7 +28,7 @@ from .. import cache_groups
 from ..cache_groups import ONE_GROUP, CacheGroup, Groups
 from ..protocol import pack_u32
 from .host_tier import HostTier
-from .places import Hash
+from .lru_slots import Hash
 from .snapshots import Snapshots
 
 SLICE = 1000  # blocks that `audit` checks in one go, so that no step waits for long

@@ -11,7 +11,7 @@ the plan reads is not written by it.
 from __future__ import annotations
 
 from ..protocol import pack_u32
-from .places import Hash, Places
+from .lru_slots import Hash, LruSlots
 
 
 class HostTier:
@@ -22,7 +22,7 @@ class HostTier:
         plan copies as many back, the next sequence that needs some waits for the next plan, as all of a step's
         sequences wait for its copies."""
         self.count, self.least, self.most = count, least, most
-        self.places = Places(count)
+        self.slots = LruSlots(count)
         # The block copied to each host block by the plan that is being written. A tier smaller than what one
         # plan evicts gives a host block more than once, and the last copy alone counts: they have no order.
         self._out: dict[int, int] = {}
@@ -32,11 +32,11 @@ class HostTier:
         self.loaded = 0  # blocks copied back
 
     def __contains__(self, digest: Hash) -> bool:
-        return digest in self.places
+        return digest in self.slots
 
     @property
     def num_used(self) -> int:
-        return len(self.places)
+        return len(self.slots)
 
     @property
     def busy(self) -> bool:
@@ -45,21 +45,21 @@ class HostTier:
 
     def store(self, block: int, digest: Hash) -> None:
         """Keep a block that the pool evicts, unless it is here already or all host blocks are being read."""
-        if digest in self.places:
-            self.places.move_to_end(digest)
-        elif (host := self.places.take(kept=self._read)) >= 0:
-            self.places[digest] = host
+        if digest in self.slots:
+            self.slots.move_to_end(digest)
+        elif (host := self.slots.take(kept=self._read)) >= 0:
+            self.slots[digest] = host
             self.stored += host not in self._out
             self._out[host] = block
 
     def pin(self, digest: Hash) -> None:
         """Keep a block that the plan is going to load."""
-        self._read.add(self.places[digest])
-        self.places.move_to_end(digest)
+        self._read.add(self.slots[digest])
+        self.slots.move_to_end(digest)
 
     def load(self, digest: Hash, block: int) -> None:
         """Copy a pinned block back into `block` of the pool."""
-        self._in += self.places[digest], block
+        self._in += self.slots[digest], block
         self.loaded += 1
 
     def take_copies(self) -> tuple[bytes, bytes]:
@@ -72,7 +72,7 @@ class HostTier:
 
     def check(self) -> None:
         """Raise RuntimeError unless each host block is free or a prefix's."""
-        self.places.check("host block")
+        self.slots.check("host block")
 
     def stats(self) -> dict[str, int]:
         """Counters for protocol.Stats."""

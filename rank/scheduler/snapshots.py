@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..protocol import pack_u32
-from .places import Hash, Places
+from .lru_slots import Hash, LruSlots
 
 LEAST = 2  # blocks between two snapshots of a prompt: a border costs a step of its own
 
@@ -27,7 +27,7 @@ class Snapshots:
     def __init__(self, count: int = 0):
         """count: for how many there is room. 0: no layer keeps a state, and prefixes need none."""
         self.count = count
-        self.places = Places(count)
+        self.slots = LruSlots(count)
         # Entries of the plan that is being written:
         self._new: dict[Hash, int] = {}
         self._saves: list[int] = []  # row and snapshot in turn
@@ -37,11 +37,11 @@ class Snapshots:
 
     @property
     def num_used(self) -> int:
-        return len(self.places) + len(self._new)
+        return len(self.slots) + len(self._new)
 
     def trim(self, hits: int, hashes: Sequence[Hash]) -> int:
         """How many of so many matched hashes are before the last border that has a snapshot."""
-        while self.count and hits and hashes[hits - 1] not in self.places:
+        while self.count and hits and hashes[hits - 1] not in self.slots:
             hits -= 1
         return hits
 
@@ -58,34 +58,34 @@ class Snapshots:
     def load(self, digest: Hash, row: int) -> None:
         """Copy the snapshot behind this prefix to a row. It is there, as `trim` found it for the same plan."""
         if self.count:
-            self._loads += self.places[digest], row
-            self.places.move_to_end(digest)
+            self._loads += self.slots[digest], row
+            self.slots.move_to_end(digest)
             self.loaded += 1
 
     def save(self, row: int, digest: Hash) -> None:
         """Keep a row's states after the plan's step as those behind this prefix, unless there is a snapshot of them."""
-        if digest in self.places:
-            self.places.move_to_end(digest)
-        elif digest not in self._new and (place := self.places.take()) >= 0:
-            self._new[digest] = place
-            self._saves += row, place
+        if digest in self.slots:
+            self.slots.move_to_end(digest)
+        elif digest not in self._new and (slot := self.slots.take()) >= 0:
+            self._new[digest] = slot
+            self._saves += row, slot
             self.saved += 1
 
     def drop(self, digest: Hash) -> None:
         """The prefix's last block is evicted."""
-        self.places.drop(digest)
+        self.slots.drop(digest)
 
     def take_copies(self) -> tuple[bytes, bytes]:
         """The plan's copies to rows and from rows, as protocol.Plan has them."""
         copies = pack_u32(self._loads), pack_u32(self._saves)
         self._loads, self._saves = [], []
-        self.places.update(self._new)
+        self.slots.update(self._new)
         self._new = {}
         return copies
 
     def check(self) -> None:
-        """Raise RuntimeError unless each place is free or a prefix's."""
-        self.places.check("snapshot", len(self._new))
+        """Raise RuntimeError unless each slot is free or a prefix's."""
+        self.slots.check("snapshot", len(self._new))
 
     def stats(self) -> dict[str, int]:
         """Counters for protocol.Stats."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.batch import Batch, StepArrays, cache_places, step_arrays
+from ..model.batch import Batch, StepArrays, slot_mappings, step_arrays
 from ..model.cache_spec import Caches
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -80,12 +80,12 @@ def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> StepArrays:
     )
 
 
-def further_places(
+def further_slot_mappings(
     state: BatchState, scheduled: ScheduledBatch, arrays: StepArrays
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Slots and block tables of the step in each cache group but the first, whose arrays are given."""
     return [
-        cache_places(
+        slot_mappings(
             state.table, state.block_size, state.rows_of(scheduled.rows, group), scheduled.counts, arrays.positions,
             arrays.lengths,
         )
@@ -102,7 +102,7 @@ class HostBatch:
         self.tokens = len(made.positions)
         self.kv_lens: list[int] = made.lengths.tolist()
         self.arrays = [*made]  # in the order in which `batch` reads them
-        self.layer_groups, further = state.layer_groups, further_places(state, scheduled, made)
+        self.layer_groups, further = state.layer_groups, further_slot_mappings(state, scheduled, made)
         self.num_further = len(further)
         for places in further:
             self.arrays += places

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...kernels.sampling.decode_inputs import decode_inputs, empty, num_columns
 from ..model.batch import Batch, StepArrays
 from ..model.cache_spec import Caches
-from .batch_builder import batch_arrays, further_places, given_ids
+from .batch_builder import batch_arrays, further_slot_mappings, given_ids
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
 
@@ -46,7 +46,9 @@ class HostDecodeBatch(DecodeBatch):
         ids[:tokens] = np.where(given < 0, self.last.numpy()[made.rows.repeat(self.query_len)], given)
         positions[:tokens], slots[:tokens], rows[:n], lengths[:n] = made.positions, made.slots, made.rows, made.lengths
         tables[:n, : made.block_tables.shape[1]] = made.block_tables
-        for inputs, (slots, tables) in zip(self.inputs[1:], further_places(self.state, scheduled, made), strict=True):
+        for inputs, (slots, tables) in zip(
+            self.inputs[1:], further_slot_mappings(self.state, scheduled, made), strict=True
+        ):
             inputs.slots.numpy()[:tokens] = slots
             inputs.tables.numpy()[:n, : tables.shape[1]] = tables
 

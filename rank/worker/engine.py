@@ -26,7 +26,7 @@ from ..model import cache_spec, fingerprint
 from ..model.base import Model
 from ..model.drafts import DraftSource
 from ..model.drafts.find import Wanted, find, kind_of
-from ..model.experts.offload import ExpertRoom
+from ..model.experts.offload import OffloadOptions
 from ..model.load import check as check_model
 from ..model.load import load as load_model
 from ..model.load_memory import OthersRefuse
@@ -58,7 +58,7 @@ FEW = 4  # tokens that a step may have whatever the weights
 
 
 class Place(NamedTuple):
-    """A rank's place, the same for all models of a job."""
+    """A rank's communicator, mesh, device and watchdog, the same for all models of a job."""
 
     world: Any  # the communicator of all ranks
     hosts: list[str]  # of each rank
@@ -310,7 +310,7 @@ class Engine:
             model = load_model(
                 directory, place.mesh, place.device, options.dtype, options.max_model_len, options.load_format,
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
-                ExpertRoom(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
+                OffloadOptions(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
                            options.expert_placement, options.expert_deferral),
                 int(options.cpu_offload_gb * (1 << 30)),
             )  # fmt: skip

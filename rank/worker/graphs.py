@@ -2,7 +2,7 @@
 
 A graph reads what DeviceDecodeBatch has sent and ends with the residual stream; head and sampler run outside it. A few
 batch sizes are captured, and batches are padded with rows that write and read nothing. Where experts are in host
-memory, segments between the host's parts are captured (kernels/graph_pieces.py). NCCL's collectives are captured
+memory, segments between the host's parts are captured (kernels/segmented_graph.py). NCCL's collectives are captured
 too, so all ranks must capture the same sizes in the same order, and must free the graphs before the communicators.
 """
 
@@ -23,7 +23,7 @@ from ...kernels.device import device_caps
 from ...kernels.gemm import linear
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.pipelined_gemm import MAX_ROWS
-from ...kernels.graph_pieces import Pieces
+from ...kernels.segmented_graph import SegmentedGraph
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
@@ -115,7 +115,7 @@ class DecodeGraphs:
             of = state, last, caches, self.sizes[-1], upload, query_len
             self._inputs[query_len] = DeviceDecodeBatch(*of, next(iter(self._inputs.values()), None))
         self._longest = min(model.max_model_len, state.table.shape[1] * state.block_size)
-        self._captured: dict[tuple[int, int], tuple[Pieces, Tensor]] = {}  # by sequences, and tokens of each
+        self._captured: dict[tuple[int, int], tuple[SegmentedGraph, Tensor]] = {}  # by sequences, and tokens of each
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, reached: Callable[[int], None]) -> None:
@@ -126,9 +126,9 @@ class DecodeGraphs:
             # A warm-up: compiling, loading and first allocations must not happen in a capture.
             self._run(size, query_len)
             torch.cuda.current_stream().synchronize()
-            pieces = Pieces(self._pool)
-            hidden = pieces.capture(functools.partial(self._run, size, query_len))
-            self._captured[size, query_len] = pieces, hidden
+            segmented = SegmentedGraph(self._pool)
+            hidden = segmented.capture(functools.partial(self._run, size, query_len))
+            self._captured[size, query_len] = segmented, hidden
 
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
@@ -143,8 +143,8 @@ class DecodeGraphs:
         next replay."""
         n, query_len = len(scheduled.rows), scheduled.query_len
         rows = self._inputs[query_len].send(scheduled)
-        pieces, hidden = self._captured[next(size for size in self.sizes if size >= n), query_len]
-        pieces.replay(n)
+        segmented, hidden = self._captured[next(size for size in self.sizes if size >= n), query_len]
+        segmented.replay(n)
         return hidden[: n * query_len], rows if query_len == 1 else rows.repeat_interleave(query_len)
 
     def batch(self, scheduled: ScheduledBatch) -> Batch:

@@ -3,7 +3,7 @@ them.
 
 A step with a prompt that is launched kernel by kernel takes the host longer than the GPU up to some hundred or thousand
 tokens, and every sequence that decodes waits for it. So the rest of the model is captured for some numbers of tokens
-(kernels/graph_pieces.py), and steps are padded with tokens that write nothing and are unused. As with graphs.py,
+(kernels/segmented_graph.py), and steps are padded with tokens that write nothing and are unused. As with graphs.py,
 all ranks must capture the same sizes in the same order.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...comm.base import Comm
-from ...kernels.graph_pieces import Pieces
+from ...kernels.segmented_graph import SegmentedGraph
 from ..model.base import Model
 from ..model.batch import Batch, Replayed, StepArrays
 from ..model.cache_spec import Caches
@@ -53,7 +53,7 @@ class PiecewiseGraphs:
         self._positions = torch.zeros_like(self._ids)
         self._slots = [torch.full_like(self._ids, -1) for _ in state.groups]
         self._replayed = Replayed(most)
-        self._captured: dict[int, tuple[Pieces, Tensor]] = {}
+        self._captured: dict[int, tuple[SegmentedGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -78,9 +78,9 @@ class PiecewiseGraphs:
 
     def _capture(self, size: int) -> str:
         """Why the step cannot be captured; "": it is."""
-        pieces = Pieces(self._pool)
+        segmented = SegmentedGraph(self._pool)
         try:
-            self._captured[size] = pieces, pieces.capture(lambda: self._run(size))
+            self._captured[size] = segmented, segmented.capture(lambda: self._run(size))
         except RuntimeError as error:  # torch's of CUDA, too
             return str(error).strip().partition("\n")[0] or "it fails"
         return ""
@@ -130,8 +130,8 @@ class PiecewiseGraphs:
             slots[:n] = of_group.slots
             slots[n:size] = -1
         self._replayed.batch = batch
-        pieces, hidden = self._captured[size]
-        pieces.replay(n)
+        segmented, hidden = self._captured[size]
+        segmented.replay(n)
         return hidden[batch.sample_at], rows
 
     def _run(self, size: int) -> Tensor:

@@ -35,14 +35,14 @@ class StateSnapshots:
     def load(self, plan: protocol.Plan) -> None:
         """Before the plan's step: snapshots become the states of new sequences."""
         if plan.state_loads:
-            places, rows = _pairs(plan.state_loads)
-            self._copy(places + self._rows, rows)
+            slots, rows = _pairs(plan.state_loads)
+            self._copy(slots + self._rows, rows)
 
     def save(self, plan: protocol.Plan) -> None:
         """After it: states become snapshots."""
         if plan.state_saves:
-            rows, places = _pairs(plan.state_saves)
-            self._copy(rows, places + self._rows)
+            rows, slots = _pairs(plan.state_saves)
+            self._copy(rows, slots + self._rows)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         self._copies.copy(*self._upload.send([source, target]))

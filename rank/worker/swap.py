@@ -69,43 +69,43 @@ class Swap:
         if plan.swap_in:
             self.load(*_pairs(plan.swap_in))
 
-    def store(self, blocks: list[int], places: list[int]) -> None:
+    def store(self, blocks: list[int], slots: list[int]) -> None:
         """Copy blocks of the cache to these host blocks."""
         numbers = self._numbers(blocks)
         if self._lanes is None:
             rows = self.host.new_empty(len(blocks), self._blocks.width)
             self._blocks.gather(numbers, rows)
-            self.host[places] = rows
+            self.host[slots] = rows
             return
         lane = self._lanes[0]
         step = torch.cuda.current_stream()
-        for some, there in lane.pieces(numbers, places):
+        for some, there in lane.chunks(numbers, slots):
             buffer, free = lane.next_buffer()
             step.wait_event(free)
             self._blocks.gather(some, buffer[: len(some)])
             lane.stream.wait_stream(step)
             self._wait(lane.stream, there)
             with torch.cuda.stream(lane.stream):
-                for row, place in zip(buffer, there, strict=False):
-                    self.host[place].copy_(row, non_blocking=True)
+                for row, slot in zip(buffer, there, strict=False):
+                    self.host[slot].copy_(row, non_blocking=True)
                 free.record()
             self._note(lane.stream, there)
 
-    def load(self, places: list[int], blocks: list[int]) -> None:
+    def load(self, slots: list[int], blocks: list[int]) -> None:
         """Copy these host blocks to blocks of the cache."""
         numbers = self._numbers(blocks)
         if self._lanes is None:
-            self._blocks.spread(self.host[places], numbers)
+            self._blocks.spread(self.host[slots], numbers)
             return
         lane = self._lanes[1]
         step = torch.cuda.current_stream()
-        for some, there in lane.pieces(numbers, places):
+        for some, there in lane.chunks(numbers, slots):
             buffer, free = lane.next_buffer()
             lane.stream.wait_event(free)
             self._wait(lane.stream, there)
             with torch.cuda.stream(lane.stream):
-                for row, place in zip(buffer, there, strict=False):
-                    row.copy_(self.host[place], non_blocking=True)
+                for row, slot in zip(buffer, there, strict=False):
+                    row.copy_(self.host[slot], non_blocking=True)
             self._note(lane.stream, there)
             step.wait_stream(lane.stream)
             self._blocks.spread(buffer[: len(some)], some)
@@ -115,15 +115,15 @@ class Swap:
         """On the device."""
         return torch.tensor(blocks).to(self.device, non_blocking=True)  # else the host would wait for the device
 
-    def _wait(self, stream: torch.cuda.Stream, places: Iterable[int]) -> None:
+    def _wait(self, stream: torch.cuda.Stream, slots: Iterable[int]) -> None:
         """The two directions have streams of their own: before a host block's next copy, its last one must be done."""
-        for event in {self._used[place] for place in places if place in self._used}:
+        for event in {self._used[slot] for slot in slots if slot in self._used}:
             stream.wait_event(event)
 
-    def _note(self, stream: torch.cuda.Stream, places: Iterable[int]) -> None:
+    def _note(self, stream: torch.cuda.Stream, slots: Iterable[int]) -> None:
         done = torch.cuda.Event()
         done.record(stream)
-        self._used.update(dict.fromkeys(places, done))
+        self._used.update(dict.fromkeys(slots, done))
 
     def measure(self) -> CopyCost:
         """The cost of copies into the cache here. Overwrites the cache's first blocks."""
@@ -135,10 +135,10 @@ class Swap:
 
     def _seconds(self, count: int) -> float:
         """The shortest of several loads."""
-        places, times = list(range(count)), []
+        slots, times = list(range(count)), []
         for _ in range(ROUNDS):
             started = time.perf_counter()
-            self.load(places, places)
+            self.load(slots, slots)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
@@ -156,10 +156,10 @@ class _Lane:
         self._free = [torch.cuda.Event() for _ in range(2)]  # recorded once its last reader is enqueued
         self._turn = 0
 
-    def pieces(self, numbers: Tensor, places: list[int]) -> Iterator[tuple[Tensor, list[int]]]:
+    def chunks(self, numbers: Tensor, slots: list[int]) -> Iterator[tuple[Tensor, list[int]]]:
         """Parts of both that a buffer holds."""
-        for i in range(0, len(places), self.rows):
-            yield numbers[i : i + self.rows], places[i : i + self.rows]
+        for i in range(0, len(slots), self.rows):
+            yield numbers[i : i + self.rows], slots[i : i + self.rows]
 
     def next_buffer(self) -> tuple[Tensor, torch.cuda.Event]:
         """A buffer, and the event after which it may be written; its user records that again."""

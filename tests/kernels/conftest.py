@@ -53,7 +53,7 @@ def isa(request, monkeypatch):
 
 VECTORS = "avx512_bf16"
 EMULATED = "emulated tiles"
-TILED = "digits_cpu", "host_experts", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"  # sources
+TILED = "int8_planes_cpu", "host_experts", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"  # sources
 TILES = [
     pytest.param(EMULATED, marks=pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with bf16")),
     pytest.param("amx", marks=pytest.mark.skipif("amx" not in compiler.isas(), reason="no AMX, or not permitted")),
@@ -118,8 +118,8 @@ def close(got, want, dtype, atol=1e-5, rtol=1e-5):
     torch.testing.assert_close(got.float(), want.float(), atol=atol, rtol=rtol, equal_nan=True)
 
 
-def digits_error(dtype, weight):
-    """The error that rows as whole numbers (kernels/cpp/digits.h), of 23 bits or 15, leave of a sum, however small that
-    is, by the largest of the weights [O, I]. Of 15 bits 7e-6 was the most in 400,000 sums."""
+def planes_error(dtype, weight):
+    """The error that rows as whole numbers (kernels/cpp/int8_planes.h), of 23 bits or 15, leave of a sum, however small
+    that is, by the largest of the weights [O, I]. Of 15 bits 7e-6 was the most in 400,000 sums."""
     size = weight.abs().max().item() * weight.shape[1] ** 0.5
     return (4e-6 if dtype == torch.float32 else 2e-5) * max(1, size)

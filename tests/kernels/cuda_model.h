@@ -1,6 +1,6 @@
 // A GPU's block on a CPU, for tests: each thread is a fiber, and what kernels/cuda/*.cuh do by assembly is written out.
 //
-// It stands in place of common.cuh, tma.cuh, async_copy.cuh, mma.cuh, wgmma.cuh and pairs.cuh. cuda_model.cpp has what is
+// It stands in place of common.cuh, tma.cuh, async_copy.cuh, mma.cuh, wgmma.cuh and half2.cuh. cuda_model.cpp has what is
 // the same for all kernels: it is compiled once, where a header's templates would be for each. Warps run in random order.
 // A copy poisons its target and lands some time later: what is read or written too early shows. So does what the kernel
 // before writes, if it is told: it is there once a block waits for that. Asynchronous GEMMs of tiles take place when they

@@ -18,7 +18,7 @@ from ..kept import kept, version
 HEADER, SHARED = (Path(__file__).with_suffix(ending) for ending in (".h", ".cpp"))
 # hidden: each library has its own model.
 COMMAND = ("-Og", "-fno-exceptions", "-fno-rtti", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
-REPLACED = ("common.cuh", "tma.cuh", "async_copy.cuh", "mma.cuh", "wgmma.cuh", "pairs.cuh")
+REPLACED = ("common.cuh", "tma.cuh", "async_copy.cuh", "mma.cuh", "wgmma.cuh", "half2.cuh")
 FUNCTION = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^)]*)\)')
 RUN = "void run_kernel(void** args) {{ {call}; }}"
 

@@ -1,4 +1,4 @@
-// pairs.cuh and mma.cuh in the model of a GPU's block. Included by cuda_model.h.
+// half2.cuh and mma.cuh in the model of a GPU's block. Included by cuda_model.h.
 
 #define MINUS_INFINITY (-INFINITY)
 #define LOG2_E 1.4426950408889634f
@@ -7,15 +7,15 @@ static unsigned chosen_bits(unsigned x, unsigned y, unsigned mask) { return x & 
 template <class E> static unsigned pack(float a, float b) {
     return from_float<E>(a).bits | (unsigned)from_float<E>(b).bits << 16;
 }
-template <class E> static unsigned add_pairs(unsigned a, unsigned b) {
+template <class E> static unsigned add2(unsigned a, unsigned b) {
     const float2 x = unpack<E>(a), y = unpack<E>(b);
     return pack<E>(x.x + y.x, x.y + y.y);
 }
-template <class E> static unsigned multiply_pairs(unsigned a, unsigned b) {
+template <class E> static unsigned mul2(unsigned a, unsigned b) {
     const float2 x = unpack<E>(a), y = unpack<E>(b);
     return pack<E>(x.x * y.x, x.y * y.y);
 }
-template <class E> static unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
+template <class E> static unsigned fma2(unsigned a, unsigned b, unsigned c) {
     const float2 x = unpack<E>(a), y = unpack<E>(b), z = unpack<E>(c);
     return pack<E>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
 }
@@ -29,14 +29,14 @@ static unsigned e4m3_of(float x) {
     if (size == 0 || exponent < -5) exponent = -5;
     return sign | ((exponent + 6) * 8 + (int)nearbyintf(ldexpf(size, 4 - exponent)) - 8);  // 8 to 16 of 8, less at the least
 }
-static unsigned e4m3_pair(float first, float second) { return e4m3_of(first) | e4m3_of(second) << 8; }
+static unsigned to_e4m3x2(float first, float second) { return e4m3_of(first) | e4m3_of(second) << 8; }
 static float number_of_e4m3(unsigned code) {
     if ((code & 0x7f) == 0x7f) return NAN;
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return code & 0x80 ? -size : size;
 }
-static void f16_pairs(unsigned codes, unsigned& low, unsigned& high) {
+static void e4m3x4_to_f16(unsigned codes, unsigned& low, unsigned& high) {
     const auto number = [&](int i) { return number_of_e4m3(codes >> 8 * i & 255); };
     low = pack<f16>(number(0), number(1)), high = pack<f16>(number(2), number(3));
 }

@@ -25,7 +25,7 @@ ROTARY = dict(DIM=128, ROTATED=128, V=2, Q_HEADS=32, KV_HEADS=8, NORM=1, PER=8, 
 ROTARY_FP8 = ROTARY | dict(DIM=64, ROTATED=32, Q_HEADS=4, KV_HEADS=2, INTERLEAVED=1, FP8=1)
 ROTARY_ODD = dict(DIM=10, ROTATED=6, V=1, Q_HEADS=3, KV_HEADS=1, NORM=0, PER=1, INTERLEAVED=1, SIZE=5, FP8=0)
 PHI = dict(HEADS=32, KV_HEADS=32, DIM=96, SIZE=16, BOX=16, WINDOW=2047, SOFTCAP=0, SINKS=0, FP8=0)
-COPIED, BY_TMA = mla_decode.Tiles("mla_copied", 32, 5, 2), mla_decode.Tiles("mla_tma", 64, 8, 2)
+COPIED, BY_TMA = mla_decode.Tiles("mla_cp_async", 32, 5, 2), mla_decode.Tiles("mla_tma", 64, 8, 2)
 HEADS_80, HEADS_112, HEADS_160, HEADS_192 = (LLAMA | dict(DIM=dim) for dim in (80, 112, 160, 192))
 LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8, PHI_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS, PHI))
 
@@ -42,7 +42,7 @@ def room(sizes):
 def prompt_room(sizes):
     """Shared memory as prefill.py and prefill.cu count it."""
     room = prefill.prefill_room(sizes["DIM"])
-    return dict(TILE=room.tile, STAGES=room.stages, HELD=room.held)
+    return dict(TILE=room.tile, STAGES=room.stages, Q_IN_REGS=room.q_in_regs)
 
 
 def pipelined(dtype, *sizes):
@@ -249,14 +249,14 @@ PROGRAMS = [
     quantized_wgmma_experts_of(torch.bfloat16, 4096, 28672, 32, 384, "silu", False, Q4_K),
     quantized_wgmma_experts_of(torch.float16, 4096, 28672, 64, 256, "silu", True),
     quantized_wgmma_experts_of(torch.bfloat16, 576, 2048, 16, 384, "", False, E4M3),
-    ("e4m3_pairs", dict(T=torch.bfloat16, **group.encode_sizes(128, 2048, 8))),
-    ("e4m3_pairs", dict(T=torch.float16, **group.encode_sizes(60, 14336, 0))),
+    ("e4m3_routed", dict(T=torch.bfloat16, **group.encode_sizes(128, 2048, 8))),
+    ("e4m3_routed", dict(T=torch.float16, **group.encode_sizes(60, 14336, 0))),
     ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(1536, 2048, "silu", False, 192))),
     ("wgmma_experts", dict(T=torch.float16, **plain_experts.wgmma_sizes(2880, 2880, "", True, 192))),
     ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(5760, 2880, "gelu", True, 128))),
     ("wgmma_experts", dict(T=torch.bfloat16, **plain_experts.wgmma_sizes(4096, 14336, "", False, 128))),
-    ("gather_pairs", dict(T=torch.bfloat16, **group.gather_sizes(128, 2048, 8))),
-    ("gather_pairs", dict(T=torch.float16, **group.gather_sizes(8, 14336, 2))),
+    ("gather_routed", dict(T=torch.bfloat16, **group.gather_sizes(128, 2048, 8))),
+    ("gather_routed", dict(T=torch.float16, **group.gather_sizes(8, 14336, 2))),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=1)),

@@ -131,7 +131,7 @@ def test_the_programs_own_variables_are_no_stray_options():
     assert len(set(own)) == len(own) and set(own) <= set(option_sources.INTERNAL)
     assert option_sources.read(Options, [], dict.fromkeys(own, "x")).notes == []
     # Nor is one of them ever proposed.
-    assert option_sources.read(Options, [], {"PHALANX_ORDERS": "x", "PHALANX_PARENTS": "x"}).notes == []
+    assert option_sources.read(Options, [], {"PHALANX_SUPERVISOR_REQUESTS": "x", "PHALANX_PARENTS": "x"}).notes == []
 
 
 def test_show_config_of_defaults():

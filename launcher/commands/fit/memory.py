@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ....rank import cache_groups, layer_places
+from ....rank import cache_groups, layer_slots
 from ....rank.cache_groups import Groups
 from .devices import Device
 from .shape import KINDS, WIDTHS, ModelShape, StageShape, Weights, split
@@ -118,7 +118,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Parked:
-    """The layers of a stage whose weights are in host memory, by the choice of rank/layer_places.py."""
+    """The layers of a stage whose weights are in host memory, by the choice of rank/layer_slots.py."""
 
     bytes: int = 0
     slots: int = 0
@@ -131,10 +131,10 @@ def parked(stage: StageShape, most: int) -> Parked:
         return Parked()
     layers = [[one for one in layer.weights if one.moves] for layer in stage.layers]
     sizes = [round(sum(one.bytes * one.copies for one in layer)) for layer in layers]
-    chosen = layer_places.choose(sizes, most)
+    chosen = layer_slots.choose(sizes, most)
     if not chosen:
         return Parked()
-    slots = layer_places.slots(chosen) * max(sizes[place] for place in chosen)
+    slots = layer_slots.slots(chosen) * max(sizes[place] for place in chosen)
     weights = tuple(one for place in chosen for one in layers[place])
     return Parked(sum(sizes[place] for place in chosen), slots, weights)
 

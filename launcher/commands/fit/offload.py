@@ -16,8 +16,8 @@ from .devices import Host
 from .shape import StageShape, Weights
 
 # Tokens of steps that are one launch; routed tokens that the CPU alone computes there, where some
-# experts are resident and it takes at most so many times a copy's time for one; rank/model/experts/few_tokens.py
-FEW, CPU_PAIRS, DEARER = 16, 16, 2.0
+# experts are resident and it takes at most so many times a copy's time for one; rank/model/experts/small_batch.py
+FEW, CPU_ROUTED, DEARER = 16, 16, 2.0
 LOOKED, ALL = 512, 4  # beyond which no step looks at what was chosen, but copies all; rank/model/experts/host.py
 PCIE = 54e9  # bytes/s from the host's memory to one GPU, measured with two GPUs at once
 COPIED = 0.83  # of that, what copies of one expert after the other reach: 42 to 47 GB/s beside an H200, 2026-11-25
@@ -33,7 +33,7 @@ MAKING_OVER = 31e-6
 def cpu_alone(host: Host, pairs: int, share: float) -> bool:
     """Whether the CPU computes all that is missing of so many routed tokens. share: of them that is
     resident."""
-    return share > 0 and pairs <= CPU_PAIRS and host.cpu * DEARER >= PCIE * COPIED
+    return share > 0 and pairs <= CPU_ROUTED and host.cpu * DEARER >= PCIE * COPIED
 
 
 def fixed(tokens: int) -> float:

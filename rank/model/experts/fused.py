@@ -19,8 +19,8 @@ from ....errors import USAGE, FatalError
 from ....kernels.moe.expert_mlp import SharedExperts
 from ....kernels.moe.moe import (
     Biases,
-    Held,
     Inputs,
+    LocalExperts,
     Matrices,
     expert_terms,
     summed,
@@ -219,7 +219,7 @@ class FusedExperts(nn.Module):
         self.down_proj = StackedLinear(here, part, (whole(hidden),), layout._replace(interleaved=False))
         self.down_proj.adds_bias = index == 0
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
-        self.held = Held(here.start, here.width, here.size) if mesh.ep > 1 else None
+        self.local_experts = LocalExperts(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
 
     def hold_apart(self) -> None:
@@ -247,7 +247,7 @@ class FusedExperts(nn.Module):
     def takes_shared(self, x: Tensor, shared: SharedExperts) -> bool:
         """Whether `forward` takes these experts of all tokens x [T, H] and is faster than with them apart."""
         up, down = self.gate_up_proj, self.down_proj
-        if self.host is not None or self.held or up.bias is not None or down.bias is not None:
+        if self.host is not None or self.local_experts or up.bias is not None or down.bias is not None:
             return False
         return takes_shared(x, self.top_k, up.matrices, down.matrices, shared)
 
@@ -274,7 +274,7 @@ class FusedExperts(nn.Module):
     def _terms(self, routed: Routed) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        given = Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.held)
+        given = Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.local_experts)
         return terms_with_shared(given, routed.shared) if routed.shared else expert_terms(given)
 
     @property

@@ -8,8 +8,8 @@ Where the host's memory cannot hold all experts of a layer, the rank's first one
 alone, in the last slots, and never leave them. Here experts are numbered from the first one in host memory on, and the
 fixed ones come last.
 
-Captured small-batch steps are whole (few_tokens.py). Others are in packed tiles around the host's part
-(kernels/graph_pieces.py): a packed tile ends with copies of the layer's tokens and choices to the host; the next one
+Captured small-batch steps are whole (small_batch.py). Others are in packed tiles around the host's part
+(kernels/segmented_graph.py): a segment ends with copies of the layer's tokens and choices to the host; the next one
 computes the resident experts meanwhile.
 """
 
@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from ....kernels import jit
-from ....kernels.graph_pieces import on_host
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_choice import CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
-from ....kernels.moe.host_experts import Experts, HostPairs, host_biases
-from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
-from .few_tokens import FEW, FewTokens
+from ....kernels.moe.host_experts import Experts, HostRouted, host_biases
+from ....kernels.moe.moe import Biases, Inputs, LocalExperts, fused_experts
+from ....kernels.segmented_graph import on_host
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept, SharedBuffers, Sums
 from .host_steps import Counters
+from .small_batch import FEW, SmallBatch
 from .streamer import Streamer
 
-ALL = 4  # times as many pairs of a token and an expert as experts: nearly every expert is chosen then
+ALL = 4  # stream all experts once there are ALL times as many routed tokens as experts
 LOOKED = 512  # tokens up to which steps look in any case, as captured steps must: copies are the host's part of these
 KNOWN = 256  # fillings of a buffer that a layer remembers
 TURN = 4  # steps between two looks at a layer's resident set
@@ -56,28 +56,30 @@ class HostExperts:
     """One layer's experts in host memory, some of them in `slots` on the device as well, and its fixed ones there."""
 
     def __init__(
-        self, layer: HostStack, biases: Biases, act: str, held: Held, slots: Buffer, costs: Costs, shared: Shared,
-        fixed: HostStack | None = None,
+        self, layer: HostStack, biases: Biases, act: str, local_experts: LocalExperts, slots: Buffer, costs: Costs,
+        shared: Shared, fixed: HostStack | None = None,
     ):  # fmt: skip
         """biases: on the device, of all experts of the rank. held: the router's numbers of these. costs: of the layer's
         format. fixed: the first ones, on the device as `layer` has the others; they are copied to the last slots."""
         self.sums = Sums()
         self.layer, self.act, self.slots, self.shared = layer, act, slots, shared
-        self.fixed = held.size - layer.stack.size
-        self.held = Held(held.first + self.fixed, layer.stack.size, held.total)  # of those in host memory
+        self.fixed = local_experts.size - layer.stack.size
+        self.local_experts = LocalExperts(
+            local_experts.first + self.fixed, layer.stack.size, local_experts.total
+        )  # of those in host memory
         self.biases = _each(biases, lambda x: x.roll(-self.fixed, 0) if self.fixed else x)
         self.device = shared.streamer.device
         self.on_gpu = self.device.type == "cuda"
         self.biases_of_all = host_biases(biases)  # in the router's order
         self.host_biases = _each(self.biases_of_all, lambda x: x[self.fixed :])
-        self.set = Residency.of_first(self.held.size, slots.stack.size - self.fixed)
+        self.set = Residency.of_first(self.local_experts.size, slots.stack.size - self.fixed)
         self._steps = 0
-        self._choice = Choice(self.held.size, self.held.first, costs, NUMBERS[shared.way], self.fixed)
+        self._choice = Choice(self.local_experts.size, self.local_experts.first, costs, NUMBERS[shared.way], self.fixed)
         # The device slot of each of the router's numbers; as many as there are slots: it has none.
         numbers = self._numbers(self.set.slot_of, slots.stack.size)
-        numbers[held.first : self.held.first] = self.set.slots + np.arange(self.fixed)
+        numbers[local_experts.first : self.local_experts.first] = self.set.slots + np.arange(self.fixed)
         self._slot = torch.from_numpy(numbers).to(self.device)
-        in_slot = np.concatenate((np.arange(self.set.slots), self.held.size + np.arange(self.fixed)))
+        in_slot = np.concatenate((np.arange(self.set.slots), self.local_experts.size + np.arange(self.fixed)))
         self._in_slot = torch.from_numpy(in_slot).to(self.device)  # each slot's expert, for biases
         self._known: dict[bytes, tuple[Tensor, Tensor]] = {}
         for some, buffer in shared.streamer.copies(layer, np.arange(self.set.slots)):
@@ -93,12 +95,12 @@ class HostExperts:
         for mine, theirs in zip(self.slots.tensors, buffer.tensors, strict=True):
             mine[slot : slot + count] = theirs[:count]
 
-    def seconds(self, pairs: int) -> float:
+    def seconds(self, routed: int) -> float:
         """Seconds of the longest step with so many routed tokens, all experts chosen equally often."""
-        costs, missing = self._choice.costs, self.held.size - self.set.slots
-        cpu = float(costs.of_rows(np.array(pairs / self.held.total)))
+        costs, missing = self._choice.costs, self.local_experts.size - self.set.slots
+        cpu = float(costs.of_rows(np.array(routed / self.local_experts.total)))
         if not self.on_gpu:
-            return (self.held.size + self.fixed) * cpu
+            return (self.local_experts.size + self.fixed) * cpu
         return missing * (cpu if self.shared.way == CPU else costs.copy)
 
     # -- a step
@@ -109,10 +111,10 @@ class HostExperts:
         if not self.on_gpu:
             return pending
         assert self.shared.buffers is not None
-        if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.held.total:
+        if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.local_experts.total:
             view = pending.view = self.sums.view(self.shared.buffers, x, ids)
-            pending.few = self._few(x, ids, weights)
-            if pending.few is not None:
+            pending.small_batch = self._small_batch(x, ids, weights)
+            if pending.small_batch is not None:
                 steps = self.shared.buffers.steps
                 assert steps is not None
                 to = view.x, view.ids, view.weights
@@ -140,8 +142,8 @@ class HostExperts:
             for part in self._streamed(*pending.parts, missing):
                 made = part if made is None else made.add_(part)
             return torch.zeros_like(x) if made is None else made
-        if pending.few is not None:
-            return self._of_few(pending, view)
+        if pending.small_batch is not None:
+            return self._of_small_batch(pending, view)
         on_host(functools.partial(self._from_host, view), len(x))
         return view.out.to(x.dtype) if pending.made is None else pending.made.add_(view.out)
 
@@ -154,34 +156,34 @@ class HostExperts:
     def _on_numbers(self, x: Tensor, numbers: Tensor, weights: Tensor, stack: Experts, of: Tensor) -> Tensor:
         """numbers [T, k] int32: each routed token's index in `stack`, or what is past its end."""
         biases = Biases(*(None if one is None else one.index_select(0, of) for one in self.biases))
-        held = Held(0, stack.size, self.held.total + 1)
-        return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, held))
+        local_experts = LocalExperts(0, stack.size, self.local_experts.total + 1)
+        return fused_experts(Inputs(x, numbers, weights, *stack, self.act, biases, local_experts))
 
     # -- for small batches with a GPU
 
     @functools.cached_property
-    def few(self) -> FewTokens:
+    def small_batch(self) -> SmallBatch:
         """The small-batch steps, for x that they support."""
         of, copies = (self._choice, self.set, self._kept), self.shared.way != CPU
-        made = FewTokens(self.layer, self.shared.streamer, *of, copies)
+        made = SmallBatch(self.layer, self.shared.streamer, *of, copies)
         if self.shared.way == AUTO:
             made.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
         return made
 
-    def _few(self, x: Tensor, ids: Tensor, weights: Tensor) -> FewTokens | None:
+    def _small_batch(self, x: Tensor, ids: Tensor, weights: Tensor) -> SmallBatch | None:
         """Who computes such a step, where it can be."""
         buffers, way = self.shared.buffers, self.shared.way
         if buffers is None or buffers.steps is None or len(x) > FEW:
             return None
-        if way == STREAM and self.few.capacity < min(ids.numel(), self.held.size):
+        if way == STREAM and self.small_batch.capacity < min(ids.numel(), self.local_experts.size):
             return None
-        return self.few if jit.plain(x, ids, weights) and self.few.supports(x.dtype) else None
+        return self.small_batch if jit.plain(x, ids, weights) and self.small_batch.supports(x.dtype) else None
 
-    def _of_few(self, pending: Pending, view: HostView) -> Tensor:
+    def _of_small_batch(self, pending: Pending, view: HostView) -> Tensor:
         buffers = self.shared.buffers
-        assert pending.few is not None and buffers is not None and buffers.steps is not None
+        assert pending.small_batch is not None and buffers is not None and buffers.steps is not None
         made = self.sums.added(buffers, *pending.parts[:2])
-        return pending.few.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
+        return pending.small_batch.run(buffers.steps, view, pending.made, pending.parts, self._on_numbers, made)
 
     def _drain(self) -> None:
         """Before what is resident is read or changed here: small-batch steps change it, too."""
@@ -200,7 +202,7 @@ class HostExperts:
         if key not in self._known:
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            at, of = np.full(self.held.size, -1), np.zeros(count, experts.dtype)
+            at, of = np.full(self.local_experts.size, -1), np.zeros(count, experts.dtype)
             at[experts], of[: len(experts)] = np.arange(len(experts)), experts
             both = self._numbers(at, count), of
             numbers, there = (torch.from_numpy(one).to(self.device, non_blocking=True) for one in both)
@@ -237,24 +239,24 @@ class HostExperts:
         fresh.add(self.layer.stack, self._choice.on_cpu, int(self._choice.found[3]))
         return fresh.sum(made)
 
-    def _pairs(self, view: HostView, tokens: int) -> HostPairs:
+    def _pairs(self, view: HostView, tokens: int) -> HostRouted:
         x, ids, weights = (one[:tokens] for one in (view.x, view.ids, view.weights))
-        return HostPairs(x, ids, weights, self.act, self.host_biases, self.held.first)
+        return HostRouted(x, ids, weights, self.act, self.host_biases, self.local_experts.first)
 
     def _kept(self, view: HostView, tokens: int) -> Kept:
         """The CPU's part of so small batches."""
-        pairs = functools.partial(self._pairs, view, tokens)
-        return view.work.of(self.layer, self._choice.on_cpu, pairs, self.host_biases, view.made[:tokens])
+        routed = functools.partial(self._pairs, view, tokens)
+        return view.work.of(self.layer, self._choice.on_cpu, routed, self.host_biases, view.made[:tokens])
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All of a step where the device is the CPU. The three ways differ in where the weights are read."""
         choice = self._choose(ids.contiguous())
-        counts, first = choice.counts, self.held.first - self.fixed
-        pairs = HostPairs(x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first)
+        counts, first = choice.counts, self.local_experts.first - self.fixed
+        routed = HostRouted(x.contiguous(), ids.contiguous(), weights, self.act, self.biases_of_all, first)
 
         def add(stack: Experts, at: np.ndarray, count: int, fixed: np.ndarray | int = -1) -> None:
             of_all = np.concatenate((np.full(self.fixed, fixed), at))
-            pairs.add(stack, torch.from_numpy(of_all), count)
+            routed.add(stack, torch.from_numpy(of_all), count)
 
         resident, slots_of_fixed = int(counts[self.set.slot_of >= 0].sum()), self.set.slots + np.arange(self.fixed)
         add(self.slots.stack, self.set.slot_of, resident + int(choice.of_fixed.sum()), slots_of_fixed)
@@ -264,7 +266,7 @@ class HostExperts:
             at[some] = np.arange(len(some))
             add(buffer.stack, at, int(counts[some].sum()))
         self._move()
-        return pairs.sum()
+        return routed.sum()
 
     # -- decisions
 
@@ -297,13 +299,15 @@ class HostExperts:
 
     def _set_slot(self, expert: int, slot: int) -> None:
         if self.on_gpu:
-            number = self.held.first + expert
+            number = self.local_experts.first + expert
             self._slot[number : number + 1].fill_(slot)
 
     def _numbers(self, at: np.ndarray, none: int) -> np.ndarray:
         """[experts of the router] int32: each one's index; `none` where it has none or is another rank's."""
-        found = np.full(self.held.total, none, np.int32)
-        found[self.held.first : self.held.first + self.held.size] = np.where(at < 0, none, at)
+        found = np.full(self.local_experts.total, none, np.int32)
+        found[self.local_experts.first : self.local_experts.first + self.local_experts.size] = np.where(
+            at < 0, none, at
+        )
         return found
 
 
@@ -317,7 +321,7 @@ class Pending:
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor):
         self.x, self.ids, self.weights = x, ids, weights
         self.view: HostView | None = None
-        self.few: FewTokens | None = None
+        self.small_batch: SmallBatch | None = None
         self.made: Tensor | None = None  # by resident experts
 
     def __len__(self) -> int:

@@ -13,9 +13,9 @@ from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe import host_exchange
 from ....kernels.moe.host_exchange import Made
-from ....kernels.moe.host_experts import Experts, HostPairs, Round, computes
+from ....kernels.moe.host_experts import Experts, HostRouted, Round, computes
 from ....kernels.moe.moe import Biases
-from ....kernels.quantized import gpu_form
+from ....kernels.quantized import gpu_layout
 from .host_steps import Counters, Steps
 
 KEPT = 16  # tokens of steps whose operations are kept
@@ -35,16 +35,16 @@ class HostWork:
     """The CPU's computation on views that share their memory: operations are kept, for steps of as small batches."""
 
     def __init__(self) -> None:
-        self._pairs: dict[Hashable, HostPairs] = {}  # which one layer after the other fills
+        self._pairs: dict[Hashable, HostRouted] = {}  # which one layer after the other fills
         self._kept: dict[Hashable, Kept] = {}
 
-    def of(self, layer: HostStack, at: Tensor, pairs: Callable[[], HostPairs], biases: Biases, out: Tensor) -> Kept:
-        """`HostPairs.all_calls` of one layer, always the same for as many tokens. routed tokens: makes them."""
+    def of(self, layer: HostStack, at: Tensor, routed: Callable[[], HostRouted], biases: Biases, out: Tensor) -> Kept:
+        """`HostRouted.all_calls` of one layer, always the same for as many tokens. routed tokens: makes them."""
         key = id(layer), len(out)
         if key not in self._kept:
             of = layer.form, len(out)
             if of not in self._pairs:
-                self._pairs[of] = pairs()
+                self._pairs[of] = routed()
             self._pairs[of].biases = biases
             one = self._pairs[of].all_calls(layer.stack, at, out)
             packed = ops.call_array([(op.address, ops.pack(values)) for op, values in one.calls])
@@ -139,12 +139,12 @@ class HostStack:
 
     def __init__(self, stack: Experts, device: torch.device):
         self.stack = stack
-        mine = [gpu_form.parts(one) for one in stack]
+        mine = [gpu_layout.parts(one) for one in stack]
         self.tensors = [x for part in mine for x in part.tensors]  # [E, ...] each
         self.first = first = [part.of([x[:1] for x in part.tensors]) for part in mine]  # expert 0
-        made = [gpu_form.of_gpu(one) for one in first] if device.type == "cuda" else first
+        made = [gpu_layout.repack_for_gpu(one) for one in first] if device.type == "cuda" else first
         self.same = all(a is b for a, b in zip(first, made, strict=True))  # on the device
-        self.here, self.there = Layout(mine), Layout([gpu_form.parts(one) for one in made])
+        self.here, self.there = Layout(mine), Layout([gpu_layout.parts(one) for one in made])
         self._computes: dict[torch.dtype, bool] = {}
 
     @property
@@ -162,7 +162,7 @@ class HostStack:
 class Layout:
     """How the tensors of some experts of one form lie in memory."""
 
-    def __init__(self, parts: list[gpu_form.Parts]):
+    def __init__(self, parts: list[gpu_layout.Parts]):
         self._parts = parts
 
     @property
@@ -182,7 +182,7 @@ class Layout:
                 size = count * x[0].nbytes
                 some.append(memory[at : at + size].view(x.dtype).view(count, *x.shape[1:]))
                 at += host_memory.aligned(size)
-            made.append(gpu_form.Parts(some, part.of(some)))
+            made.append(gpu_layout.Parts(some, part.of(some)))
         return Buffer(Experts(*(one.stack for one in made)), made)
 
     def empty(self, count: int, device: torch.device) -> Buffer:
@@ -193,7 +193,7 @@ class Buffer(NamedTuple):
     """Room for some experts on the device."""
 
     stack: Experts
-    parts: list[gpu_form.Parts]  # the same, whose tensors are [n, ...]
+    parts: list[gpu_layout.Parts]  # the same, whose tensors are [n, ...]
 
     @property
     def tensors(self) -> list[Tensor]:

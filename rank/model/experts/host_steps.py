@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....kernels.graph_pieces import Pieces
 from ....kernels.moe import host_service
 from ....kernels.moe.host_exchange import Exchange
 from ....kernels.moe.host_service import Step
+from ....kernels.segmented_graph import SegmentedGraph
 
 if TYPE_CHECKING:
-    from .few_tokens import FewTokens
     from .host_buffers import HostView
+    from .small_batch import SmallBatch
 
 
 @dataclass
@@ -37,19 +37,19 @@ class Steps:
         self.exchange, self.counters = Exchange(device), counters
         self.service = self.exchange.service
         self._told = [0] * len(host_service.SERVED)
-        self._captured: tuple[Pieces, int, Captured] | None = None  # the latest: of which piece
+        self._captured: tuple[SegmentedGraph, int, Captured] | None = None  # the latest: of which segment
 
-    def add(self, pieces: Pieces, few: FewTokens, view: HostView) -> None:
+    def add(self, segmented: SegmentedGraph, small_batch: SmallBatch, view: HostView) -> None:
         """This layer is the next one of what is captured.
 
         Layers are posted by packed tiles, as the host's part between two of them may `drain`: a layer that is served
         otherwise stands there, and what is not launched yet would never be done.
         """
         latest = self._captured
-        if latest is None or latest[0] is not pieces or latest[1] != len(pieces):
-            latest = self._captured = pieces, len(pieces), Captured(self)
-            pieces.later(latest[2].post)
-        latest[2].layers.append((few, view))
+        if latest is None or latest[0] is not segmented or latest[1] != len(segmented):
+            latest = self._captured = segmented, len(segmented), Captured(self)
+            segmented.later(latest[2].post)
+        latest[2].layers.append((small_batch, view))
 
     def drain(self) -> None:
         """Until all that was posted is done: then nobody else changes which experts are resident."""
@@ -69,7 +69,7 @@ class Captured:
 
     def __init__(self, steps: Steps):
         self.steps = steps
-        self.layers: list[tuple[FewTokens, HostView]] = []
+        self.layers: list[tuple[SmallBatch, HostView]] = []
         self._made: dict[int, Step] = {}
 
     def post(self, tokens: int) -> None:
@@ -77,9 +77,9 @@ class Captured:
         service = self.steps.service
         try:
             if tokens not in self._made:
-                self._made[tokens] = host_service.step([few.layer_of(view, tokens) for few, view in self.layers])
-            for few, _ in self.layers[:1]:
-                few.streamer.lent()
+                self._made[tokens] = host_service.step([batch.layer_of(view, tokens) for batch, view in self.layers])
+            for batch, _ in self.layers[:1]:
+                batch.streamer.lent()
             service.post(self._made[tokens])
         except BaseException:
             service.give_up()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....kernels.moe.moe import Biases, Held, Inputs, fused_experts
+from ....kernels.moe.moe import Biases, Inputs, LocalExperts, fused_experts
 from .fused import FusedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -102,14 +102,14 @@ def seconds(
 
     w13, w2 = zeros(count, 2 * inner, hidden), zeros(count, hidden, inner)
     biases = Biases(zeros(count, 2 * inner), zeros(count, hidden)) if up.layout.biased else Biases()
-    held = Held(group.rank % degree * count, count, experts) if degree > 1 else None
+    local_experts = LocalExperts(group.rank % degree * count, count, experts) if degree > 1 else None
     make = torch.Generator().manual_seed(0)
 
     def step(tokens: int) -> float:
         x, weights = zeros(tokens, hidden), torch.full((tokens, layer.top_k), 1 / layer.top_k, device=device)
         draws = (torch.rand(tokens, experts, generator=make).topk(layer.top_k).indices for _ in range(DRAWS))
         ids = [draw.to(device, torch.int32) for draw in draws]
-        given = Inputs(x, ids[0], weights, w13, w2, layer.activation, biases, held)
+        given = Inputs(x, ids[0], weights, w13, w2, layer.activation, biases, local_experts)
 
         def run(calls: int) -> None:
             for draw in ids:

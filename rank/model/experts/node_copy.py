@@ -20,7 +20,7 @@ from ....comm.hosts import name_hosts
 from ....comm.mesh import Mesh
 from ....comm.shm import share
 from ....kernels import host_memory
-from ....kernels.quantized import gpu_form
+from ....kernels.quantized import gpu_layout
 
 PAGE = 4096
 SPARE = 1 << 20  # bytes that a stack may take beyond twice what was foretold; pages that nobody writes take no memory
@@ -56,7 +56,7 @@ class NodeCopy:
     def place(self, key: Any, stack: Any) -> Any:
         """`stack` in the common memory, of which this rank fills its part. As it is where it does not fit there, as
         then on all ranks. key: one of `stacks`."""
-        parts = gpu_form.parts(stack)
+        parts = gpu_layout.parts(stack)
         begin, room = self._rooms[id(key)]
         used = sum(host_memory.aligned(x.nbytes) for x in parts.tensors)
         if not used or used > room:

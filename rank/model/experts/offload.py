@@ -20,9 +20,9 @@ from ....errors import USAGE, FatalError
 from ....kernels import host_memory
 from ....kernels.cpp import ops
 from ....kernels.moe.host_choice import TIMED_ROWS, Costs
-from ....kernels.moe.host_experts import Experts, HostPairs, computes
-from ....kernels.moe.moe import UNBIASED, Biases, Held, Matrices, plain
-from ....kernels.quantized import gpu_form
+from ....kernels.moe.host_experts import Experts, HostRouted, computes
+from ....kernels.moe.moe import UNBIASED, Biases, LocalExperts, Matrices, plain
+from ....kernels.quantized import gpu_layout
 from ....kernels.quantized.floats import Floats
 from ..batch import Batch
 from ..weights.slicing import ShardedModule
@@ -44,7 +44,7 @@ HOST_SPARED = 0.05  # of the host's that is left for all else, where it cannot h
 log = logging.getLogger(__name__)
 
 
-class ExpertRoom(NamedTuple):
+class OffloadOptions(NamedTuple):
     """The user's options."""
 
     offload: int = 0  # experts of a layer, on each rank, that are in host memory alone
@@ -56,7 +56,7 @@ class ExpertRoom(NamedTuple):
         return self.offload > 0 or self.memory > 0
 
 
-ON_DEVICE = ExpertRoom()
+ON_DEVICE = OffloadOptions()
 
 
 def overflowing(
@@ -66,7 +66,7 @@ def overflowing(
     dtype: torch.dtype,
     device: torch.device,
     world: HostComm,
-) -> ExpertRoom:
+) -> OffloadOptions:
     """This rank's experts that go to host memory, unless the user chose them: nothing where all ranks' weights
     fit, and never on CPUs.
 
@@ -92,13 +92,13 @@ def overflowing(
     moved = {one for layer in layers for one in (layer.gate_up_proj, layer.down_proj)}
     kept = [one for one in model.modules() if isinstance(one, ShardedModule) and not one.shared and one not in moved]
     others = sum(one.kept_bytes(dtype, device) for one in kept)
-    return ExpertRoom(memory=max(1, int(room * (1 - SPARED)) - others - BUFFERS * BUFFER))
+    return OffloadOptions(memory=max(1, int(room * (1 - SPARED)) - others - BUFFERS * BUFFER))
 
 
 class Offload:
     """Expert offload of one rank: made before the weights are loaded, and used when they are."""
 
-    def __init__(self, layers: Iterable[FusedExperts], room: ExpertRoom, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layers: Iterable[FusedExperts], room: OffloadOptions, dtype: torch.dtype, device: torch.device):
         """layers: of this stage, which all have equally many experts."""
         self.layers, self.device, self.room, self.dtype = list(layers), device, room, dtype
         self.counters = Counters()
@@ -181,12 +181,12 @@ class Offload:
             if self._node is None:
                 return
         elif self.fixed:
-            parts = gpu_form.parts(hosted)
+            parts = gpu_layout.parts(hosted)
             self._fixed[module] = parts.of([x[: self.fixed].to(self.device, copy=True) for x in parts.tensors])
             hosted = parts.of([x[self.fixed :] for x in parts.tensors])
         placed = hosted if self._node is None else self._node.place(module, hosted)
         if placed is hosted and self.fixed and not module.fixed:  # a part of memory that is given back
-            cuda, parts = self.device.type == "cuda", gpu_form.parts(hosted)
+            cuda, parts = self.device.type == "cuda", gpu_layout.parts(hosted)
             placed = parts.of([host_memory.pinned(x) if cuda else x.clone() for x in parts.tensors])
         module.hold(placed)
 
@@ -229,7 +229,7 @@ class Offload:
         shared = Shared(self.room.way, self.counters, buffers, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
-            held = Held(experts.start, experts.width, experts.size)
+            held = LocalExperts(experts.start, experts.width, experts.size)
             slots = stack.there.empty(self.slots, self.device)
             added = (layer.gate_up_proj.added_bias, layer.down_proj.added_bias)
             biases = Biases(*(None if bias is None else bias.data.to(self.device) for bias in added))
@@ -289,7 +289,7 @@ class Offload:
         for one in (layer.gate_up_proj, layer.down_proj):
             held = self._form(one)
             if self.device.type == "cuda":
-                parts = gpu_form.parts(held)
+                parts = gpu_layout.parts(held)
                 held = parts.of([x if self._stays(x) else host_memory.pinned(x) for x in parts.tensors])
                 one.hold(held)
             both.append(held)
@@ -359,7 +359,7 @@ def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: It
     few = min(CHOSEN, experts)
     x, out = torch.ones(rows, stack.stack.w2.shape[1], dtype=dtype), torch.empty(rows, stack.stack.w2.shape[1])
     ids, at = torch.zeros(rows, few, dtype=torch.int32), torch.full((experts,), -1)
-    fresh = functools.partial(HostPairs, x, ids, torch.ones(ids.shape), act)
+    fresh = functools.partial(HostRouted, x, ids, torch.ones(ids.shape), act)
     work, kept = HostWork(), computes(x, stack.stack)
     threads = max(1, ops.others()) if rows < KEPT else torch.get_num_threads()
 

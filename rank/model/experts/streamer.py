@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.moe import moved_nibbles
+from ....kernels.moe import nibble_permutation
 from ....kernels.moe.moe import Matrices
-from ....kernels.moe.moved_nibbles import Moves
-from ....kernels.quantized import gpu_form
+from ....kernels.moe.nibble_permutation import Permutation
+from ....kernels.quantized import gpu_layout
 from .host_buffers import Buffer, HostStack
 
 BUFFER = 96 << 20  # bytes of a buffer of experts
@@ -56,7 +56,7 @@ class Streamer:
         self._single = torch.zeros(single if changes else 0, dtype=torch.uint8, device=device)
         self._stages: dict[Hashable, list[Stage]] = {}
         self._singles: dict[Hashable, Buffer] = {}
-        self._moves: dict[Hashable, list[Moves | None]] = {}
+        self._permutation: dict[Hashable, list[Permutation | None]] = {}
         self._streams = _Streams(device) if device.type == "cuda" else None
         self._turn = 0
         self._lent = False  # whether what was launched in the step's own stream uses the first buffer
@@ -94,24 +94,24 @@ class Streamer:
         """Something that uses the first buffer was launched there."""
         self._lent = True
 
-    def makes_over(self, layer: HostStack) -> bool:
-        """Whether `make_over` takes its experts."""
-        return layer.same or all(moves is not None for moves in self._moves_of(layer))
+    def repacks(self, layer: HostStack) -> bool:
+        """Whether `repack` takes its experts."""
+        return layer.same or all(permutation is not None for permutation in self._permutations_of(layer))
 
-    def moves(self, layer: HostStack) -> list[Moves | None]:
+    def permutations(self, layer: HostStack) -> list[Permutation | None]:
         """How each of its tensors is repacked; None: it stays as it is. Empty where one is repacked by torch."""
         if layer.same:
             return [None] * len(layer.tensors)
-        return self._moves_of(layer) if self.makes_over(layer) else []
+        return self._permutations_of(layer) if self.repacks(layer) else []
 
-    def make_over(self, layer: HostStack, most: int, count: Tensor) -> None:
+    def repack(self, layer: HostStack, most: int, count: Tensor) -> None:
         """The first of the first buffer, as many as count [1] says and `most` at most, in the current stream."""
         if layer.same:
             return
         stage = self._stage(layer, 0)
-        for part, to, moves in zip(stage.raw.parts, stage.ready.parts, self._moves_of(layer), strict=True):
-            assert moves is not None, "`makes_over` was not asked"
-            moved_nibbles.move(moves, part.tensors[0][:most], to.tensors[0][:most], count)
+        for part, to, permutation in zip(stage.raw.parts, stage.ready.parts, self._permutations_of(layer), strict=True):
+            assert permutation is not None, "`repacks` was not asked"
+            nibble_permutation.permute(permutation, part.tensors[0][:most], to.tensors[0][:most], count)
 
     def replace(self, slots: Buffer, slot: int, layer: HostStack, expert: int) -> None:
         """Copy an expert into a slot, after what was launched and before what will be."""
@@ -168,36 +168,36 @@ class Streamer:
         """The first experts of `raw` as kernels read them: into the first of `to`, each matrix's tensors."""
         if layer.same:
             return
-        step = max(1, gpu_form.CHUNK // layer.here.nbytes(1))
-        for part, target, moves in zip(raw.parts, to, self._moves_of(layer), strict=True):
-            if moves is not None:
-                moved_nibbles.move(moves, part.tensors[0][:count], target[0][:count])
+        step = max(1, gpu_layout.CHUNK // layer.here.nbytes(1))
+        for part, target, permutation in zip(raw.parts, to, self._permutations_of(layer), strict=True):
+            if permutation is not None:
+                nibble_permutation.permute(permutation, part.tensors[0][:count], target[0][:count])
                 continue
             for first in range(0, count, step):
                 some = slice(first, min(first + step, count))
-                _put([x[some] for x in target], _made_over(part, [x[some] for x in part.tensors]))
+                _put([x[some] for x in target], _repacked(part, [x[some] for x in part.tensors]))
 
-    def _moves_of(self, layer: HostStack) -> list[Moves | None]:
-        if layer.form not in self._moves:
-            self._moves[layer.form] = [_moves(one, self.device) for one in layer.first]
-        return self._moves[layer.form]
+    def _permutations_of(self, layer: HostStack) -> list[Permutation | None]:
+        if layer.form not in self._permutation:
+            self._permutation[layer.form] = [_permutation(one, self.device) for one in layer.first]
+        return self._permutation[layer.form]
 
 
 def _tensors(buffer: Buffer) -> list[list[Tensor]]:
     return [part.tensors for part in buffer.parts]
 
 
-def _moves(one: Matrices, device: torch.device) -> Moves | None:
+def _permutation(one: Matrices, device: torch.device) -> Permutation | None:
     """How one expert, and so each like it, is repacked; None: by torch."""
-    part = gpu_form.parts(one)
-    if len(part.tensors) != 1 or len(gpu_form.parts(gpu_form.of_gpu(one)).tensors) != 1:
+    part = gpu_layout.parts(one)
+    if len(part.tensors) != 1 or len(gpu_layout.parts(gpu_layout.repack_for_gpu(one)).tensors) != 1:
         return None
-    return moved_nibbles.find(lambda x: _made_over(part, [x])[0], part.tensors[0].to(device))
+    return nibble_permutation.find(lambda x: _repacked(part, [x])[0], part.tensors[0].to(device))
 
 
-def _made_over(part: gpu_form.Parts, tensors: list[Tensor]) -> list[Tensor]:
+def _repacked(part: gpu_layout.Parts, tensors: list[Tensor]) -> list[Tensor]:
     """Repacks some experts that lie as those of `part`, for kernels of GPUs."""
-    return gpu_form.parts(gpu_form.of_gpu(part.of(tensors))).tensors
+    return gpu_layout.parts(gpu_layout.repack_for_gpu(part.of(tensors))).tensors
 
 
 def _put(target: Sequence[Tensor], source: Sequence[Tensor]) -> None:

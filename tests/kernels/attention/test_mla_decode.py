@@ -151,7 +151,7 @@ TMA_CASES = [
     ],
 )
 def test_decode(lengths, most, fill, panels, options, launcher, monkeypatch):
-    tiles = mla_decode.Tiles("mla_copied", 32, panels, 1) if panels else TMA
+    tiles = mla_decode.Tiles("mla_cp_async", 32, panels, 1) if panels else TMA
     monkeypatch.setattr(mla_decode, "choose_tiles", lambda *_: tiles)
     step = Step(lengths, **options)
     want = step.want()
@@ -178,7 +178,7 @@ def test_what_is_read_early(launcher):
         assert step.decode(launcher, 1, 1).isnan().any().item() == early
 
 
-@pytest.fixture(params=[mla_decode.Tiles("mla_copied", 32, 5, 2), TMA], ids=lambda tiles: tiles.header)
+@pytest.fixture(params=[mla_decode.Tiles("mla_cp_async", 32, 5, 2), TMA], ids=lambda tiles: tiles.header)
 def tma(request, monkeypatch):
     monkeypatch.setattr(mla_decode, "choose_tiles", lambda *_: request.param)
 

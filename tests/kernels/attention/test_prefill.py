@@ -91,8 +91,8 @@ def test_prompts_as_hopper_takes_them():
 @pytest.mark.parametrize("dim", [80, 128])
 def test_outputs_are_stored_16_bytes_at_a_time(tmp_path, dim):
     """Four times as many stores of 4 bytes cost a prompt's attention some percent."""
-    tile, stages, held, _ = prefill.prefill_room(dim)
-    sizes = dict(HEADS=32, KV_HEADS=8, DIM=dim, SIZE=16, BOX=16, TILE=tile, STAGES=stages, HELD=held)
+    tile, stages, q_in_regs, _ = prefill.prefill_room(dim)
+    sizes = dict(HEADS=32, KV_HEADS=8, DIM=dim, SIZE=16, BOX=16, TILE=tile, STAGES=stages, Q_IN_REGS=q_in_regs)
     flags = dict(WINDOW=0, SOFTCAP=0, SINKS=0)
     source, made = tmp_path / "prefill.cu", tmp_path / "prefill.ptx"
     source.write_text(jit.variant_text("prefill", {"T": torch.bfloat16, **sizes, **flags}))

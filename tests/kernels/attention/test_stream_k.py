@@ -65,7 +65,7 @@ def model(sizes: Sizes, lengths: list[int], wanted: int) -> list[list[Part]]:
             return -(-box // (each + 1))
         return -(-(box - longer) // each)
 
-    def border(run: int) -> tuple[int, int, int, int]:
+    def bound(run: int) -> tuple[int, int, int, int]:
         begin = each * run + min(run, longer)
         b = next((b for b, end in enumerate(ends) if end > begin), len(ends))
         if b == len(ends):
@@ -79,8 +79,8 @@ def model(sizes: Sizes, lengths: list[int], wanted: int) -> list[list[Part]]:
         first, last = begins_from(at + near + 1), begins_from(at + counts[b] - near)
         return b, box, first - 1, last - first + 1
 
-    borders = [border(run) for run in range(runs + 1)]
-    return [parts_between(sizes, lengths, *pair) for pair in itertools.pairwise(borders)]
+    bounds = [bound(run) for run in range(runs + 1)]
+    return [parts_between(sizes, lengths, *pair) for pair in itertools.pairwise(bounds)]
 
 
 def parts_between(sizes: Sizes, lengths: list[int], begin: tuple, end: tuple) -> list[Part]:
@@ -105,20 +105,20 @@ extern "C" int walk(const int* lengths, int n, int wanted, int (*parts)[6]) {
     for (int b = 0; b < n; b++) all += Span(lengths[b]).boxes(), tiles += Span(lengths[b]).tiles();
     const StreamKRuns runs(all, tiles, wanted);
     for (int run = 0; run < runs.count; run++) {
-        Border borders[2] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
+        SplitBound bounds[2] = {{-1, -1, -1, -1}, {-1, -1, -1, -1}};
         for (int b = 0, at = 0; b < n; at += Span(lengths[b++]).boxes())
             for (int end = 0; end < 2; end++) {
                 const int box = runs.begin(run + end) - at, boxes = Span(lengths[b]).boxes();
-                if (box >= 0 && box < boxes) borders[end] = runs.border(run + end, b, at, boxes);
+                if (box >= 0 && box < boxes) bounds[end] = runs.bound(run + end, b, at, boxes);
             }
-        if (run + 1 == runs.count) borders[1] = {n, 0, 0, 0};
-        Way way(lengths, borders);
+        if (run + 1 == runs.count) bounds[1] = {n, 0, 0, 0};
+        RunIterator run_at(lengths, bounds);
         do {
-            const Border& divided = borders[way.at == Span(lengths[way.b]).start];
+            const SplitBound& divided = bounds[run_at.at == Span(lengths[run_at.b]).start];
             int* part = parts[found++];
-            part[0] = run, part[1] = way.b, part[2] = way.at, part[3] = way.stop;
+            part[0] = run, part[1] = run_at.b, part[2] = run_at.at, part[3] = run_at.stop;
             part[4] = divided.first, part[5] = divided.count;
-        } while (way.next());
+        } while (run_at.next());
     }
     return found;
 }

@@ -9,7 +9,7 @@ from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.quantized import blocks_cpu, cpu_layouts, packing_cpu
 from phalanx.kernels.sampling.argmax import argmax, candidates, elect
 
-from ..conftest import DTYPES, close, digits_error
+from ..conftest import DTYPES, close, planes_error
 from ..quantized import test_blocks_cpu, test_super_blocks
 
 OUTPUTS, INPUTS = 23, 256
@@ -36,7 +36,7 @@ def test_experts_and_rows(name, dtype):
     y = torch.full((6, OUTPUTS), torch.nan).to(dtype)
     ops.run(*blocks_cpu.experts(x, stack, (2, OUTPUTS), ends, bias, y, Scratch(6)))
     want = x.double() @ weight.double().T + bias.double().repeat_interleave(torch.tensor([2, 4]), 0)
-    close(y, want, dtype, atol=digits_error(dtype, weight))
+    close(y, want, dtype, atol=planes_error(dtype, weight))
 
 
 def test_blocks_of_q4_0_by_supers():
@@ -82,7 +82,7 @@ def test_experts_of_plain_weights():
     torch.testing.assert_close(y, torch.cat((x[:2] @ stack[1].T, x[2:] @ stack[0].T)), atol=1e-5, rtol=1e-5)
     made, weights, place = torch.randn(4, 37).bfloat16(), torch.rand(6), torch.tensor([2, -1, 0, 3, 1, -1]).int()
     y = torch.full((3, 37), torch.nan)
-    ops.op("host_experts", "combine_pairs_bf16")(made, weights, place, y, 3, 2, 37)
+    ops.op("host_experts", "combine_routed_bf16")(made, weights, place, y, 3, 2, 37)
     rows = torch.where((place >= 0)[:, None], made.float()[place.clamp(min=0).long()], 0) * weights[:, None]
     torch.testing.assert_close(y, rows.view(3, 2, 37).sum(1))
 

@@ -12,7 +12,7 @@ from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.expert_mlp import SharedExperts
-from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.moe.plain_experts import TileConfig, Tiling
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
@@ -31,9 +31,9 @@ class Sizes(NamedTuple):
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
 
 
-def summed(pairs: Tensor, given: Inputs) -> Tensor:
+def summed(routed: Tensor, given: Inputs) -> Tensor:
     """Adds up [T * k, H] that kernels leave apart, as `fused_experts` does."""
-    return moe.summed(moe.apart(pairs, given.ids, given.held), given.ids)
+    return moe.summed(moe.apart(routed, given.ids, given.local_experts), given.ids)
 
 
 # Counts that are no powers of two, one token, empty experts, all tokens to one, sizes that tiles do not divide.
@@ -69,19 +69,23 @@ def strided(given: Inputs) -> Inputs:
     return given._replace(**dict(zip(Inputs._fields, (one[..., 0] for one in wide), strict=False)))
 
 
-def share_of(given: Inputs, held: Held) -> Inputs:
+def share_of(given: Inputs, local_experts: LocalExperts) -> Inputs:
     """The inputs of a rank with some of the experts."""
     w13, w2, up, down = (
-        None if one is None else one[held.first :][: held.size].contiguous()
+        None if one is None else one[local_experts.first :][: local_experts.size].contiguous()
         for one in (given.w13, given.w2, *given.biases)
     )
-    return given._replace(w13=w13, w2=w2, biases=Biases(up, down), held=held)
+    return given._replace(w13=w13, w2=w2, biases=Biases(up, down), local_experts=local_experts)
 
 
-def shares(experts: int) -> list[Held]:
+def shares(experts: int) -> list[LocalExperts]:
     """Shares of the first expert alone, of the last third, and of two in the middle."""
     third, middle = max(1, experts // 3), experts // 2
-    return [Held(0, 1, experts), Held(experts - third, third, experts), Held(middle - 1, 2, experts)]
+    return [
+        LocalExperts(0, 1, experts),
+        LocalExperts(experts - third, third, experts),
+        LocalExperts(middle - 1, 2, experts),
+    ]
 
 
 def biases(given: Inputs) -> Biases:
@@ -149,7 +153,7 @@ def check_dequantized(tiles: Tiling) -> None:
         given = make(Sizes(20, 3, 7, 64, 32, "few" if i else "any"), torch.float32)
         added = biases(given._replace(w13=given.w13.nan_to_num(0), w2=given.w2.nan_to_num(0))) if i else moe.UNBIASED
         packed = given._replace(w13=encoded(given.w13), w2=encoded(given.w2), biases=added)
-        packed = packed._replace(held=Held(0, 7, 9) if i == 1 else None)
+        packed = packed._replace(local_experts=LocalExperts(0, 7, 9) if i == 1 else None)
         plain = packed._replace(w13=packed.w13.plain(torch.float32), w2=packed.w2.plain(torch.float32))
         got, want = (summed(plain_experts.by_triton(one, tiles), one) for one in (packed, plain))
         assert torch.equal(got, want)

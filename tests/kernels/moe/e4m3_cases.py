@@ -34,7 +34,7 @@ def stack_of(experts: int, outputs: int, inputs: int, unit: int, device: str = "
 
 def places(groups: Groups, expert: int) -> slice:
     """Places of its routed tokens, in the order of the groups."""
-    return slice(int(groups.ends[expert]), int(groups.ends[expert + 1]))
+    return slice(int(groups.offsets[expert]), int(groups.offsets[expert + 1]))
 
 
 def check_codes(
@@ -46,12 +46,12 @@ def check_codes(
     want: tuple[Tensor, Tensor],
 ) -> None:
     """Codes, scales and weights by place, where want are those of the rows of x."""
-    last = int(groups.ends[-1])
-    order = groups.order[:last].long()
-    rows = order // top if top else torch.arange(last, device=x.device)
+    last = int(groups.offsets[-1])
+    sorted_ids = groups.sorted_ids[:last].long()
+    rows = sorted_ids // top if top else torch.arange(last, device=x.device)
     codes, scales = want[0][rows], want[1][rows]
     torch.testing.assert_close(found[1][:last], scales, rtol=1e-6, atol=0)
-    assert torch.equal(found[2][:last], weights.flatten()[order])
+    assert torch.equal(found[2][:last], weights.flatten()[sorted_ids])
     apart = found[0][:last] != codes
     most = 1e-3 * apart.numel()  # quotients that round another way
     assert apart.sum() <= most, f"of place {apart.any(1).nonzero()[:5].tolist()}"
@@ -61,25 +61,28 @@ def check_up(h: Tensor, x: Tensor, weights: Tensor, groups: Groups, up: Tensor, 
     """h [P, I], in the order of the groups."""
     for e in range(len(up)):
         here = places(groups, e)
-        pairs = groups.order[here].long()
-        if not len(pairs):
+        routed = groups.sorted_ids[here].long()
+        if not len(routed):
             continue
-        both = rounded(x[pairs // top]) @ up[e].T + (0 if bias is None else bias[e].double())
+        both = rounded(x[routed // top]) @ up[e].T + (0 if bias is None else bias[e].double())
         want = gated_activation_reference(both.to(h.dtype).float(), act).double()
         near(
-            h[here], want * weights.flatten()[pairs].double().unsqueeze(1), BOUND[h.dtype] * 2.5, ("up", e, len(pairs))
+            h[here],
+            want * weights.flatten()[routed].double().unsqueeze(1),
+            BOUND[h.dtype] * 2.5,
+            ("up", e, len(routed)),
         )
 
 
 def check_down(y: Tensor, h: Tensor, weights: Tensor, groups: Groups, down: Tensor, bias: Any) -> None:
-    """y [P, H], in the pairs' own order, of h [P, I]."""
+    """y [P, H], in the routed tokens' own order, of h [P, I]."""
     for e in range(len(down)):
         here = places(groups, e)
-        pairs = groups.order[here].long()
-        if not len(pairs):
+        routed = groups.sorted_ids[here].long()
+        if not len(routed):
             continue
-        added = 0 if bias is None else bias[e].double() * weights.flatten()[pairs].double().unsqueeze(1)
-        near(y[pairs], rounded(h[here]) @ down[e].T + added, BOUND[y.dtype], ("down", e, len(pairs)))
+        added = 0 if bias is None else bias[e].double() * weights.flatten()[routed].double().unsqueeze(1)
+        near(y[routed], rounded(h[here]) @ down[e].T + added, BOUND[y.dtype], ("down", e, len(routed)))
 
 
 def with_plain_rows(given: Inputs, up: Tensor, down: Tensor) -> Tensor:

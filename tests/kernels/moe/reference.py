@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 def fused_experts_reference(given: Inputs) -> Tensor:
-    x, ids, weights, w13, w2, act, biases, held = given
+    x, ids, weights, w13, w2, act, biases, local_experts = given
     rows, chosen, by = x.float().cpu(), ids.cpu(), weights.float().cpu()
     up, down = (None if bias is None else bias.float().cpu() for bias in biases)
     y = torch.zeros(x.shape, dtype=torch.float32)
-    first = held.first if held else 0
+    first = local_experts.first if local_experts else 0
     for e in range(w13.shape[0]):
         tokens, places = (chosen == first + e).nonzero(as_tuple=True)
         if len(tokens):
@@ -30,12 +30,12 @@ def fused_experts_reference(given: Inputs) -> Tensor:
     return y.to(x)
 
 
-def planned(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps, k: int = 64) -> Any:
+def planned(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps, k: int = 64) -> Any:
     """The kernels that compute so many pairs, k of a token, of packed experts on such a GPU: the configs of both GEMMs,
     "GEMVs" or "dequantised". With k above 32 it is no GEMV."""
     x, ids = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, k)
-    given: Any = SimpleNamespace(x=x, ids=ids, pairs=pairs, experts=experts, w13=w13, w2=w2, biased=False)
-    plans = (one.plan(given, found) for one in CANDIDATES if one.in_range(pairs, experts))
+    given: Any = SimpleNamespace(x=x, ids=ids, routed=routed, experts=experts, w13=w13, w2=w2, biased=False)
+    plans = (one.plan(given, found) for one in CANDIDATES if one.in_range(routed, experts))
     run: Any = next(filter(None, plans))
     if run.func is quantized_experts.experts:
         return run.args[1]
@@ -44,5 +44,5 @@ def planned(pairs: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps, 
 
 def by_plain_kernels(given: Inputs, found: DeviceCaps) -> Tensor:
     """Experts by the kernels that packed weights become plain for, whatever the number of pairs: [T * k, H]."""
-    plans = (one.plan(given, found) for one in CANDIDATES[-2:] if one.in_range(given.pairs, given.experts))
+    plans = (one.plan(given, found) for one in CANDIDATES[-2:] if one.in_range(given.routed, given.experts))
     return next(filter(None, plans))()

@@ -7,7 +7,7 @@ from phalanx.kernels.moe.group import group
 
 from ..test_compile import TRITON, Recorder, checked, compile_launch
 
-# dtype, experts, k, hidden, inner, activation, most pairs per expert
+# dtype, experts, k, hidden, inner, activation, most routed tokens per expert
 CASES = [
     (torch.bfloat16, 128, 8, 2048, 768, 0, 8),
     (torch.bfloat16, 128, 8, 2048, 768, 0, 1 << 30),

@@ -7,8 +7,8 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
-from phalanx.kernels.moe.group import encode_pairs, group
-from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.moe.group import encode_routed, group
+from phalanx.kernels.moe.moe import LocalExperts
 from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, int8_codes
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     down: E4m3Config
     spread: str = "any"  # any; one: all tokens choose the same; few: most experts are empty
     biased: bool = False
-    held: Held | None = None
+    local_experts: LocalExperts | None = None
 
 
 SMALL = E4m3Config(128, 16, 1, matmul=16)
@@ -43,7 +43,7 @@ CASES = [
     Case(40, 3, 5, 256, 384, 128, E4m3Config(128, 32, 1), E4m3Config(64, 32, 1), "few", True),
     Case(1, 2, 4, 128, 128, 128, E4m3Config(64, 16, 1), SMALL),
     Case(70, 1, 2, 512, 256, 256, E4m3Config(128, 64, 1), E4m3Config(128, 64, 1), "one"),
-    Case(50, 2, 6, 384, 128, 128, E4m3Config(192, 16, 1), E4m3Config(192, 16, 1), held=Held(2, 3, 6)),
+    Case(50, 2, 6, 384, 128, 128, E4m3Config(192, 16, 1), E4m3Config(192, 16, 1), local_experts=LocalExperts(2, 3, 6)),
     Case(90, 2, 3, 256, 256, 128, E4m3Config(64, 64, 1, matmul=32), E4m3Config(64, 64, 1, matmul=32)),
     Case(150, 1, 2, 512, 256, 256, E4m3Config(64, 128, 1), E4m3Config(64, 128, 1), biased=True),
     Case(300, 1, 1, 128, 128, 128, SMALL, SMALL),  # more tiles than a band has
@@ -59,7 +59,7 @@ def launched(monkeypatch, cuda_models):
         library = cuda_models.build(source, {"T": dtype, **sizes})
 
         def launch(grid, threads, *args, shared=0, cluster=1):
-            assert cluster == 1 and (source == "e4m3_pairs" or grid[0] <= 3)
+            assert cluster == 1 and (source == "e4m3_routed" or grid[0] <= 3)
             weights = next(one for one in args if isinstance(one, torch.Tensor) and one.dtype == torch.uint8)
             cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
 
@@ -83,21 +83,21 @@ def chosen(case):
 def test_experts(launched, case, dtype):
     """Blocks have several items, the ring goes round, and tiles are not whole."""
     torch.manual_seed(0)
-    held = case.held or Held(0, case.experts, case.experts)
-    w13, up = stack_of(held.size, 2 * case.inner, case.hidden, case.unit)
-    w2, down = stack_of(held.size, case.hidden, case.inner, case.unit)
+    local_experts = case.local_experts or LocalExperts(0, case.experts, case.experts)
+    w13, up = stack_of(local_experts.size, 2 * case.inner, case.hidden, case.unit)
+    w2, down = stack_of(local_experts.size, case.hidden, case.inner, case.unit)
     x = torch.randn(case.tokens, case.hidden).to(dtype)
     ids, weights = chosen(case), torch.rand(case.tokens, case.k)
     of_up, of_down = (torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down))
-    groups = group(ids, held.size, case.up.rows, held)
+    groups = group(ids, local_experts.size, case.up.rows, local_experts)
     h = quantized_experts.up(x, weights, w13, groups, case.k, "silu", case.up, of_up)
     check_up(h, x, weights, groups, up, case.k, "silu", of_up)
-    last = int(groups.ends[-1])
+    last = int(groups.offsets[-1])
     assert h[last:].isnan().all()  # what is of no pair stays as it is
     y = quantized_experts.down(h, weights, w2, groups, case.down, of_down)
     check_down(y, h, weights, groups, down, of_down)
     elsewhere = torch.ones(len(y), dtype=torch.bool)
-    elsewhere[groups.order[:last].long()] = False
+    elsewhere[groups.sorted_ids[:last].long()] = False
     assert y[elsewhere].isnan().all()
 
 
@@ -106,10 +106,10 @@ def test_experts(launched, case, dtype):
 def test_rows_of_pairs(launched, inputs, dtype, top):
     torch.manual_seed(0)
     ids, weights = torch.randint(0, 6, (11, 3)).int(), torch.rand(11, 3)
-    groups = group(ids, 4, 16, Held(1, 4, 6))
+    groups = group(ids, 4, 16, LocalExperts(1, 4, 6))
     x = torch.randn(11 if top else 33, inputs).to(dtype)
     x[2] = 0
-    found = encode_pairs(x, groups, weights, top, 64)
+    found = encode_routed(x, groups, weights, top, 64)
     assert found[0].shape == (64, inputs)
     check_codes(found, x, groups, weights, top, e4m3_rows.encode_reference(x))
 

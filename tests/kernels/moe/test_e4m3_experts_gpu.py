@@ -10,8 +10,8 @@ from phalanx.kernels import jit
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import moe, quantized_experts
-from phalanx.kernels.moe.group import encode_pairs, group
-from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.moe.group import encode_routed, group
+from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.quantized import e4m3_rows
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 
@@ -41,30 +41,32 @@ def weights_of(experts, hidden, inner, unit):
     return *stack_of(experts, 2 * inner, hidden, unit, "cuda"), *stack_of(experts, hidden, inner, unit, "cuda")
 
 
-def inputs_of(sizes, dtype, act="silu", biased=False, held=None, unit=128):
+def inputs_of(sizes, dtype, act="silu", biased=False, local_experts=None, unit=128):
     """x is f32 numbers of dtype, some rows much larger than others."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
-    w13, up, w2, down = weights_of(held.size if held else sizes.experts, sizes.hidden, sizes.inner, unit)
+    w13, up, w2, down = weights_of(
+        local_experts.size if local_experts else sizes.experts, sizes.hidden, sizes.inner, unit
+    )
     x = given.x.to(dtype)
     x[::7] *= 50 if dtype == torch.bfloat16 else 3  # a gate times an up is to stay in f16
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
-    return Inputs(x, given.ids, given.weights, w13, w2, act, biases, held), up, down
+    return Inputs(x, given.ids, given.weights, w13, w2, act, biases, local_experts), up, down
 
 
 def check(given, up, down, configs):
     """Each GEMM three times, and what lies between."""
-    x, ids, weights, w13, w2, act, biases, held = given
-    groups, top = group(ids, w13.shape[0], configs[0].rows, held), ids.shape[1]
-    rows = encode_pairs(x, groups, weights, top, configs[0].rows)
+    x, ids, weights, w13, w2, act, biases, local_experts = given
+    groups, top = group(ids, w13.shape[0], configs[0].rows, local_experts), ids.shape[1]
+    rows = encode_routed(x, groups, weights, top, configs[0].rows)
     check_codes(rows, x, groups, weights, top, e4m3_rows.encode_reference(x))
-    last = int(groups.ends[-1])
+    last = int(groups.offsets[-1])
     h = [quantized_experts.up(x, weights, w13, groups, top, act, configs[0], biases.up) for _ in range(3)]
     check_up(h[0], x, weights, groups, up, top, act, biases.up)
     assert all(torch.equal(one[:last], h[0][:last]) for one in h), ("up differs from run to run", configs)
     y = [quantized_experts.down(h[0], weights, w2, groups, configs[1], biases.down) for _ in range(3)]
     check_down(y[0], h[0], weights, groups, down, biases.down)
-    pairs = groups.order[:last].long()
-    assert all(torch.equal(one[pairs], y[0][pairs]) for one in y), ("down differs from run to run", configs)
+    routed = groups.sorted_ids[:last].long()
+    assert all(torch.equal(one[routed], y[0][routed]) for one in y), ("down differs from run to run", configs)
 
 
 def compile_ahead(dtype, sizes, configs, unit, act="silu", biased=False):
@@ -118,10 +120,10 @@ def test_biases_and_activations(blocks_end, act):
         check(*inputs_of(SMALL._replace(tokens=tokens), torch.bfloat16, act, True), quantized_experts.E4M3_TILES[24])
 
 
-@pytest.mark.parametrize("held", shares(12), ids=str)
-def test_experts_of_other_ranks_are_left_out(blocks_end, held):
+@pytest.mark.parametrize("local_experts", shares(12), ids=str)
+def test_experts_of_other_ranks_are_left_out(blocks_end, local_experts):
     for tokens in (1, 90):
-        given = inputs_of(Sizes(tokens, 3, 12, 512, 384), torch.bfloat16, held=Held(*held))
+        given = inputs_of(Sizes(tokens, 3, 12, 512, 384), torch.bfloat16, local_experts=LocalExperts(*local_experts))
         check(*given, (E4m3Config(128, 32, 1), E4m3Config(128, 32, 1)))
 
 
@@ -129,7 +131,7 @@ def test_the_way_that_is_chosen(blocks_end):
     """Any number of tokens, also as a graph of other choices."""
     for tokens in (12, 30, 100, 200, 500, 2000):
         given, up, down = inputs_of(QWEN._replace(tokens=tokens), torch.bfloat16, unit=256)
-        kernels_of = planned(given.pairs, given.experts, given.w13, given.w2, device_caps(given.x.device))
+        kernels_of = planned(given.routed, given.experts, given.w13, given.w2, device_caps(given.x.device))
         assert isinstance(kernels_of.up, E4m3Config) == (tokens > 12)
         moe.fused_experts(given)
         graph = torch.cuda.CUDAGraph()

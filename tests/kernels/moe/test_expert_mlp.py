@@ -7,7 +7,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.moe import expert_mlp
 from phalanx.kernels.moe.group import group
-from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.moe.moe import LocalExperts
 
 from .. import cuda_model
 from .cases import Sizes, make, make_shared, near, share_of, with_shared_reference
@@ -22,7 +22,7 @@ CASES = [
     (Sizes(50, 2, 3, 128, 128), 4, None),
     (Sizes(100, 4, 41, 128, 64), 2, None),
     (Sizes(40, 2, 3, 256, 128), 2, None),
-    (Sizes(12, 3, 9, 128, 64), 1, Held(3, 3, 9)),
+    (Sizes(12, 3, 9, 128, 64), 1, LocalExperts(3, 3, 9)),
     (Sizes(2, 1, 5, 1024, 64, "one"), 2, None),
 ]
 COUNTED = 1000  # more than a layer's items
@@ -61,24 +61,24 @@ class Launcher:
 
 
 @pytest.mark.parametrize(
-    "sizes, tiles, held", [*CASES[:4], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[4:])]
+    "sizes, tiles, local_experts", [*CASES[:4], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[4:])]
 )
-def test_experts(sizes, tiles, held, monkeypatch, cuda_models):
+def test_experts(sizes, tiles, local_experts, monkeypatch, cuda_models):
     torch.manual_seed(0)
     given = make(sizes, torch.bfloat16)
-    if held:
-        given = share_of(given, held)
+    if local_experts:
+        given = share_of(given, local_experts)
     x, ids, weights, w13, w2, act, *_ = given
-    groups = group(ids, len(w13), 8 * tiles, held)
+    groups = group(ids, len(w13), 8 * tiles, local_experts)
     want = fused_experts_reference(given)
     launcher = Launcher(monkeypatch, cuda_models)
     args = x, ids, weights, w13, w2, groups, act, tiles
     y = expert_mlp.expert_mlp(*args)
     assert not launcher.counts.any()
-    if not held:
+    if not local_experts:
         assert torch.equal(expert_mlp.expert_mlp(*args[:5], None, act, tiles), y), "blocks sort"
-    if held:  # a CPU has no kernel that leaves pairs out
-        here = ((ids >= held.first) & (ids < held.first + held.size)).flatten()
+    if local_experts:  # a CPU has no kernel that leaves routed tokens out
+        here = ((ids >= local_experts.first) & (ids < local_experts.first + local_experts.size)).flatten()
         assert torch.equal(y.isnan().any(1), ~here)
         y = torch.where(here[:, None], y, 0)
     near(y.view(*ids.shape, -1).float().sum(1).to(x.dtype), want, 4e-2)

@@ -5,8 +5,8 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.cpp.scratch import Scratch
 from phalanx.kernels.moe import experts_cpu, moe
-from phalanx.kernels.moe.moe import Biases, Held
-from phalanx.kernels.quantized import affine, digits_cpu, e4m3
+from phalanx.kernels.moe.moe import Biases, LocalExperts
+from phalanx.kernels.quantized import affine, e4m3, int8_planes_cpu
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_k, q5_1, q6_k
@@ -40,13 +40,13 @@ def test_experts(up, down):
     for i, sizes in enumerate(SIZES):
         torch.set_num_threads(1 + i // 2)
         given = make(sizes, torch.float32)
-        held = Held(1, sizes.experts - 2, sizes.experts) if i % 2 else None
-        here = slice(held.first, held.first + held.size) if held else slice(None)
+        local_experts = LocalExperts(1, sizes.experts - 2, sizes.experts) if i % 2 else None
+        here = slice(local_experts.first, local_experts.first + local_experts.size) if local_experts else slice(None)
         w13, w2 = quantised(given.w13.nan_to_num(1)[here], up), quantised(given.w2.nan_to_num(1)[here], down)
         for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
             x, biases = given.x.to(dtype), Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
             assert experts_cpu.supports(x, given.ids, w13, w2)
-            case = moe.Inputs(x, given.ids, given.weights, w13, w2, "silu", biases, held)
+            case = moe.Inputs(x, given.ids, given.weights, w13, w2, "silu", biases, local_experts)
             got, wide = moe.fused_experts(case), Biases(*(one.float() for one in biases))
             want = fused_experts_reference(case._replace(x=x.float(), biases=wide))
             assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
@@ -62,12 +62,12 @@ def test_a_prompt_is_taken_in_parts(monkeypatch):
     case = given._replace(w13=w13, w2=w2)
     whole = moe.fused_experts(case)
     monkeypatch.setattr(experts_cpu, "MAX_ROWS", 4)
-    monkeypatch.setattr(digits_cpu, "max_rows", lambda dtype: 20)
+    monkeypatch.setattr(int8_planes_cpu, "max_rows", lambda dtype: 20)
     parts, run = [], experts_cpu._experts
     monkeypatch.setattr(experts_cpu, "_experts", lambda one: parts.append(len(one.x)) or run(one))
     assert torch.equal(moe.fused_experts(case), whole) and parts == [8] * 5
     assert not experts_cpu.supports(given.x.repeat(2, 1), given.ids.repeat(2, 1), w13, w2)
-    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "it has no digits"
+    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "it has no int8 planes"
 
 
 @needs_compiler
@@ -77,12 +77,12 @@ def test_plain_experts(dtype, bound):
     torch.manual_seed(0)
     for i, sizes in enumerate((Sizes(1, 2, 5, 30, 17), Sizes(9, 3, 12, 48, 40), Sizes(33, 1, 3, 64, 32, "one"))):
         given = make(sizes, dtype)
-        held = Held(1, sizes.experts - 2, sizes.experts) if i == 1 else None
-        here = slice(held.first, held.first + held.size) if held else slice(None)
+        local_experts = LocalExperts(1, sizes.experts - 2, sizes.experts) if i == 1 else None
+        here = slice(local_experts.first, local_experts.first + local_experts.size) if local_experts else slice(None)
         w13, w2 = given.w13[here].contiguous(), given.w2[here].contiguous()
         biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) for one in (w13, w2)))
         assert experts_cpu.supports(given.x, given.ids, w13, w2)
-        given = given._replace(w13=w13, w2=w2, biases=biases, held=held)
+        given = given._replace(w13=w13, w2=w2, biases=biases, local_experts=local_experts)
         got, want = moe.fused_experts(given), fused_experts_reference(given).float()
         assert got.dtype == dtype and ((got.float() - want).norm() / want.norm()).item() < bound, sizes
     many = torch.zeros(65, 64, dtype=dtype)
@@ -118,8 +118,8 @@ def test_a_row_of_x_with_a_pitch_and_outputs_that_blocks_do_not_divide():
     ids, weights = torch.tensor([[0, 3], [3, 1], [3, 0], [1, 3], [0, 1]]).int(), torch.rand(5, 2)
     odd = quantised(torch.randn(4, 44, 96), q8_0)
     assert odd.packed.outputs == 4 * 48 and odd.expert(3, torch.float32).shape == (44, 96)
-    y, ends = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
-    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], ends, None, y, Scratch(len(rows))))
+    y, offsets = torch.empty(5, 44), torch.tensor([0, 2, 2, 2, 5], dtype=torch.int32)
+    ops.run(*experts_cpu.linear(rows, odd, odd.shape[:2], offsets, None, y, Scratch(len(rows))))
     want = torch.cat((rows[:2] @ odd.expert(0, torch.float32).T, rows[2:] @ odd.expert(3, torch.float32).T))
     torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-5)
     given = moe.Inputs(rows, ids, weights, w13, w2)

@@ -21,10 +21,10 @@ def made(compiled, ids, of, costs, way, first=0, limit=1 << 30, adopts=False, fi
 
 def residency(draw, experts):
     """Some in slots, of which one is not to be used."""
-    held = draw.permutation(experts)[: int(draw.integers(0, experts))]
+    local_experts = draw.permutation(experts)[: int(draw.integers(0, experts))]
     slot_of = np.full(experts, -1)
-    slot_of[held[1:]] = np.arange(1, len(held))
-    return Residency(slot_of, 20 * draw.random(experts), held)
+    slot_of[local_experts[1:]] = np.arange(1, len(local_experts))
+    return Residency(slot_of, 20 * draw.random(experts), local_experts)
 
 
 @pytest.mark.parametrize("adopts", [False, True])

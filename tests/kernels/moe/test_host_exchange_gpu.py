@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 from phalanx.kernels import host_memory, jit
-from phalanx.kernels.moe import host_exchange, moved_nibbles
+from phalanx.kernels.moe import host_exchange, nibble_permutation
 from phalanx.kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
-from phalanx.kernels.moe.moved_nibbles import Moves
+from phalanx.kernels.moe.nibble_permutation import Permutation
 
 from ...devices import require_gpu
 from ..gpu import poison  # noqa: F401
@@ -85,9 +85,9 @@ def test_both_sides(dtype, late):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(host, (x, ids, weights), strict=True))
 
         experts = torch.randperm(EXPERTS, generator=draw)[:found].tolist()
-        held = set(both.want_in.tolist())
+        local_experts = set(both.want_in.tolist())
         free = iter(torch.randperm(SLOTS, generator=draw).tolist())
-        slots = [next(free, -1) if i % 2 and one not in held else -1 for i, one in enumerate(experts)]
+        slots = [next(free, -1) if i % 2 and one not in local_experts else -1 for i, one in enumerate(experts)]
         later = late and turn > 0
         if not later:
             both.tell(experts, slots)
@@ -122,10 +122,10 @@ def test_both_sides(dtype, late):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(both.slots, both.want_slots, strict=True))
 
 
-def moves_of(size, made):
+def permutation_of(size, made):
     """Nibbles anywhere, and bits that are flipped."""
     low, high = (torch.randint(0, 2 * size, (made,), dtype=torch.int32) for _ in range(2))
-    return Moves(low | high << 16, torch.randint(0, 256, (made,), dtype=torch.uint8), size)
+    return Permutation(low | high << 16, torch.randint(0, 256, (made,), dtype=torch.uint8), size)
 
 
 def arriving():
@@ -134,10 +134,12 @@ def arriving():
     for size, made, units in ((48, 48, 1), (2368, 2560, 77), (3648, 3456, 5)):
         there = pinned(EXPERTS, units * size)
         there.random_(256)
-        moves = moves_of(size, made) if size > 48 else None
-        want = there if moves is None else moved_nibbles.move_reference(moves, there).view(EXPERTS, -1)
+        permutation = permutation_of(size, made) if size > 48 else None
+        want = (
+            there if permutation is None else nibble_permutation.permute_reference(permutation, there).view(EXPERTS, -1)
+        )
         here = torch.zeros(SLOTS, units * made, dtype=torch.uint8, device="cuda")
-        on_gpu = moves and Moves(moves.table.cuda(), moves.flips.cuda(), size)
+        on_gpu = permutation and Permutation(permutation.table.cuda(), permutation.flips.cuda(), size)
         found.append((Arriving(there, here, on_gpu), want))
     return found
 
@@ -186,8 +188,8 @@ def test_one_comes_to_stay(dtype, late):
         for expert, slot in entries:
             both.want_table[FIRST + int(both.want_in[slot])] = NONE
             both.want_table[FIRST + expert], both.want_in[slot] = slot, expert
-            for slot_of_part, (_, made_over) in zip(want_slots, parts, strict=True):
-                slot_of_part[slot] = made_over[expert]
+            for slot_of_part, (_, repacked) in zip(want_slots, parts, strict=True):
+                slot_of_part[slot] = repacked[expert]
         assert torch.equal(slots.table.cpu(), both.want_table) and torch.equal(slots.expert_in.cpu(), both.want_in)
         assert all(torch.equal(one.slots.cpu(), want) for one, want in zip(mine, want_slots, strict=True))
 

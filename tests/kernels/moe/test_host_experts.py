@@ -5,9 +5,9 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import ACTIVATIONS, clamped_swiglu
 from phalanx.kernels.moe import host_experts
-from phalanx.kernels.moe.host_experts import Experts, HostPairs
-from phalanx.kernels.moe.moe import Biases, Held, Inputs
-from phalanx.kernels.quantized import e4m3, gpu_form
+from phalanx.kernels.moe.host_experts import Experts, HostRouted
+from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
+from phalanx.kernels.quantized import e4m3, gpu_layout
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 
@@ -18,16 +18,16 @@ from .reference import fused_experts_reference
 
 def rounds(case, cuts):
     """The sum where experts are computed in so many rounds, each from a stack of its own."""
-    x, ids, weights, w13, w2, act, biases, held = case
-    first = held.first if held else 0
-    pairs = HostPairs(x, ids, weights, act, biases, first)
+    x, ids, weights, w13, w2, act, biases, local_experts = case
+    first = local_experts.first if local_experts else 0
+    routed = HostRouted(x, ids, weights, act, biases, first)
     local = ids.flatten().numpy() - first
     counts = np.bincount(local[(local >= 0) & (local < len(w13))], minlength=len(w13))
     for some in np.array_split(np.random.default_rng(0).permutation(len(w13)), cuts):
         at = torch.full((len(w13),), -1)
         at[torch.from_numpy(some)] = torch.arange(len(some))
-        pairs.add(Experts(w13[some].contiguous(), w2[some].contiguous()), at, int(counts[some].sum()))
-    return pairs.sum()
+        routed.add(Experts(w13[some].contiguous(), w2[some].contiguous()), at, int(counts[some].sum()))
+    return routed.sum()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -49,7 +49,7 @@ def test_biases_and_experts_of_other_ranks(act):
     case = make(CASES[1], torch.float32)
     w13, w2 = case.w13[3:9].contiguous(), case.w2[3:9].contiguous()
     biases = Biases(torch.randn(6, w13.shape[1]), torch.randn(6, w2.shape[1]))
-    case = case._replace(w13=w13, w2=w2, act=act, biases=biases, held=Held(3, 6, 12))
+    case = case._replace(w13=w13, w2=w2, act=act, biases=biases, local_experts=LocalExperts(3, 6, 12))
     close(rounds(case, 2), fused_experts_reference(case), torch.float32, atol=2e-5)
 
 
@@ -69,32 +69,32 @@ def test_plain_weights_by_tiles(tiled, isa, rows, inner):
         close(rounds(case, cuts).bfloat16(), fused_experts_reference(case), torch.bfloat16, atol=3e-2)
 
 
-def calls_of(pairs, codec=None):
+def calls_of(routed, codec=None):
     """A layer's operations, and where they read and write, but for its weights."""
     shapes = (4, 128, 96), (4, 96, 64)
     w13, w2 = (torch.randn(shape).bfloat16() for shape in shapes)
     if codec:
         w13, w2 = (stack(codec, lambda e, one=one: codec.encode(one[e]), one.shape) for one in (w13, w2))
     layer = Experts(w13, w2)
-    at, out = torch.arange(4), torch.empty(pairs.x.shape)
-    calls, before = pairs.all_calls(layer, at, out)
+    at, out = torch.arange(4), torch.empty(routed.x.shape)
+    calls, before = routed.all_calls(layer, at, out)
     assert ["experts" in one.name for one, _ in calls].index(True) == before
-    own = {x.data_ptr() for x in (at, out, *(x for one in layer for x in gpu_form.parts(one).tensors))}
+    own = {x.data_ptr() for x in (at, out, *(x for one in layer for x in gpu_layout.parts(one).tensors))}
     used = {x.data_ptr() for _, values in calls for x in values if isinstance(x, torch.Tensor)}
     return calls, used - own
 
 
 def step_of(tokens):
     ids = torch.tensor([[0, 1]] * tokens, dtype=torch.int32)
-    return HostPairs(torch.randn(tokens, 96).bfloat16(), ids, torch.rand(tokens, 2), "silu")
+    return HostRouted(torch.randn(tokens, 96).bfloat16(), ids, torch.rand(tokens, 2), "silu")
 
 
 @pytest.mark.parametrize("isa", TILES)
 def test_layers_share_memory(tiled, isa):
     tiled(isa)
     for codec in (None, q8_0, e4m3):
-        pairs = step_of(5)
-        first, second = calls_of(pairs, codec), calls_of(pairs, codec)
+        routed = step_of(5)
+        first, second = calls_of(routed, codec), calls_of(routed, codec)
         assert first[1] == second[1], codec
 
 

@@ -11,7 +11,7 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_service
 from phalanx.kernels.moe.host_choice import ADOPTED, CHEAPEST, COPIED, ON_CPU, Choice, Costs, Residency
-from phalanx.kernels.moe.host_experts import Experts, HostPairs
+from phalanx.kernels.moe.host_experts import Experts, HostRouted
 from phalanx.kernels.moe.host_service import Service
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
@@ -39,7 +39,7 @@ class Layer:
 
     def part(self, x, ids, weights, made):
         experts = Experts(self.w13, self.w2)
-        calls, before = HostPairs(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
+        calls, before = HostRouted(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
         packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
         stays = self.choice.way == ADOPTED
         adopts, self.lag = stays or self.choice.way == CHEAPEST, torch.zeros(1, dtype=torch.float64)

@@ -49,11 +49,11 @@ def test_strided_input():
 @pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8)])
 def test_the_parts_of_several_ranks_add_up(sizes):
     given, middle = make(sizes, torch.float32), sizes.experts // 2
-    halves = moe.Held(0, middle, sizes.experts), moe.Held(middle, sizes.experts - middle, sizes.experts)
-    sums = [moe.fused_experts(share_of(given, held)) for held in halves]
+    halves = moe.LocalExperts(0, middle, sizes.experts), moe.LocalExperts(middle, sizes.experts - middle, sizes.experts)
+    sums = [moe.fused_experts(share_of(given, local_experts)) for local_experts in halves]
     near(sums[0] + sums[1], fused_experts_reference(given), 3e-6)
-    for held in shares(sizes.experts):
-        own = share_of(given, held)
+    for local_experts in shares(sizes.experts):
+        own = share_of(given, local_experts)
         near(moe.fused_experts(own), fused_experts_reference(own), 3e-6)
 
 
@@ -81,8 +81,8 @@ def test_every_tiling_is_warmed_up():
 def test_items_of_one_launch(rows, experts, hidden, inner, top, tiles):
     """A router's blocks, of 9 KB and 1 KB for the system, fit beside it, which has as much, and its sorted pairs."""
     assert expert_mlp.choose_tiles(rows * top, experts) == tiles
-    held, shared = expert_mlp.stages(hidden, inner, tiles)
-    assert held >= 4 and shared + (5 << 10) + (1 << 10) + (10 << 10) <= 228 << 10
+    local_experts, shared = expert_mlp.stages(hidden, inner, tiles)
+    assert local_experts >= 4 and shared + (5 << 10) + (1 << 10) + (10 << 10) <= 228 << 10
     most = max(expert_mlp.TILES) * experts
     warm = {expert_mlp.choose_tiles(n * top, experts) for n in moe.warm_up_rows(experts, top) if n * top <= most}
     assert warm == {1, 2, 4}
@@ -96,7 +96,9 @@ def test_parts_of_experts_have_each_tile_once(monkeypatch, elements, parts):
     assert len(ranges) == parts and [e for one in ranges for e in range(*one)] == list(range(7))
     for first, last in ranges:
         mine = plain_experts.part_of(groups, first, last)
-        assert int(mine.tile_expert.max()) < last - first and torch.equal(mine.ends, groups.ends[first : last + 1])
+        assert int(mine.tile_expert.max()) < last - first and torch.equal(
+            mine.offsets, groups.offsets[first : last + 1]
+        )
         assert parts > 1 or mine is groups  # nothing is launched for what is one part
         needed = mine.tile_expert >= 0
         assert needed.tolist() == sorted(needed.tolist(), reverse=True)  # kernels end at the first that is not needed

@@ -171,12 +171,12 @@ def test_layers_in_one_launch(tokens, tiles, inner):
 def test_groups(sizes, rows):
     ids = make(sizes, torch.float32, "cuda").ids
     found, want = group(ids, sizes.experts, rows), group(ids.cpu(), sizes.experts, rows)
-    assert torch.equal(found.ends.cpu(), want.ends)
+    assert torch.equal(found.offsets.cpu(), want.offsets)
     assert torch.equal(found.tile_expert.cpu(), want.tile_expert)
     needed = want.tile_expert >= 0
     assert torch.equal(found.tile_start.cpu()[needed], want.tile_start[needed])
-    assert torch.equal(found.order.cpu().sort().values, torch.arange(ids.numel(), dtype=torch.int32))
-    chosen = ids.flatten()[found.order.long()]
+    assert torch.equal(found.sorted_ids.cpu().sort().values, torch.arange(ids.numel(), dtype=torch.int32))
+    chosen = ids.flatten()[found.sorted_ids.long()]
     assert torch.equal(chosen, chosen.sort().values)
 
 
@@ -187,11 +187,11 @@ def test_experts_of_one_rank(tokens, spread):
     sizes = Sizes(tokens, 4, 20, 512, 384, spread)
     for dtype, bound in KINDS:
         whole = make(sizes, dtype, "cuda")
-        for held in shares(sizes.experts):
-            given = share_of(whole, held)
+        for local_experts in shares(sizes.experts):
+            given = share_of(whole, local_experts)
             want = fused_experts_reference(given)
             near(moe.fused_experts(given), want, bound)
-            tiles = plain_experts.tiling(given.pairs, given.experts, dtype)
+            tiles = plain_experts.tiling(given.routed, given.experts, dtype)
             near(summed(plain_experts.by_triton(given, tiles), given), want, bound)
             if dtype != torch.float32:
                 assert plain_experts.gemv_takes(given.x, given.ids, given.w13, given.w2)
@@ -200,11 +200,14 @@ def test_experts_of_one_rank(tokens, spread):
 
 def test_groups_of_one_rank():
     ids = make(Sizes(700, 8, 24, 8, 8), torch.float32, "cuda").ids
-    for held in shares(24):
-        found, want = group(ids, held.size, 16, held), group(ids.cpu(), held.size, 16, held)
-        assert torch.equal(found.ends.cpu(), want.ends) and torch.equal(found.tile_expert.cpu(), want.tile_expert)
-        count = int(want.ends[-1])
-        assert torch.equal(found.order[:count].cpu().sort().values, want.order[:count].sort().values)
+    for local_experts in shares(24):
+        found, want = (
+            group(ids, local_experts.size, 16, local_experts),
+            group(ids.cpu(), local_experts.size, 16, local_experts),
+        )
+        assert torch.equal(found.offsets.cpu(), want.offsets) and torch.equal(found.tile_expert.cpu(), want.tile_expert)
+        count = int(want.offsets[-1])
+        assert torch.equal(found.sorted_ids[:count].cpu().sort().values, want.sorted_ids[:count].sort().values)
 
 
 def test_a_graph_with_other_choices():
@@ -283,8 +286,8 @@ extern "C" __global__ void hold(volatile int* flag, int* there) {
 
 
 @needs_tma
-@pytest.mark.parametrize("held", [1, 40, 131])
-def test_one_launch_beside_a_kernel_that_holds_multiprocessors(held):
+@pytest.mark.parametrize("local_experts", [1, 40, 131])
+def test_one_launch_beside_a_kernel_that_holds_multiprocessors(local_experts):
     """Blocks that wait for others must not keep those from starting: this hung until the other kernel had ended."""
     cupy = pytest.importorskip("cupy")
     given = make(Sizes(64, 8, 128, 2048, 768), torch.bfloat16, "cuda")
@@ -298,8 +301,8 @@ def test_one_launch_beside_a_kernel_that_holds_multiprocessors(held):
     limit = time.monotonic() + 20
     try:
         with cupy.cuda.ExternalStream(other.cuda_stream):
-            hold((held,), (32,), (flag.data_ptr(), there.data_ptr()), shared_mem=200 << 10)
-        while int(there) < held and time.monotonic() < limit:
+            hold((local_experts,), (32,), (flag.data_ptr(), there.data_ptr()), shared_mem=200 << 10)
+        while int(there) < local_experts and time.monotonic() < limit:
             time.sleep(1e-3)  # until the next look
         with torch.cuda.stream(mine):
             for _ in range(3):
@@ -311,5 +314,5 @@ def test_one_launch_beside_a_kernel_that_holds_multiprocessors(held):
     finally:
         flag[0] = 1
     torch.cuda.synchronize()
-    assert beside and int(there) == held
+    assert beside and int(there) == local_experts
     assert torch.equal(y, want) and not jit.counters(given.x.device, mine.cuda_stream).any()

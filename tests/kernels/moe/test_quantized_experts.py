@@ -8,7 +8,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import group
-from phalanx.kernels.moe.moe import Biases, Held, Inputs
+from phalanx.kernels.moe.moe import Biases, Inputs, LocalExperts
 from phalanx.kernels.quantized import int8_codes, packed_gemm
 from phalanx.kernels.quantized.stack import Stack
 
@@ -27,14 +27,14 @@ class Case(NamedTuple):
     down: str
     tiles: int
     biased: bool = False
-    held: Held | None = None
+    local_experts: LocalExperts | None = None
     warps: int = 0  # of quantized_pipeline; 0: quantized_experts
 
 
 CASES = [
     Case(1, 2, 4, 256, 256, "q4_k", "q6_k", 1),
     Case(40, 2, 3, 704, 192, "int4 64 zeros", "q8_0", 4, biased=True),
-    Case(20, 2, 6, 256, 64, "e4m3", "q4_1", 2, held=Held(2, 3, 6)),
+    Case(20, 2, 6, 256, 64, "e4m3", "q4_1", 2, local_experts=LocalExperts(2, 3, 6)),
     Case(9, 3, 4, 512, 96, "q8_0", "q8_0", 1, biased=True),
     Case(7, 2, 3, 320, 64, "int4 64", "int4 32 zeros", 2),
     Case(90, 1, 2, 768, 704, "q4_k", "e4m3", 8),
@@ -50,26 +50,26 @@ CASES = [
 PIPELINED = [
     Case(12, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=2),
     Case(40, 2, 3, 704, 192, "int4 64 zeros", "q4_1", 1, biased=True, warps=3),
-    Case(20, 2, 6, 256, 64, "q4_k", "q4_1", 1, held=Held(2, 3, 6), warps=2),
+    Case(20, 2, 6, 256, 64, "q4_k", "q4_1", 1, local_experts=LocalExperts(2, 3, 6), warps=2),
     Case(9, 3, 4, 512, 64, "q8_0", "int4 32 zeros", 1, biased=True, warps=8),
     Case(24, 2, 3, 512, 256, "q4_k", "q4_k", 1, warps=3),
     Case(7, 2, 3, 320, 256, "int4 32 zeros", "q6_k", 1, warps=3),
     Case(30, 1, 2, 768, 64, "int4 64", "int4 64", 1, warps=4),
     Case(9, 2, 3, 512, 320, "q5_k", "q5_1", 1, biased=True, warps=3),
     Case(1, 1, 2, 128, 64, "q4_1", "q4_1", 1, warps=8),
-    Case(3, 2, 6, 256, 64, "q6_k", "q4_1", 1, held=Held(5, 1, 6), warps=2),
+    Case(3, 2, 6, 256, 64, "q6_k", "q4_1", 1, local_experts=LocalExperts(5, 1, 6), warps=2),
     Case(20, 2, 3, 512, 128, "e4m3_wide", "e4m3_wide", 1, biased=True, warps=3),
     Case(20, 2, 3, 320, 192, "mxfp4", "mxfp4", 1, biased=True, warps=3),
-    Case(7, 2, 6, 128, 256, "e4m3_wide", "q4_1", 1, held=Held(2, 3, 6), warps=2),
+    Case(7, 2, 6, 128, 256, "e4m3_wide", "q4_1", 1, local_experts=LocalExperts(2, 3, 6), warps=2),
 ]
 
 
 GEMVS = [
     Case(1, 4, 8, 512, 256, "q4_k", "q6_k", 1),
     Case(3, 2, 4, 320, 192, "mxfp4", "mxfp4", 1, biased=True),
-    Case(2, 3, 6, 256, 64, "int4 64", "int4 32 zeros", 1, biased=True, held=Held(2, 3, 6)),
+    Case(2, 3, 6, 256, 64, "int4 64", "int4 32 zeros", 1, biased=True, local_experts=LocalExperts(2, 3, 6)),
     Case(1, 2, 4, 1408, 640, "q8_0", "e4m3", 1),
-    Case(4, 2, 4, 384, 128, "e4m3_wide", "e4m3_wide", 1, held=Held(0, 1, 4)),
+    Case(4, 2, 4, 384, 128, "e4m3_wide", "e4m3_wide", 1, local_experts=LocalExperts(0, 1, 4)),
     Case(1, 8, 8, 72 * 32, 32, "e4m3", "q8_0", 1),
 ]
 
@@ -136,16 +136,16 @@ class Given(NamedTuple):
 
 def given_of(case: Case, dtype: torch.dtype) -> Given:
     torch.manual_seed(0)
-    held = case.held or Held(0, case.experts, case.experts)
-    w13, up = stack_of(held.size, 2 * case.inner, case.hidden, case.up)
-    w2, down = stack_of(held.size, case.hidden, case.inner, case.down)
+    local_experts = case.local_experts or LocalExperts(0, case.experts, case.experts)
+    w13, up = stack_of(local_experts.size, 2 * case.inner, case.hidden, case.up)
+    w2, down = stack_of(local_experts.size, case.hidden, case.inner, case.down)
     up_scale, down_scale = (1 / (one.std() * one.shape[2] ** 0.5) for one in (up, down))
     x = (torch.randn(case.tokens, case.hidden) * up_scale).to(dtype)
     ids = torch.stack([torch.randperm(case.experts)[: case.k] for _ in range(case.tokens)]).int()
     weights = torch.rand(case.tokens, case.k) * down_scale
     biases = Biases(*(torch.randn(one.shape[:2]).to(dtype) if case.biased else None for one in (up, down)))
     wide = Biases(*(None if one is None else one.float() for one in biases))
-    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, held))
+    want = fused_experts_reference(Inputs(x.float(), ids, weights, up, down, "silu", wide, local_experts))
     return Given(x, ids, weights, w13, w2, biases, want)
 
 
@@ -158,15 +158,15 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 def test_experts(launched, case, dtype):
     """Hidden sizes that n-tiles do not divide, one tile and several of an expert, one chunk of x and several."""
     x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
-    held = case.held or Held(0, case.experts, case.experts)
-    groups = group(ids, held.size, 8 * case.tiles, held)
+    local_experts = case.local_experts or LocalExperts(0, case.experts, case.experts)
+    groups = group(ids, local_experts.size, 8 * case.tiles, local_experts)
     configs = quantized_experts.tiled(case.tiles, w13, w2)
     if case.warps:
         few = [pipeline(one, case.warps) for one in (w13, w2)]
         configs = quantized_experts.Configs(few[0] or configs.up, few[1] or configs.down)
     h = quantized_experts.up(x, weights, w13, groups, case.k, "silu", configs.up, biases.up)
     y = quantized_experts.down(h, weights, w2, groups, configs.down, biases.down)
-    here = (ids >= held.first) & (ids < held.first + held.size)
+    here = (ids >= local_experts.first) & (ids < local_experts.first + local_experts.size)
     got = torch.where(here.unsqueeze(2), y.view(case.tokens, case.k, case.hidden).float(), 0).sum(1)
     assert len(launched) == 2
     check(got, want, dtype)
@@ -176,25 +176,25 @@ def test_experts(launched, case, dtype):
 def test_experts_of_few_pairs(launched, case, dtype):
     """N-tiles of more packed tiles than warps, of fewer, and of a number that warps do not divide."""
     x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
-    got = quantized_experts.gemv(Inputs(x, ids, weights, w13, w2, "silu", biases, case.held))
+    got = quantized_experts.gemv(Inputs(x, ids, weights, w13, w2, "silu", biases, case.local_experts))
     assert len(launched) == 2
     check(got.float(), want, dtype)
 
 
 @pytest.mark.parametrize(
-    "form, inner, pairs, experts, taken",
+    "form, inner, routed, experts, taken",
     [
         ("int4 64", 768, 16, 128, True), ("int4 64", 768, 24, 128, False), ("int4 64", 768, 16, 24, False),
         ("mxfp4", 768, 4, 32, True), ("mxfp4", 768, 8, 32, False), ("q4_k", 768, 8, 128, False),
         ("int4 64", 14336, 8, 128, False),  # rows of eight experts do not fit in shared memory
     ],
 )  # fmt: skip
-def test_when_pairs_are_few(form, inner, pairs, experts, taken):
+def test_when_pairs_are_few(form, inner, routed, experts, taken):
     w13, w2 = (
         Stack(int8_codes.q8_0, make(16, 512, form)[0], (experts, *shape))
         for shape in ((2 * inner, 2048), (2048, inner))
     )
-    assert (planned(pairs, experts, w13, w2, GPUS[0], 8) == "GEMVs") is taken
+    assert (planned(routed, experts, w13, w2, GPUS[0], 8) == "GEMVs") is taken
 
 
 @pytest.mark.parametrize("form", ["q4_k", "int4 64", "e4m3", "e4m3_wide"])
@@ -216,9 +216,9 @@ def test_sums_of_f16(launched, size):
     groups, config = group(ids, 2, 8), pipeline(w2, 2)
     assert config is not None
     y = quantized_experts.down(x, torch.ones(6, 1), w2, groups, config)
-    pairs = groups.order.long()
-    want = (down[ids.flatten().long()[pairs]] @ x.float().unsqueeze(2)).squeeze(2)
-    assert ((y[pairs].float() - want).norm() / want.norm()).item() < 5e-4
+    routed = groups.sorted_ids.long()
+    want = (down[ids.flatten().long()[routed]] @ x.float().unsqueeze(2)).squeeze(2)
+    assert ((y[routed].float() - want).norm() / want.norm()).item() < 5e-4
 
 
 @pytest.mark.parametrize("form", ["q8_0", "int4 64", "q6_k"])
@@ -247,7 +247,7 @@ def test_cuts_are_what_the_kernel_takes(form, tiles):
     ],
 )  # fmt: skip
 def test_chosen_kernels(tokens, up, down, found):
-    """Kernels of Qwen3-30B-A3B; of more than 6 pairs per expert not on Hopper, which has other kernels of these."""
+    """Kernels of Qwen3-30B-A3B; of more than 6 routed tokens per expert not on Hopper, which has others."""
     w13, w2 = (
         Stack(int8_codes.q8_0, make(16, 512, form)[0], (128, *shape))
         for form, shape in ((up, (1536, 2048)), (down, (2048, 768)))

@@ -10,7 +10,7 @@ import torch
 from phalanx.kernels.activation.activation import CLAMPED_SWIGLU, gated_activation_reference
 from phalanx.kernels.device import device_caps
 from phalanx.kernels.moe import moe, plain_experts, quantized_experts
-from phalanx.kernels.moe.moe import Biases, Held
+from phalanx.kernels.moe.moe import Biases, LocalExperts
 from phalanx.kernels.quantized import affine, cuda_layouts, e4m3, e4m3_wgmma, mxfp4
 from phalanx.kernels.quantized.stack import Stack, stack
 
@@ -79,10 +79,10 @@ def weights_of(experts, hidden, inner, up, down):
 
 def reference(given, eight=False):
     """Expert by expert, in f64. eight: rows become e4m3, too."""
-    x, ids, weights, w13, w2, act, biases, held = given
+    x, ids, weights, w13, w2, act, biases, local_experts = given
     y = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     for e in range(w13.shape[0]):
-        rows, place = (ids == e + (held.first if held else 0)).nonzero(as_tuple=True)
+        rows, place = (ids == e + (local_experts.first if local_experts else 0)).nonzero(as_tuple=True)
         if not len(rows):
             continue
         up, down = (one.expert(e, torch.float32).double() for one in (w13, w2))
@@ -95,18 +95,20 @@ def reference(given, eight=False):
 
 
 def check(
-    sizes, up, down, dtype, bound, act="silu", biased=False, held=None, tiles=0, pipeline=False, tile=None,
+    sizes, up, down, dtype, bound, act="silu", biased=False, local_experts=None, tiles=0, pipeline=False, tile=None,
     plain=False, few=False,
 ):  # fmt: skip
     """tiles: of quantized_experts.cu, for both GEMMs. pipeline: both by quantized_pipeline.cu. tile: pairs and
     outputs, of quantized_wgmma_experts.cu. plain: dequantised. few: by quantized_expert_gemv.cu."""
     given = make(sizes._replace(inner=1), torch.float32, "cuda")
-    w13, w2 = weights_of(sizes.experts if held is None else held.size, sizes.hidden, sizes.inner, up, down)
+    w13, w2 = weights_of(
+        sizes.experts if local_experts is None else local_experts.size, sizes.hidden, sizes.inner, up, down
+    )
     x = given.x.to(dtype)
     assert quantized_experts.takes(x, w13, w2)
     biases = Biases(*(torch.randn(one.shape[:2], device="cuda").to(dtype) if biased else None for one in (w13, w2)))
-    given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, held)
-    call, chosen = moe.fused_experts, planned(given.pairs, given.experts, w13, w2, CAPS)
+    given = moe.Inputs(x, given.ids, given.weights, w13, w2, act, biases, local_experts)
+    call, chosen = moe.fused_experts, planned(given.routed, given.experts, w13, w2, CAPS)
     eight = isinstance(getattr(chosen, "up", None), e4m3_wgmma.E4m3Config)
     eight = eight and not (tiles or pipeline or tile or plain or few)
     if eight:  # of what the first GEMM makes some is rounded another way, and then off by a sixteenth to an eighth
@@ -138,12 +140,21 @@ def test_experts(tokens, up, down, dtype, bound):
     check(QWEN._replace(tokens=tokens), up, down, dtype, bound)
 
 
-@pytest.mark.parametrize("held", [None, Held(3, 12, 24)], ids=str)
+@pytest.mark.parametrize("local_experts", [None, LocalExperts(3, 12, 24)], ids=str)
 @pytest.mark.parametrize("elements", [1 << 27, 5 * 1536 * 2048])
 @pytest.mark.parametrize("up, down", FORMS)
-def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, held):
+def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, local_experts):
     monkeypatch.setattr(plain_experts, "AT_ONCE", elements)
-    check(QWEN._replace(tokens=400), up, down, torch.bfloat16, 1e-2, biased=held is None, held=held, plain=True)
+    check(
+        QWEN._replace(tokens=400),
+        up,
+        down,
+        torch.bfloat16,
+        1e-2,
+        biased=local_experts is None,
+        local_experts=local_experts,
+        plain=True,
+    )
 
 
 @pytest.mark.parametrize("spread", ["any", "few", "one"])
@@ -156,7 +167,7 @@ def test_tiles(up, down, tiles, spread):
         check(Sizes(tokens, 4, 20, 512, 256, spread), up, down, torch.bfloat16, 1e-2, tiles=tiles)
 
 
-def ends(*words):
+def offsets(*words):
     """Warps that wait for each other do so in another process first, as what never ends would end no test."""
     command = [sys.executable, "-m", "phalanx.tests.kernels.moe.test_quantized_experts_gpu", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -165,12 +176,12 @@ def ends(*words):
 
 @pytest.fixture(scope="module")
 def pipelines_end():
-    ends()
+    offsets()
 
 
 @pytest.fixture(scope="module")
 def wgmma_ends():
-    ends("wgmma")
+    offsets("wgmma")
 
 
 def main(wgmma):
@@ -241,12 +252,12 @@ def test_wgmma_of_other_sizes(wgmma_ends, hidden, inner):
 
 
 @needs_hopper
-@pytest.mark.parametrize("held", shares(12), ids=str)
-def test_wgmma_leaves_experts_of_other_ranks_out(wgmma_ends, held):
+@pytest.mark.parametrize("local_experts", shares(12), ids=str)
+def test_wgmma_leaves_experts_of_other_ranks_out(wgmma_ends, local_experts):
     for tokens in (1, 90):
         check(
-            Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2, biased=True, held=Held(*held),
-            tile=(32, 256),
+            Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2, biased=True,
+            local_experts=LocalExperts(*local_experts), tile=(32, 256),
         )  # fmt: skip
 
 
@@ -269,8 +280,18 @@ def test_experts_of_few_pairs(up, down, dtype, bound):
     """With biases, and where a rank has some of the experts, and none of the chosen ones."""
     for tokens, k, hidden, inner in ((1, 8, 2048, 768), (5, 3, 512, 256), (2, 4, 2816, 1280)):
         act = CLAMPED_SWIGLU if k == 4 else "silu"
-        for held in (None, *shares(40)):
-            check(Sizes(tokens, k, 40, hidden, inner), up, down, dtype, bound, act, biased=True, held=held, few=True)
+        for local_experts in (None, *shares(40)):
+            check(
+                Sizes(tokens, k, 40, hidden, inner),
+                up,
+                down,
+                dtype,
+                bound,
+                act,
+                biased=True,
+                local_experts=local_experts,
+                few=True,
+            )
 
 
 def test_experts_of_gpt_oss():
@@ -278,10 +299,17 @@ def test_experts_of_gpt_oss():
         check(Sizes(tokens, 4, 8, 2880, 2880), "mxfp4", "mxfp4", torch.bfloat16, 1.5e-2, CLAMPED_SWIGLU, biased=True)
 
 
-@pytest.mark.parametrize("held", shares(12), ids=str)
-def test_experts_of_other_ranks_are_left_out(held):
+@pytest.mark.parametrize("local_experts", shares(12), ids=str)
+def test_experts_of_other_ranks_are_left_out(local_experts):
     for tokens in (1, 30):
-        check(Sizes(tokens, 3, 12, 512, 256), "q4_k", "q8_0", torch.bfloat16, 1e-2, held=Held(*held))
+        check(
+            Sizes(tokens, 3, 12, 512, 256),
+            "q4_k",
+            "q8_0",
+            torch.bfloat16,
+            1e-2,
+            local_experts=LocalExperts(*local_experts),
+        )
 
 
 def test_stacks_that_no_kernel_takes_are_dequantised():

@@ -9,7 +9,7 @@ from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, plain_experts
 from phalanx.kernels.moe.group import group
-from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.moe.moe import LocalExperts
 
 from .. import cuda_model
 from ..cuda_model import Box
@@ -23,14 +23,14 @@ class Case(NamedTuple):
     sizes: Sizes
     rows: int
     biased: bool = False
-    held: Held | None = None
+    local_experts: LocalExperts | None = None
 
 
 CASES = [
     Case(Sizes(150, 2, 3, 64, 64), 128),
     Case(Sizes(90, 3, 5, 192, 320, "few"), 192, True),
     Case(Sizes(250, 1, 2, 128, 192, "one"), 192),
-    Case(Sizes(130, 2, 6, 320, 64), 128, True, Held(2, 3, 6)),
+    Case(Sizes(130, 2, 6, 320, 64), 128, True, LocalExperts(2, 3, 6)),
     Case(Sizes(2200, 1, 1, 64, 64), 128),  # more tiles than a band has
 ]
 
@@ -43,7 +43,7 @@ def launched(monkeypatch, cuda_models):
         library = cuda_models.build(source, {"T": dtype, **sizes})
 
         def launch(grid, threads, *args, shared=0, cluster=1):
-            assert cluster == 1 and (source == "gather_pairs" or grid[0] <= 3)
+            assert cluster == 1 and (source == "gather_routed" or grid[0] <= 3)
             weights = next(one for one in args if isinstance(one, torch.Tensor))
             cuda_model.launch(library, grid, threads, args, weights, seed=grid[0])
 
@@ -70,11 +70,11 @@ def test_experts(launched, case, dtype, bound):
     torch.manual_seed(0)
     given = make(case.sizes, dtype)
     given = given._replace(biases=biases(given)) if case.biased else given
-    given = share_of(given, case.held) if case.held else given
+    given = share_of(given, case.local_experts) if case.local_experts else given
     found = plain_experts.by_wgmma(given, case.rows)
     elsewhere = torch.ones(len(found), dtype=torch.bool)
-    groups = group(given.ids, given.w13.shape[0], case.rows, case.held)
-    elsewhere[groups.order[: int(groups.ends[-1])].long()] = False
+    groups = group(given.ids, given.w13.shape[0], case.rows, case.local_experts)
+    elsewhere[groups.sorted_ids[: int(groups.offsets[-1])].long()] = False
     assert found[elsewhere].isnan().all()  # what is of no pair stays as it is
     found[elsewhere] = 0
     y = found.float().view(*given.ids.shape, -1).sum(1).to(dtype)
@@ -103,7 +103,7 @@ def test_what_they_are_for():
 
 
 def test_tiles():
-    assert list(plain_experts.WGMMA_ROWS)[0] > moe.PLAIN_PAIRS
+    assert list(plain_experts.WGMMA_ROWS)[0] > moe.PLAIN_ROUTED
     for rows in plain_experts.WGMMA_ROWS.values():
         count, shared = plain_experts.wgmma_stages(rows)
         assert count >= 4 and shared + 16 * count <= plain_experts.MAX_SHARED
@@ -111,6 +111,6 @@ def test_tiles():
 
 def test_all_tiles_are_warmed_up():
     for experts, k in ((128, 8), (8, 2), (60, 4)):
-        tokens = [n for n in moe.warm_up_rows(experts, k) if n * k > moe.PLAIN_PAIRS * experts]
+        tokens = [n for n in moe.warm_up_rows(experts, k) if n * k > moe.PLAIN_ROUTED * experts]
         used = {plain_experts.wgmma_rows(n * k, experts) for n in tokens}
         assert used == set(plain_experts.WGMMA_ROWS.values())

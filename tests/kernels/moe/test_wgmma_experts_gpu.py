@@ -29,7 +29,7 @@ def check(given, bound, want=None):
     for rows in ROWS:
         found = [plain_experts.by_wgmma(given, rows) for _ in range(3)]
         near(summed(found[0], given), want, bound)
-        if given.held is None:
+        if given.local_experts is None:
             assert all(torch.equal(one, found[0]) for one in found), rows
 
 
@@ -69,10 +69,10 @@ def test_biases_and_activations(blocks_end, act):
             check(given._replace(biases=part), 8e-2)
 
 
-@pytest.mark.parametrize("held", shares(12), ids=str)
-def test_experts_of_other_ranks_are_left_out(blocks_end, held):
+@pytest.mark.parametrize("local_experts", shares(12), ids=str)
+def test_experts_of_other_ranks_are_left_out(blocks_end, local_experts):
     for tokens in (1, 500):
-        check(share_of(make(Sizes(tokens, 3, 12, 512, 384), torch.bfloat16, "cuda"), held), 4e-2)
+        check(share_of(make(Sizes(tokens, 3, 12, 512, 384), torch.bfloat16, "cuda"), local_experts), 4e-2)
 
 
 @functools.cache

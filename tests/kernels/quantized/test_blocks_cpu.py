@@ -12,7 +12,7 @@ from phalanx.kernels.quantized.blocks_cpu import Gated
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
-from ..conftest import DTYPES, TILES, VECTORS, close, digits_error
+from ..conftest import DTYPES, TILES, VECTORS, close, planes_error
 from .codecs import name_of
 
 OUTPUTS, INPUTS = 23, 256
@@ -55,7 +55,7 @@ def test_linear(isa, called, name, dtype):
     for rows in (1, 3, 6):
         x, bias = torch.randn(rows, INPUTS).to(dtype), torch.randn(OUTPUTS).to(dtype)
         want = x.double() @ weight.double().T + bias.double()
-        close(blocks_cpu.linear(x, packed, bias=bias), want, dtype, atol=digits_error(dtype, weight))
+        close(blocks_cpu.linear(x, packed, bias=bias), want, dtype, atol=planes_error(dtype, weight))
     assert set(called) == {f"{one}_{ops.SUFFIXES[dtype]}" for one in ("split", f"{name.replace('-', '_')}_linear")}
 
 
@@ -75,7 +75,7 @@ def test_many_rows(isa, called, dtype):
         assert torch.equal(made, some)
         assert affine.linear(x, int4(32, INPUTS, 64, False)[0], "silu").shape == (len(x), 16)
     elif dtype == torch.float32:
-        close(made, some.double(), dtype, atol=digits_error(dtype, affine.dequantize(packed)))
+        close(made, some.double(), dtype, atol=planes_error(dtype, affine.dequantize(packed)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

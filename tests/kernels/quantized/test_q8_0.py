@@ -107,7 +107,7 @@ def test_many_rows_and_what_is_left_to_torch(monkeypatch, dtype, compiled):
 def test_numbers_of_different_sizes(isa):
     """Small numbers next to a group's largest add what they add in f32; a group of small numbers is as exact as any.
 
-    Of numbers below 1e-29 the last digits' products are too small for f32."""
+    Of numbers below 1e-29 the last planes' products are too small for f32."""
     packed = q8_0.pack(*q8_0.encode(torch.randn(17, 96)))
     x = torch.randn(3, 96) * torch.logspace(-27, 4, 3)[:, None]
     x[1, :32], x[1, 40], x[2, 32:] = 0, 1e4, 0

@@ -15,7 +15,7 @@ from phalanx.kernels.quantized import (
     super_blocks,
 )
 
-from ..conftest import DTYPES, close, digits_error
+from ..conftest import DTYPES, close, planes_error
 from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from . import codecs, search_cases
@@ -86,7 +86,7 @@ def test_linear(isa, threads, called, name, dtype):
         x.as_strided((rows, 2 * inputs), (2 * inputs, 1))[:, inputs:] = float("nan")  # read by nobody
         for bias in (None, torch.randn(outputs).to(dtype)):
             want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-            close(one.linear(x, packed, bias=bias), want, dtype, atol=digits_error(dtype, weight))
+            close(one.linear(x, packed, bias=bias), want, dtype, atol=planes_error(dtype, weight))
     assert all("split" in call or "_linear_" in call for call in called) and len(called) == 16
 
 
@@ -100,7 +100,7 @@ def test_gates_and_what_is_left_to_panels(monkeypatch, name, rows, compiled):
     x, bias = torch.randn(rows, 512) * 0.1, torch.randn(48)
     gate, up = (x @ weight.T + bias).chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
-    atol = 1e-4 + 0.1 * digits_error(torch.float32, weight) * (gate.abs() + 1.1 * up.abs()).max().item()
+    atol = 1e-4 + 0.1 * planes_error(torch.float32, weight) * (gate.abs() + 1.1 * up.abs()).max().item()
     for panel in (1 << 20, 16 * 512):
         monkeypatch.setitem(panels.PANEL, "cpu", panel)
         torch.testing.assert_close(one.linear(x, packed, "silu", bias), want, atol=atol, rtol=1e-4)

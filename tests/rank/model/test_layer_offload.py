@@ -5,9 +5,9 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.kernels import host_memory
-from phalanx.rank import layer_places
+from phalanx.rank import layer_slots
 from phalanx.rank.model import layer_offload
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import OffloadOptions
 from phalanx.rank.model.layer_offload import left_of_host
 from phalanx.rank.model.load import load
 
@@ -53,7 +53,7 @@ def made(plain, tmp_path_factory):
         ("awq", ALL, 1, 1, {}),
         ("deepseek_v3", ALL, 2, 1, {}),
         ("gemma2", ALL, 1, 2, {}),
-        ("qwen3_moe", ALL, 1, 1, {"experts": ExpertRoom(offload=3)}),
+        ("qwen3_moe", ALL, 1, 1, {"experts": OffloadOptions(offload=3)}),
     ],
 )
 def test_logits(made, caplog, name, layers, tp, pp, options):
@@ -105,11 +105,11 @@ def test_two_microbatches(plain):
 
 def test_layers_lie_apart():
     sizes = [10] * 8
-    assert layer_places.choose(sizes, 1000) == list(range(8))
-    assert layer_places.choose(sizes, 29) == [3, 7]
-    assert layer_places.choose(sizes, 9) == layer_places.choose([], 9) == []
-    assert layer_places.slots(layer_places.choose([10] * 5, 30)) == 2  # 0, 2 and 4
-    assert layer_places.slots([1, 2]) == 3 and layer_places.slots([0]) == 2
+    assert layer_slots.choose(sizes, 1000) == list(range(8))
+    assert layer_slots.choose(sizes, 29) == [3, 7]
+    assert layer_slots.choose(sizes, 9) == layer_slots.choose([], 9) == []
+    assert layer_slots.slots(layer_slots.choose([10] * 5, 30)) == 2  # 0, 2 and 4
+    assert layer_slots.slots([1, 2]) == 3 and layer_slots.slots([0]) == 2
 
 
 @pytest.mark.parametrize("layers, nothing, words", [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels.graph_pieces import Pieces
+from phalanx.kernels.segmented_graph import SegmentedGraph
 from phalanx.rank.model.load import load
 from phalanx.rank.worker import kv_cache
 
@@ -39,13 +39,13 @@ def test_steps_and_graphs(tmp_path, isq, layers):
             with torch.cuda.stream(torch.cuda.Stream()):
                 model([step])
                 torch.cuda.current_stream().synchronize()
-                pieces = Pieces(torch.cuda.graph_pool_handle())
-                hidden = pieces.capture(lambda model=model, step=step: model([step]))
+                segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+                hidden = segmented.capture(lambda model=model, step=step: model([step]))
                 for _ in range(3):
-                    pieces.replay(2)
+                    segmented.replay(2)
                     torch.cuda.current_stream().synchronize()
                     outputs.append(hidden.clone())
-            assert len(pieces) == 1
+            assert len(segmented) == 1
             if size:
                 offload = model.layer_offload
                 assert (

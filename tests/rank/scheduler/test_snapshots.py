@@ -103,7 +103,7 @@ def test_lost_places_are_found():
     snapshots.save(0, b"a")
     snapshots.take_copies()
     snapshots.check()
-    snapshots.places.clear()
+    snapshots.slots.clear()
     with pytest.raises(RuntimeError, match="accounting.*1 of 2"):
         snapshots.check()
 

@@ -110,14 +110,14 @@ class ToyRanks:
 
     def _swap(self, plan: protocol.Plan) -> None:
         for copies, source, target in ((plan.swap_out, self.cache, self.host), (plan.swap_in, self.host, self.cache)):
-            places = protocol.unpack_u32(copies)
-            for origin, place in zip(places[::2], places[1::2], strict=True):
-                target[place] = source[origin]
+            slots = protocol.unpack_u32(copies)
+            for origin, slot in zip(slots[::2], slots[1::2], strict=True):
+                target[slot] = source[origin]
 
     def _copy_states(self, copies: bytes, source: int, target: int) -> None:
-        places = protocol.unpack_u32(copies).tolist()
-        for origin, place in zip(places[::2], places[1::2], strict=True):
-            self.states[place + target] = list(self.states[origin + source])
+        slots = protocol.unpack_u32(copies).tolist()
+        for origin, slot in zip(slots[::2], slots[1::2], strict=True):
+            self.states[slot + target] = list(self.states[origin + source])
 
     def _sample(self, row: int, length: int) -> list[int]:
         seen = self._seen(row, length, 0)
@@ -224,7 +224,7 @@ class Engine:
 
 def check_random_requests(engine: Engine, draw: random.Random, different: int, longest: int) -> None:
     """Requests that share beginnings, up to so many different tokens, and aborts: tokens are those of sequences alone,
-    and no place is lost."""
+    and no slot is lost."""
     wanted, aborted = {}, set()
     for i in range(30):
         prompt = [draw.randrange(3), *range(draw.randrange(different)), draw.randrange(2)]
@@ -242,5 +242,5 @@ def check_random_requests(engine: Engine, draw: random.Random, different: int, l
         got = engine.tokens.get(name, [])
         assert got == whole or (name in aborted and got == whole[: len(got)])
     engine.scheduler.check_empty()
-    for places in (engine.scheduler.blocks.tier.places, engine.scheduler.blocks.snapshots.places):
-        assert sorted([*places.free, *places.values()]) == list(range(places.count))
+    for slots in (engine.scheduler.blocks.tier.slots, engine.scheduler.blocks.snapshots.slots):
+        assert sorted([*slots.free, *slots.values()]) == list(range(slots.count))

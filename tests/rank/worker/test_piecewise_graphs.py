@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from phalanx.comm import mesh, threads
-from phalanx.kernels import graph_pieces
+from phalanx.kernels import segmented_graph
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.graph_pieces import Borrowed, Pieces, on_host
+from phalanx.kernels.segmented_graph import Borrowed, SegmentedGraph, on_host
 from phalanx.rank.model import batch as batch_module
 from phalanx.rank.model.cache_spec import cache_dtype
 from phalanx.rank.model.load import load
@@ -52,7 +52,7 @@ def no_gradients():
 
 
 class Again:
-    """Pieces of a CPU."""
+    """A SegmentedGraph on a CPU."""
 
     tokens = 0
 
@@ -73,7 +73,7 @@ def on_cpu(monkeypatch):
     if GPU:
         return
     stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(module, "Pieces", Again)
+    monkeypatch.setattr(module, "SegmentedGraph", Again)
     monkeypatch.setattr(batch_module, "on_host", lambda function, tokens: function(Again.tokens))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -191,7 +191,7 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(tmp_path, on_cpu, 
     def refuse(self, function):
         raise RuntimeError("operation not permitted\nwhile capturing")
 
-    monkeypatch.setattr(module.Pieces, "capture", refuse)
+    monkeypatch.setattr(module.SegmentedGraph, "capture", refuse)
     path = make_checkpoint(tmp_path, tokenizer=False)
     with caplog.at_level("WARNING", "phalanx"):
         (graphs,) = threads.run(lambda comm: Rank(comm, path).graphs, 1)
@@ -242,7 +242,7 @@ def test_what_is_borrowed_goes_with_who_borrowed_it(monkeypatch):
     """A model that is unloaded leaves nothing behind, though a tensor keeps what it was made of."""
     kept = []
     x = torch.arange(8.0).bfloat16().view(2, 4)[:, 1:]
-    monkeypatch.setattr(graph_pieces, "capturing", lambda: "some")
+    monkeypatch.setattr(segmented_graph, "capturing", lambda: "some")
     monkeypatch.setattr(torch, "as_tensor", lambda of, device: kept.append(of) or x.view(torch.int16))
     borrowed = Borrowed(x)
     gone = weakref.ref(borrowed)
@@ -257,7 +257,7 @@ def test_what_is_borrowed_goes_with_who_borrowed_it(monkeypatch):
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_a_function_between_pieces_reads_what_is_not_kept():
-    """Rows that are apart, of a tensor whose memory later pieces get."""
+    """Rows that are apart, of a tensor whose memory later segments get."""
     x = torch.arange(48, device="cuda").view(4, 12).bfloat16()
     seen = []
 
@@ -268,13 +268,13 @@ def test_a_function_between_pieces_reads_what_is_not_kept():
         del y
         return x * 2
 
-    pieces = Pieces(torch.cuda.graph_pool_handle())
+    segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
     with torch.cuda.stream(torch.cuda.Stream()):
         work()
         torch.cuda.synchronize()
-        pieces.capture(work)
+        segmented.capture(work)
         seen.clear()
         for tokens in (4, 3):
-            pieces.replay(tokens)
+            segmented.replay(tokens)
         torch.cuda.synchronize()
     assert [one.tolist() for one in seen] == [(x + 1)[:tokens, 2:6].tolist() for tokens in (4, 3)]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.rank.model.experts.deferral import Deferral
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
 
 from ..harness import run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_few_tokens import all_experts, layers_beside_gpu
+from .test_small_batch import all_experts, layers_beside_gpu
 
 ALL = 1 << 20
 STEPS = [[(0, 9)], [(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (0, 3)]]
@@ -29,7 +29,7 @@ def made(tmp_path_factory):
 
 def test_on_cpus_no_sum_is_late(made):
     given = made("qwen3_moe"), [tokens(15, seed=1), tokens(3, seed=2)], STEPS
-    plain, defers = (run_steps(*given, experts=ExpertRoom(ALL, way="cpu", defers=one)) for one in (False, True))
+    plain, defers = (run_steps(*given, experts=OffloadOptions(ALL, way="cpu", defers=one)) for one in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain, defers, strict=True))
 
 
@@ -38,9 +38,9 @@ def test_on_cpus_no_sum_is_late(made):
 @torch.no_grad()
 def test_beside_a_gpu(made, monkeypatch, offload, way, copy):
     """Its kernels are played. Each layer adds what the one before has left, so that nothing is lost in a step. copy: as
-    in test_few_tokens.py, 0.4 lets the GPU copy some, which are not late."""
+    in test_small_batch.py, 0.4 lets the GPU copy some, which are not late."""
     plain, _ = all_experts(made("qwen3_moe"), ON_DEVICE)
-    layers, offloaded = all_experts(made("qwen3_moe"), ExpertRoom(offload, way=way, defers=True))
+    layers, offloaded = all_experts(made("qwen3_moe"), OffloadOptions(offload, way=way, defers=True))
     played = layers_beside_gpu(monkeypatch, layers, offloaded, way)
     total, draw, differ = layers[0].down_proj.experts.size, torch.Generator().manual_seed(0), 0
     for layer in layers:

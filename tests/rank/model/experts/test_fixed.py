@@ -10,13 +10,13 @@ from phalanx.errors import MEMORY, FatalError
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear, tensors_of
-from phalanx.rank.model.experts.offload import HOST_SPARED, ON_DEVICE, ExpertRoom, Offload
+from phalanx.rank.model.experts.offload import HOST_SPARED, ON_DEVICE, Offload, OffloadOptions
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.dummy import Dummy
 
 from ..harness import distance, run_steps, tokens
 from ..test_architectures import MODELS, write
-from .test_few_tokens import beside_gpu, experts
+from .test_small_batch import beside_gpu, experts
 
 STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
 WAYS = "auto", "cpu", "stream"
@@ -43,11 +43,11 @@ def fix(monkeypatch):
 def test_logits(made, fix, name):
     """Bit by bit as with all in host memory, whatever is fixed, resident or forced; gpt_oss has biases."""
     sequences = [tokens(34, seed=1), tokens(12, seed=2)]
-    want = run_steps(made(name), sequences, STEPS, experts=ExpertRoom(offload=1 << 20))
+    want = run_steps(made(name), sequences, STEPS, experts=OffloadOptions(offload=1 << 20))
     for fixed, out, way in [(1, 3, "auto"), (3, 2, "auto"), (1 << 20, 3, "auto"), (100, 1, "stream"), *(
         (2, 3, way) for way in WAYS)]:  # fmt: skip
         fix(fixed)
-        got = run_steps(made(name), sequences, STEPS, experts=ExpertRoom(offload=out, way=way))
+        got = run_steps(made(name), sequences, STEPS, experts=OffloadOptions(offload=out, way=way))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (fixed, out, way)
     fix(0)
     plain = run_steps(made(name), sequences, STEPS)
@@ -59,16 +59,16 @@ def test_ranks(made, fix, tp, pp, ep):
     ids = [tokens(30)]
     (want,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep)
     fix(2)
-    (got,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep, experts=ExpertRoom(offload=2))
+    (got,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep, experts=OffloadOptions(offload=2))
     assert distance(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("isq", ["q4k", "q6k", "q4_0", "q8_0", "fp8"])
 def test_quantised(made, fix, isq):
     ids = [tokens(30)]
-    (want,) = run_steps(made("qwen3_moe"), ids, isq=isq, experts=ExpertRoom(offload=3))
+    (want,) = run_steps(made("qwen3_moe"), ids, isq=isq, experts=OffloadOptions(offload=3))
     fix(2)
-    (got,) = run_steps(made("qwen3_moe"), ids, isq=isq, experts=ExpertRoom(offload=3))
+    (got,) = run_steps(made("qwen3_moe"), ids, isq=isq, experts=OffloadOptions(offload=3))
     assert torch.equal(got, want)
 
 
@@ -77,23 +77,23 @@ def test_what_is_fixed_is_not_in_host_memory(made, fix, monkeypatch):
     fix(3)
 
     def rank(world):
-        model = load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=ExpertRoom(offload=4))
+        model = load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=OffloadOptions(offload=4))
         layers = [one.host for one in model.modules() if isinstance(one, FusedExperts)]
         for one in layers:
-            assert (one.fixed, one.held.size, one.set.slots, one.slots.stack.size) == (3, 7, 3, 6)
+            assert (one.fixed, one.local_experts.size, one.set.slots, one.slots.stack.size) == (3, 7, 3, 6)
             assert all(len(x) == 7 for x in one.layer.tensors)
         if world.size == 1:
-            held = [x for one in model.modules() if isinstance(one, StackedLinear) for x in one.parameters()]
-            assert all(x.untyped_storage().nbytes() == x.nbytes for x in held if x.dim() == 3)
+            local_experts = [x for one in model.modules() if isinstance(one, StackedLinear) for x in one.parameters()]
+            assert all(x.untyped_storage().nbytes() == x.nbytes for x in local_experts if x.dim() == 3)
         assert not model.offload._fixed
         return model.offload.sharers, [x for one in layers for x in one.layer.tensors]
 
     ((_, alone),) = threads.run(rank, 1)
-    for sharers, held in threads.run(rank, 2):
-        assert sharers == 2 and all(torch.equal(a, b) for a, b in zip(held, alone, strict=True))
+    for sharers, local_experts in threads.run(rank, 2):
+        assert sharers == 2 and all(torch.equal(a, b) for a, b in zip(local_experts, alone, strict=True))
     monkeypatch.setattr(node_copy, "share", lambda *_: None)
-    for sharers, held in threads.run(rank, 2):
-        assert sharers == 1 and all(torch.equal(a, b) for a, b in zip(held, alone, strict=True))
+    for sharers, local_experts in threads.run(rank, 2):
+        assert sharers == 1 and all(torch.equal(a, b) for a, b in zip(local_experts, alone, strict=True))
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q4_0", "fp8"])
@@ -103,20 +103,20 @@ def test_the_host_never_has_more_than_was_checked(made, fix, monkeypatch, isq):
     keep, took = Offload.keep, []
 
     def kept(self, module):
-        def held():
+        def local_experts():
             stacks = [one for one in self._linears() if not all(x.is_meta for x in tensors_of(one.matrices))]
             tensors = [x for one in stacks for x in tensors_of(one.matrices)]
             return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
         if isinstance(module, StackedLinear):
-            took.append(held())
+            took.append(local_experts())
             keep(self, module)
-            took.append(held())
+            took.append(local_experts())
 
     monkeypatch.setattr(Offload, "keep", kept)
 
     def rank(world):
-        return load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=ExpertRoom(offload=4), isq=isq).offload
+        return load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=OffloadOptions(offload=4), isq=isq).offload
 
     (offload,) = threads.run(rank, 1)
     assert 0 < max(took) <= offload.host_bytes + offload.parting_bytes and took[-1] == offload.host_bytes
@@ -128,7 +128,7 @@ def test_counters(made, fix):
     fix(4)
 
     def rank(world):
-        model = load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=ExpertRoom(offload=3))
+        model = load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=OffloadOptions(offload=3))
         (*_, layer) = [one for one in model.modules() if isinstance(one, FusedExperts)]
 
         def step(*chosen):
@@ -150,7 +150,7 @@ def test_counters(made, fix):
 def beside(made, fix, monkeypatch, way, fixed, out=3):
     plain, _ = experts(made("qwen3_moe"), ON_DEVICE)
     fix(fixed)
-    layer, model = experts(made("qwen3_moe"), ExpertRoom(out, way=way))
+    layer, model = experts(made("qwen3_moe"), OffloadOptions(out, way=way))
     return plain, layer, model.counters, beside_gpu(monkeypatch, layer, model, way)
 
 
@@ -159,7 +159,7 @@ def beside(made, fix, monkeypatch, way, fixed, out=3):
 @torch.no_grad()
 def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
     """Its kernels being the CPU's: steps of few tokens by the exchange, others by copies; with 7 nothing else is
-    resident. copy: as in test_few_tokens.py."""
+    resident. copy: as in test_small_batch.py."""
     plain, layer, counters, played = beside(made, fix, monkeypatch, way, fixed)
     host = layer.host
     if way == "auto":
@@ -197,7 +197,7 @@ def placed(path, room, host_room, ranks=1, pp=1, layers=0):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
     """While a stack is parted it is there twice, but for what is fixed; ranks of a node share their experts."""
-    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     (plain_need, whole), *_ = placed(path, room, None, ranks)
     everything = whole.all_bytes
     assert (whole.fixed, whole.host_bytes) == (0, everything)
@@ -216,7 +216,7 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
 
 def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
     """Also beside layers, which take host memory as well."""
-    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     (_, whole), *_ = placed(path, room, None, 2)
     host_room, layers = int(0.9 * whole.all_bytes), whole.all_bytes // 10
     assert [one.fixed for _, one in placed(path, room, host_room, 2)] == [0, 0]
@@ -230,7 +230,7 @@ def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
 
 def test_a_stage_without_experts_fixes_none(tmp_path):
     sizes = {"num_hidden_layers": 24, "mlp_only_layers": [*range(12)]}
-    path, room = write(tmp_path, **MODELS["qwen3_moe"] | sizes), ExpertRoom(offload=4)
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | sizes), OffloadOptions(offload=4)
     whole = max(one.all_bytes for _, one in placed(path, room, None, 2, pp=2))
     assert sorted(one.fixed > 0 for _, one in placed(path, room, int(0.95 * whole), 2, pp=2)) == [False, True]
     with pytest.raises(FatalError):
@@ -238,7 +238,7 @@ def test_a_stage_without_experts_fixes_none(tmp_path):
 
 
 def test_layers_in_host_memory_leave_experts_less_of_it(tmp_path):
-    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), ExpertRoom(offload=4)
+    path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     ((_, whole),) = placed(path, room, None)
     some = whole.all_bytes // 10
     fixed = [placed(path, room, whole.all_bytes + some, layers=size)[0][1].fixed for size in (0, 2 * some)]
@@ -246,7 +246,7 @@ def test_layers_in_host_memory_leave_experts_less_of_it(tmp_path):
 
 
 def test_what_both_cannot_hold_is_refused(made):
-    path, room = made("qwen3_moe"), ExpertRoom(offload=8)
+    path, room = made("qwen3_moe"), OffloadOptions(offload=8)
     ((_, whole),) = placed(path, room, None)
     for host_room in (whole.all_bytes // 2, 0):
         with pytest.raises(FatalError) as stop:

@@ -31,7 +31,7 @@ def stacked(apart, tmp_path_factory):
     found = {name: x for name, x in given.items() if not NAME.fullmatch(name)}
     for start in {match[1] for match in map(NAME.fullmatch, given) if match}:
         of = lambda part: [given[f"{start}.{i}.{part}_proj.weight"] for i in range(10)]  # noqa: B023, E731
-        both = [torch.cat(pair) for pair in zip(of("gate"), of("up"), strict=True)]
+        both = [torch.cat(routed_id) for routed_id in zip(of("gate"), of("up"), strict=True)]
         found |= {f"{start}.gate_up_proj": torch.stack(both), f"{start}.down_proj": torch.stack(of("down"))}
     save_file(found, path / "model.safetensors")
     return path
@@ -57,7 +57,7 @@ def test_random_weights_do_not_depend_on_the_cut(apart):
         if a.shape[1] == one.shape[1]:  # down
             assert torch.equal(one, torch.cat((a, b), 2)) and one.std(dim=(1, 2)).min() > 0.1
         else:
-            both = [torch.cat(pair, 1) for pair in zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)]
+            both = [torch.cat(routed_id, 1) for routed_id in zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)]
             assert torch.equal(one, torch.cat(both, 1))
     assert not torch.equal(whole[0][0], whole[0][1])
 

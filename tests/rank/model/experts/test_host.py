@@ -12,7 +12,7 @@ from phalanx.kernels import host_memory
 from phalanx.kernels.moe.host_choice import DECAY, Residency
 from phalanx.rank.model.experts import host, host_buffers
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, overflowing
+from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions, overflowing
 from phalanx.rank.model.load import load
 
 from ....checkpoints import make_checkpoint
@@ -26,9 +26,9 @@ OTHERS = (
 )
 ALL = 1 << 20
 ROOMS = [
-    *(ExpertRoom(offload=ALL, way=way) for way in ("auto", "cpu", "stream")),
-    *(ExpertRoom(offload=3, way=way) for way in ("auto", "cpu", "stream")),
-    ExpertRoom(memory=1 << 40),
+    *(OffloadOptions(offload=ALL, way=way) for way in ("auto", "cpu", "stream")),
+    *(OffloadOptions(offload=3, way=way) for way in ("auto", "cpu", "stream")),
+    OffloadOptions(memory=1 << 40),
 ]
 STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
 
@@ -64,7 +64,7 @@ def test_logits(made, name):
 def test_ranks(made, tp, pp, ep):
     ids = [tokens(30)]
     (want,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep)
-    for room in (ExpertRoom(offload=2), ExpertRoom(offload=ALL, way="stream")):
+    for room in (OffloadOptions(offload=2), OffloadOptions(offload=ALL, way="stream")):
         (got,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep, experts=room)
         assert distance(got, want) < 1e-5
 
@@ -73,7 +73,7 @@ def test_ranks(made, tp, pp, ep):
 def test_16_bits(made, dtype):
     ids = [tokens(30)]
     (want,) = run_steps(made("qwen3_moe"), ids, dtype=dtype)
-    (got,) = run_steps(made("qwen3_moe"), ids, dtype=dtype, experts=ExpertRoom(offload=4))
+    (got,) = run_steps(made("qwen3_moe"), ids, dtype=dtype, experts=OffloadOptions(offload=4))
     assert distance(got.float(), want.float()) < 0.15  # a few of bf16's last places
 
 
@@ -132,12 +132,12 @@ def counters(path, room, steps=6):
 
 def test_counters_prove_which_way_ran(made):
     path = made("qwen3_moe")
-    cpu, stream = (counters(path, ExpertRoom(offload=3, way=way)) for way in ("cpu", "stream"))
+    cpu, stream = (counters(path, OffloadOptions(offload=3, way=way)) for way in ("cpu", "stream"))
     assert cpu.cpu == stream.streamed > 0 and not (cpu.resident or cpu.streamed or stream.resident or stream.cpu)
     assert not (cpu.loaded or stream.loaded)
-    auto = counters(path, ExpertRoom(offload=3), steps=40)
+    auto = counters(path, OffloadOptions(offload=3), steps=40)
     assert auto.loaded > 0 and auto.resident > auto.cpu + auto.streamed  # the set follows what is chosen
-    everything = counters(path, ExpertRoom(memory=1 << 40))
+    everything = counters(path, OffloadOptions(memory=1 << 40))
     assert everything.resident > 0 and not (everything.cpu or everything.streamed)
 
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_goes_to_the_host(made, share, some, caplog):
 def test_what_cannot_be_served_is_refused(made, tmp_path):
     def refused(path, pp=1, **options):
         with pytest.raises(FatalError) as stop:
-            threads.run(lambda world: load(path, mesh.build(world, 1, pp), experts=ExpertRoom(1), **options), pp)
+            threads.run(lambda world: load(path, mesh.build(world, 1, pp), experts=OffloadOptions(1), **options), pp)
         return str(stop.value), stop.value.code
 
     dense = make_checkpoint(tmp_path / "dense", num_hidden_layers=2, tokenizer=False)

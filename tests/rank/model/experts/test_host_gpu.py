@@ -4,11 +4,11 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.device import device_caps
-from phalanx.kernels.graph_pieces import Pieces
 from phalanx.kernels.quantized import packed_gemm
-from phalanx.rank.model.experts import few_tokens, streamer
+from phalanx.kernels.segmented_graph import SegmentedGraph
+from phalanx.rank.model.experts import small_batch, streamer
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom, Offload
+from phalanx.rank.model.experts.offload import ON_DEVICE, Offload, OffloadOptions
 from phalanx.rank.model.load import load
 
 from ....devices import require_gpu
@@ -16,8 +16,8 @@ from ..test_architectures import MODELS, write
 
 require_gpu()
 
-ROOMS = [ExpertRoom(100, way=way) for way in ("auto", "cpu", "stream")]
-ROOMS += [ExpertRoom(3, way=way) for way in ("auto", "cpu", "stream")]
+ROOMS = [OffloadOptions(100, way=way) for way in ("auto", "cpu", "stream")]
+ROOMS += [OffloadOptions(3, way=way) for way in ("auto", "cpu", "stream")]
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +76,17 @@ def test_captured(checkpoint, room, most):
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
-        few = layer.host._few(x, ids, weights) is not None
-        assert few == (most <= few_tokens.FEW)
-        assert len(pieces) == (1 if few else 3 if layer.host.set.slots else 2)
+        segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+        y = segmented.capture(lambda: layer(x, ids, weights).local() + 0)
+        few = layer.host._small_batch(x, ids, weights) is not None
+        assert few == (most <= small_batch.FEW)
+        assert len(segmented) == (1 if few else 3 if layer.host.set.slots else 2)
         for turn in range(40):
             given = tokens(plain, most, turn % 5)
             for static, new in zip((x, ids, weights), given, strict=True):
                 static.copy_(new)
             real = 1 + turn * 7 % most
-            pieces.replay(real)
+            segmented.replay(real)
             want = plain(*given).local()
             torch.testing.assert_close(y[:real], want[:real], atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
@@ -98,13 +98,13 @@ def check_captured(plain, layer, turns):
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+        y = segmented.capture(lambda: layer(x, ids, weights).local() + 0)
         for seed, real in turns:
             given = tokens(plain, 4, seed, torch.bfloat16)
             for static, new in zip((x, ids, weights), given, strict=True):
                 static.copy_(new)
-            pieces.replay(real)
+            segmented.replay(real)
             torch.testing.assert_close(y[:real], plain(*given).local()[:real], atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
 
@@ -137,7 +137,7 @@ def test_quantised(wide, room, isq):
 def missing(request, monkeypatch):
     """Who computes missing experts in steps of few pairs: as measured, or the CPU, whatever that costs."""
     if request.param != "measured":
-        monkeypatch.setattr(few_tokens, "DEARER", 1e9)
+        monkeypatch.setattr(small_batch, "DEARER", 1e9)
 
 
 @pytest.mark.parametrize("missing", ["the CPU's"], indirect=True)
@@ -146,23 +146,23 @@ def missing(request, monkeypatch):
 def test_the_cpu_alone(wide, isq, missing):
     """Experts that are chosen again and again become resident."""
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, made = experts(wide, ExpertRoom(2), "bf16", isq=isq)
+    layer, made = experts(wide, OffloadOptions(2), "bf16", isq=isq)
     x, ids, weights = tokens(plain, 1, 0, torch.bfloat16)
-    assert ids.numel() <= few_tokens.CPU_PAIRS
+    assert ids.numel() <= small_batch.CPU_ROUTED
     for turn in range(20):  # eager
         given = tokens(plain, 1 + turn % 4, turn, torch.bfloat16)
         torch.testing.assert_close(layer(*given).local(), plain(*given).local(), atol=5e-2, rtol=5e-2)
     with torch.cuda.stream(torch.cuda.Stream()):
         layer(x, ids, weights).local()
         torch.cuda.synchronize()
-        assert layer.host.few._arrivals(ids.numel()) is not None
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        y = pieces.capture(lambda: layer(x, ids, weights).local() + 0)
+        assert layer.host.small_batch._arrivals(ids.numel()) is not None
+        segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+        y = segmented.capture(lambda: layer(x, ids, weights).local() + 0)
         for turn in range(60):
             given = tokens(plain, 1, turn // 20, torch.bfloat16)
             for static, new in zip((x, ids, weights), given, strict=True):
                 static.copy_(new)
-            pieces.replay(1)
+            segmented.replay(1)
             torch.testing.assert_close(y, plain(*given).local(), atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
     layer.host._drain()
@@ -177,7 +177,7 @@ def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
     what computes. Between them lies a GEMM that keeps the GPU busy."""
     monkeypatch.setattr(streamer, "BUFFER", 1)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, offload = experts(wide, ExpertRoom(100, way="stream"), "bf16", isq=isq)
+    layer, offload = experts(wide, OffloadOptions(100, way="stream"), "bf16", isq=isq)
     given = [tokens(plain, 600, seed, torch.bfloat16) for seed in range(4)]
     want = [plain(*one).local().clone() for one in given]
     busy = torch.randn(4096, 4096, device="cuda")
@@ -200,7 +200,7 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep, missing):
     """Two ranks on one GPU, half of whose experts are in host memory: captured steps make sums that add up."""
 
     def rank(world):
-        model = load(wide, mesh.build(world, tp, 1, ep=ep), "cuda", "bf16", experts=ExpertRoom(2), isq=isq)
+        model = load(wide, mesh.build(world, tp, 1, ep=ep), "cuda", "bf16", experts=OffloadOptions(2), isq=isq)
         return next(one for one in model.modules() if isinstance(one, FusedExperts)), model.offload
 
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
@@ -211,15 +211,15 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep, missing):
         for layer, _ in ranks:
             layer(x, ids, weights).local()
             torch.cuda.synchronize()
-            pieces = Pieces(torch.cuda.graph_pool_handle())
-            captured.append((pieces, pieces.capture(lambda layer=layer: layer(x, ids, weights).local() + 0)))
-            assert len(pieces) == 1
+            segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+            captured.append((segmented, segmented.capture(lambda layer=layer: layer(x, ids, weights).local() + 0)))
+            assert len(segmented) == 1
         for turn in range(60):
             given = tokens(plain, 4, turn % 5, torch.bfloat16)
             for static, new in zip((x, ids, weights), given, strict=True):
                 static.copy_(new)
-            for pieces, _ in captured:
-                pieces.replay(4)
+            for segmented, _ in captured:
+                segmented.replay(4)
             total = sum(y.float() for _, y in captured)
             torch.testing.assert_close(total, plain(*given).local().float(), atol=5e-2, rtol=5e-2)
         torch.cuda.synchronize()
@@ -229,7 +229,7 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep, missing):
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k"])
-@pytest.mark.parametrize("room", [ExpertRoom(100, way="cpu", defers=True), ExpertRoom(3, defers=True)], ids=str)
+@pytest.mark.parametrize("room", [OffloadOptions(100, way="cpu", defers=True), OffloadOptions(3, defers=True)], ids=str)
 @torch.no_grad()
 def test_deferral(wide, room, isq, missing):
     """Eager and captured steps: a layer adds what the CPU has made of the layer before, and nothing is lost."""
@@ -258,13 +258,13 @@ def test_deferral(wide, room, isq, missing):
         for _ in range(3):
             check(run(late))
         torch.cuda.synchronize()
-        pieces = Pieces(torch.cuda.graph_pool_handle())
-        captured = pieces.capture(lambda: run(late))
+        segmented = SegmentedGraph(torch.cuda.graph_pool_handle())
+        captured = segmented.capture(lambda: run(late))
         for turn in range(40):
             for place, one in enumerate(given):
                 for static, new in zip(one, tokens(plain[0], 1, turn % 7 + place, torch.bfloat16), strict=True):
                     static.copy_(new)
-            pieces.replay(1)
+            segmented.replay(1)
             check(captured)
         torch.cuda.synchronize()
     late[0].host._drain()
@@ -287,7 +287,7 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
     """Three of ten experts are on the host alone and some on the GPU alone: eager and captured steps, and prompts."""
     monkeypatch.setattr(Offload, "fewest_fixed", lambda *_: fixed)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, offload = experts(wide, ExpertRoom(3, way=way), "bf16", isq=isq)
+    layer, offload = experts(wide, OffloadOptions(3, way=way), "bf16", isq=isq)
     slots = [x[-fixed:].clone() for x in layer.host.slots.tensors]
     assert layer.host.layer.stack.size == 10 - fixed and all(x.is_pinned() for x in layer.host.layer.tensors)
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
@@ -307,8 +307,8 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
 @torch.no_grad()
 def test_what_does_not_fit_on_the_host_is_fixed(wide, isq):
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    _, whole = experts(wide, ExpertRoom(2), "bf16", isq=isq)
-    layer, offload = experts(wide, ExpertRoom(2), "bf16", isq=isq, host_room=int(0.9 * whole.all_bytes))
+    _, whole = experts(wide, OffloadOptions(2), "bf16", isq=isq)
+    layer, offload = experts(wide, OffloadOptions(2), "bf16", isq=isq, host_room=int(0.9 * whole.all_bytes))
     assert 0 < offload.fixed <= offload.slots == 8 and offload.host_bytes < 0.9 * whole.all_bytes
     for turn, count in enumerate((1, 16, 600)):
         given = tokens(plain, count, turn, torch.bfloat16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from phalanx.kernels import graph_pieces, host_memory
+from phalanx.kernels import host_memory, segmented_graph
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_service
 from phalanx.rank.model.experts.host_steps import Counters, Steps
@@ -27,7 +27,7 @@ class Few:
         return host_service.Layer(f"{self.name}{view}{tokens}".encode(), ())
 
 
-class Pieces:
+class SegmentedGraph:
     def __init__(self):
         self.functions = []
 
@@ -50,11 +50,11 @@ def steps(monkeypatch):
 
 def test_a_step_is_posted_whole(steps):
     """One function for all layers of a capture; what it posts is made once for so many tokens."""
-    both, layers = (Pieces(), Pieces()), (Few("a"), Few("b"))
-    for pieces in both:
+    both, layers = (SegmentedGraph(), SegmentedGraph()), (Few("a"), Few("b"))
+    for segmented in both:
         for few in layers:
-            steps.add(pieces, few, "-")
-    assert [len(pieces.functions) for pieces in both] == [1, 1]
+            steps.add(segmented, few, "-")
+    assert [len(segmented.functions) for segmented in both] == [1, 1]
     for tokens in (2, 1, 2):
         both[0].functions[0](tokens)
     assert [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"a-1b-1", b"a-2b-2"]
@@ -78,27 +78,27 @@ class Graph:
 def test_pieces_are_posted_one_by_one(steps, monkeypatch):
     """The host's part of a layer that is served otherwise drains, and the layers behind it are not launched then."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    pieces, layers, seen = graph_pieces.Pieces(None), [Few(name) for name in "abc"], []
+    segmented, layers, seen = segmented_graph.SegmentedGraph(None), [Few(name) for name in "abc"], []
 
     def step():
         for few in layers:
-            steps.add(graph_pieces.capturing(), few, "-")
+            steps.add(segmented_graph.capturing(), few, "-")
             if few is layers[1]:
-                graph_pieces.on_host(lambda tokens: seen.append([bytes(one.packed) for one in steps.posted]), 2)
+                segmented_graph.on_host(lambda tokens: seen.append([bytes(one.packed) for one in steps.posted]), 2)
         return torch.empty(0)
 
-    pieces.capture(step)
-    pieces.replay(2)
+    segmented.capture(step)
+    segmented.replay(2)
     assert seen == [[b"a-2b-2"]] and [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"c-2"]
     assert [few.lends for few in layers] == [1, 0, 1]  # the first buffer is in use again
 
 
 def test_who_cannot_post_gives_up(steps):
     """The graph is launched then, and the GPU waits."""
-    pieces = Pieces()
-    steps.add(pieces, Few("a"), "-")
+    segmented = SegmentedGraph()
+    steps.add(segmented, Few("a"), "-")
     with pytest.raises(MemoryError):
-        pieces.functions[0](4)
+        segmented.functions[0](4)
     assert int(steps.exchange.made[1]) == 1 and not steps.posted
 
 

@@ -5,7 +5,7 @@ import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.experts import measured
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import OffloadOptions
 from phalanx.rank.model.load import check, load
 
 from ..harness import distance, reference, reference_logits, run_steps, tokens
@@ -40,10 +40,12 @@ def test_the_slowest_rank_decides(made, monkeypatch, caplog, factor, want):
 
     def rank(world):
         model = load(made["mixtral"], mesh.build(world, 2, 1, ep=0))
-        return next(one for one in model.modules() if isinstance(one, FusedExperts)).held
+        return next(one for one in model.modules() if isinstance(one, FusedExperts)).local_experts
 
     found = threads.run(rank, 2)
-    assert [held and held.ids for held in found] == ([range(3), range(3, 6)] if want == 2 else [None, None])
+    assert [local_experts and local_experts.ids for local_experts in found] == (
+        [range(3), range(3, 6)] if want == 2 else [None, None]
+    )
     assert [message.endswith(f": --ep {want} is chosen") for message in caplog.messages if "chosen" in message] == [
         True
     ]
@@ -63,5 +65,5 @@ def test_where_there_is_nothing_to_measure(made, monkeypatch, caplog):
     threads.run(lambda world: load(made["qwen2"], mesh.build(world, 2, 1, ep=0)), 2)
     threads.run(lambda world: check(made["mixtral"], mesh.build(world, 2, 1, ep=0)), 2)
     assert not [message for message in caplog.messages if "--ep" in message]
-    threads.run(lambda world: load(made["mixtral"], mesh.build(world, 2, 1, ep=0), experts=ExpertRoom(2)), 2)
+    threads.run(lambda world: load(made["mixtral"], mesh.build(world, 2, 1, ep=0), experts=OffloadOptions(2)), 2)
     assert [message for message in caplog.messages if "split" in message and "--ep 1" in message]

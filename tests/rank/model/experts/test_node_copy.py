@@ -14,13 +14,13 @@ from phalanx.rank.model import load as load_module
 from phalanx.rank.model import load_memory
 from phalanx.rank.model.experts import node_copy
 from phalanx.rank.model.experts.fused import FusedExperts
-from phalanx.rank.model.experts.offload import ExpertRoom, Offload
+from phalanx.rank.model.experts.offload import Offload, OffloadOptions
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.dummy import Dummy
 
 from ..test_architectures import MODELS, write
 
-ALL = ExpertRoom(offload=1 << 20)
+ALL = OffloadOptions(offload=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_each_part_of_the_model_is_shared_by_the_ranks_that_have_it(made, tp, pp
     assert [model.offload.sharers for model, _ in ranks] == [2] * 4
 
     def same():
-        pairs = zip((tensors for _, tensors in ranks), (want for _, want in alone * 2), strict=True)
-        return [all(torch.equal(a, b) for a, b in zip(*both, strict=True)) for both in pairs]
+        routed = zip((tensors for _, tensors in ranks), (want for _, want in alone * 2), strict=True)
+        return [all(torch.equal(a, b) for a, b in zip(*both, strict=True)) for both in routed]
 
     assert same() == [True] * 4
     ranks[0][1][0].view(-1)[0] += 1

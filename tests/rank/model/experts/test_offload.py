@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.errors import USAGE, FatalError
 from phalanx.kernels.moe.host_choice import Costs
-from phalanx.kernels.moe.moe import Held
+from phalanx.kernels.moe.moe import LocalExperts
 from phalanx.rank.model.experts import offload
 from phalanx.rank.model.experts.host import HostExperts
 
@@ -44,7 +44,7 @@ def test_the_longest_step(on_gpu, way, fixed, slots, tokens, seconds):
     """Two layers alike, and one on the device."""
     costs = Costs((1.0, 3.0, 15.0, 64.0), 3.0)
     one = HostExperts.__new__(HostExperts)
-    one.on_gpu, one.fixed, one.held = on_gpu, fixed, Held(fixed, 8 - fixed, 16)
+    one.on_gpu, one.fixed, one.local_experts = on_gpu, fixed, LocalExperts(fixed, 8 - fixed, 16)
     one.set, one.shared, one._choice = (SimpleNamespace(slots=slots), SimpleNamespace(way=way),
                                         SimpleNamespace(costs=costs))  # fmt: skip
     layer = SimpleNamespace(host=one, top_k=2)

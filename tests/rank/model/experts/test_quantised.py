@@ -13,13 +13,13 @@ from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE
 from phalanx.kernels import host_memory
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import gpu_form, packed_gemm
+from phalanx.kernels.quantized import gpu_layout, packed_gemm
 from phalanx.kernels.quantized.int8_codes import q5_0, q8_0
 from phalanx.kernels.quantized.stack import Stack, stack
 from phalanx.kernels.quantized.super_blocks import q4_0, q4_1, q4_k, q5_k, q6_k
 from phalanx.rank.model.experts import host, host_buffers, offload, streamer
 from phalanx.rank.model.experts.fused import FusedExperts, StackedLinear
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
 from phalanx.rank.model.formats import find
 from phalanx.rank.model.formats._stacks import StackOfParts
 from phalanx.rank.model.load import load
@@ -113,7 +113,7 @@ def test_logits(made, expected, name, layout):
 
 
 LONG_IN_HOST = "awq", "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "w8a16", "q4_0"
-ROOMS = [ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), *(ExpertRoom(2, way=way) for way in WAYS)]
+ROOMS = [OffloadOptions(9, way="cpu"), OffloadOptions(9, way="stream"), *(OffloadOptions(2, way=way) for way in WAYS)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class Passed:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_gpu_does(made, monkeypatch, way):
-    """Experts are made over into the form of a GPU's kernels, which torch dequantises here."""
+    """Experts are repacked into the form of a GPU's kernels, which torch dequantises here."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
     monkeypatch.setattr(host_memory, "check_pinned", lambda what, tensors: None)
@@ -168,7 +168,7 @@ def test_what_a_gpu_does(made, monkeypatch, way):
                 given = x, ids, weights
                 torch.testing.assert_close(layer(*given).local(), wanted(*given).local(), atol=1e-4, rtol=1e-4)
 
-    room = ExpertRoom(2, way=way)
+    room = OffloadOptions(2, way=way)
     threads.run(rank, 1)
 
 
@@ -178,7 +178,7 @@ def test_in_host_memory_of_several_ranks(made, name, layout):
     steps = [[(0, 34)], *[[(0, 1)]] * 6]
     want, got = (
         run_steps(path, [ids], steps, max_model_len=512, experts=room, **layout, **options)[0]
-        for room in (ON_DEVICE, ExpertRoom(1))
+        for room in (ON_DEVICE, OffloadOptions(1))
     )
     assert distance(got, want) < TOLERANCE
 
@@ -202,8 +202,8 @@ def test_they_stay_quantised_and_take_what_fit_says(made, name, tp, ep):
     path, _, options = made(name)
     for one in stacks(path, tp, tp - 1, ep, **options):
         assert isinstance(one.packed, Stack) and not list(one.parameters())
-        held = sum(x.nbytes for x in one.buffers())
-        assert held == one.kept_bytes(torch.float32, torch.device("cpu")) < 1.3 * one.num_weights
+        local_experts = sum(x.nbytes for x in one.buffers())
+        assert local_experts == one.kept_bytes(torch.float32, torch.device("cpu")) < 1.3 * one.num_weights
 
 
 @pytest.mark.parametrize("name", ["super-blocks", "gptq", "q6k"])
@@ -246,7 +246,7 @@ def test_what_has_no_form_on_a_gpu_becomes_plain(codec, inputs):
     assert becomes_plain(torch.device("cuda")) is (codec is q4_1 and inputs == 96)
     assert not becomes_plain(torch.device("cpu"))
     if not becomes_plain(torch.device("cuda")):
-        made = gpu_form.of_gpu(stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs)))
+        made = gpu_layout.repack_for_gpu(stack(codec, lambda _: codec.encode(torch.randn(16, inputs)), (2, 16, inputs)))
         assert isinstance(made.packed, packed_gemm.Packed)
 
 
@@ -258,9 +258,9 @@ def test_a_slot_takes_what_gpus_make_of_host_memory(codec):
     part = SimpleNamespace(codec=codec, kept_bits=lambda device: codec.kept_bits(512, device))
     layer, like = SimpleNamespace(width=32), StackOfParts.__new__(StackOfParts)
     like.part = part
-    held = sum(x.nbytes for x in gpu_form.parts(gpu_form.of_gpu(made)).tensors)
+    local_experts = sum(x.nbytes for x in gpu_layout.parts(gpu_layout.repack_for_gpu(made)).tensors)
     counted = like.slot_bits(layer, torch.device("cuda")) * 2 * 32 * 512 / 8
-    assert held == counted if codec in (q4_1, q4_k, q5_k, q6_k) else held <= counted
+    assert local_experts == counted if codec in (q4_1, q4_k, q5_k, q6_k) else local_experts <= counted
 
 
 def changed(path, tmp_path, **settings):
@@ -283,9 +283,9 @@ def test_experts_that_order_their_inputs_become_plain(made, caplog):
     caplog.set_level("INFO", "phalanx")
     for one in stacks(made("gptq ordered")[0]):
         assert isinstance(one.packed, torch.Tensor) and one.packed.dtype == torch.float32
-        held, cpu = one.packed.nbytes, torch.device("cpu")
-        assert held == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32, cpu)
-        assert held == one.slot_bytes(torch.float32, cpu) * len(one.packed)
+        local_experts, cpu = one.packed.nbytes, torch.device("cpu")
+        assert local_experts == one.kept_bytes(torch.float32, cpu) == one.host_bytes(torch.float32, cpu)
+        assert local_experts == one.slot_bytes(torch.float32, cpu) * len(one.packed)
     assert any("desc_act are dequantised" in line for line in caplog.messages)
     for one, half in zip(*(stacks(made("gptq ordered")[0], dtype=dtype) for dtype in ("f32", "bf16")), strict=True):
         assert torch.equal(one.packed.bfloat16(), half.packed)  # scales are not rounded before they are multiplied

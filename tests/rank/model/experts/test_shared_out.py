@@ -63,9 +63,9 @@ def test_chunks_and_mixed_batches(made):
 def test_each_rank_reads_its_own(made, way):
     (whole,) = experts(made["qwen3_moe"], 1, 1)
     found = experts(made["qwen3_moe"], 6, 3, way=way)
-    assert [one.held.ids for one in found] == [range(4), range(4, 7), range(7, 10)] * 2
+    assert [one.local_experts.ids for one in found] == [range(4), range(4, 7), range(7, 10)] * 2
     for rank, one in enumerate(found):
-        start, here = rank // 3 * 14, one.held.ids
+        start, here = rank // 3 * 14, one.local_experts.ids
         gate, up = whole.gate_up_proj.weight[here].chunk(2, 1)
         part = [x[:, start : start + 14] for x in (gate, up)]
         assert torch.equal(one.gate_up_proj.weight, torch.cat(part, 1))

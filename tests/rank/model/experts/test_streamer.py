@@ -38,8 +38,8 @@ class Order:
 
     def races(self):
         """Pairs that use the same memory, one of them to write, in no order."""
-        pairs = ((i, j) for j in range(len(self.launched)) for i in range(j) if i not in self.launched[j].after)
-        both = ((self.launched[i], self.launched[j]) for i, j in pairs)
+        routed = ((i, j) for j in range(len(self.launched)) for i in range(j) if i not in self.launched[j].after)
+        both = ((self.launched[i], self.launched[j]) for i, j in routed)
         return [(a.name, b.name) for a, b in both if a.writes & (b.reads | b.writes) or b.writes & a.reads]
 
     def waits(self, one, other):
@@ -88,13 +88,13 @@ def layers(quantised):
     return made
 
 
-@pytest.mark.parametrize("kinds", ["plain", "made over", "both"])
+@pytest.mark.parametrize("kinds", ["plain", "repacked", "both"])
 def test_nothing_is_overwritten_while_it_is_read_and_copies_run_ahead(kinds, order, monkeypatch):
     if kinds != "plain" and not ops.available():
         pytest.skip("no C++ compiler that works")
     monkeypatch.setattr(streamer, "BUFFER", 1)  # an expert at a time
     plain, packed = layers(False), layers(True) if kinds != "plain" else []
-    of = plain if kinds == "plain" else packed if kinds == "made over" else [plain[0], packed[1], plain[2]]
+    of = plain if kinds == "plain" else packed if kinds == "repacked" else [plain[0], packed[1], plain[2]]
     copies = streamer.Streamer(of, torch.device("cpu"))
     copies._streams = streamer._Streams(torch.device("cpu"))
     number, begins = 0, set()
@@ -118,7 +118,7 @@ def test_nothing_is_overwritten_while_it_is_read_and_copies_run_ahead(kinds, ord
             assert not order.waits(f"copy {i}", f"attention {i}"), (
                 "the layer's first copies run beside what comes before"
             )
-        if kinds == "made over" and i > 1:
+        if kinds == "repacked" and i > 1:
             assert not order.waits(f"copy {i}", f"experts {i - 2}") and order.waits(f"copy {i}", f"make {i - 2}")
 
 

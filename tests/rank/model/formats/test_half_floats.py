@@ -10,7 +10,7 @@ from phalanx.kernels.cpp import ops
 from phalanx.rank.model.choices import choose_plain
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.experts.fused import StackedLinear
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import OffloadOptions
 from phalanx.rank.model.formats import DENSE
 from phalanx.rank.model.formats._plain import HalfFloats
 from phalanx.rank.model.load import load
@@ -98,7 +98,7 @@ def test_experts_in_host_memory(made, name):
     steps = [[(0, 20)], *[[(0, 1)]] * 20]
     (want,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="f32", max_model_len=512)
     for way in ("auto", "cpu", "stream"):
-        room = ExpertRoom(offload=2, way=way)
+        room = OffloadOptions(offload=2, way=way)
         (got,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="auto", max_model_len=512, experts=room)
         assert distance(got, want) < 1e-5, way
 

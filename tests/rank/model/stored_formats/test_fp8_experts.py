@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.quantized import e4m3, e4m3_cpu, gpu_form
+from phalanx.kernels.quantized import e4m3, e4m3_cpu, gpu_layout
 from phalanx.kernels.quantized.stack import stack
 from phalanx.rank.model.experts.fused import StackedLinear
 from phalanx.rank.model.load import load
@@ -117,7 +117,7 @@ def test_a_slot_has_room_for_what_gpus_make_of_host_memory(inputs, outputs, bits
         (3, outputs, inputs),
     )  # fmt: skip
     assert isinstance(made.packed, e4m3_cpu.Packed)
-    held = sum(x.nbytes for x in gpu_form.parts(gpu_form.of_gpu(made)).tensors)
+    held = sum(x.nbytes for x in gpu_layout.parts(gpu_layout.repack_for_gpu(made)).tensors)
     assert held == 3 * outputs * inputs * bits / 8
     layer = SimpleNamespace(inputs=shard, outputs=(whole(64),), width=outputs)
     assert ExpertStack(scheme).kept_bits(layer, cuda) == bits

@@ -11,7 +11,7 @@ from phalanx.comm import mesh, threads
 from phalanx.kernels.quantized import floats
 from phalanx.kernels.quantized.stack import Stack
 from phalanx.rank.model.experts.fused import StackedLinear
-from phalanx.rank.model.experts.offload import ExpertRoom
+from phalanx.rank.model.experts.offload import OffloadOptions
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 
@@ -83,7 +83,7 @@ def test_logits(made, expected, tp, pp):
 def test_in_host_memory(made, expected):
     """In the form that the CPU computes from, and that of the device."""
     (path, plain), ids = made, tokens(60, vocab=509)
-    for room in (ExpertRoom(9, way="cpu"), ExpertRoom(9, way="stream"), ExpertRoom(3)):
+    for room in (OffloadOptions(9, way="cpu"), OffloadOptions(9, way="stream"), OffloadOptions(3)):
         (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], experts=room, max_model_len=512)
         assert distance(logits, expected(plain, ids)) < TOLERANCE
 

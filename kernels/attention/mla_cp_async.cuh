@@ -1,6 +1,6 @@
 // Tiles of mla_decode.cu that threads copy, each token once: in 16 bits, or in e4m3 where TMA is not.
 //
-// A ring holds HELD panels; a tile is two of them. Each warp copies four tokens of each tile, and multiplies a quarter of
+// A ring holds RING_PANELS panels; a tile is two of them. Each warp copies four tokens of each tile, and multiplies a quarter of
 // the elements of 16 tokens' scores. A panel has its tokens' rows, and behind them, where FP8, their scales: of latents
 // and then of the rest.
 #include "async_copy.cuh"
@@ -12,12 +12,12 @@ constexpr int STEPS = WIDTH / 16 / QUARTERS;                // matmul steps of a
 constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4;
 constexpr int EARLY = 4;  // tiles that are asked for early, those behind the ring to the second-level cache; 8 at most
 
-static_assert(HELD * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
+static_assert(RING_PANELS * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
               "mla_decode.py reckons with another layout of shared memory");
-static_assert(TILE == 2 * PANEL && HELD >= 4, "a tile of two panels, and another one under way");
+static_assert(TILE == 2 * PANEL && RING_PANELS >= 4, "a tile of two panels, and another one under way");
 
 // Places change among the eight of 128 bytes; where FP8, among the four of 64: neighbouring rows begin 64 bytes apart.
-__device__ inline int swizzled(int row, int piece) { return row * ROW + (piece ^ (FP8 ? row / 2 % 4 : row % 8)) * 16; }
+__device__ inline int swizzled(int row, int vec) { return row * ROW + (vec ^ (FP8 ? row / 2 % 4 : row % 8)) * 16; }
 
 // Copies of one warp: four tokens of each tile, all in one panel. Rows past `stop` become zeros.
 struct Rows {
@@ -52,14 +52,14 @@ struct Rows {
     // The rows of `some`'s bits.
     __device__ void copy(int tile, int some) const {
         const int lane = threadIdx.x % 32, row = first() % PANEL, from = tile % 8 * 4;
-        const unsigned to = ring + (tile * 2 + panel()) % HELD * PANEL_BYTES;
-        const char* const piece = cache + lane * 16;
+        const unsigned to = ring + (tile * 2 + panel()) % RING_PANELS * PANEL_BYTES;
+        const char* const vec = cache + lane * 16;
         const int place = row * ROW, across = lane ^ (FP8 ? row / 2 % 4 : row % 8);
 #pragma unroll
         for (int r = 0; r < 4; r++) {  // pieces `lane` and, but for FP8, lane + 32, as swizzled() has them
             const int slot = __shfl_sync(~0u, slots, from + r);
             if (!(some >> r & 1)) continue;
-            const char* x = piece + (long long)max(slot, 0) * ROW;
+            const char* x = vec + (long long)max(slot, 0) * ROW;
             const unsigned at = to + place + r * ROW + (across ^ (FP8 ? r / 2 : r)) * 16;
             copy_async16(at, x, slot >= 0);
             if (!FP8) copy_async16(at + 512, x + 512, slot >= 0);
@@ -74,14 +74,14 @@ struct Rows {
     __device__ void copy_scales(int tile) const {
         if (FP8 && first() % PANEL == 0) {
             const int slot = __shfl_sync(~0u, slots, tile % 8 * 4), at = max(slot, 0), part = threadIdx.x % 32;
-            const unsigned to = ring + (tile * 2 + panel()) % HELD * PANEL_BYTES + PANEL * ROW + part * PANEL;
+            const unsigned to = ring + (tile * 2 + panel()) % RING_PANELS * PANEL_BYTES + PANEL * ROW + part * PANEL;
             if (part < 2) copy_async16(to, scales + (at / SIZE * 2 + part) * SIZE + at % SIZE, slot >= 0);
         }
     }
 };
 
 // Tiles that a warp's copies are ahead of the tile that is multiplied, of the first or the second panel of each.
-__device__ constexpr int tiles_ahead(int panel) { return (HELD - 1 - panel) / 2; }
+__device__ constexpr int tiles_ahead(int panel) { return (RING_PANELS - 1 - panel) / 2; }
 
 // Until this thread's copies of a tile are there.
 template <int AHEAD> __device__ inline void wait_for_tile(bool first) {
@@ -190,7 +190,7 @@ struct Dots {
             for (int i = 0; i < 4; i++) {
                 if (j + i / 2 >= STEPS) continue;
                 unsigned b[2];
-                f16_pairs(y[i], b[0], b[1]);
+                e4m3x4_to_f16(y[i], b[0], b[1]);
                 mma<Operand>(j < STEPS - 1 ? latent[i / 2][i % 2] : rope[i % 2], q.x[j + i / 2], b[0], b[1]);
             }
         }
@@ -262,8 +262,8 @@ __device__ __forceinline__ int* attend(Part& part, const T* q, int q_row, const 
                                        const int* tables, int table_row, int b, int head, int heads, int length,
                                        const Span& span, float scale, uint4* memory, const Lane& of_thread) {
     const int lane = of_thread.lane, panel = of_thread.panel;
-    const unsigned ring = smem_address(memory), of_weights = ring + HELD * PANEL_BYTES + SCORES_BYTES;
-    float* const scores = (float*)((unsigned char*)memory + HELD * PANEL_BYTES);
+    const unsigned ring = smem_address(memory), of_weights = ring + RING_PANELS * PANEL_BYTES + SCORES_BYTES;
+    float* const scores = (float*)((unsigned char*)memory + RING_PANELS * PANEL_BYTES);
     unsigned char* const weights = (unsigned char*)scores + SCORES_BYTES;
     float *const shrink = (float*)(weights + WEIGHTS_BYTES), *const inverse = shrink + ROWS, *const sums = inverse + ROWS;
     const int tiles = span.tiles(), ahead = tiles_ahead(panel), newest = length - 1 - span.start;
@@ -283,7 +283,7 @@ __device__ __forceinline__ int* attend(Part& part, const T* q, int q_row, const 
             if (t + ahead < tiles) rows.copy(t + ahead, 15), rows.copy_scales(t + ahead);
             commit_copies();
         }
-        auto place = [&](int panel) { return (t * 2 + panel) % HELD * PANEL_BYTES; };
+        auto place = [&](int panel) { return (t * 2 + panel) % RING_PANELS * PANEL_BYTES; };
         auto scales_of = [&](int panel) { return (const unsigned char*)memory + place(panel) + PANEL * ROW; };
         const int mine = threadIdx.x / 32 / QUARTERS, token = threadIdx.x % 16 * 2;
         multiply_keys(queries, ring + place(mine), scales_of(mine), scores);

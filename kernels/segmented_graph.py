@@ -1,8 +1,8 @@
 """CUDA graphs in segments: where something on the host stands between two kernels, a capture ends and another begins.
 
-`on_host` marks a function that has to run there. While `Pieces` captures, it is kept, to be called at each replay
-between the segments; else it is called at once. `Pieces.later` keeps one that is called once its whole segment is on
-its way to the GPU, which may wait for it there.
+`on_host` marks a function that has to run there. While `SegmentedGraph` captures, it is kept, to be called at each
+replay between the segments; else it is called at once. `SegmentedGraph.later` keeps one that is called once its whole
+segment is on its way to the GPU, which may wait for it there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Borrowed:
 
 
 class _Capturing(threading.local):
-    pieces: Pieces | None = None  # what this thread captures
+    segmented: SegmentedGraph | None = None  # what this thread captures
 
 
 _capturing = _Capturing()
@@ -50,25 +50,25 @@ _capturing = _Capturing()
 
 def on_host(function: Host, tokens: int) -> None:
     """Call function(tokens) on the host once all kernels before are launched, and before any kernel after is."""
-    if _capturing.pieces is not None:
-        _capturing.pieces.cut(function)
+    if _capturing.segmented is not None:
+        _capturing.segmented.cut(function)
     else:
         function(tokens)
 
 
-def capturing() -> Pieces | None:
+def capturing() -> SegmentedGraph | None:
     """The capture of this thread."""
-    return _capturing.pieces
+    return _capturing.segmented
 
 
-class Pieces:
+class SegmentedGraph:
     """A captured step: graphs, and functions on the host between them."""
 
     def __init__(self, pool: Any):
         """pool: torch's graph_pool_handle(), which the graphs of a model share."""
         self._pool = pool
         self._parts: list[tuple[torch.cuda.CUDAGraph, list[Host]]] = []  # with what is called once it is launched
-        self._hosts: list[Host] = []  # of the piece that is captured
+        self._hosts: list[Host] = []  # of the segment that is captured
 
     def __len__(self) -> int:
         """How many graphs."""
@@ -76,7 +76,7 @@ class Pieces:
 
     def capture(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """function()'s result. Other threads may use the GPU meanwhile."""
-        _capturing.pieces = self
+        _capturing.segmented = self
         try:
             self._begin()
             result = function()
@@ -86,7 +86,7 @@ class Pieces:
                 self._graph.capture_end()
             raise
         finally:
-            _capturing.pieces = None
+            _capturing.segmented = None
         return result
 
     def cut(self, function: Host) -> None:

@@ -1,4 +1,4 @@
-"""Experts for CPUs made over for GPUs in one pass, beside torch's way."""
+"""Experts for CPUs repacked for GPUs in one pass, beside torch's way."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
-from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import affine, gpu_form
+from phalanx.kernels.moe import nibble_permutation
+from phalanx.kernels.quantized import affine, gpu_layout
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_k, q5_1, q5_k, q6_k
@@ -24,11 +24,11 @@ def test_what_is_found_moves_the_same_nibbles():
         return torch.cat((swapped, pairs[..., 11:].expand(*pairs.shape[:-1], 2), pairs[..., :3] ^ 130), -1)
 
     given = torch.zeros(2, 3, 8, 6, dtype=torch.uint8)
-    moves = moved_nibbles.find(make, given)
-    assert moves.size == 12 and len(moves.table) == 10
+    permutation = nibble_permutation.find(make, given)
+    assert permutation.size == 12 and len(permutation.table) == 10
     some = torch.randint(0, 256, (5, 3, 8, 6), dtype=torch.uint8)
     out = torch.empty(5, 3, 4, 10, dtype=torch.uint8)
-    moved_nibbles.move(moves, some, out)
+    nibble_permutation.permute(permutation, some, out)
     assert torch.equal(out, make(some))
 
 
@@ -43,42 +43,46 @@ def test_what_is_found_moves_the_same_nibbles():
     ],
 )
 def test_what_is_no_move_is_left_to_torch(make):
-    assert moved_nibbles.find(make, torch.zeros(4, 2, 16, dtype=torch.uint8)) is None
+    assert nibble_permutation.find(make, torch.zeros(4, 2, 16, dtype=torch.uint8)) is None
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 @pytest.mark.parametrize("codec", [q2_k, q4_0, q4_k, q5_1, q5_k, q6_k, q8_0, affine], ids=name_of)
 def test_forms(codec):
-    """They all are such moves: what prompts copy to a GPU is not made over by torch."""
+    """They all are such permutations: what prompts copy to a GPU is not repacked by torch."""
     weights = torch.randn(3, 40, 512, generator=torch.Generator().manual_seed(0))
     zeros = torch.randint(0, 16, (40, 4), dtype=torch.int16)
     in_groups = torch.randint(0, 16, (40, 512), dtype=torch.uint8), torch.rand(40, 4).half().float(), zeros
     encoded = (lambda _: in_groups) if codec is affine else lambda expert: codec.encode(weights[expert])
-    here = gpu_form.parts(stack(codec, encoded, weights.shape))
+    here = gpu_layout.parts(stack(codec, encoded, weights.shape))
 
     def make(x):
-        return gpu_form.parts(gpu_form.of_gpu(here.of([x]))).tensors[0]
+        return gpu_layout.parts(gpu_layout.repack_for_gpu(here.of([x]))).tensors[0]
 
     given = here.tensors[0]
-    moves = moved_nibbles.find(make, given[:1])
+    permutation = nibble_permutation.find(make, given[:1])
     want = make(given)
     out = torch.empty_like(want)
-    moved_nibbles.move(moves, given, out)
+    nibble_permutation.permute(permutation, given, out)
     assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("size, made, some, arch", checked([(2368, 2432, False), (544, 544, True)], TRITON))
 def test_kernel_compiles(size, made, some, arch, monkeypatch):
     pytest.importorskip("triton")
-    from phalanx.kernels.moe import moved_nibbles_triton
+    from phalanx.kernels.moe import nibble_permutation_triton
 
-    moves = moved_nibbles.Moves(torch.zeros(made, dtype=torch.int32), torch.zeros(made, dtype=torch.uint8), size)
+    permutation = nibble_permutation.Permutation(
+        torch.zeros(made, dtype=torch.int32), torch.zeros(made, dtype=torch.uint8), size
+    )
     launches = Recorder()
     with monkeypatch.context() as patch:
-        patch.setattr(moved_nibbles_triton, "move_kernel", launches)
+        patch.setattr(nibble_permutation_triton, "permute_kernel", launches)
         parts = torch.zeros(1, dtype=torch.int32) if some else None
-        moved_nibbles_triton.move(moves, *(torch.empty(5, n, dtype=torch.uint8) for n in (size, made)), parts)
-    compile_launch(moved_nibbles_triton.move_kernel, *launches.found[0], arch)
+        nibble_permutation_triton.permute(
+            permutation, *(torch.empty(5, n, dtype=torch.uint8) for n in (size, made)), parts
+        )
+    compile_launch(nibble_permutation_triton.permute_kernel, *launches.found[0], arch)
 
 
 def test_kernel():
@@ -86,20 +90,20 @@ def test_kernel():
     pytest.importorskip("triton")
     code = """
 import torch
-from phalanx.kernels.moe import moved_nibbles, moved_nibbles_triton
+from phalanx.kernels.moe import nibble_permutation, nibble_permutation_triton
 from phalanx.tests.kernels.attention.decoding import mend_interpreter
 
 mend_interpreter()
 for units, size, made in ((1, 7, 9), (19, 300, 1100), (8, 40, 40)):
     table = torch.randint(0, 2 * size, (made,)) | torch.randint(0, 2 * size, (made,)) << 16
-    moves = moved_nibbles.Moves(table.int(), torch.randint(0, 256, (made,), dtype=torch.uint8), size)
+    permutation = nibble_permutation.Permutation(table.int(), torch.randint(0, 256, (made,), dtype=torch.uint8), size)
     given = torch.randint(0, 256, (units, size), dtype=torch.uint8)
     out = torch.empty(units, made, dtype=torch.uint8)
-    moved_nibbles_triton.move(moves, given, out)
-    want = moved_nibbles.move_reference(moves, given)
+    nibble_permutation_triton.permute(permutation, given, out)
+    want = nibble_permutation.permute_reference(permutation, given)
     assert torch.equal(out.flatten(), want)
     some = torch.zeros_like(out)
-    moved_nibbles_triton.move(moves, given, some, torch.tensor([units // 2], dtype=torch.int32))
+    nibble_permutation_triton.permute(permutation, given, some, torch.tensor([units // 2], dtype=torch.int32))
     assert torch.equal(some[: units // 2], out[: units // 2]) and not some[units // 2 :].any()
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}

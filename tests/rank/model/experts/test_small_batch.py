@@ -9,11 +9,11 @@ from phalanx.kernels import host_memory, jit
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.moe import host_exchange, host_service
 from phalanx.kernels.moe.host_exchange import Fetched
-from phalanx.rank.model.experts import few_tokens
-from phalanx.rank.model.experts.few_tokens import FewTokens
+from phalanx.rank.model.experts import small_batch
 from phalanx.rank.model.experts.fused import FusedExperts
 from phalanx.rank.model.experts.host_buffers import SharedBuffers
-from phalanx.rank.model.experts.offload import ON_DEVICE, ExpertRoom
+from phalanx.rank.model.experts.offload import ON_DEVICE, OffloadOptions
+from phalanx.rank.model.experts.small_batch import SmallBatch
 from phalanx.rank.model.load import load
 
 from ..test_architectures import MODELS, write
@@ -36,8 +36,8 @@ class Played:
             patch.setattr(host_exchange, name, lambda parts, device: parts)
         for name in ("send", "fetch", "collect", "collect_only"):
             patch.setattr(host_exchange, name, getattr(self, name))
-        run = FewTokens.run
-        patch.setattr(FewTokens, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
+        run = SmallBatch.run
+        patch.setattr(SmallBatch, "run", lambda few, steps, *args: self.done(steps.service, run(few, steps, *args)))
         self.sent = 0
 
     def send(self, x, ids, weights, slots, host, exchange):
@@ -84,7 +84,7 @@ class Played:
         if count:
             expert, slot = entry & 0xFFFF, (entry >> 16) - 1
             for part in slots.parts:
-                assert part.moves is None
+                assert part.permutation is None
                 part.slots[slot] = part.there[expert]
             self.enter(slots, expert, slot, first)
         return y
@@ -147,7 +147,7 @@ def path(tmp_path_factory):
 @torch.no_grad()
 def test_both_sides_agree(path, monkeypatch, offload, way, copy):
     """copy: seconds of one, of which the CPU takes 1: with 0.7 it serves steps of few pairs alone."""
-    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(offload, way=way))
+    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(offload, way=way))
     host, played = layer.host, beside_gpu(monkeypatch, layer, made, way)
     if way == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
@@ -162,7 +162,7 @@ def test_both_sides_agree(path, monkeypatch, offload, way, copy):
     assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
     assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
     assert (counters.resident > 0) == (offload == 3)
-    few = sum(count * layer.top_k <= few_tokens.CPU_PAIRS for count in (1, 3, 16, 1, 2, 5) * 3)
+    few = sum(count * layer.top_k <= small_batch.CPU_ROUTED for count in (1, 3, 16, 1, 2, 5) * 3)
     assert played.only == (few if (offload, way, copy) == (3, "auto", 0.7) else 0)
 
 
@@ -170,7 +170,7 @@ def test_both_sides_agree(path, monkeypatch, offload, way, copy):
 @torch.no_grad()
 def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy):
     """One expert a step, where the CPU serves it alone, and meanwhile computes that one, too."""
-    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, ExpertRoom(3, way="auto"))
+    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(3, way="auto"))
     host, played = layer.host, beside_gpu(monkeypatch, layer, made, "auto")
     host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     total, draw = layer.down_proj.experts.size, torch.Generator().manual_seed(0)
@@ -186,28 +186,28 @@ def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy
         assert counters.streamed == 0 and counters.resident + counters.cpu == 12 * layer.top_k
 
 
-@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "moves", "computes"])
+@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutation", "computes"])
 def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     """The fewest pairs: where it is fast enough, one that becomes resident can come, and there are operations."""
     way = other if other in ("cpu", "stream") else "auto"
-    layer, made = experts(path, ExpertRoom(100 if other == "none resident" else 3, way=way))
+    layer, made = experts(path, OffloadOptions(100 if other == "none resident" else 3, way=way))
     host = layer.host
     beside_gpu(monkeypatch, layer, made, way)
     host._choice.costs = host._choice.costs._replace(cpu=(1.0,) * 4, copy=0.4 if other == "slow" else 0.7)
     if other == "arrive":
         monkeypatch.setattr(host_exchange, other, lambda parts: False)
-    if other == "moves":
+    if other == "permutation":
         monkeypatch.setattr(host.shared.streamer, other, lambda layer: [])
     if other == "computes":
         monkeypatch.setattr(host.layer, other, lambda dtype: False)
-    assert (host.few._arrivals(1) is not None) == (other in ("", "computes"))
-    assert host.few.supports(torch.float32) == (other != "computes")
+    assert (host.small_batch._arrivals(1) is not None) == (other in ("", "computes"))
+    assert host.small_batch.supports(torch.float32) == (other != "computes")
 
 
 @torch.no_grad()
 def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     """The GPU does not wait for it any more."""
-    layer, made = experts(path, ExpertRoom(100, way="cpu"))
+    layer, made = experts(path, OffloadOptions(100, way="cpu"))
     beside_gpu(monkeypatch, layer, made, "cpu")
 
     def fail(*_):

@@ -1,14 +1,14 @@
-// x [rows, inputs] in int8 planes, as the operations of weights in blocks read it (digits.h, blocks.h), also of
+// x [rows, inputs] in int8 planes, as the operations of weights in blocks read it (int8_planes.h, blocks.h), also of
 // experts' rows that an activation makes.
 
 #include "op.h"
 #include "simd.h"
-#include "digits.h"
+#include "int8_planes.h"
 #include "activations.h"
 #include "experts.h"
 
 struct Split {
-    const void *x, *ends;  // ends: int32 [experts + 1], whose first and last say which rows; null: all
+    const void *x, *offsets;  // offsets: int32 [experts + 1], whose first and last say which rows; null: all
     void* y;               // [rows] of row_bytes
     int64_t rows, inputs, pitch, experts;
 };
@@ -16,7 +16,7 @@ struct Split {
 // The rows of experts, which become the inner ones on the way: x = f(gate) * up of both [rows, 2 * inputs], gate next
 // to up.
 struct SplitGated {
-    const void *both, *ends;
+    const void *both, *offsets;
     void *x, *y;  // x [rows, inputs]
     int64_t inputs, experts, limit;  // of the activation, in 1 / LIMIT_UNITS
 };
@@ -33,7 +33,7 @@ EXPORT const int64_t max_rows_f32 = FEW_ROWS, max_rows_bf16 = FEW_ROWS;
 #if defined(DOT_FOURS) || defined(DOT_PAIRS)
 // Run `run` of a row, whose inputs are x.
 template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t run, int64_t inputs, Sums& to) {
-    constexpr int BITS = 8 * DIGITS<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
+    constexpr int BITS = 8 * PLANES<T> - 2;  // numbers are below 2^BITS, of runs that are not tiny
     Vec values[RUN / LANES], most = {}, none = {};
     for (int v = 0; v < RUN / LANES; v++) {
         values[v] = load(x + v * LANES);
@@ -55,20 +55,20 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
         const int half = v * LANES / (RUN / 2);
         Ints left = nearest(values[v] * factor);
 #if defined(DOT_FOURS)
-        int32_t whole[DIGITS<T>];
-        for (int d = 0; d < DIGITS<T>; d++) {
-            Ints digit = left << 24 >> 24;
-            store((int8_t*)row + d * inputs + run * RUN + v * LANES, digit);
-            whole[d] = sum(digit);
-            left = (left - digit) >> 8;
+        int32_t whole[PLANES<T>];
+        for (int d = 0; d < PLANES<T>; d++) {
+            Ints plane = left << 24 >> 24;
+            store((int8_t*)row + d * inputs + run * RUN + v * LANES, plane);
+            whole[d] = sum(plane);
+            left = (left - plane) >> 8;
         }
         to.low[half] += whole[1] * 256 + whole[0];
-        if (DIGITS<T> == 3) to.high[half] += whole[DIGITS<T> - 1];
+        if (PLANES<T> == 3) to.high[half] += whole[PLANES<T> - 1];
 #else
         Ints low = left << 16 >> 16, high = (left - low) >> 16;
         store_pairs((int16_t*)row + run * RUN + v * LANES, low);
         to.low[half] += sum(low);
-        if (DIGITS<T> == 3) {
+        if (PLANES<T> == 3) {
             store((int8_t*)row + 2 * inputs + run * RUN + v * LANES, high);
             to.high[half] += sum(high);
         }
@@ -78,7 +78,7 @@ template <typename T> INLINE void split_run(const T* x, uint8_t* row, int64_t ru
 }
 #endif
 
-// A run of a row, x, where `row` begins in digits.
+// A run of a row, x, where `row` begins in int8 planes.
 template <typename T> INLINE void split_one(const T* x, uint8_t* row, int64_t run, int64_t inputs) {
     Sums& to = ((Sums*)sums_of<T>(row, inputs))[run];
 #if defined(DOT_FOURS) || defined(DOT_PAIRS)
@@ -93,7 +93,7 @@ template <typename T> INLINE void split_one(const T* x, uint8_t* row, int64_t ru
 
 template <typename T> void split(const Split& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
-    const Rows rows(a.ends, a.experts, a.rows);
+    const Rows rows(a.offsets, a.experts, a.rows);
     Share share((rows.last - rows.first) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
         const int64_t i = rows.first + n / runs, run = n % runs;
@@ -104,7 +104,7 @@ template <typename T> void split(const Split& a, int part, int parts) {
 template <typename F, typename T> void split_gated(const SplitGated& a, int part, int parts) {
     const int64_t runs = a.inputs / RUN;
     const float limit = (float)a.limit / LIMIT_UNITS;
-    const Rows rows(a.ends, a.experts, 0);
+    const Rows rows(a.offsets, a.experts, 0);
     Share share((rows.last - rows.first) * runs, part, parts);
     for (int64_t n = share.first; n < share.last; n++) {
         const int64_t i = rows.first + n / runs, run = n % runs;

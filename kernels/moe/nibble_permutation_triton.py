@@ -1,4 +1,4 @@
-"""moved_nibbles.py in Triton; imported on GPUs."""
+"""nibble_permutation.py in Triton; imported on GPUs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .moved_nibbles import Moves
+from .nibble_permutation import Permutation
 
 SPAN = 1024  # bytes of a unit that a program makes
 EACH = 8  # units, one after the other: where its bytes come from stays in registers
 
 
 @triton.jit(do_not_specialize=["units"])
-def move_kernel(
+def permute_kernel(
     given, out, table, flips, units, parts, SIZE: tl.constexpr, MADE: tl.constexpr, SPAN: tl.constexpr,
     EACH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
@@ -36,9 +36,11 @@ def move_kernel(
         tl.store(out + unit * MADE + at, made.to(tl.uint8), mask=there)
 
 
-def move(moves: Moves, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
-    units, made = given.numel() // moves.size, len(moves.table)
+def permute(permutation: Permutation, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
+    units, made = given.numel() // permutation.size, len(permutation.table)
     grid = triton.cdiv(units, EACH), triton.cdiv(made, SPAN)
     of = 0 if parts is None else units // len(given)
-    told = moves.table if parts is None else parts
-    move_kernel[grid](given, out, moves.table, moves.flips, units, told, moves.size, made, SPAN, EACH, of)
+    told = permutation.table if parts is None else parts
+    permute_kernel[grid](
+        given, out, permutation.table, permutation.flips, units, told, permutation.size, made, SPAN, EACH, of
+    )

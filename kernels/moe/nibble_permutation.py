@@ -1,6 +1,6 @@
 """Bytes repacked into another form in which the same nibbles lie in other places: one kernel for all such forms.
 
-gpu_form.py says by torch how experts for CPUs become experts for GPUs, in some twenty operations. Where that moves
+gpu_layout.py says by torch how experts for CPUs become experts for GPUs, in some twenty operations. Where that moves
 nibbles alone, and flips some bits, trying it out finds from where each comes. What is found is compared with torch.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 MOST = 1 << 15  # bytes of a unit: the numbers of its nibbles have 16 bits
 
 
-class Moves(NamedTuple):
+class Permutation(NamedTuple):
     """How units of `size` bytes are repacked, each alone."""
 
     table: Tensor  # int32 [bytes made]: the numbers of the lower nibble, and of the upper one 16 bits higher
@@ -24,7 +24,7 @@ class Moves(NamedTuple):
     size: int
 
 
-def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Moves | None:
+def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Permutation | None:
     """make: of a tensor like `given`, uint8 [..., n, bytes], another one [..., m, bytes]. None where it does not move
     nibbles within units, of which there are as many as divide n and m."""
     flips = make(torch.zeros_like(given))
@@ -42,26 +42,26 @@ def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Moves | None:
         made = make(one).reshape(units, -1)[0] ^ flips
         low |= (made & 1).int() << bit
         high |= (made >> 4 & 1).int() << bit
-    found = Moves(low | high << 16, flips.contiguous(), size)
+    found = Permutation(low | high << 16, flips.contiguous(), size)
     some = torch.randint(0, 256, given.shape, dtype=torch.uint8, device=given.device)
     known = int(max(low.max(), high.max())) < 2 * size
-    return found if known and torch.equal(move_reference(found, some), make(some).flatten()) else None
+    return found if known and torch.equal(permute_reference(found, some), make(some).flatten()) else None
 
 
-def move_reference(moves: Moves, given: Tensor) -> Tensor:
+def permute_reference(permutation: Permutation, given: Tensor) -> Tensor:
     """given: contiguous, whole units. All bytes made, [n]."""
-    whole = given.reshape(-1, moves.size)
+    whole = given.reshape(-1, permutation.size)
     nibbles = torch.stack((whole & 15, whole >> 4), 2).flatten(1)
-    low, high = moves.table & 0xFFFF, moves.table >> 16 & 0xFFFF
-    return (nibbles[:, low.long()] | nibbles[:, high.long()] << 4).bitwise_xor(moves.flips).flatten()
+    low, high = permutation.table & 0xFFFF, permutation.table >> 16 & 0xFFFF
+    return (nibbles[:, low.long()] | nibbles[:, high.long()] << 4).bitwise_xor(permutation.flips).flatten()
 
 
-def move(moves: Moves, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
-    """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `moves`. parts int32 [1],
-    on GPUs: how many of given [n, ...] are repacked, where not all are."""
+def permute(permutation: Permutation, given: Tensor, out: Tensor, parts: Tensor | None = None) -> None:
+    """Fill `out` with what is made of `given`; both contiguous, uint8, and on the device of `permutation`. parts
+    int32 [1], on GPUs: how many of given [n, ...] are repacked, where not all are."""
     if given.is_cuda:
-        from . import moved_nibbles_triton
+        from . import nibble_permutation_triton
 
-        moved_nibbles_triton.move(moves, given, out, parts)
+        nibble_permutation_triton.permute(permutation, given, out, parts)
     else:
-        out.view(-1).copy_(move_reference(moves, given))
+        out.view(-1).copy_(permute_reference(permutation, given))

@@ -19,18 +19,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....kernels.graph_pieces import capturing
 from ....kernels.moe import host_exchange, host_service
 from ....kernels.moe.host_choice import ADOPTED, Choice, Residency
 from ....kernels.moe.host_exchange import Arriving, Exchange, Made, Part, Slots
 from ....kernels.moe.host_experts import Experts
 from ....kernels.moe.host_service import Layer
+from ....kernels.segmented_graph import capturing
 from .host_buffers import KEPT, Buffer, HostStack, HostView, Kept
 from .host_steps import Steps
 from .streamer import Streamer
 
 FEW = KEPT  # tokens
-CPU_PAIRS = 16  # most pairs of steps that the CPU serves alone: of more the GPU has a share that is worth its kernels
+# Most routed tokens of a step that the CPU serves alone: of more the GPU has a share that is worth its kernels.
+CPU_ROUTED = 16
 # Times the copy of one of many experts that the copy of a single one takes, by the kernel that fetches it
 # (h100-fetch-2026-11-25.txt): a CPU that takes longer for an expert than that is too slow to serve alone.
 DEARER = 2.0
@@ -41,7 +42,7 @@ Work = Callable[[HostView, int], Kept]
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Tensor], Tensor]  # of numbered experts
 
 
-class FewTokens:
+class SmallBatch:
     """One layer's part of such steps."""
 
     def __init__(
@@ -56,7 +57,7 @@ class FewTokens:
         # The `_arrivals` of the fewest routed tokens
         self._arriving: Slots | None = None
         self._layers: dict[tuple[int, int], Layer] = {}
-        if not copies or not streamer.makes_over(layer):
+        if not copies or not streamer.repacks(layer):
             return
         stage = streamer.lend(layer)
         parts = [Part(*both) for both in zip(layer.tensors, stage.raw.tensors, strict=True)]
@@ -72,8 +73,8 @@ class FewTokens:
             return
         device, none = self.streamer.device, slots.stack.size
         fast = self.choice.costs.cpu[0] <= DEARER * self.choice.costs.copy
-        if fast and (moves := self.streamer.moves(self.layer)):
-            arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, moves, strict=True)]
+        if fast and (permutation := self.streamer.permutations(self.layer)):
+            arriving = [Arriving(*of) for of in zip(self.layer.tensors, slots.tensors, permutation, strict=True)]
             if host_exchange.arrive(arriving):
                 self._arriving = Slots(host_exchange.arrivals(arriving, device), table, expert_in, none)
         if self.stack is None:
@@ -87,14 +88,14 @@ class FewTokens:
         hidden = self.layer.stack.w2.shape[1]
         return hidden % 4 == 0 == hidden * dtype.itemsize % 16 and self.layer.computes(dtype)
 
-    def _arrivals(self, pairs: int) -> Slots | None:
+    def _arrivals(self, routed: int) -> Slots | None:
         """The slots in which an expert becomes resident in a step that is launched for so many routed tokens, of which
         the CPU computes all missing experts; None: it does not compute all."""
-        return self._arriving if pairs <= CPU_PAIRS else None
+        return self._arriving if routed <= CPU_ROUTED else None
 
-    def limit(self, pairs: int) -> int:
+    def limit(self, routed: int) -> int:
         """Experts that a step of so many routed tokens may copy."""
-        return min(self.capacity, pairs)
+        return min(self.capacity, routed)
 
     def layer_of(self, view: HostView, tokens: int) -> Layer:
         """The host's part for so many real tokens, which is kept."""
@@ -120,10 +121,10 @@ class FewTokens:
     ) -> Tensor:  # fmt: skip
         """The layer's sums, [T, H], once `send` and resident experts are launched. parts: x, ids and weights. made:
         the CPU's sums that are added."""
-        pieces = capturing()
-        if pieces is not None:
+        segmented = capturing()
+        if segmented is not None:
             y = self._launch(steps.exchange, resident, parts, compute, made)
-            steps.add(pieces, self, view)
+            steps.add(segmented, self, view)
             return y
         mine = self.layer_of(view, len(parts[0]))
         steps.service.choose(mine)  # before anything is launched that waits: what it loads may wait for the GPU
@@ -149,6 +150,6 @@ class FewTokens:
             return host_exchange.collect(resident, None, made, x, exchange)
         self.streamer.lent()
         fetched = host_exchange.fetch(self._parts, ids, self.capacity, self.choice.first, exchange)
-        self.streamer.make_over(self.layer, self.limit(ids.numel()), fetched.found)
+        self.streamer.repack(self.layer, self.limit(ids.numel()), fetched.found)
         copied = compute(x, fetched.numbers, weights, self.stack, fetched.of)
         return host_exchange.collect(resident, copied, made, x, exchange, fetched, self._slots, self.choice.first)

@@ -1,9 +1,9 @@
-"""Experts made over on a GPU in one pass, beside torch's way."""
+"""Experts repacked on a GPU in one pass, beside torch's way."""
 
 import pytest
 import torch
-from phalanx.kernels.moe import moved_nibbles
-from phalanx.kernels.quantized import affine, gpu_form
+from phalanx.kernels.moe import nibble_permutation
+from phalanx.kernels.quantized import affine, gpu_layout
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.stack import stack
 from phalanx.kernels.quantized.super_blocks import q2_k, q4_0, q4_k, q5_k, q6_k
@@ -22,14 +22,14 @@ def test_forms(codec, experts, outputs, inputs):
     encoded = (
         (*in_groups, torch.randint(0, 16, in_groups[1].shape).short()) if codec is affine else codec.encode(weight)
     )
-    one = gpu_form.parts(stack(codec, lambda _: encoded, (1, outputs, inputs)))
+    one = gpu_layout.parts(stack(codec, lambda _: encoded, (1, outputs, inputs)))
 
     def make(x):
-        return gpu_form.parts(gpu_form.of_gpu(one.of([x]))).tensors[0]
+        return gpu_layout.parts(gpu_layout.repack_for_gpu(one.of([x]))).tensors[0]
 
     first = one.tensors[0].cuda()
     given = torch.randint(0, 256, (experts, *first.shape[1:]), dtype=torch.uint8, device="cuda")
-    want, moves = make(given), moved_nibbles.find(make, first)
+    want, permutation = make(given), nibble_permutation.find(make, first)
     out = torch.empty_like(want)
-    moved_nibbles.move(moves, given, out)
+    nibble_permutation.permute(permutation, given, out)
     assert torch.equal(out, want)

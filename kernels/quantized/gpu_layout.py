@@ -18,7 +18,7 @@ from .floats import Floats
 from .ggml_types import Decoded
 from .stack import Stack, padded
 
-CHUNK = 16 << 20  # bytes that are made over at once: what that takes beside them is a few times as much
+CHUNK = 16 << 20  # bytes that are repacked at once: what that takes beside them is a few times as much
 
 
 class Parts(NamedTuple):
@@ -58,7 +58,7 @@ def parts(stack: Any) -> Parts:
     return Parts([one.unflatten(0, (stack.shape[0], -1)) for one in stack.tensors], stack)
 
 
-def of_gpu(stack: Any) -> Any:
+def repack_for_gpu(stack: Any) -> Any:
     """The weights [E, O, I] repacked for GPUs, if their sizes have a layout there; those of others have become plain
     before. Small next to the memory that it takes meanwhile: see CHUNK."""
     packed = stack.packed if isinstance(stack, Stack) else None
