@@ -29,7 +29,7 @@ LESS_MEMORY = "Lower --max-num-batched-tokens, --max-num-seqs, --kv-fraction or 
 
 
 class HostMemoryError(MemoryError):
-    """The system refuses host memory. The message says how much, and under which limit."""
+    """The system refuses host memory. The message has the size and the limit."""
 
 
 def lacks_memory(error: BaseException) -> bool:

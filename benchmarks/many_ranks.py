@@ -58,7 +58,7 @@ PREFILL = 22e-6
 
 
 def tree(ranks: int, size: int) -> float:
-    """Seconds of a broadcast in which nobody has to be waited for."""
+    """Seconds of a broadcast in which no rank has to be waited for."""
     return math.ceil(math.log2(ranks)) * (HOP + size / BANDWIDTH) if ranks > 1 else 0.0
 
 

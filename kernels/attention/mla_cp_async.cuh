@@ -1,8 +1,8 @@
 // Tiles of mla_decode.cu that threads copy, each token once: in 16 bits, or in e4m3 where TMA is not.
 //
-// A ring holds RING_PANELS panels; a tile is two of them. Each warp copies four tokens of each tile, and multiplies a quarter of
-// the elements of 16 tokens' scores. A panel has its tokens' rows, and behind them, where FP8, their scales: of latents
-// and then of the rest.
+// A ring holds RING_PANELS panels; a tile is two of them. Each warp copies four tokens of each tile, and multiplies a
+// quarter of the elements of 16 tokens' scores. A panel has its tokens' rows, and behind them, where FP8, their scales:
+// of latents and then of the rest.
 #include "async_copy.cuh"
 
 #define CACHE const T*

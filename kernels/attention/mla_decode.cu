@@ -13,9 +13,9 @@
 // mla_store_triton.py does. The step's own tokens, each the last one of its sequence, and q wait for it.
 //
 // FP8: the cache has e4m3 codes, and for each block its tokens' scales, of latents and then of the rest
-// (rope/fp8_cache.py). Codes become f16, whatever T is, by one instruction for two (e4m3x4_to_f16). ldmatrix moves pairs of
-// bytes, so that of 16 elements of a key a lane has four neighbours, and queries are loaded in the same order; of
-// values an operand has the even columns of 16, and another one the odd ones. Queries are divided by a power of two
+// (rope/fp8_cache.py). Codes become f16, whatever T is, by one instruction for two (e4m3x4_to_f16). ldmatrix moves
+// pairs of bytes, so that of 16 elements of a key a lane has four neighbours, and queries are loaded in the same order;
+// of values an operand has the even columns of 16, and another one the odd ones. Queries are divided by a power of two
 // (query_exponent). No element is multiplied by its scale: scores are by those of keys, and a token's weight has its
 // value's.
 #include "mma.cuh"

@@ -4,10 +4,10 @@
 // A weight is (code - zero) * scale, minus a minimum where its form has any. It lies in blocks of 16 outputs, whose
 // groups of `super` inputs follow each other: a thread reads one stream of memory. A group is a head of its own, and of
 // each 32 inputs the codes, four inputs of each output side by side: VNNI multiplies and adds such fours of bytes with
-// x in int8 planes (int8_planes.h), for 16 outputs at once, NEON's dot products for 4, and so do the tiles of AMX, for 16
-// rows at once. What is added of a group is exact, so all make the same to the last bit. AVX2 without VNNI multiplies
-// and adds pairs: the first two int8 planes as one number, which makes the same where x is bf16. Elsewhere codes are
-// converted to f32, and with AVX2 for three and more rows of f32: of so many that takes fewer instructions.
+// x in int8 planes (int8_planes.h), for 16 outputs at once, NEON's dot products for 4, and so do the tiles of AMX, for
+// 16 rows at once. What is added of a group is exact, so all make the same to the last bit. AVX2 without VNNI
+// multiplies and adds pairs: the first two int8 planes as one number, which makes the same where x is bf16. Elsewhere
+// codes are converted to f32, and with AVX2 for three and more rows of f32: of so many that takes fewer instructions.
 //
 // A form is a class of the source that includes this: Blocks below, and
 //     GROUPS         of 32 inputs, 1 or 2, that have numbers of their own

@@ -36,8 +36,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = {path.stem: path for path in sorted(HERE.parent.glob("*/*.cpp"))}
 HEADERS = {path.name: path for path in sorted(HERE.glob("*.h"))}
 
-# From the best, by processors. What /proc/cpuinfo must list, and what the compiler is told. `generic` is what every
-# such processor has; on aarch64 that is NEON. Grace has SVE2, too, but no wider vectors by it.
+# From the best, by processors. What /proc/cpuinfo must list, and what the compiler gets as flags. `generic` is what
+# every such processor has; on aarch64 that is NEON. Grace has SVE2, too, but no wider vectors by it.
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_FLAGS = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512))
 _DOTPROD = ("atomics", "asimdrdm", "asimddp")
@@ -75,7 +75,7 @@ _CHECKSUM = 32  # bytes behind the library
 
 
 class CompileError(Exception):
-    """No compiler here makes a library of the source; the message says what each one said."""
+    """No compiler here makes a library of the source; the message has each one's output."""
 
 
 def isas() -> list[str]:

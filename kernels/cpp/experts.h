@@ -22,10 +22,11 @@ inline int64_t blocks_before(int64_t until, int64_t at, int64_t each, int64_t bl
     return count < blocks ? count : blocks;
 }
 
-// Calls f(expert, block, first row, last row) for this thread's blocks. `offsets` [experts + 1]: where each expert's rows
-// begin. A block is some outputs of an expert's weight; experts without rows have none. Most blocks are shared out at first,
-// as neighbours, which are read as one stream. Threads that have done theirs take the last ones one by one, as cores that
-// other processes use are slower. taken, int64: counts these; 0 before and after. Calls that may run at once need one each.
+// Calls f(expert, block, first row, last row) for this thread's blocks. `offsets` [experts + 1]: where each expert's
+// rows begin. A block is some outputs of an expert's weight; experts without rows have none. Most blocks are shared out
+// at first, as neighbours, which are read as one stream. Threads that have done theirs take the last ones one by one,
+// as cores that other processes use are slower. taken, int64: counts these; 0 before and after. Calls that may run at
+// once need one each.
 template <typename F>
 inline void each_block(const int32_t* offsets, int64_t experts, int64_t blocks, void* taken, int part, int parts, F f) {
     int64_t all = 0, count = 0, at = 0, dynamic = 0;

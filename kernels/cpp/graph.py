@@ -60,7 +60,7 @@ class Memory:
         return made.as_strided(like.shape, like.stride())
 
     def owns(self, x: Tensor) -> bool:
-        """Whether x is of a captured function, so that nobody need keep it for its replays."""
+        """Whether x is of a captured function, so that no caller has to keep it for its replays."""
         at = x.data_ptr()
         blocks = [one for one in (ref() for ref in self._lent.values()) if one is not None]
         return any(one.ctypes.data <= at < one.ctypes.data + one.nbytes for one in blocks)

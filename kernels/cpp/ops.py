@@ -29,7 +29,7 @@ Value = Tensor | int | float | None
 
 
 class Recorder(Protocol):
-    """Is told of every operation while it is set."""
+    """Called with every operation while it is set."""
 
     def add(self, function: int, arguments: bytes, tensors: list[Tensor]) -> None: ...
 

@@ -1,9 +1,9 @@
 // Runs a list of operations on a few threads: each thread goes through the whole list and does its part of every
 // operation; a barrier of all of them stands between two operations. The caller is thread 0, so that one thread needs
-// nobody.
+// no thread.
 //
-// Who waits as long as wait.h says sleeps until it is woken (futex): idle threads cost nothing, and a machine with fewer
-// cores than threads still gets on.
+// A thread that has waited as long as wait.h sets sleeps until it is woken (futex): idle threads cost nothing, and a
+// machine with fewer cores than threads still gets on.
 
 #include <linux/futex.h>
 #include <pthread.h>

@@ -171,7 +171,7 @@ INLINE Ints load_bytes(const uint8_t* p) {
 //
 // e4m3 is f16 with the exponent's bias 7 instead of 15 and three bits of mantissa: where those bits lie in f16's
 // places, the number is 2^8 times too small. Its smallest numbers are f16's smallest, too, which processors that
-// convert f16 convert as fast as others; f32 has no such, so that elsewhere they are told apart.
+// convert f16 convert as fast as others; f32 has no such, so that elsewhere they are distinguished.
 #if defined(__AVX2__) || defined(__aarch64__)
 constexpr float E4M3_LESS = 0x1p8f;
 #else

@@ -68,7 +68,8 @@ template <int C, int A, int B> INLINE void tile_dot_bf16() {
         }
 }
 #else
-// In assembly, as compilers' macros take no template's number for a tile, and GCC 12's do not say that memory is read.
+// In assembly, as compilers' macros take no template's number for a tile, and GCC 12's do not declare that memory is
+// read.
 INLINE void tiles_begin(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 // Else the kernel would save and restore tiles at every switch of threads.
 INLINE void tiles_end() { __asm__ volatile("tilerelease" ::: "memory"); }

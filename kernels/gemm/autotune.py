@@ -172,7 +172,7 @@ def fastest(times: Callable[[list[Algo]], list[float]], algos: list[Algo]) -> Al
     usual, *_ = algos
     again = list(dict.fromkeys([usual, *fast]))
     for _ in range(ROUNDS if len(again) > 1 else 0):
-        again.reverse()  # a clock that falls meanwhile is nobody's disadvantage
+        again.reverse()  # candidates alternate, so clock drift biases none
         for algo, taken in zip(again, times(again), strict=True):
             best[algo] = min(best[algo], taken)
     first = min(fast, key=best.__getitem__)

@@ -1,7 +1,7 @@
 // Rows of x in e4m3 for routed tokens, in the order of group.cu: as e4m3_encode.cuh makes them and
-// e4m3_experts.cu takes them. codes [routed, I] and scales [routed]; sorted_weights [routed]: the routed tokens' weights. x
-// is [tokens, I], TOP routed tokens a token; with TOP of 0 it is [routed, I] in that order already. A block has a
-// routed token. Places that no routed token of these EXPERTS has stay as they are. For sm_90 and later.
+// e4m3_experts.cu takes them. codes [routed, I] and scales [routed]; sorted_weights [routed]: the routed tokens'
+// weights. x is [tokens, I], TOP routed tokens a token; with TOP of 0 it is [routed, I] in that order already. A block
+// has a routed token. Places that no routed token of these EXPERTS has stay as they are. For sm_90 and later.
 #include "e4m3_encode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

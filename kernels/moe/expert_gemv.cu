@@ -1,4 +1,4 @@
-// The experts of one to a few tokens: each routed token reads that expert's weights as
+// The experts of a small batch: each routed token reads that expert's weights as
 // fast as memory gives them. w13 [experts, 2 INNER, HIDDEN] is gate over up, w2 [experts, HIDDEN, INNER]. Routed tokens
 // go along the grid's first axis, so that tokens with the same expert read the same rows at about the same time, and
 // all but one from the second-level cache.

@@ -11,7 +11,7 @@
 // tokens; the others multiply both by tensor cores. Chunks lie in shared memory as in pipelined_gemm.cu: boxes of 64
 // inputs, whose 16-byte vectors are permuted in each row.
 //
-// Weights do not wait for each other's GEMM: only rows of h do, until `done` says that all items of their tile are
+// Weights do not wait for each other's GEMM: only rows of h do, until `done` shows that all items of their tile are
 // there. An item of w2 may wait for an item of w13 that another block has, so a block must not take one while blocks
 // with a first item of their own have not started: with another process or stream on the GPU they may need this block's
 // multiprocessor. A block therefore takes no second item before all have started. It waits PATIENCE for that and then
@@ -481,8 +481,8 @@ __device__ inline void multiply_warps(const Tiles& tiles, const Ring& ring, cons
 #endif
 
 // shared_h: [tokens, SHARED_INNER]; it, shared_w13 and shared_w2 are anything without SHARED_INNER. With MAX_SORTED,
-// `sorted_ids` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start are
-// anything.
+// `sorted_ids` are the routed tokens' ids, of EXPERTS experts, which each block sorts; ends, tile_expert and tile_start
+// are anything.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 expert_mlp(const T* x, const __grid_constant__ TensorMap w13, const __grid_constant__ TensorMap w2, const int* sorted_ids,
            const int* offsets, const int* tile_expert, const int* tile_start, const float* weights, T* h, T* y, int* done, int most,

@@ -4,9 +4,9 @@ struct Totals {
     int routed, tiles;
 };
 
-// A warp: count(e) says how many routed tokens expert e has; place(e, start, tile, tiles) gets where its routed tokens
-// begin, which its first tile of ROWS is, and how many tiles it has. Returns those of all EXPERTS. Running sums go over
-// 32 experts at a time.
+// A warp: count(e) is the number of routed tokens of expert e; place(e, start, tile, tiles) gets where its routed
+// tokens begin, which its first tile of ROWS is, and how many tiles it has. Returns those of all EXPERTS. Running sums
+// go over 32 experts at a time.
 template <class Count, class Place> __device__ inline Totals scan_experts(Count count, Place place) {
     const int lane = threadIdx.x % 32;
     Totals before = {};

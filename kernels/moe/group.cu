@@ -3,9 +3,9 @@
 // block has a part, PART of them: `count_parts` counts the routed tokens of each part, and `group_parts` sorts them.
 //
 // ids [routed] → order [routed]: routed tokens, expert by expert; ends [EXPERTS + 1]: where each expert's begin;
-// tile_expert and tile_start [tiles]: a tile's expert and its first place in `sorted_ids`. Tiles that are not needed have
-// expert -1. Routed tokens of one expert come in any order: every one of them is computed for itself. Of more experts
-// than EXPERTS, those from `first` on are sorted; routed tokens of the others are in no tile.
+// tile_expert and tile_start [tiles]: a tile's expert and its first place in `sorted_ids`. Tiles that are not needed
+// have expert -1. Routed tokens of one expert come in any order: every one of them is computed for itself. Of more
+// experts than EXPERTS, those from `first` on are sorted; routed tokens of the others are in no tile.
 #include "expert_tiles.cuh"
 
 struct Experts {  // in shared memory

@@ -19,7 +19,7 @@ __device__ inline void tell(unsigned* to, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Looks at a count of the host until it has come to `want`; it may be further. Where `given_up` says that it will not,
+// Looks at a count of the host until it has come to `want`; it may be further. Where `given_up` shows that it will not,
 // this ends too, and shows it itself after LIMIT_S seconds.
 __device__ inline unsigned await_host(const unsigned* flag, unsigned want, unsigned* given_up) {
     constexpr unsigned HOST_IS_LATE = 2;  // as in host_service.py
@@ -180,10 +180,10 @@ __device__ inline void add_up(const T* resident, const T* copied, const Made& ma
     }
 }
 
-// y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag says that
-// this is there; n is a multiple of 4. The flag behind says that it never will be. Blocks behind those of y adopt. own:
-// what the CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums were
-// there already.
+// y [n] = what resident experts made, and copied ones, where there are any, and the CPU's [n], once the flag shows that
+// this is there; n is a multiple of 4. The flag behind shows that it never will be. Blocks behind those of y adopt.
+// own: what the CPU makes of this layer, owed: of the layer before. late: the count of the latest layer at which sums
+// were there already.
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_collect(const T* resident, const T* copied, const float* own, const float* owed, T* y, unsigned* state,
              unsigned* flag, unsigned* late, int n, const int* count, const int* slots, const long long* of,

@@ -1,4 +1,4 @@
-// The host's part of small-batch steps with a GPU, layer by layer: wait for the layer's tokens and choices, say which
+// The host's part of small-batch steps with a GPU, layer by layer: wait for the layer's tokens and choices, list which
 // experts the GPU is to copy, and compute others. A thread of its own does it for whole steps, so that neither side
 // waits for Python between two layers.
 
@@ -73,7 +73,7 @@ static void choose(const Shared& s, const Layer& layer, uint32_t count) {
     const int64_t copies = layer.found[2];
     for (int64_t i = 0; i < copies; i++)
         s.list[1 + i] = (uint32_t)layer.copied[i] | (uint32_t)(layer.adopted[i] + 1) << 16;
-    // Also where nobody reads it: kernels compare by order, and a count of millions of layers ago would seem to come
+    // Also where no kernel reads it: kernels compare by order, and a count of millions of layers ago would seem to come
     // later.
     __atomic_store_n(s.list, count << 9 | (uint32_t)copies, __ATOMIC_RELEASE);
     const int64_t served = layer.copies == COPIES_TO_STAY ? 0 : copies;  // not those that are computed here, too

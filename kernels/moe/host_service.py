@@ -144,7 +144,7 @@ class Service:
             raise RuntimeError(LATE[late])
 
     def _check(self) -> None:
-        """Raises what the GPU has to say. What was sent since the last look counts."""
+        """Raises the error that the GPU has reported. What was sent since the last look counts."""
         if torch.cuda.current_stream().query() and int(self._sent[0]) & 0xFFFFFFFF != self._count:
             raise RuntimeError("the GPU has done all that was launched, but sent nothing to the host")
 

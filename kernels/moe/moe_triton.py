@@ -78,7 +78,7 @@ def expert_up_kernel(
         return
     rows = tl.load(tile_start + tile) + tl.arange(0, ROWS)
     valid = rows < tl.load(offsets + expert + 1)
-    routed = tl.load(sorted_ids + rows, mask=valid, other=0)  # rows past the end compute what nobody stores
+    routed = tl.load(sorted_ids + rows, mask=valid, other=0)  # results of rows past the end are not stored
     outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     from_x = x + (routed // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
     gates = expert * 2 * INNER + outputs % INNER

@@ -1,6 +1,6 @@
 """Bytes repacked into another form in which the same nibbles lie in other places: one kernel for all such forms.
 
-gpu_layout.py says by torch how experts for CPUs become experts for GPUs, in some twenty operations. Where that moves
+gpu_layout.py repacks experts for CPUs into experts for GPUs by some twenty operations of torch. Where that moves
 nibbles alone, and flips some bits, trying it out finds from where each comes. What is found is compared with torch.
 """
 

@@ -1,4 +1,4 @@
-// The quantised experts of one to a few tokens, whose weights are in packed tiles (kernels/quantized/packed_gemm.py):
+// The quantised experts of a small batch, whose weights are in packed tiles (kernels/quantized/packed_gemm.py):
 // each routed token of a token and one of its TOP experts reads that expert's weights for itself. Weights are [experts,
 // OUTPUTS, I]. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up, of x [tokens, I];
 // else y [tokens, OUTPUTS] is the sum over each token's experts, of x [routed, I], which has the routed tokens' weights

@@ -88,7 +88,7 @@ def sizes_of_gemm(stack: Stack, act: str, top: int, bias: bool) -> dict[str, jit
     return dict(**constants, I=inputs, OUTPUTS=outputs, TOP=top, **gate_sizes(act), BIAS=int(bias))
 
 
-# -- one to a few tokens: two kernels that read weights routed token by routed token (quantized_expert_gemv.cu)
+# -- small batches: two kernels that read weights routed token by routed token (quantized_expert_gemv.cu)
 
 GEMV_WARPS = 8  # of a block
 GEMV_SHARED = 96 << 10  # bytes of x in a block's shared memory: two blocks fit on a multiprocessor of sm_90

@@ -1,9 +1,9 @@
 // Grouped GEMMs of quantised experts with some routed tokens each, by Hopper's asynchronous tensor-core instructions of
-// 16 bits: for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_routed.cu makes it, so that the routed
-// tokens of an expert are rows side by side. Weights are [experts, OUTPUTS, I] in packed tiles of a quantised format.
-// With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that order; else y [routed,
-// OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added, times the routed token's
-// weight where x has it in already.
+// 16 bits: for sm_90a alone. x [routed, I] is in the order of group.cu, as gather_routed.cu makes it, so that the
+// routed tokens of an expert are rows side by side. Weights are [experts, OUTPUTS, I] in packed tiles of a quantised
+// format. With GATED, y [routed, OUTPUTS / 2] is weight of the routed token * act(gate) * up in that order; else y
+// [routed, OUTPUTS] is in the routed tokens' own order. With BIAS, bias [experts, OUTPUTS] is added, times the routed
+// token's weight where x has it in already.
 //
 // A tile has up to ROWS routed tokens of one expert and M outputs of the weights (expert_walk.cuh). One warp has bulk
 // copies bring chunks of KC inputs of the weights, and TMA the same inputs of x, STAGES ahead and on into the next tile
@@ -26,7 +26,7 @@ constexpr int STAGE = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;
 constexpr int OUTS = GATED ? M / 2 : M, WIDTH = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y: of a tile, and all
 constexpr int N_TILES_OF_Y = WIDTH / 16;
 constexpr int ROWS_PER_LANE = (ROWS + 31) / 32;  // rows that a lane knows
-// Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
+// Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu has the reason.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 3 ? 160 : 232;
 static_assert((GROUPS == 2 || GROUPS == 3) && GROUPS * REGISTERS + TO_COPY <= (GROUPS + 1) * AT_START);

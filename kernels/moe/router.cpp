@@ -1,4 +1,4 @@
-// A router for small batches (router.py says what it computes): logits, of which threads share the tokens' products
+// A router for small batches (the same computation as router.py): logits, of which threads share the tokens' products
 // with the experts' rows, and then the choice, of which they share the tokens. All in f32.
 
 #include "op.h"

@@ -20,7 +20,7 @@ constexpr int ROW_BYTES = KC * 2, X_BYTES = ROWS * ROW_BYTES, STAGE = X_BYTES + 
 constexpr int GROUPS = ROWS / 64, THREADS = 128 * GROUPS;  // warpgroups, and threads, that multiply
 // Outputs of an instruction: for one of 256, ptxas wants more registers than three warpgroups begin with.
 constexpr int N = GROUPS == 2 ? M : M / 2, PARTS = M / N;
-// Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu says why.
+// Registers of a thread that copies, and of one that multiplies: quantized_wgmma.cu has the reason.
 constexpr int TO_COPY = GROUPS == 2 ? 40 : 32, REGISTERS = GROUPS == 2 ? 232 : 160;
 static_assert(KC == 64 && M == 256);  // a row of TMA's swizzle, and what the sums of a warpgroup have registers for
 static_assert(I % KC == 0 && WIDTH % 64 == 0 && (GROUPS == 2 || GROUPS == 3));

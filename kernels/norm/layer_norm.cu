@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 layer_norm(const T* x, const T* weight, const T* bias, T* out, int width, int outer, int inner, int step, float eps) {
     launch_dependents();
     const int j = blockIdx.x % width;
-    const Affine affine(weight + (long long)j * step, bias + (long long)j * step);  // nobody writes them
+    const Affine affine(weight + (long long)j * step, bias + (long long)j * step);  // never written
     grid_wait();
     const T* from = x + (long long)(blockIdx.x / width) * outer + (long long)j * inner;
     Vector row[PER];

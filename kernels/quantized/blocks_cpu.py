@@ -27,8 +27,8 @@ class Gated(NamedTuple):
 
 
 def takes(x: Tensor) -> bool:
-    """Whether operations will read what is packed of x [O, I], weights or codes. `target` says on which device that
-    is. x itself may still lie on a GPU: whether operations may read it now, `ops.takes` says."""
+    """Whether operations will read what is packed of x [O, I], weights or codes. `target` has the device on which that
+    is. x itself may still lie on a GPU: `ops.takes` tests whether operations may read it now."""
     return target.of(x) == "cpu" and x.is_contiguous() and x.numel() > 0 and ops.available()
 
 

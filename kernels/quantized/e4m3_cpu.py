@@ -91,7 +91,7 @@ def linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
 
 
 def _widened(x: Tensor, scratch: Scratch, offsets: Tensor | None = None, experts: int = 0) -> tuple[Tensor, ops.Calls]:
-    """x in f32, and the operations that make it. ends: of experts, which say what rows there are."""
+    """x in f32, and the operations that make it. offsets: of experts, which show what rows there are."""
     if x.dtype == torch.float32:
         return x, ()
     wide = scratch.empty(x, tuple(x.shape), torch.float32)

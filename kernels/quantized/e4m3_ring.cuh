@@ -28,7 +28,8 @@ constexpr int SETS = N + ROWS / 2 <= (GROUPS == 4 ? 0 : GROUPS == 3 ? 128 : 192)
 constexpr int LONGEST = PARTS > 1 ? 2 : 4, RUN = ALIKE < LONGEST ? ALIKE : LONGEST;
 constexpr int AT_ONCE = SETS == 1 ? PARTS : RUN == 1 ? 8 : 4;  // parts of runs in a round of the loop
 constexpr int ROWS_PER_LANE = (ROWS + 31) / 32;  // scales of rows that a lane holds
-// Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu says why.
+// Registers of a thread at the start, of one that copies, and of one that multiplies: quantized_wgmma.cu has the
+// reason.
 constexpr int AT_START = 65536 / (THREADS + 128) / 8 * 8, TO_COPY = GROUPS == 2 ? 40 : 32;
 constexpr int REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
 constexpr int TURN = 2;  // the first of the named barriers of turns, one of each warpgroup
@@ -40,7 +41,8 @@ static_assert(ALIKE % RUN == 0 && CHUNKS % RUN == 0);
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A warp has read its part of a stage, which the cluster's blocks that share operands fill, each a part. There is no
-// branch: mbarrier_arrive_at_if() says why. loaded: whether lanes have read scales there, which TMA does not wait for.
+// branch: mbarrier_arrive_at_if() has the reason. loaded: whether lanes have read scales there, which TMA does not wait
+// for.
 __device__ inline void release(Barrier* empty, bool loaded) {
     const int lane = threadIdx.x % 32, first = SPLIT > 1 ? cluster_rank() : 0;
     if (loaded) fence_async_proxy();

@@ -37,9 +37,9 @@ TILES = (  # outputs and rows of a tile, and rows of a matmul; split, share and 
     ((128, 256, 64), ((1, 1, 1), (1, 2, 1), (1, 1, 2))),
 )
 MANY_ROWS = 512  # for which tiles of 64 rows are no choice
-# The tile that reads shared memory least is chosen where a GPU's power is the bound, whatever `time` says. Beside the
-# fastest tile of each, timed alone, the 8B model's linears of 8192 rows lose 1 to 2 % by it, and of 2048 up to 2.5 %,
-# one of them 9 % (H200, 2026-11-27, h200-fp8-ways-2026-11-27.jsonl).
+# The tile that reads shared memory least is chosen where a GPU's power is the bound, whatever `time` estimates. Beside
+# the fastest tile of each, timed alone, the 8B model's linears of 8192 rows lose 1 to 2 % by it, and of 2048 up to 2.5
+# %, one of them 9 % (H200, 2026-11-27, h200-fp8-ways-2026-11-27.jsonl).
 LARGE_ROWS, LARGE_WAVES = 2048, 2
 SHARED_ROWS = 4096  # from which on weights with a scale for each 128 inputs are brought to two tiles at once
 LEAST_STAGES, MAX_STAGES = 3, 8

@@ -85,7 +85,7 @@ def pack_for_device(plain: Floats) -> Packed:
 
 
 def pack_for_gpus(plain: Floats) -> packed_gemm.Packed:
-    """Packs for GPUs, on any device, if `in_packed_tiles` says that they take it."""
+    """Packs for GPUs, on any device, if they take it (`in_packed_tiles`)."""
     if cuda_layouts.takes_wide(plain.inputs, plain.unit):
         return cuda_layouts.pack_wide(plain.codes, plain.scales)
     scales = plain.scales.repeat_interleave(plain.unit // cuda_layouts.E4M3.inputs, 1)

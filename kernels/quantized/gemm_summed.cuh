@@ -1,5 +1,5 @@
 // A chunk of quantized_gemm.cu that is a super-block of 256 inputs with minima for each 32, of up to 16 rows. SUMMERS
-// of warps sum x up over these, a chunk each in turn, and leave the sums as others need them: nobody else sums up.
+// of warps sum x up over these, a chunk each in turn, and leave the sums as others need them: no other warp sums up.
 //
 // Codes are multiplied as they are widened, more by RAISED: an mma begins with what that makes too much. Minima of a
 // n-tile are whole numbers, and one mma multiplies them by the sums of x, in two terms of 16 bits; a factor they share.

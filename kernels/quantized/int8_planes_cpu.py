@@ -35,7 +35,7 @@ def empty(x: Tensor, scratch: Scratch) -> Tensor:
 def split(
     x: Tensor, planes: Tensor, offsets: Tensor | None = None, experts: int = 0
 ) -> tuple[ops.Op, tuple[ops.Value, ...]]:
-    """The operation that makes int8 planes of x [T, I]. ends int32 [experts + 1]: its first and last say which rows;
+    """The operation that makes int8 planes of x [T, I]. offsets int32 [experts + 1]: its first and last bound the rows;
     None: all."""
     return ops.typed("int8_planes_cpu", "split", x.dtype), (x, offsets, planes, *x.shape, x.stride(0), experts)
 

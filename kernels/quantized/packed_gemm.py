@@ -91,7 +91,7 @@ def dequantize_sizes(inputs: int, layout: Layout) -> dict[str, jit.Size]:
     return dict(I=inputs, RUN=RUN, **layout.constants)
 
 
-# The kernel of each kind of config. Configs say how a kernel shares out a GEMM: `shared`, `sizes` and `grid`.
+# The kernel of each kind of config. A config sets how a kernel splits a GEMM: `shared`, `sizes` and `grid`.
 SOURCES = {
     GemvConfig: "quantized_gemv",
     GroupedConfig: "grouped_gemv",

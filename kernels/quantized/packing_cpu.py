@@ -22,7 +22,7 @@ def takes(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether all of x lies in memory as its shape says."""
+    """Whether all of x is contiguous in memory."""
     return x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
 
 

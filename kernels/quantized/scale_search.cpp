@@ -1,5 +1,5 @@
-// Scales of groups of weights, and minima, with which little is lost when they are rounded: scale_search.py says how.
-// And whole super-blocks of the K types, as ggml_encoders.py makes them of these scales, bit for bit.
+// Scales of groups of weights, and minima, with which little is lost when they are rounded: scale_search.py has the
+// method. And whole super-blocks of the K types, as ggml_encoders.py makes them of these scales, bit for bit.
 //
 // Each lane of a vector has a group of its own in the search, so that nothing is added across lanes.
 

@@ -1,4 +1,4 @@
-"""The scale search on GPUs, in Triton: scale_search.py says what is found. A program has some groups, which it reads
+"""The scale search on GPUs, in Triton: scale_search.py describes the result. A program has some groups, which it reads
 once; all scales are tried while they are in registers."""
 
 from __future__ import annotations

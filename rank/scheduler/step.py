@@ -23,7 +23,7 @@ class ScheduledStep:
 
     @property
     def speculative(self) -> bool:
-        """Whether nobody but the ranks knows how many tokens it adds."""
+        """Whether only the ranks know how many tokens it adds."""
         return self.query_len > 1 or self.plan.wanted > 0
 
     @property

@@ -37,7 +37,7 @@ LONGEST_VALUE = 512  # characters of an attribute: a client may name a model of 
 
 
 class _LastMessage(logging.Handler):
-    """Keeps what the exporter logs last: its result does not say why it failed."""
+    """Keeps what the exporter logs last: its result has no reason for a failure."""
 
     text = ""
 
@@ -162,8 +162,8 @@ class RequestTrace:
 
     @contextlib.contextmanager
     def call(self, name: str, attributes: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-        """A span of a call that is made within; whoever is called is told of it. An `error` in what it yields marks it
-        as failed."""
+        """A span of a call that is made within; its id goes to the service that is called. An `error` in what it yields
+        marks it as failed."""
         span = self._tracer.start_span(name, self._within, trace.SpanKind.CLIENT)
         token = context.attach(trace.set_span_in_context(span))
         said: dict[str, str] = {}

@@ -37,7 +37,7 @@ def microbatch_tokens(
 
     Steps of `tokens`, of half as many and so on are timed both ways, on the slowest rank, until one is faster whole.
     Two microbatches are twice as many launches, for which a host may need longer than the all-reduces take that they
-    hide, the more so the shorter the step. Collective over the world. say: writes to the log. kept: as of profile_run.
+    hide, the more so the shorter the step. Collective over the world. say: logs a line. kept: as of profile_run.
     """
     least = min_microbatch_tokens(model, mesh, device)
     if int(world.all_gather(torch.tensor([least])).min()) == 0:  # on one rank: all make the same collectives

@@ -2,7 +2,7 @@
 
 A step knows which experts its tokens have chosen. Those in the layer's resident set are computed on the device as ever.
 Of the others, the CPU computes some where they lie while copies of the rest come to the device (host_choice.py).
-With very many tokens nearly every expert is chosen: then nobody waits to learn which, and all others are copied.
+With very many tokens nearly every expert is chosen: then no step waits for the choice, and all others are copied.
 
 Where the host's memory cannot hold all experts of a layer, the rank's first ones are fixed: they are on the device
 alone, in the last slots, and never leave them. Here experts are numbered from the first one in host memory on, and the

@@ -52,7 +52,7 @@ class Steps:
         latest[2].layers.append((small_batch, view))
 
     def drain(self) -> None:
-        """Until all that was posted is done: then nobody else changes which experts are resident."""
+        """Until all that was posted is done: then nothing else changes which experts are resident."""
         self.service.drain()
         self.count()
 

@@ -71,7 +71,7 @@ def build_measured(
 
 
 def choose(degrees: list[int], rows: tuple[int, ...], times: Tensor) -> tuple[int, str]:
-    """The degree, the first one unless another is faster by GAIN, and what to say of it. times: [degrees, rows], in
+    """The degree, the first one unless another is faster by GAIN, and a line for the log. times: [degrees, rows], in
     seconds, above 0."""
     means = times.log().mean(1).exp()
     best = int(means.argmin())

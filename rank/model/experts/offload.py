@@ -1,4 +1,4 @@
-"""Puts a model's experts into host memory: how many are resident, what is measured, and what the log says."""
+"""Puts a model's experts into host memory: how many are resident, what is measured, and the line of the log."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Offload:
         return self.host_bytes
 
     def attach(self) -> str:
-        """After `pin`: fill the resident sets and measure, next to all other ranks. What the log should say."""
+        """After `pin`: fill the resident sets and measure, next to all other ranks. Returns a line for the log."""
         if not self.layers:
             return ""
         cuda, stacks = self.device.type == "cuda", self._stacks
@@ -332,7 +332,7 @@ def _let_others_sleep() -> None:
 def _beside(
     stack: HostStack, streamer: Streamer, on_cpu: Callable[[], float], cpu: float, copied: float
 ) -> tuple[float, float]:
-    """How many times as long as alone the CPU and copies take next to each other. on_cpu: says seconds of an expert.
+    """How many times as long as alone the CPU and copies take next to each other. on_cpu: returns seconds of an expert.
 
     Its first call is not counted, and no single one tells: threads that had to wake, or lost their core for once, took
     a hundred times as long at some starts.
@@ -354,7 +354,7 @@ def _beside(
 
 
 def _on_cpu(stack: HostStack, act: str, dtype: torch.dtype, rows: int, turns: Iterator[int]) -> Callable[[], float]:
-    """A function that computes some experts of so many rows each, as steps do, and says the seconds of one."""
+    """A function that computes some experts of so many rows each, as steps do, and returns the seconds of one."""
     experts = stack.stack.size
     few = min(CHOSEN, experts)
     x, out = torch.ones(rows, stack.stack.w2.shape[1], dtype=dtype), torch.empty(rows, stack.stack.w2.shape[1])

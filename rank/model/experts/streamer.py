@@ -105,7 +105,7 @@ class Streamer:
         return self._permutations_of(layer) if self.repacks(layer) else []
 
     def repack(self, layer: HostStack, most: int, count: Tensor) -> None:
-        """The first of the first buffer, as many as count [1] says and `most` at most, in the current stream."""
+        """The first of the first buffer, count [1] of them and `most` at most, in the current stream."""
         if layer.same:
             return
         stage = self._stage(layer, 0)

@@ -71,7 +71,7 @@ class StoredStack(ABC):
         """Bits of a weight as `make` keeps it there, with its share of its group's scale; 0: it makes plain weights."""
 
     def slot_bits(self, layer: Stacked, device: torch.device) -> float:
-        """Bits of a weight on a GPU where experts lie in host memory as well; 0: as `kept_bits` says."""
+        """Bits of a weight on a GPU where experts lie in host memory as well; 0: the same as `kept_bits`."""
         return 0
 
     def becomes_plain(self, layer: Stacked, device: torch.device) -> bool:
