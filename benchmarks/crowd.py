@@ -3,9 +3,9 @@
     python benchmarks/crowd.py                    starts a server of its own (serving/paced.py)
     python benchmarks/crowd.py --port 2000        asks a running one on this machine
 
-Each of --streams polite clients asks for one streamed answer after the other, for --seconds; with them are --rude
-misbehaving ones (serving/rude.py): slow readers, never-readers, leavers, resets, half requests. Then the same again,
-with bodies of 10 MB from a sixth of the misbehaving ones. The exit code is 1 unless
+Each of --streams polite clients asks for one streamed answer after the other, for --seconds; with them are
+--misbehaving others (serving/misbehaving.py): slow readers, never-readers, leavers, resets, half requests. Then the
+same again, with bodies of 10 MB from a sixth of these. The exit code is 1 unless
 
 - every polite stream of both runs is whole: all its tokens, its finish_reason, its usage;
 - the median time to first token with the 10 MB bodies is at most twice that without;
@@ -96,7 +96,7 @@ class Run:
     first: list[float] = dataclasses.field(default_factory=list)  # seconds to each stream's first token
     texts: list[str] = dataclasses.field(default_factory=list)
     peak: float = 0.0  # MB
-    rude: dict[str, int] = dataclasses.field(default_factory=dict)
+    misbehaving: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -110,7 +110,7 @@ class Run:
             "median_first_token_s": self.median,
             "worst_first_token_s": max(self.first, default=float("inf")),
             "peak_mb": self.peak,
-            "rude": self.rude,
+            "misbehaving": self.misbehaving,
         }
 
 
@@ -155,27 +155,27 @@ async def crowd(asked: argparse.Namespace, server: Server, large: bool, alone: d
     client = Client(f"http://127.0.0.1:{asked.port}", "EMPTY", timeout=asked.seconds + 120)
     command = [
         sys.executable,
-        str(HERE / "serving/rude.py"),
+        str(HERE / "serving/misbehaving.py"),
         "--port",
         str(asked.port),
         "--clients",
-        str(asked.rude),
+        str(asked.misbehaving),
         "--seconds",
         str(asked.seconds),
         *(["--large"] if large else []),
     ]
     watcher = asyncio.ensure_future(watch(server, run))
-    rude = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    misbehaving = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         until = time.perf_counter() + asked.seconds
         clients = range(asked.streams)
         await asyncio.gather(*(polite(client, i, asked.tokens, until, run, alone.get(i, "")) for i in clients))
-        said, _ = await rude.communicate()
-        run.rude = json.loads(said)
+        said, _ = await misbehaving.communicate()
+        run.misbehaving = json.loads(said)
     finally:
-        if rude.returncode is None:
-            rude.kill()
-            await rude.wait()
+        if misbehaving.returncode is None:
+            misbehaving.kill()
+            await misbehaving.wait()
         watcher.cancel()
     return run
 
@@ -250,8 +250,8 @@ def table(found: dict[str, Any]) -> str:
         ("server process, peak (MB)", "peak_mb", ".0f"),
     ):
         rows.append((title, *(format(run[name], form) for run in runs)))
-    for name in sorted({*runs[0]["rude"], *runs[1]["rude"]}):
-        rows.append((f"rude: {name}", *(str(run["rude"].get(name, 0)) for run in runs)))
+    for name in sorted({*runs[0]["misbehaving"], *runs[1]["misbehaving"]}):
+        rows.append((f"misbehaving: {name}", *(str(run["misbehaving"].get(name, 0)) for run in runs)))
     lines = [f"{title:34} {one:>14} {other:>14}" for title, one, other in rows]
     lines.append(
         f"left afterwards: {', '.join(f'{name} {value:g}' for name, value in found['left'].items())} "
@@ -288,7 +288,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--port", type=int, help="of a running server on this machine; without it one is started")
     made.add_argument("--streams", type=int, default=300, help="polite clients (300)")
-    made.add_argument("--rude", type=int, default=30, help="rude clients (30)")
+    made.add_argument("--misbehaving", type=int, default=30, help="misbehaving clients (30)")
     made.add_argument("--seconds", type=float, default=60.0, help="of each of the two runs (60)")
     made.add_argument("--tokens", type=int, default=64, help="of each polite answer (64)")
     made.add_argument("--step-ms", type=float, default=100.0, help="of the server that is started (100)")

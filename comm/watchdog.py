@@ -5,8 +5,8 @@ So a thread in each rank sends its progress to rank 0. Rank 0 ends the job in fo
 
 * a rank's connection closes while the job runs: the rank has died;
 * a rank sends nothing for `timeout` seconds: it is stuck or cut off;
-* a step is not finished within `timeout`, or FORETOLD times what the longest is foretold to take where that is more:
-  the ranks that are furthest behind are named;
+* a step is not finished within `timeout`, or PREDICTED_FACTOR times the longest step's predicted time where that is
+  more: the ranks that are furthest behind are named;
 * no rank makes progress for a long time before the first step: likewise (startup.py).
 
 Rank 0 then prints rank and host, tells the server through `on_failure`, and ends its process. MPI's process manager
@@ -32,7 +32,8 @@ from .rendezvous import gather_connections
 _STATE = struct.Struct("<cIQQ")  # kind, length of the text that follows, step entered, step finished
 _ALIVE, _FAILED, _REFUSED, _BYE, _WAKE = b"a", b"f", b"r", b"b", b"w"  # refused: rank 0 prints the reason
 _STARTING = b"s"  # alive before the first step; has phase and progress in place of steps
-FORETOLD = 3.0  # times the longest step that is foretold: tokens may all choose the same experts, machines get busy
+# Times the longest step that is predicted: tokens may all choose the same experts, machines get busy.
+PREDICTED_FACTOR = 3.0
 _ABORT_PATIENCE = 2.0  # seconds for MPI_Abort, which hangs if the launcher does not answer
 
 Failure = Callable[[str, int], None]
@@ -63,7 +64,7 @@ class LocalWatchdog:
         """Time the steps of each of these groups (replicas) on its own."""
 
     def expect(self, seconds: float) -> float:
-        """The longest step is foretold to take so long, 0: not foretold. Returns for how long a step may take, or 0
+        """The longest step is predicted to take so long; 0: no prediction. Returns for how long a step may take, or 0
         where no thread looks."""
         return 0.0
 
@@ -152,7 +153,7 @@ class Watchdog(LocalWatchdog):
         self._stalls = [_StepStall(ranks, self._timeout) for ranks in groups]
 
     def expect(self, seconds: float) -> float:
-        patience = max(self._timeout, FORETOLD * seconds)
+        patience = max(self._timeout, PREDICTED_FACTOR * seconds)
         for stall in self._stalls:
             stall.limit = patience
         return patience

@@ -327,8 +327,8 @@ def compile_text(name: str, text: str, arch: str) -> bytes:
         nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
-        told = nvrtc.getProgramLog(program)
-        raise errors.FatalError(f"NVRTC could not compile {name}.cu for {arch}: {error}\n{told}", 1) from None
+        program_log = nvrtc.getProgramLog(program)
+        raise errors.FatalError(f"NVRTC could not compile {name}.cu for {arch}: {error}\n{program_log}", 1) from None
     finally:
         nvrtc.destroyProgram(program)
 

@@ -68,7 +68,7 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"
          "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
 CPUINFO = Path("/proc/cpuinfo")
 COMPILE_SECONDS = 300
-TOLD_EACH = 5.0  # seconds: the log counts up
+LOG_EVERY = 5.0  # seconds: the log counts up
 ERROR_LINES = 8  # of a compiler's message that are shown
 _ARCH_PRCTL = 158  # the system call's number on x86-64
 _CHECKSUM = 32  # bytes behind the library
@@ -189,7 +189,7 @@ def _load_together(names: list[str], isa: str) -> dict[str, ctypes.CDLL]:
         thread.start()
     for thread in threads:
         while thread.is_alive():
-            thread.join(TOLD_EACH)
+            thread.join(LOG_EVERY)
             if thread.is_alive():
                 log.info("compiling C++ kernels: %d of %d", len(found), len(names))
     for one in found.values():

@@ -10,7 +10,7 @@ __device__ inline unsigned load_host(const unsigned* from) {
     return y;
 }
 
-__device__ inline unsigned load_told(const unsigned* from) {
+__device__ inline unsigned load_volatile(const unsigned* from) {
     unsigned y;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
     return y;
@@ -64,30 +64,30 @@ host_send(const uint4* x, const int* ids, const float* weights, const int* slots
 extern "C" __global__ void __launch_bounds__(THREADS)
 host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long long* parts, const int* ids,
            int* count, long long* of, int* slots, int* numbers, int tensors, int routed, int most, int first) {
-    __shared__ int experts[THREADS], told;
+    __shared__ int experts[THREADS], listed;
     grid_wait();
     const unsigned mine = state[1];
     if (blockIdx.x) {
         if (threadIdx.x == 0) {
-            while (load_told(state + 2) != mine) __nanosleep(50);
-            told = *(volatile int*)count;
+            while (load_volatile(state + 2) != mine) __nanosleep(50);
+            listed = *(volatile int*)count;
         }
         __syncthreads();
-        if (threadIdx.x < told) experts[threadIdx.x] = (int)((volatile long long*)of)[threadIdx.x];
+        if (threadIdx.x < listed) experts[threadIdx.x] = (int)((volatile long long*)of)[threadIdx.x];
     } else {
         if (threadIdx.x == 0) {
             const unsigned word = await_host(list, mine << 9, given_up);
-            told = (word ^ mine << 9) > 511 ? 0 : (int)(word & 511), *count = told;
+            listed = (word ^ mine << 9) > 511 ? 0 : (int)(word & 511), *count = listed;
         }
         __syncthreads();
-        const unsigned entry = threadIdx.x < told ? load_host(list + 1 + threadIdx.x) : 0;
+        const unsigned entry = threadIdx.x < listed ? load_host(list + 1 + threadIdx.x) : 0;
         experts[threadIdx.x] = (int)(entry & 0xffff);
         if (threadIdx.x < most) of[threadIdx.x] = experts[threadIdx.x], slots[threadIdx.x] = (int)(entry >> 16) - 1;
         __syncthreads();
         if (threadIdx.x == 0) tell(state + 2, mine);
         for (int p = threadIdx.x; p < routed; p += THREADS) {
             int place = most;
-            for (int i = 0; i < told; i++)
+            for (int i = 0; i < listed; i++)
                 if (experts[i] == ids[p] - first) place = i;
             numbers[p] = place;
         }
@@ -98,7 +98,7 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
     for (int t = 0; t < tensors; t++) {
         const long long bytes = parts[3 * t + 1];
         const int units = (int)(bytes / 16);
-        for (int e = 0; e < told; e++) {
+        for (int e = 0; e < listed; e++) {
             const char* const from = (const char*)parts[3 * t] + experts[e] * bytes;
             uint4* const to = (uint4*)(parts[3 * t + 2] + e * bytes);
             for (int i = begin; i < units; i += AHEAD * step) {
@@ -114,7 +114,7 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
     }
     // expert_mlp.cu may load some of these weights by TMA before its grid_wait(). All blocks of this kernel have ended
     // by then, but only grid_wait() would make their stores visible without these fences.
-    if (told) fence_tma_reads(), __threadfence();
+    if (listed) fence_tma_reads(), __threadfence();
 }
 
 // Copied experts that become resident, and what tells where they are: for the next step's `send`, and nothing before
@@ -197,7 +197,7 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
     if (threadIdx.x == 0) {
         const unsigned mine = state[1];
         if (blockIdx.x) {
-            while (load_told(state + 3) != mine) __nanosleep(50);
+            while (load_volatile(state + 3) != mine) __nanosleep(50);
         } else {
             const unsigned want = Made::awaited(mine);
             if (COPIED && (OWN || OWED) && (int)(load_host(flag) - want) >= 0)
@@ -279,8 +279,8 @@ host_collect_only(const T* resident, const float* own, const float* owed, T* y, 
             tell(state + 2, mine);
         }
     } else if (threadIdx.x == 0) {
-        const unsigned* const told = state + (blockIdx.x < blocks ? 3 : 2);
-        while (load_told(told) != mine) __nanosleep(50);
+        const unsigned* const ready = state + (blockIdx.x < blocks ? 3 : 2);
+        while (load_volatile(ready) != mine) __nanosleep(50);
         entry = *(volatile unsigned*)(state + 4);
     }
     __syncthreads();

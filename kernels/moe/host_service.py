@@ -60,8 +60,8 @@ def layer(
     _, _, copied, adopted, found = (one.data_ptr() for one in choice.results)
     where = choose[0], ctypes.addressof(args), found, copied, adopted, ctypes.addressof(calls), len(calls)
     alone = PLACED if len(made) <= ALONE else 0
-    told = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
-    packed = struct.pack("14qd", *where, *told, lag.data_ptr(), choice.costs.copy)
+    counts = alone, FEW_NUMBERS // made.shape[1], before, made.data_ptr(), made.nbytes, copies
+    packed = struct.pack("14qd", *where, *counts, lag.data_ptr(), choice.costs.copy)
     return Layer(packed, (choice, args, lag, calls, made, *local_experts))
 
 

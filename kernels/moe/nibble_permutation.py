@@ -37,8 +37,8 @@ def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Permutation | None:
     numbers = torch.arange(2 * size, dtype=torch.int32, device=given.device).view(size, 2)
     low, high = (torch.zeros(flips.shape, dtype=torch.int32, device=given.device) for _ in range(2))
     for bit in range((2 * size - 1).bit_length()):
-        told = (numbers >> bit & 1) * 15
-        one = (told[:, 0] | told[:, 1] << 4).to(torch.uint8).expand(units, size).reshape(given.shape)
+        bit_planes = (numbers >> bit & 1) * 15
+        one = (bit_planes[:, 0] | bit_planes[:, 1] << 4).to(torch.uint8).expand(units, size).reshape(given.shape)
         made = make(one).reshape(units, -1)[0] ^ flips
         low |= (made & 1).int() << bit
         high |= (made >> 4 & 1).int() << bit

@@ -40,7 +40,7 @@ def permute(permutation: Permutation, given: Tensor, out: Tensor, parts: Tensor 
     units, made = given.numel() // permutation.size, len(permutation.table)
     grid = triton.cdiv(units, EACH), triton.cdiv(made, SPAN)
     of = 0 if parts is None else units // len(given)
-    told = permutation.table if parts is None else parts
+    count = permutation.table if parts is None else parts
     permute_kernel[grid](
-        given, out, permutation.table, permutation.flips, units, told, permutation.size, made, SPAN, EACH, of
+        given, out, permutation.table, permutation.flips, units, count, permutation.size, made, SPAN, EACH, of
     )

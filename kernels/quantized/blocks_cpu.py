@@ -63,9 +63,9 @@ def experts(
         split = int8_planes_cpu.split(x, planes, offsets, count)
     else:
         split = int8_planes_cpu.split_gated(*gated, x, planes, offsets, count)
-    told = count, of.inputs, outputs, x.stride(0), of.layout.inputs, of.layout.zero
+    dims = count, of.inputs, outputs, x.stride(0), of.layout.inputs, of.layout.zero
     multiply = ops.typed(of.layout.source, f"{of.layout.name}_experts", x.dtype)
-    return split, (multiply, (x, planes, of.blocks, bias, offsets, at, scratch.taken, y, *told))
+    return split, (multiply, (x, planes, of.blocks, bias, offsets, at, scratch.taken, y, *dims))
 
 
 def rows(ids: Tensor, of: Packed, start: int, scale: float, dtype: torch.dtype) -> Tensor:

@@ -105,6 +105,6 @@ def experts(
     """Operations that make y [P, O] of x [P, I], whose rows are sorted by expert, as `blocks_cpu.experts` does."""
     count, outputs = sizes
     wide, calls = _widened(x, scratch, offsets, count)
-    told = count, stack.inputs, outputs, wide.stride(0), stack.unit
-    of = wide, stack.codes, stack.scales, bias, offsets, at, scratch.taken, y, *told
+    dims = count, stack.inputs, outputs, wide.stride(0), stack.unit
+    of = wide, stack.codes, stack.scales, bias, offsets, at, scratch.taken, y, *dims
     return (*calls, (ops.typed(SOURCE, "e4m3_experts", x.dtype), of))

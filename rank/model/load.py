@@ -207,14 +207,14 @@ def _fill_together(
 
 def _attach(model: Model, world: HostComm) -> None:
     """Prepare what is in host memory, once it is there. Collective over world."""
-    told = []
+    lines = []
     if model.offload is not None:  # on all ranks or none
         world.barrier()  # striped loading ends on one rank before the others have filled their parts of what they share
         load_memory.together(world, model.offload.pin)  # they measure at the same time, and no rank pins meanwhile
-        told.append(model.offload.attach())
+        lines.append(model.offload.attach())
     if model.layer_offload is not None:
-        told.append(model.layer_offload.attach(aside=model.offload is None))
-    for text in filter(None, told if world.rank == 0 else ()):
+        lines.append(model.layer_offload.attach(aside=model.offload is None))
+    for text in filter(None, lines if world.rank == 0 else ()):
         log.info(text)
 
 

@@ -151,8 +151,8 @@ class Worker:
             self.grammars[grammar.slot] = grammar
             self.waiting += 1
             sampling = grammar.request.sampling
-            told = grammar.request.grammar, sampling.stop_token_ids, sampling.min_tokens, grammar.tokens
-            self.process.messages.send(process.Start(grammar.slot, *told))
+            fields = grammar.request.grammar, sampling.stop_token_ids, sampling.min_tokens, grammar.tokens
+            self.process.messages.send(process.Start(grammar.slot, *fields))
 
     def give_up(self, why: str, status: int) -> list[Grammar]:
         """End all grammars; those that were not over."""

@@ -127,7 +127,7 @@ class Ngrams:
         new = tokens[self._seen :]
         if self._before and self._seen:
             self._tokens += new
-        told: list[tuple[int, bool]] = []
+        history: list[tuple[int, bool]] = []
         if not self._seen:
             if self._predicts and total == self._sequence.prompt_len:
                 self._run = self._tokens, 0, N
@@ -139,14 +139,14 @@ class Ngrams:
                     continue
                 of, at, length = self._run
                 went_on = at < len(of) and of[at] == token
-                told.append((length, went_on))
+                history.append((length, went_on))
                 self._run = (of, at + 1, length + 1) if went_on else None
         self._seen = total
         length = len(self._tokens)
         self._index.catch_up(length - 1)
         if self._run is None:
             self._run = self._index.find(self._tokens) or self._answers.find(self._sequence.salt, tokens)
-        return told
+        return history
 
     def draft(self, most: int) -> list[int]:
         """Up to so many tokens that probably follow."""

@@ -273,9 +273,9 @@ class Engine:
             pass
         except errors.FatalError as stop:
             why = str(stop) or "it cannot be loaded"
-        told = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
-        if told:
-            raise LoadRefused(told[0], errors.MODEL)
+        reasons = [text.decode() for text in gather_bytes(self.place.world, why.encode()) if text]
+        if reasons:
+            raise LoadRefused(reasons[0], errors.MODEL)
         return cast(T, made)
 
     def _directory(self) -> Path:

@@ -145,8 +145,8 @@ def layout(
     paged = [spec for spec in specs if spec.block(block_size, dtype)]
     windows = Counter(cache_groups.effective_window(spec.window, longest) for spec in paged)
     alike = len({spec.block(block_size, dtype) for spec in paged}) < 2
-    told = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows)))
-    stages = {one.stage: one for one in (msgspec.json.decode(data, type=_StageLayers) for data in told)}
+    gathered = gather_bytes(world, msgspec.json.encode(_StageLayers(stage, alike, windows)))
+    stages = {one.stage: one for one in (msgspec.json.decode(data, type=_StageLayers) for data in gathered)}
     groups = cache_groups.choose_groups([one.windows for one in stages.values()], block_size)
     if len(groups) > 1 and (len(groups) > max_tables or not all(one.alike for one in stages.values())):
         groups = cache_groups.ONE_GROUP

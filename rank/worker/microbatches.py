@@ -44,16 +44,16 @@ def microbatch_tokens(
         return 0
     if tokens % min(tokens, model.max_model_len) == 1:
         tokens -= 1  # a prompt's single token keeps a step whole
-    chosen, told = 0, []
+    chosen, timings = 0, []
     while (half := tokens // 2 // TILE * TILE) >= least:
         mine = [step_seconds(model, mesh, tokens, block_size, device, kept, one) for one in (0, least)]
         whole, split = world.all_gather(torch.tensor(mine)).view(-1, 2).amax(0).tolist()
-        told.append(f"{tokens} tokens take {whole * 1e3:.0f} ms, {split * 1e3:.0f} in two microbatches")
+        timings.append(f"{tokens} tokens take {whole * 1e3:.0f} ms, {split * 1e3:.0f} in two microbatches")
         if split >= whole:
             break
         chosen = max(least, half - TILE)  # a step of a few tokens less is split as well
         tokens //= 2
-    if told:
+    if timings:
         done = f"those of {2 * chosen} prompt tokens and more are split" if chosen else "none is split"
-        say(f"steps of {', of '.join(told)}: {done}")
+        say(f"steps of {', of '.join(timings)}: {done}")
     return chosen

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from phalanx.benchmarks import crowd
-from phalanx.benchmarks.serving import rude
+from phalanx.benchmarks.serving import misbehaving
 
 from .. import word_server
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.long
 def test_a_small_crowd(capsys, tmp_path):
     """The times are the machine's, which may be busy; all else has to hold."""
-    asked = {"streams": 8, "rude": 6, "seconds": 2, "tokens": 5, "step-ms": 20, "json": tmp_path / "out.json"}
+    asked = {"streams": 8, "misbehaving": 6, "seconds": 2, "tokens": 5, "step-ms": 20, "json": tmp_path / "out.json"}
     code = crowd.main([f"--{name}={value}" for name, value in asked.items()])
     found = json.loads((tmp_path / "out.json").read_text())
     timely, whole = found["kept"].pop("first token: median at most twice"), found["kept"]
@@ -25,9 +25,9 @@ def test_a_small_crowd(capsys, tmp_path):
     assert code == (0 if timely else 1)
     for run in ("without_large", "with_large"):
         assert found[run]["whole_streams"] >= 8 and 0 < found[run]["median_first_token_s"] < 10
-    did = found["with_large"]["rude"]
+    did = found["with_large"]["misbehaving"]
     assert did["10 MB answered 400"] and did["leaver"] and did["resets"]
-    assert "10 MB sent" not in found["without_large"]["rude"]
+    assert "10 MB sent" not in found["without_large"]["misbehaving"]
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == json.loads((tmp_path / "out.json").read_text())
     assert "median first token" in out and "kept: every polite stream" in out
@@ -71,8 +71,8 @@ def test_a_server_that_says_less_than_it_should():
 
 
 def test_rude_requests_claim_what_they_do():
-    clients = rude.Clients(1)
+    clients = misbehaving.Clients(1)
     bodies = [next(clients.bodies) for _ in range(5)]
     assert all(9_900_000 < len(body) < 10_100_000 for body in bodies)
-    head, _, body = rude.request(b"{", 100).partition(b"\r\n\r\n")
+    head, _, body = misbehaving.request(b"{", 100).partition(b"\r\n\r\n")
     assert b"Content-Length: 100" in head and body == b"{"

@@ -19,7 +19,7 @@ from . import DraftSource, eagle3, language_model, mtp
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 # The draft models, for the log.
-TOLD = {
+LOG_TEXTS = {
     "mtp": "the checkpoint's head for multi-token prediction", "eagle3": "the EAGLE-3 head in {}",
     "draft": "the model in {}",
 }  # fmt: skip
@@ -80,7 +80,7 @@ def find(
         isq, wanted.quantization if kind == "mtp" else "auto", draft=choose,
     )  # fmt: skip
     if mesh.world.rank == 0:
-        log.info("%s drafts tokens: %.0f MB on this rank", TOLD[kind].format(draft), model.weight_bytes / 1e6)
+        log.info("%s drafts tokens: %.0f MB on this rank", LOG_TEXTS[kind].format(draft), model.weight_bytes / 1e6)
     if not mesh.last:
         return None
     if kind == "draft":

@@ -61,9 +61,9 @@ def build_measured(
         for i, degree in enumerate(degrees):
             mine[i] = torch.tensor(seconds(layer, mesh, degree, rows, dtype, device))
     every = mesh.world.all_gather(mine)  # equal on all ranks, so that all choose the same
-    degree, told = choose(degrees, rows, every.view(-1, *mine.shape).amax(0))
+    degree, line = choose(degrees, rows, every.view(-1, *mine.shape).amax(0))
     if mesh.world.rank == 0:
-        log.info(told)
+        log.info(line)
     if degree == 1:
         return mesh, model
     mesh = dataclasses.replace(mesh, ep=degree)

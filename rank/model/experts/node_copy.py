@@ -23,7 +23,7 @@ from ....kernels import host_memory
 from ....kernels.quantized import gpu_layout
 
 PAGE = 4096
-SPARE = 1 << 20  # bytes that a stack may take beyond twice what was foretold; pages that nobody writes take no memory
+SPARE = 1 << 20  # bytes that a stack may take beyond twice the estimate; pages that nobody writes take no memory
 
 
 def sharers(mesh: Mesh) -> HostComm | None:

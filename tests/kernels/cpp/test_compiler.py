@@ -333,7 +333,7 @@ def test_kernels_are_compiled_ahead_without_torch(monkeypatch, tmp_path):
 
 
 def test_the_log_counts_what_is_compiled(monkeypatch):
-    monkeypatch.setattr(compiler, "TOLD_EACH", 0.01)
+    monkeypatch.setattr(compiler, "LOG_EVERY", 0.01)
     go = threading.Event()
     monkeypatch.setattr(compiler, "load", lambda name, isa: go.wait(30) and ctypes.CDLL(None))
     monkeypatch.setattr(compiler.log, "info", lambda *told: go.set() if told[1:] == (0, 2) else None)

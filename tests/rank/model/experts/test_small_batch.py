@@ -186,7 +186,7 @@ def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy
         assert counters.streamed == 0 and counters.resident + counters.cpu == 12 * layer.top_k
 
 
-@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutation", "computes"])
+@pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutations", "computes"])
 def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     """The fewest pairs: where it is fast enough, one that becomes resident can come, and there are operations."""
     way = other if other in ("cpu", "stream") else "auto"
@@ -196,7 +196,7 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     host._choice.costs = host._choice.costs._replace(cpu=(1.0,) * 4, copy=0.4 if other == "slow" else 0.7)
     if other == "arrive":
         monkeypatch.setattr(host_exchange, other, lambda parts: False)
-    if other == "permutation":
+    if other == "permutations":
         monkeypatch.setattr(host.shared.streamer, other, lambda layer: [])
     if other == "computes":
         monkeypatch.setattr(host.layer, other, lambda dtype: False)

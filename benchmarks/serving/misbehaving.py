@@ -1,6 +1,6 @@
 """Clients that behave badly, each in its way until the time is over; then a line of JSON counts each.
 
-    python benchmarks/serving/rude.py --port 2000 --clients 30 --seconds 60
+    python benchmarks/serving/misbehaving.py --port 2000 --clients 30 --seconds 60
 
 benchmarks/crowd.py runs it with a polite crowd. --large also sends bodies of 10 MB. Only this machine's servers are
 asked: the clients take what a server has.
