@@ -60,9 +60,10 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
 }  # fmt: skip
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
+def compressed(form: str, activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     """compressed-tensors' settings of all linears but the head."""
-    groups = {"all": dict(targets=["Linear"], weights=dict(symmetric=True, **weights))}
+    group = dict(targets=["Linear"], weights=dict(symmetric=True, **weights), input_activations=activations)
+    groups = {"all": group}
     return dict(quant_method="compressed-tensors", format=form, ignore=["lm_head"], config_groups=groups)
 
 
@@ -76,5 +77,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "w4a16": compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "w8a16": compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
     "w8a8": compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-    "w8a8-fp8": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "w8a8-fp8": compressed("float-quantized", dict(num_bits=8, type="float", dynamic=True, strategy="token"),
+                           num_bits=8, type="float", strategy="channel"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import jit
 from ..activation.activation import gate_sizes
 from ..device import WHOLE_SHARED, DeviceCaps, device_caps
-from ..quantized import cuda_layouts, packed_gemm
+from ..quantized import cuda_layouts, e4m3_wgmma, packed_gemm
 from ..quantized.e4m3_wgmma import E4m3Config
 from ..quantized.packed_gemm import N_TILE, Layout
 from ..quantized.quantized_gemm import LARGE
@@ -327,7 +327,7 @@ E4M3_TILES = {
 
 
 def choose_e4m3(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
-    if not found.hopper or {_header(w13), _header(w2)} != {E4M3}:
+    if not found.hopper or not all(e4m3_wgmma.takes(one.packed.layout) for one in (w13, w2)):
         return None
     return Configs(*next(configs for most, configs in E4M3_TILES.items() if routed <= most * experts))
 

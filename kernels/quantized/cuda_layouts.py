@@ -6,6 +6,7 @@ which bulk copies bring. A header reads each: q8_0.cuh, e4m3.cuh, e4m3_wide.cuh,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -140,21 +141,23 @@ def takes_wide(inputs: int, unit: int) -> bool:
     return inputs % WIDE == 0 and unit % WIDE == 0 and inputs > 0
 
 
-def wide(unit: int) -> Layout:
+@functools.cache
+def wide(unit: int, weight_only: bool = False) -> Layout:
     """E4M3_WIDE where so many inputs share a scale, a multiple of 128. Each tile has its scales, also where its
     neighbours' are the same. So kernels for small M read all of them alike, and tensor cores of 8 bits know how many
     tiles they may add up (e4m3_wgmma.cu)."""
-    return _WIDE_LAYOUTS[next(count for count in ALIKE if unit % (count * WIDE) == 0)]
+    layout = _WIDE_LAYOUTS[next(count for count in ALIKE if unit % (count * WIDE) == 0)]
+    return dataclasses.replace(layout, weight_only=weight_only)
 
 
-def pack_wide(codes: Tensor, scales: Tensor) -> Packed:
+def pack_wide(codes: Tensor, scales: Tensor, weight_only: bool = False) -> Packed:
     """Codes of e4m3 [O, I] uint8 and scales [O, G] f32, by which they are multiplied; I / G is a multiple of 128."""
     (outputs, inputs), of_output = codes.shape, max(scales.shape[-1], 1)
     if inputs % (WIDE * of_output) or scales.shape != (outputs, of_output):
         wanted = f"e4m3_wide needs one scale for each {WIDE} inputs or more"
         raise ValueError(f"{wanted}: codes {codes.shape}, scales {scales.shape}")
     unit = inputs // of_output
-    return pack(wide(unit), codes, scales=scales.float().repeat_interleave(unit // WIDE, 1))
+    return pack(wide(unit, weight_only), codes, scales=scales.float().repeat_interleave(unit // WIDE, 1))
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool = False) -> Packed:

@@ -105,7 +105,12 @@ class E4m3Config(NamedTuple):
 
 def chosen(rows: int, layout: Layout, found: DeviceCaps) -> bool:
     """Whether these are the format, the rows and the GPU for it."""
-    return layout.header == HEADER and found.hopper and rows >= LEAST_ROWS
+    return takes(layout) and found.hopper and rows >= LEAST_ROWS
+
+
+def takes(layout: Layout) -> bool:
+    """Whether tensor cores of 8 bits multiply these weights."""
+    return layout.header == HEADER and not layout.weight_only
 
 
 @functools.cache

@@ -74,20 +74,20 @@ def pack(codes: Tensor, scales: Tensor) -> Floats:
     return Floats(codes.view(torch.uint8).contiguous(), scales.contiguous())
 
 
-def pack_for_device(plain: Floats) -> Packed:
-    """A weight [O, I] of e4m3 as GEMMs on its device like it best."""
+def pack_for_device(plain: Floats, weight_only: bool = False) -> Packed:
+    """A weight [O, I] of e4m3 as GEMMs on its device like it best. weight_only: activations keep their 16 bits."""
     packed = e4m3_cpu.pack(plain.codes, plain.scales) if e4m3_cpu.takes(plain.codes, plain.unit) else None
     if packed is not None:
         return packed
     if target.of(plain.codes) != "cuda" or not in_packed_tiles(plain.inputs, plain.unit) or not plain.codes.numel():
         return plain
-    return pack_for_gpus(plain)
+    return pack_for_gpus(plain, weight_only)
 
 
-def pack_for_gpus(plain: Floats) -> packed_gemm.Packed:
+def pack_for_gpus(plain: Floats, weight_only: bool = False) -> packed_gemm.Packed:
     """Packs for GPUs, on any device, if they take it (`in_packed_tiles`)."""
     if cuda_layouts.takes_wide(plain.inputs, plain.unit):
-        return cuda_layouts.pack_wide(plain.codes, plain.scales)
+        return cuda_layouts.pack_wide(plain.codes, plain.scales, weight_only)
     scales = plain.scales.repeat_interleave(plain.unit // cuda_layouts.E4M3.inputs, 1)
     return cuda_layouts.pack_bytes(plain.codes, scales, cuda_layouts.E4M3)
 

@@ -37,6 +37,7 @@ class Layout:
     chunk: int = 0  # inputs of a chunk, of which fewer are slow to copy
     alike: int = 1  # tiles along the inputs that have the same scales
     streamed: int = 0  # inputs that quantized_experts.cu streams at a time, where these are not a tile's
+    weight_only: bool = False  # activations keep their 16 bits, also where tensor cores could multiply 8
 
     @property
     def bits(self) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....errors import MODEL, FatalError
+from ....kernels.quantized import e4m3, e4m3_weight_only
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio
 from . import INSTEAD, fp8, is_among, is_stored
@@ -74,7 +75,8 @@ def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if weights.get("type") == "float":
         check_settings(weights, num_bits=(8,))
-        scheme = fp8.Scheme("weight_scale", *_block(weights, strategy))
+        codec = e4m3 if group.get("input_activations") else e4m3_weight_only
+        scheme = fp8.Scheme("weight_scale", *_block(weights, strategy), codec)
         return scheme if is_stored(path, "weight_scale", names) else None
     packed = kind == "pack-quantized"
     check_settings(

@@ -21,6 +21,7 @@ from torch import Tensor
 from ....errors import MODEL, FatalError
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import e4m3, floats, half_floats
+from ....kernels.quantized.codec import Codec
 from ....kernels.quantized.floats import Floats
 from ....kernels.quantized.stack import padded, stack
 from ..formats._format import Format
@@ -41,6 +42,7 @@ class Scheme(Format):
     scale: str  # the tensor's name
     outputs: int  # that share a scale; 0: all
     inputs: int
+    codec: Codec = e4m3
 
     def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         return Part(self, inputs, outputs, bias, sources)
@@ -113,7 +115,7 @@ class ExpertStack(StoredStack):
             first = index * at_once
             return [one[first : first + at_once].flatten(0, 1) for one in made]
 
-        return stack(e4m3, some, (experts, outputs, inputs), at_once)
+        return stack(self.scheme.codec, some, (experts, outputs, inputs), at_once)
 
 
 class Part(StoredPart):
@@ -132,7 +134,7 @@ class Part(StoredPart):
         made = self.scheme.decode(self)
         self.drop()
         if self.kept_bits(made.codes.device):
-            self.hold(floats.pack_for_device(made))
+            self.hold(self.scheme.codec.pack(*made))
         else:
             self.hold(half_floats.pack(made.dequantize(self.model_dtype, 0, made.outputs)))
 

@@ -9,12 +9,21 @@ from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.moe import moe, quantized_experts
 from phalanx.kernels.moe.group import encode_routed, group
 from phalanx.kernels.moe.moe import LocalExperts
-from phalanx.kernels.quantized import e4m3_rows, e4m3_wgmma, int8_codes
+from phalanx.kernels.quantized import (
+    e4m3,
+    e4m3_rows,
+    e4m3_weight_only,
+    e4m3_wgmma,
+    int8_codes,
+    packed_gemm,
+    target,
+)
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.stack import Stack
 
 from .. import cuda_model
 from ..cuda_model import Box
+from ..quantized import floats_cases
 from ..quantized.test_packed_gemm import make as weight_of
 from .e4m3_cases import check_codes, check_down, check_up, stack_of
 from .reference import planned
@@ -133,6 +142,19 @@ def test_what_it_is_for():
         assert all(isinstance(one, quantized_experts.ExpertTileConfig) for one in found)
     assert planned(97 * 128, 128, *stacks("e4m3_wide", "e4m3_wide"), blackwell) == "dequantised"
     assert planned(97 * 128, 128, *stacks("e4m3_wide", "e4m3"), HOPPER) == "dequantised"
+
+
+def test_checkpoints_of_weights_alone_keep_activations_in_16_bits():
+    plain = floats_cases.make(16, 512, 128)
+    for codec, eight_bits in ((e4m3, True), (e4m3_weight_only, False)):
+        with target.packed_for("cuda"):
+            packed = codec.pack(*plain)
+        w13, w2 = (Stack(codec, packed, (128, n, 512)) for n in (1024, 512))
+        assert packed.layout.header == "e4m3_wide"
+        assert (quantized_experts.choose_e4m3(4096, 128, w13, w2, HOPPER) is not None) == eight_bits
+        for rows in (33, 64, 256):
+            config = packed_gemm.choose(rows, 1024, 512, packed.layout, False, HOPPER)
+            assert isinstance(config, E4m3Config) == eight_bits
 
 
 def test_configs():

@@ -36,9 +36,9 @@ def make(outputs, inputs, form="q8_0"):
         plain = floats_cases.make(outputs, inputs, 32)
         packed = layouts.e4m3(*(one.cuda() for one in plain))
         return packed, floats.dequantize(plain).double().cuda()
-    if form == "e4m3_wide":
-        plain = floats_cases.make(outputs, inputs, 128)
-        return cuda_layouts.pack_wide(*(one.cuda() for one in plain)), floats.dequantize(plain).double().cuda()
+    if form.startswith("e4m3_wide"):
+        plain, alone = floats_cases.make(outputs, inputs, 128), form.endswith("weight only")
+        return cuda_layouts.pack_wide(*(one.cuda() for one in plain), alone), floats.dequantize(plain).double().cuda()
     if form in SUPER_BLOCKS:
         return super_blocks_of(outputs, inputs, SUPER_BLOCKS[form])
     group = int(form.split()[1])
@@ -108,6 +108,7 @@ def check(found, want, about, most):
         (37, 192, "int4 32 zeros"), (192, 4096, "int4 128 zeros"), (128, 14336, "int4 128"),
         (16, 64, "e4m3"), (37, 96, "e4m3"), (192, 4096, "e4m3"),
         (37, 256, "e4m3_wide"), (192, 4096, "e4m3_wide"), (128, 14336, "e4m3_wide"),
+        (192, 4096, "e4m3_wide weight only"),
         (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"), (37, 512, "q5_k"), (192, 4096, "q5_k"),
         (37, 192, "q5_1"), (192, 4096, "iq4_xs"),
     ],

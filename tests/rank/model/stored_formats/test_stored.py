@@ -8,9 +8,9 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
-from phalanx.kernels.quantized import affine
+from phalanx.kernels.quantized import affine, e4m3, e4m3_weight_only
 from phalanx.rank.model.load import load
-from phalanx.rank.model.stored_formats import choose
+from phalanx.rank.model.stored_formats import choose, compressed_tensors
 from safetensors.torch import load_file, save_file
 
 from ...reference import Reference
@@ -304,6 +304,14 @@ def test_linears_that_a_group_does_not_name_are_plain(made, tmp_path, targets, q
 def test_no_order_of_activations_may_be_false_too():
     settings = of_group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, actorder=False)
     assert choose(settings, lambda path: None)("model.layers.0.mlp.down_proj") is not None
+
+
+def test_activations_keep_16_bits_where_config_json_quantises_weights_alone():
+    _, settings = CASES["floats in channels"][0]
+    group = settings["config_groups"]["group_0"]
+    for activations, codec in ((None, e4m3_weight_only), ({"num_bits": 8, "type": "float", "dynamic": True}, e4m3)):
+        given = settings | {"config_groups": {"group_0": group | {"input_activations": activations}}}
+        assert compressed_tensors.match(given, "model.layers.0.mlp.up_proj", ()).codec is codec
 
 
 @pytest.mark.parametrize("module, plain", [
