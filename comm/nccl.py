@@ -45,7 +45,7 @@ class NcclComm:
         self.size = host.size
         self._nccl = None
         self._aside: torch.cuda.Stream | None = None  # the CUDA stream on which `isend` waits for the receiver
-        self._beside: torch.cuda.Stream | None = None  # the CUDA stream of async all-reduces
+        self._side_stream: torch.cuda.Stream | None = None  # the CUDA stream of async all-reduces
         if self.size > 1:
             nccl = _nccl()
             mine = bytes(b & 0xFF for b in nccl.get_unique_id()) if self.rank == 0 else b""
@@ -81,13 +81,13 @@ class NcclComm:
         has waited by then."""
         if self._nccl is None:
             return None
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(priority=-1)  # its few blocks go before a GEMM's many
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(priority=-1)  # its few blocks go before a GEMM's many
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side_stream):
             rest = self.all_reduce_partial(x)
             result = epilogue(rest) if epilogue else x if rest is None else x.add_(rest)
-        return NcclWork(self._beside.record_event(), x, result)
+        return NcclWork(self._side_stream.record_event(), x, result)
 
     def all_reduce_partial(self, x: Tensor) -> Tensor | None:
         """All-reduce x in place, for `all_reduce_async`. A subclass may return the part still to be added to x."""

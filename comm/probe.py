@@ -49,7 +49,7 @@ def main() -> int:
             time.sleep(ask["seconds"])
             os._exit(errors.RANK_FAILED)
     alarm.cancel()
-    _tell(ask, found)
+    _report(ask, found)
     if not found["error"]:
         mpi.leave()
     return 0
@@ -147,7 +147,7 @@ def _on_gpus(world: mpi.MpiComm, index: int) -> dict[str, Any]:
     return {"problem": "", "all_reduce": all_reduce(NcclComm(world), device), "torch": torch.__version__}
 
 
-def _tell(ask: dict[str, Any], found: dict[str, Any]) -> None:
+def _report(ask: dict[str, Any], found: dict[str, Any]) -> None:
     if int(ask["rank"]) == 0:
         with open(ask["result"], "w", encoding="utf-8") as file:
             json.dump(found, file)
@@ -158,7 +158,7 @@ def _too_late(ask: dict[str, Any]) -> None:
     if int(ask["rank"]):
         time.sleep(1.0)  # let rank 0 write first: the end of any rank may end the job
         os._exit(errors.RANK_STUCK)
-    _tell(ask, {"error": f"the ranks did not {ask['phase']} within {ask['seconds']:g} s"})
+    _report(ask, {"error": f"the ranks did not {ask['phase']} within {ask['seconds']:g} s"})
     os._exit(errors.RANK_STUCK)
 
 

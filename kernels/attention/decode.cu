@@ -635,7 +635,7 @@ static_assert(!FP8 || BOX == SIZE, "a box has its block's scales");
 static_assert(DIM % (32 / BYTES) == 0 && LANES <= 32, "heads are of whole matmuls, and of at most 256 elements");
 static_assert(FEW * RUNS % 8 == 0 && BOX % FEW == 0, "a box is of whole swizzles");
 static_assert(1024 + STAGES * (2 * TILE_BYTES + SCALE_BYTES) + WARPS * GROUP * (DIM + 2) * 4 + 2 * sizeof(Heads) +
-                      SEQUENCES * 4 == ROOM,
+                      SEQUENCES * 4 == SMEM_BYTES,
               "decode.py reckons with another layout of shared memory");
 
 constexpr int EACH = (SEQUENCES + ALL - 1) / ALL;  // sequences that a thread counts boxes of

@@ -101,11 +101,11 @@ def _made(
     tile, wide = decode_tile(dim), 1 if fp8 else 2
     box, (run, few) = math.gcd(size, tile), decode_runs(dim * wide)
     few = min(box, few)
-    stages, shared = room(heads // kv_heads, dim, wide)
+    stages, shared = smem_plan(heads // kv_heads, dim, wide)
     kernel = jit.kernel(
         "decode", "decode", dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box, FEW=few,
-        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, ROOM=shared, ROTATE=int(rotate), NORM=int(norm),
-        WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks), FP8=int(fp8),
+        TILE=tile, STAGES=stages, LEAST=LEAST, SEQUENCES=SEQUENCES, SMEM_BYTES=shared, ROTATE=int(rotate),
+        NORM=int(norm), WINDOW=window, SOFTCAP=int(capped), SINKS=int(sinks), FP8=int(fp8),
     )  # fmt: skip
     return _Made(kernel, (tile // 16 + 2) * 32, shared, ((box, few), dim * wide // run, run // 2))
 
@@ -136,7 +136,7 @@ def decode_runs(token: int) -> tuple[int, int]:
     return run, max(FEW_BYTES // token // least, 1) * least
 
 
-def room(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
+def smem_plan(group: int, dim: int, wide: int = 2) -> tuple[int, int]:
     """Tiles that a block holds at once, and all bytes of its shared memory, as decode.cu lays it out. wide: bytes of an
     element; of one, there are scales."""
     rows, warps = 16 if group > 8 else 8, decode_tile(dim) // 16

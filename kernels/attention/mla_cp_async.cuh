@@ -12,7 +12,7 @@ constexpr int STEPS = WIDTH / 16 / QUARTERS;                // matmul steps of a
 constexpr int SCORES_BYTES = QUARTERS * ROWS * SCORES_ROW * 4;
 constexpr int EARLY = 4;  // tiles that are asked for early, those behind the ring to the second-level cache; 8 at most
 
-static_assert(RING_PANELS * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
+static_assert(RING_PANELS * PANEL_BYTES + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == SMEM_BYTES,
               "mla_decode.py reckons with another layout of shared memory");
 static_assert(TILE == 2 * PANEL && RING_PANELS >= 4, "a tile of two panels, and another one under way");
 

@@ -113,7 +113,7 @@ def sizes(heads: int, block_size: int, tiles: Tiles, fp8: bool = False) -> dict[
     """Compile-time constants of mla_decode.cu."""
     return dict(
         HEADS=heads, SIZE=block_size, TILES=tiles.header, TILE=tiles.tile, RING_PANELS=tiles.panels,
-        BLOCKS=tiles.per_sm, SPLIT=SPLIT, ROOM=shared_bytes(tiles, fp8), FP8=int(fp8),
+        BLOCKS=tiles.per_sm, SPLIT=SPLIT, SMEM_BYTES=shared_bytes(tiles, fp8), FP8=int(fp8),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ constexpr int STEPS = LATENT / 16 / QUARTERS, ROPE_STEPS = ROPE / 16;  // matmul
 constexpr int PLANES = QUARTERS + 1;                                   // of scores: the last one is of the rotated elements
 constexpr int SCORES_BYTES = PLANES * ROWS * SCORES_ROW * 4;
 
-static_assert(1024 + STAGES * (TILE_BYTES + SCALE_BYTES) + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == ROOM,
+static_assert(1024 + STAGES * (TILE_BYTES + SCALE_BYTES) + SCORES_BYTES + WEIGHTS_BYTES + 3 * ROWS * 4 == SMEM_BYTES,
               "mla_decode.py reckons with another layout of shared memory");
 static_assert(FP8 && TILE == 64, "what warps take of a tile");
 

@@ -304,7 +304,7 @@ def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
     return splits
 
 
-def _roomy(x: Tensor) -> bool:
+def _large_tiles(x: Tensor) -> bool:
     """Whether a multiprocessor has shared memory for large tiles, of 16-bit elements."""
     return x.element_size() == 2 and (not x.is_cuda or device_caps(x.device).has_tma)
 
@@ -323,7 +323,7 @@ def decode(
     heads, latent], contiguous. A sequence of length 0 gives zeros. fill: splits of a sequence that find a
     multiprocessor idle; asked of the device unless given."""
     n, heads, width = q.shape
-    tile, groups, overlap = tile or (64 if _roomy(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
+    tile, groups, overlap = tile or (64 if _large_tiles(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
     fill = fill or (device_caps(q.device).num_sms // (n * groups) if q.is_cuda else 1)
     parts = sums = out
     if most > 1:
@@ -334,7 +334,8 @@ def decode(
         q.stride(0), tables.stride(0), most, fill,
         heads, GROUP, latent, width - latent, GROUP, max(16, triton.next_power_of_2(latent)),
         max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
-        dot_precision(q), overlap, query_len, num_warps=8 if _roomy(q) else 4, num_stages=stages, launch_pdl=overlap,
+        dot_precision(q), overlap, query_len, num_warps=8 if _large_tiles(q) else 4, num_stages=stages,
+        launch_pdl=overlap,
     )  # fmt: skip
     if most > 1:
         each = 1 if n < COMBINED_HEADS_FROM else GROUP
@@ -351,7 +352,7 @@ def values(mixed: Tensor, up: Tensor, nope: int, out: Tensor | None = None) -> T
     assert mixed.is_contiguous() and up.is_contiguous()
     out = mixed.new_empty(tokens, heads, value) if out is None else out
     assert out.is_contiguous()
-    rows = min(max(16, triton.next_power_of_2(tokens)), 64 if _roomy(mixed) else 16)
+    rows = min(max(16, triton.next_power_of_2(tokens)), 64 if _large_tiles(mixed) else 16)
     columns = min(VALUES, max(16, triton.next_power_of_2(value)))
     values_kernel[triton.cdiv(value, columns), heads, triton.cdiv(tokens, rows)](
         mixed, up, out, tokens, heads, nope, value, latent, max(16, triton.next_power_of_2(latent)), rows, columns,
@@ -367,7 +368,7 @@ def prefill(
     """Sequences first:first + count of the tables, with up to `longest` tokens each; q [T, heads, latent + rope], out
     [T, heads, latent], contiguous."""
     heads, width = q.shape[1:]
-    rows, tile = rows or (64 if _roomy(q) else 16), tile or (32 if _roomy(q) else 16)
+    rows, tile = rows or (64 if _large_tiles(q) else 16), tile or (32 if _large_tiles(q) else 16)
     each = min(GROUP, triton.next_power_of_2(heads))
     prefill_kernel[triton.cdiv(longest, rows // each), triton.cdiv(heads, each), count](
         q, _bytes(cache), lengths if scales is None else scales, tables, lengths, starts, out, scale * LOG2_E, first,
@@ -375,7 +376,7 @@ def prefill(
         max(16, triton.next_power_of_2(latent)),
         max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, int(scales is not None),
         dot_precision(q),
-        num_warps=8 if _roomy(q) else 4, num_stages=2,
+        num_warps=8 if _large_tiles(q) else 4, num_stages=2,
     )  # fmt: skip
 
 
@@ -387,10 +388,10 @@ def prefill_expanded(
     value, rope = out.shape[2], rotated.shape[1]
     nope = kv.shape[2] - value
     assert all(x.stride()[1:] == (x.shape[2], 1) for x in (q, kv, out)), "heads lie side by side"
-    rows, tile = rows or (128 if _roomy(q) else 32), tile or (64 if _roomy(q) else 16)
+    rows, tile = rows or (128 if _large_tiles(q) else 32), tile or (64 if _large_tiles(q) else 16)
     expanded_kernel[triton.cdiv(max(context.query_lens), rows), kv.shape[1], len(context.query_lens)](
         q, kv, rotated, context.query_starts, context.kv_starts, out, params.scale * LOG2_E, q.stride(0), kv.stride(0),
         rotated.stride(0), out.stride(0), nope, rope, value, max(16, triton.next_power_of_2(nope)),
         max(16, triton.next_power_of_2(rope)), max(16, triton.next_power_of_2(value)), rows, tile, dot_precision(q),
-        num_warps=8 if _roomy(q) else 4, num_stages=2,
+        num_warps=8 if _large_tiles(q) else 4, num_stages=2,
     )  # fmt: skip

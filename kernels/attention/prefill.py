@@ -19,7 +19,7 @@ from .kv_boxes import DIMS, boxed, tensor_maps
 
 ROWS = 128  # of queries that a block takes at once
 KEYS = 128, 128, 96, 80  # of a tile, of heads of up to 64, 128, 192 and 256 elements
-ROOM = 227 << 10  # bytes of shared memory
+SMEM_BYTES = 227 << 10  # bytes of shared memory
 REGISTERS = 196  # of a thread, for scores, weights, sums and q; more would spill
 WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have in 16 bits, of one layer
 
@@ -105,20 +105,20 @@ def prefill_work(query_lens: list[int], kv_lens: list[int], first: int, stop: in
     return np.array(items, np.int32)
 
 
-class PrefillRoom(NamedTuple):
+class PrefillSmem(NamedTuple):
     tile: int  # keys
     stages: int  # tiles of keys, and as many of values, that lie in shared memory
     q_in_regs: int  # steps of 16 elements of q that lie in registers
     shared: int  # bytes of shared memory
 
 
-def prefill_room(dim: int) -> PrefillRoom:
+def prefill_smem(dim: int) -> PrefillSmem:
     """How prefill.cu shares out its memory and registers: in shared memory a head has runs of 64 elements."""
     runs = -(-dim // 64)
     tile, row = KEYS[runs - 1], runs * 128  # bytes
-    stages = ((ROOM - 1024) // row - ROWS) // (2 * tile)
+    stages = ((SMEM_BYTES - 1024) // row - ROWS) // (2 * tile)
     q_in_regs = (REGISTERS - tile // 2 - tile // 4 - dim // 2) // 4
-    return PrefillRoom(tile, stages, min(q_in_regs, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
+    return PrefillSmem(tile, stages, min(q_in_regs, dim // 16), 1024 + (ROWS + 2 * stages * tile) * row)
 
 
 def prefill(
@@ -152,7 +152,7 @@ def _made(
     capped: bool, sinks: bool,
 ) -> _Made:  # fmt: skip
     """Kept, as each layer of each step asks for it. device: the current one."""
-    tile, stages, q_in_regs, shared = prefill_room(dim)
+    tile, stages, q_in_regs, shared = prefill_smem(dim)
     box = math.gcd(size, tile)
     kernel = jit.kernel(
         "prefill", "prefill", dtype, shared, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, SIZE=size, BOX=box,

@@ -26,7 +26,7 @@ THREADS = 512
 MAX_THREADS = 1024
 MAX_RANKS = 8
 RECV_BUFFER = SLOT  # bytes of a region where others' parts of a GEMM arrive, of gemm_reduce_scatter.py
-ROOM = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MAX_BLOCKS}  # constants of the kernels
+BUFFER_SIZES = {"SLOT": SLOT, "INBOX": INBOX, "SENT": SENT, "BLOCKS": MAX_BLOCKS}  # constants of the kernels
 
 
 def recv_buffer_at(size: int) -> int:
@@ -111,7 +111,7 @@ def two_shot(x: Tensor, peers: SymmetricMemory, blocks: int = BLOCKS, threads: i
 def _launch(name: str, x: Tensor, peers: SymmetricMemory, vector: int, items: int, blocks: int, threads: int) -> Tensor:
     # Small blocks as long as all of them can be there: more multiprocessors ask at once.
     threads = threads or next((t for t in (128, 256) if items <= blocks * t), THREADS)
-    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=threads, **ROOM)
+    kernel = jit.kernel("allreduce", name, x.dtype, SIZE=peers.size, V=vector, THREADS=threads, **BUFFER_SIZES)
     grid = min(-(-items // threads), blocks), 1, 1
     kernel(grid, threads, x, peers.table, peers.rank, x.numel() // vector)
     return x

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import jit
 from ..norm.norm import add_rms_norm_reference
 from . import allreduce
-from .allreduce import BLOCKS, INBOX, MAX_THREADS, ROOM, SENT, THREADS, SymmetricMemory, all_reduce_reference
+from .allreduce import BLOCKS, BUFFER_SIZES, INBOX, MAX_THREADS, SENT, THREADS, SymmetricMemory, all_reduce_reference
 
 FEW = 2  # rows of more than two ranks that are summed and normed faster one after the other
 
@@ -81,7 +81,7 @@ def norm_kernel(
     width = residual.shape[-1]
     vector = jit.common_vector((residual, weight, *others), length)
     threads = min(max(-(-width // vector // 32) * 32, 32), threads)
-    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **ROOM)
+    sizes = dict(SIZE=peers.size, N=width, V=vector, THREADS=threads, **BUFFER_SIZES)
     return jit.kernel("allreduce_norm", name, residual.dtype, **sizes), threads
 
 

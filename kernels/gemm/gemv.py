@@ -90,10 +90,10 @@ def gemv(
     return y
 
 
-def choose(rows: int, outputs: int, found: DeviceCaps, gate: str) -> tuple[int, int]:
+def choose(rows: int, outputs: int, caps: DeviceCaps, gate: str) -> tuple[int, int]:
     """Outputs of a warp, and how many accesses it has under way: two where all blocks are there at once, two on each
     multiprocessor."""
-    at_once = outputs <= 2 * WARPS * 2 * found.num_sms
+    at_once = outputs <= 2 * WARPS * 2 * caps.num_sms
     return (2, 4) if rows > 1 or gate or at_once else (1, 8)
 
 

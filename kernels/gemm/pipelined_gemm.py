@@ -133,9 +133,9 @@ def sizes(
     )
 
 
-def whole_tiles(rows: int, found: DeviceCaps) -> bool:
+def whole_tiles(rows: int, caps: DeviceCaps) -> bool:
     """Whether tiles take all 64 rows by Hopper's instructions."""
-    return found.hopper and rows >= WHOLE_FROM
+    return caps.hopper and rows >= WHOLE_FROM
 
 
 def tile_configs(rows: int, outputs: int, inputs: int, num_sms: int, whole: bool) -> Iterator[TileConfig]:

@@ -30,8 +30,8 @@ class Costs(NamedTuple):
 
     cpu: tuple[float, ...]  # on the CPU, of TIMED_ROWS tokens
     copy: float  # to the device
-    cpu_beside: float = 1.0  # how many times as long the CPU takes while copies run, as both read the same memory
-    copy_beside: float = 1.0  # and copies while the CPU computes
+    cpu_overlapped: float = 1.0  # how many times as long the CPU takes while copies run, as both read the same memory
+    copy_overlapped: float = 1.0  # and copies while the CPU computes
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """On the CPU, of so many tokens: in between what was timed, and beyond the last in proportion."""
@@ -75,10 +75,10 @@ class Residency(NamedTuple):
 class Choice:
     """The choice for a layer's E experts in host memory; each step's takes the place of the one before."""
 
-    def __init__(self, experts: int, first: int, costs: Costs, way: int, fixed: int = 0):
+    def __init__(self, experts: int, first: int, costs: Costs, mode: int, fixed: int = 0):
         """first: the router's number of expert 0. fixed: experts that are on the device alone, those just before it;
         they are counted with the resident ones."""
-        self.first, self.costs, self.way = first, costs, way
+        self.first, self.costs, self.mode = first, costs, mode
         counts = np.zeros(experts + fixed, np.int64)  # routed tokens of each expert
         self.counts, self.of_fixed = counts[:experts], counts[experts:]  # the same memory
         self.cpu = np.full(experts, -1)  # an expert's own number where the CPU computes it; else -1
@@ -111,14 +111,22 @@ class Choice:
         ops.run_calls(self._call, 1, 1)
 
     def call(
-        self, ids: Tensor, of: Residency, limit: int, adopts: bool, way: int | None = None, lag: Tensor | None = None
+        self, ids: Tensor, of: Residency, limit: int, adopts: bool, mode: int | None = None, lag: Tensor | None = None
     ) -> tuple[int, bytes]:
-        """The operation as ops.call_array takes it. The tensors have to stay. way: another one than `way`. lag [1] f64:
+        """The operation as ops.call_array takes it. The tensors have to stay. mode: instead of `mode`. lag [1] f64:
         in the place of `lag`."""
-        way, lag = self.way if way is None else way, torch.from_numpy(self.lag) if lag is None else lag
+        mode, lag = self.mode if mode is None else mode, torch.from_numpy(self.lag) if lag is None else lag
         experts, fixed = len(self.counts), len(self.of_fixed)
-        sizes = ids.numel(), experts, len(of.expert_in), self.first, way, limit, int(adopts), fixed
-        costs = *self.costs.cpu, self.costs.copy, self.costs.cpu_beside, self.costs.copy_beside, DECAY, NOISE, LEAST
+        sizes = ids.numel(), experts, len(of.expert_in), self.first, mode, limit, int(adopts), fixed
+        costs = (
+            *self.costs.cpu,
+            self.costs.copy,
+            self.costs.cpu_overlapped,
+            self.costs.copy_overlapped,
+            DECAY,
+            NOISE,
+            LEAST,
+        )
         tensors = ids, *map(torch.from_numpy, of), *self.results, lag
         return ops.op("host_experts", "choose_experts").address, ops.pack((*tensors, *sizes, *map(float, costs)))
 

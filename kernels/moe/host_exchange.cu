@@ -15,7 +15,7 @@ __device__ inline unsigned load_volatile(const unsigned* from) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
     return y;
 }
-__device__ inline void tell(unsigned* to, unsigned value) {
+__device__ inline void store_flag(unsigned* to, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
@@ -84,7 +84,7 @@ host_fetch(const unsigned* list, unsigned* state, unsigned* given_up, const long
         experts[threadIdx.x] = (int)(entry & 0xffff);
         if (threadIdx.x < most) of[threadIdx.x] = experts[threadIdx.x], slots[threadIdx.x] = (int)(entry >> 16) - 1;
         __syncthreads();
-        if (threadIdx.x == 0) tell(state + 2, mine);
+        if (threadIdx.x == 0) store_flag(state + 2, mine);
         for (int p = threadIdx.x; p < routed; p += THREADS) {
             int place = most;
             for (int i = 0; i < listed; i++)
@@ -203,7 +203,7 @@ host_collect(const T* resident, const T* copied, const float* own, const float* 
             if (COPIED && (OWN || OWED) && (int)(load_host(flag) - want) >= 0)
                 asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(late), "r"(mine) : "memory");
             await_host(flag, want, flag + 1);
-            tell(state + 3, mine);
+            store_flag(state + 3, mine);
         }
     }
     __syncthreads();
@@ -271,12 +271,12 @@ host_collect_only(const T* resident, const float* own, const float* owed, T* y, 
     if (blockIdx.x == 0) {
         if (threadIdx.x == 0) {
             await_host(flag, Made::awaited(mine), flag + 1);
-            tell(state + 3, mine);
+            store_flag(state + 3, mine);
         }
         if (threadIdx.x == 32) {  // of another warp, so that the list is seen before the sums are there
             const unsigned word = await_host(list, mine << 9, flag + 1);
             state[4] = word != (mine << 9 | 1) ? 0 : load_host(list + 1);
-            tell(state + 2, mine);
+            store_flag(state + 2, mine);
         }
     } else if (threadIdx.x == 0) {
         const unsigned* const ready = state + (blockIdx.x < blocks ? 3 : 2);

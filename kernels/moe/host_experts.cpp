@@ -11,8 +11,8 @@
 #include "gemm_rows.h"
 #include "gemm_tiles.h"
 
-// Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (way 1),
-// all copied (way 2), or those with the most tokens copied while the CPU computes the others (way 0), as many as make
+// Which experts the step's tokens have chosen, and how those that are not resident are served: all by the CPU (mode 1),
+// all copied (mode 2), or those with the most tokens copied while the CPU computes the others (mode 0), as many as make
 // the longer of the two as short as can be. Scores of the chosen grow, and all decay. Where `adopts`, copied experts
 // become resident whose scores are far above the lowest one; the first such one is copied in any case. Way 3: all by
 // the CPU, and this one is copied as well.
@@ -30,9 +30,9 @@ struct Choose {
     int64_t* adopted;  // [experts] the slots of those; -1: none
     int64_t* found;  // how many are resident, computed by the CPU, and copied; routed tokens of those of the CPU; how many are adopted
     const double* lag;  // seconds that copies take besides, however many they are
-    int64_t routed, experts, slots, first, way, limit, adopts;  // first: the router's number of expert 0; limit: copies of ways 0 and 3
+    int64_t routed, experts, slots, first, mode, limit, adopts;  // first: the router's number of expert 0; limit: copies of modes 0 and 3
     int64_t fixed;  // experts that are on the device alone; the router has them just before expert 0, `counts` last
-    double cpu_seconds[TIMED], copy, cpu_beside, copy_beside, decay;  // as in host_choice.py
+    double cpu_seconds[TIMED], copy, cpu_overlapped, copy_overlapped, decay;  // as in host_choice.py
     double noise, least;  // as in residents.py
 };
 
@@ -47,9 +47,9 @@ double seconds_of(const double* timed, double rows) {
 // The seconds of CPU and copies that begin together, alone `cpu` and `copies` seconds: next to each other they are
 // slower, and who is left has all of the memory.
 double both(const Choose& a, double cpu, double copies) {
-    const double slow_cpu = cpu * a.cpu_beside, slow_copies = copies * a.copy_beside;
-    return slow_cpu < slow_copies ? slow_cpu + (slow_copies - slow_cpu) / a.copy_beside
-                                  : slow_copies + (slow_cpu - slow_copies) / a.cpu_beside;
+    const double slow_cpu = cpu * a.cpu_overlapped, slow_copies = copies * a.copy_overlapped;
+    return slow_cpu < slow_copies ? slow_cpu + (slow_copies - slow_cpu) / a.copy_overlapped
+                                  : slow_copies + (slow_cpu - slow_copies) / a.cpu_overlapped;
 }
 
 // The slot whose expert has the lowest score, of those that no token has chosen, if it is far below that of expert e;
@@ -107,14 +107,14 @@ void choose(const Choose& a, int part, int) {
         used += a.counts[e] > 0;
         if (!a.counts[e] || a.slot_of[e] >= 0) continue;
         int64_t i = missing++;
-        if (a.way == 0)  // by their tokens, and then by their numbers
+        if (a.mode == 0)  // by their tokens, and then by their numbers
             for (; i > 0 && a.counts[a.copied[i - 1]] < a.counts[e]; i--) a.copied[i] = a.copied[i - 1];
         a.copied[i] = e;
     }
-    int64_t most = a.way == 2 ? missing : 0;
-    const bool may = a.way == 0 || a.way == 3;
+    int64_t most = a.mode == 2 ? missing : 0;
+    const bool may = a.mode == 0 || a.mode == 3;
     const int64_t fewest = may && a.adopts && missing && a.limit > 0 && put_wanted_first(a, missing);
-    if (a.way == 0) {
+    if (a.mode == 0) {
         double left = 0, best = INFINITY;  // left: of the CPU, of n copies
         for (int64_t n = missing; n >= fewest; n--) {
             const double longer = both(a, left, n ? *a.lag + n * a.copy : 0);
@@ -128,7 +128,7 @@ void choose(const Choose& a, int part, int) {
         routed += a.counts[e];
     }
     a.found[0] = used - missing + used_fixed, a.found[1] = missing - most, a.found[3] = routed;
-    if (a.way == 3) most = fewest;
+    if (a.mode == 3) most = fewest;
     a.found[2] = most;
     a.found[4] = adopt(a, most);
 }

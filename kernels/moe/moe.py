@@ -116,10 +116,10 @@ Choose = Callable[[int, int, Stack, Stack, DeviceCaps], quantized_experts.Config
 def _by_codes(choose: Choose) -> Callable[[Inputs, DeviceCaps], Callable[[], Tensor] | None]:
     """Packed weights as they lie, by the kernels that `choose` chooses, of which None take them."""
 
-    def plan(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
+    def plan(given: Inputs, caps: DeviceCaps) -> Callable[[], Tensor] | None:
         if not isinstance(given.w13, Stack) or not isinstance(given.w2, Stack):
             return None
-        configs = choose(given.routed, given.experts, given.w13, given.w2, found)
+        configs = choose(given.routed, given.experts, given.w13, given.w2, caps)
         return configs and partial(quantized_experts.experts, given, configs)
 
     return plan
@@ -145,9 +145,9 @@ def _in_one_launch(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor] | None:
     return partial(expert_mlp.experts, given) if takes else None
 
 
-def _by_wgmma(given: Inputs, found: DeviceCaps) -> Callable[[], Tensor] | None:
+def _by_wgmma(given: Inputs, caps: DeviceCaps) -> Callable[[], Tensor] | None:
     rows = plain_experts.wgmma_rows(given.routed, given.experts)
-    return partial(plain_experts.by_wgmma, given, rows) if plain_experts.wgmma_takes(given, found) else None
+    return partial(plain_experts.by_wgmma, given, rows) if plain_experts.wgmma_takes(given, caps) else None
 
 
 def _by_triton(given: Inputs, _: DeviceCaps) -> Callable[[], Tensor]:

@@ -112,10 +112,10 @@ MAX_SHARED = 227 << 10  # bytes of shared memory that a block may have on Hopper
 WGMMA_ROWS = {160: 192, 1 << 30: 128}
 
 
-def wgmma_takes(given: Inputs, found: DeviceCaps) -> bool:
+def wgmma_takes(given: Inputs, caps: DeviceCaps) -> bool:
     """Whether `by_wgmma` takes these, plain or packed."""
     x, w13, w2 = given.x, given.w13, given.w2
-    if x.element_size() != 2 or any(length % WGMMA_CHUNK for length in w2.shape[1:]) or not found.hopper:
+    if x.element_size() != 2 or any(length % WGMMA_CHUNK for length in w2.shape[1:]) or not caps.hopper:
         return False
     return all(
         isinstance(w, Stack) or (isinstance(w, Tensor) and w.dtype == x.dtype and jit.plain(w)) for w in (w13, w2)

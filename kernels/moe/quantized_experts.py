@@ -245,10 +245,10 @@ def choose_pipeline(stack: Stack) -> PipelineConfig | None:
     return next((one for n in counts if (one := pipeline_config(stack.shape[2], stack.packed.layout, n))), None)
 
 
-def choose_pipelined(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
+def choose_pipelined(routed: int, experts: int, w13: Stack, w2: Stack, caps: DeviceCaps) -> Configs | None:
     """Both GEMMs, or one next to the other in tiles. None: it takes neither, or is slower."""
     units = min(routed, experts) * w13.shape[1] // (2 * N_TILE)
-    if not found.has_tma or units < PIPELINE_UNITS * found.num_sms:
+    if not caps.has_tma or units < PIPELINE_UNITS * caps.num_sms:
         return None
     up, down = (choose_pipeline(one) for one in (w13, w2))
     tiles = tiled(1, w13, w2)
@@ -283,14 +283,14 @@ class WgmmaExpertsConfig(NamedTuple):
         return count, 1024 + count * stage
 
 
-def choose_wgmma(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
+def choose_wgmma(routed: int, experts: int, w13: Stack, w2: Stack, caps: DeviceCaps) -> Configs | None:
     """A box of x has 64 inputs. Weights of e4m3_wide are the first operand in shared memory (e4m3_experts.cu)."""
     both = w13, w2
     in_boxes = all(one.shape[2] % max(64, one.packed.layout.inputs) == 0 for one in both)
-    if not found.hopper or not in_boxes or E4M3 in map(_header, both):
+    if not caps.hopper or not in_boxes or E4M3 in map(_header, both):
         return None
     rows = next(rows for most, rows in WGMMA_TILES.items() if routed <= most * experts)
-    return Configs(*(wgmma_config(rows, _outputs(rows, one, found.num_sms), one) for one in both))
+    return Configs(*(wgmma_config(rows, _outputs(rows, one, caps.num_sms), one) for one in both))
 
 
 def _outputs(rows: int, stack: Stack, num_sms: int) -> int:
@@ -326,8 +326,8 @@ E4M3_TILES = {
 }
 
 
-def choose_e4m3(routed: int, experts: int, w13: Stack, w2: Stack, found: DeviceCaps) -> Configs | None:
-    if not found.hopper or not all(e4m3_wgmma.takes(one.packed.layout) for one in (w13, w2)):
+def choose_e4m3(routed: int, experts: int, w13: Stack, w2: Stack, caps: DeviceCaps) -> Configs | None:
+    if not caps.hopper or not all(e4m3_wgmma.takes(one.packed.layout) for one in (w13, w2)):
         return None
     return Configs(*next(configs for most, configs in E4M3_TILES.items() if routed <= most * experts))
 

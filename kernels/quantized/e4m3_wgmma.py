@@ -103,9 +103,9 @@ class E4m3Config(NamedTuple):
         return Grid(blocks, self.outputs * 2 + 128, self.cluster, self.height(rows), self.share)
 
 
-def chosen(rows: int, layout: Layout, found: DeviceCaps) -> bool:
+def chosen(rows: int, layout: Layout, caps: DeviceCaps) -> bool:
     """Whether these are the format, the rows and the GPU for it."""
-    return takes(layout) and found.hopper and rows >= LEAST_ROWS
+    return takes(layout) and caps.hopper and rows >= LEAST_ROWS
 
 
 def takes(layout: Layout) -> bool:

@@ -52,7 +52,7 @@ def linear(x: Tensor, packed: Packed, gate: str = "", bias: Tensor | None = None
 
 
 def variants(
-    rows: Sequence[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+    rows: Sequence[int], packed: Packed, dtype: torch.dtype, gate: str, bias: bool, caps: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
     """There are none for GPUs."""
     yield from ()

@@ -164,13 +164,13 @@ def linear(x: Tensor | E4m3Rows, packed: Packed, gate: str = "", bias: Tensor | 
 
 
 def variants(
-    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, found: DeviceCaps
+    rows: Iterable[int], packed: object, dtype: torch.dtype, gate: str, bias: bool, caps: DeviceCaps
 ) -> Iterator[jit.KernelVariant]:
     """Programs to compile for GEMMs of so many rows, each; none for a weight that is not packed."""
     if not isinstance(packed, Packed):
         return
     for n in rows:
-        config, fused = _plan(n, packed, gate, found)
+        config, fused = _plan(n, packed, gate, caps)
         if isinstance(config, E4m3Config):
             yield jit.variant("e4m3_rows", dtype, **e4m3_rows.sizes(packed.inputs))
         if config is not None:
@@ -178,26 +178,26 @@ def variants(
             yield jit.variant(SOURCES[type(config)], dtype, **of)
 
 
-def _plan(rows: int, packed: Packed, gate: str, found: DeviceCaps) -> tuple[KernelConfig | None, str]:
+def _plan(rows: int, packed: Packed, gate: str, caps: DeviceCaps) -> tuple[KernelConfig | None, str]:
     """How the GEMM is computed, and the gate if that takes it: not where its halves share an n-tile."""
     of = packed.outputs, packed.inputs, packed.layout
-    if gate and packed.outputs % (2 * N_TILE) == 0 and (config := choose(rows, *of, True, found)):
+    if gate and packed.outputs % (2 * N_TILE) == 0 and (config := choose(rows, *of, True, caps)):
         return config, gate
-    return choose(rows, *of, False, found), ""
+    return choose(rows, *of, False, caps), ""
 
 
 @functools.cache
-def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, found: DeviceCaps) -> KernelConfig | None:
+def choose(rows: int, outputs: int, inputs: int, layout: Layout, gated: bool, caps: DeviceCaps) -> KernelConfig | None:
     """The fastest kernel for these sizes; None: weights are dequantised first."""
-    of = rows, outputs, inputs, layout, gated, found.num_sms
-    if e4m3_wgmma.chosen(rows, layout, found):
+    of = rows, outputs, inputs, layout, gated, caps.num_sms
+    if e4m3_wgmma.chosen(rows, layout, caps):
         return e4m3_wgmma.choose(*of)
-    if found.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
+    if caps.hopper and rows in quantized_wgmma.ROWS and inputs % max(quantized_wgmma.LENGTHS[-1], layout.inputs) == 0:
         return quantized_wgmma.choose(*of)
     if not 0 < rows <= quantized_gemm.MAX_ROWS:
         return None
     # A step of one sequence takes 6 % less of Llama-3.1-8B in Q4_K_M by this GEMV than by the GEMM; of four sequences
     # the GEMM's takes 4 % less (docs/measurements/small-batches.md).
-    by_groups = quantized_gemm.grouped_configs(rows, inputs, layout, gated) if rows == 1 and found.has_tma else ()
-    tiles = quantized_gemm.choose(*of) if found.has_tma else None
+    by_groups = quantized_gemm.grouped_configs(rows, inputs, layout, gated) if rows == 1 and caps.has_tma else ()
+    tiles = quantized_gemm.choose(*of) if caps.has_tma else None
     return next(iter(by_groups), None) or tiles or quantized_gemm.choose_gemv(*of)

@@ -62,10 +62,10 @@ def stack(
     encoded: of the i-th of these parts, from 0 on. in_host: the stack is for CPUs, in host memory, whatever the device
     that encodes and packs; pinned, where that is a GPU.
     """
-    return parted(codec, encoded, shape, at_once, in_host, 0)[1]
+    return split_for_host(codec, encoded, shape, at_once, in_host, 0)[1]
 
 
-def parted(
+def split_for_host(
     codec: StackCodec, encoded: Encoded, shape: tuple[int, int, int], at_once: int, in_host: bool, first: int
 ) -> tuple[Stack, Stack]:
     """`stack` of the first experts and of the others, in one form. The first stay on the device that packs them."""
@@ -91,15 +91,15 @@ def _packed(
     """Packs each part: its experts, and whether in host memory. Empty: not all experts' weights have one form."""
     made: Any = None
     rooms: list[list[Any]] = []
-    experts, room_of_one = shape[0], padded(shape[1])
+    experts, padded_outputs = shape[0], padded(shape[1])
     for first in range(0, experts, at_once):
         count = min(at_once, experts - first)
-        filled = [_filled(x, count, room_of_one) for x in encoded(first // at_once)]
+        filled = [_filled(x, count, padded_outputs) for x in encoded(first // at_once)]
         with target.packed_for("cpu" if in_host else ""):
             whole = form(*filled)
         one = type(whole)(*(x.unflatten(0, (count, -1)) if isinstance(x, Tensor) else x for x in whole))
         if "outputs" in one._fields:
-            one = one._replace(outputs=room_of_one)
+            one = one._replace(outputs=padded_outputs)
         if made is None:
             made = one
             rooms = [[_room(x, len(some), host) if isinstance(x, Tensor) else x for x in one] for some, host in parts]
@@ -113,7 +113,7 @@ def _packed(
                     mine = x[begin - first : end - first]
                     to[begin - some.start : end - some.start].copy_(mine, non_blocking=True)
     _wait(made, in_host)
-    return [_flat(type(made), room, len(some) * room_of_one) for (some, _), room in zip(parts, rooms, strict=True)]
+    return [_flat(type(made), room, len(some) * padded_outputs) for (some, _), room in zip(parts, rooms, strict=True)]
 
 
 def _flat(kind: type[Any], room: Sequence[Any], outputs: int) -> Any:

@@ -42,7 +42,7 @@ def place(
         there, here = (_read(model, stored, packed_there) for packed_there in (True, False))
         # Slots get memory when nothing is read any more, except what permanently resident experts take.
         need -= min(there, offload.resident_bytes - offload.fixed * offload.slot_bytes)
-        host_room = left_of_host(host + here + offload.parting_bytes, "experts", device, host_room)
+        host_room = left_of_host(host + here + offload.split_bytes, "experts", device, host_room)
     if layers:
         whole = {int(index): layer for index, layer in model.model.layers.items()}
         parked = model.layer_offload = LayerOffload(whole, layers, dtype, device)

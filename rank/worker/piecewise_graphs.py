@@ -31,7 +31,7 @@ SIZES = [16, 32, 64, 96, *range(128, 1025, 64), *range(1152, 2049, 128), *range(
 # launches take half as long again, as attention's and the sampler's come with them, and other threads run.
 HOST_BOUND = 0.6
 TIMED = 3  # runs, of which the shortest counts: some ask CUDA for memory
-ROOM = 4  # times what a step takes of the GPU's memory has to be free beside the largest step: graphs keep it
+HEADROOM = 4  # times what a step takes of the GPU's memory has to be free beside the largest step: graphs keep it
 
 log = logging.getLogger("phalanx")
 
@@ -94,7 +94,7 @@ class PiecewiseGraphs:
         torch.cuda.synchronize()
         takes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()  # what torch keeps for later steps is free for the largest one, too
-        room = ROOM * takes + self._peak <= torch.cuda.mem_get_info()[0]
+        room = HEADROOM * takes + self._peak <= torch.cuda.mem_get_info()[0]
         times = []
         for _ in range(TIMED):
             self._all(group, True)  # they begin together

@@ -30,19 +30,19 @@ HEADS_80, HEADS_112, HEADS_160, HEADS_192 = (LLAMA | dict(DIM=dim) for dim in (8
 LLAMA_FP8, GEMMA_FP8, GPT_OSS_FP8, PHI_FP8 = (one | dict(FP8=1) for one in (LLAMA, GEMMA, GPT_OSS, PHI))
 
 
-def room(sizes):
+def decode_smem(sizes):
     """How decode.py has decode.cu share out its memory."""
     wide = 1 if sizes["FP8"] else 2
-    stages, whole = decode.room(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
+    stages, whole = decode.smem_plan(sizes["HEADS"] // sizes["KV_HEADS"], sizes["DIM"], wide)
     few = min(sizes["BOX"], decode.decode_runs(sizes["DIM"] * wide)[1])
     fixed = dict(SEQUENCES=decode.SEQUENCES, LEAST=decode.LEAST)
-    return dict(FEW=few, STAGES=stages, ROOM=whole, TILE=decode.decode_tile(sizes["DIM"]), **fixed)
+    return dict(FEW=few, STAGES=stages, SMEM_BYTES=whole, TILE=decode.decode_tile(sizes["DIM"]), **fixed)
 
 
-def prompt_room(sizes):
+def prefill_smem(sizes):
     """Shared memory as prefill.py and prefill.cu count it."""
-    room = prefill.prefill_room(sizes["DIM"])
-    return dict(TILE=room.tile, STAGES=room.stages, Q_IN_REGS=room.q_in_regs)
+    smem = prefill.prefill_smem(sizes["DIM"])
+    return dict(TILE=smem.tile, STAGES=smem.stages, Q_IN_REGS=smem.q_in_regs)
 
 
 def pipelined(dtype, *sizes):
@@ -260,30 +260,30 @@ PROGRAMS = [
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.float16, I=64, OUTPUTS=128, STAGES=4, ACT=2, BIAS=0)),
     ("swiglu_gemm", dict(T=torch.bfloat16, I=4096, OUTPUTS=14336, STAGES=4, ACT=0, BIAS=1)),
-    ("prefill", dict(T=torch.bfloat16, **LLAMA, **prompt_room(LLAMA))),
-    ("prefill", dict(T=torch.float16, **OTHER, **prompt_room(OTHER))),
-    ("prefill", dict(T=torch.bfloat16, **GEMMA, **prompt_room(GEMMA))),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **OTHER, **room(OTHER), ROTATE=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **room(LLAMA_FP8), ROTATE=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **GEMMA_FP8, **room(GEMMA_FP8), ROTATE=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **LLAMA, **room(LLAMA), ROTATE=0, NORM=0)),
-    ("decode", dict(T=torch.bfloat16, **GEMMA, **room(GEMMA), ROTATE=1, NORM=1)),
-    ("decode", dict(T=torch.float16, **GEMMA, **room(GEMMA), ROTATE=0, NORM=0)),
-    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, **prompt_room(GPT_OSS))),
-    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **room(GPT_OSS), ROTATE=1, NORM=0)),
-    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **room(GPT_OSS_FP8), ROTATE=1, NORM=0)),
-    ("prefill", dict(T=torch.bfloat16, **PHI, **prompt_room(PHI))),
-    ("prefill", dict(T=torch.float16, **HEADS_80, **prompt_room(HEADS_80))),
-    ("prefill", dict(T=torch.bfloat16, **HEADS_112, **prompt_room(HEADS_112))),
-    ("prefill", dict(T=torch.bfloat16, **HEADS_160, **prompt_room(HEADS_160))),
-    ("prefill", dict(T=torch.bfloat16, **HEADS_192, **prompt_room(HEADS_192))),
-    ("decode", dict(T=torch.bfloat16, **PHI, **room(PHI), ROTATE=1, NORM=0)),
-    ("decode", dict(T=torch.bfloat16, **PHI_FP8, **room(PHI_FP8), ROTATE=1, NORM=1)),
-    ("decode", dict(T=torch.float16, **HEADS_80, **room(HEADS_80), ROTATE=0, NORM=0)),
-    ("decode", dict(T=torch.bfloat16, **HEADS_112, **room(HEADS_112), ROTATE=1, NORM=1)),
-    ("decode", dict(T=torch.bfloat16, **HEADS_160, **room(HEADS_160), ROTATE=1, NORM=0)),
-    ("decode", dict(T=torch.bfloat16, **HEADS_192, **room(HEADS_192), ROTATE=1, NORM=1)),
+    ("prefill", dict(T=torch.bfloat16, **LLAMA, **prefill_smem(LLAMA))),
+    ("prefill", dict(T=torch.float16, **OTHER, **prefill_smem(OTHER))),
+    ("prefill", dict(T=torch.bfloat16, **GEMMA, **prefill_smem(GEMMA))),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **decode_smem(LLAMA), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **OTHER, **decode_smem(OTHER), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA_FP8, **decode_smem(LLAMA_FP8), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GEMMA_FP8, **decode_smem(GEMMA_FP8), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **LLAMA, **decode_smem(LLAMA), ROTATE=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **GEMMA, **decode_smem(GEMMA), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **GEMMA, **decode_smem(GEMMA), ROTATE=0, NORM=0)),
+    ("prefill", dict(T=torch.bfloat16, **GPT_OSS, **prefill_smem(GPT_OSS))),
+    ("decode", dict(T=torch.bfloat16, **GPT_OSS, **decode_smem(GPT_OSS), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.float16, **GPT_OSS_FP8, **decode_smem(GPT_OSS_FP8), ROTATE=1, NORM=0)),
+    ("prefill", dict(T=torch.bfloat16, **PHI, **prefill_smem(PHI))),
+    ("prefill", dict(T=torch.float16, **HEADS_80, **prefill_smem(HEADS_80))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_112, **prefill_smem(HEADS_112))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_160, **prefill_smem(HEADS_160))),
+    ("prefill", dict(T=torch.bfloat16, **HEADS_192, **prefill_smem(HEADS_192))),
+    ("decode", dict(T=torch.bfloat16, **PHI, **decode_smem(PHI), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **PHI_FP8, **decode_smem(PHI_FP8), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.float16, **HEADS_80, **decode_smem(HEADS_80), ROTATE=0, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_112, **decode_smem(HEADS_112), ROTATE=1, NORM=1)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_160, **decode_smem(HEADS_160), ROTATE=1, NORM=0)),
+    ("decode", dict(T=torch.bfloat16, **HEADS_192, **decode_smem(HEADS_192), ROTATE=1, NORM=1)),
     ("mla_decode", dict(T=torch.bfloat16, **mla_decode.sizes(16, 16, COPIED))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(20, 5, COPIED._replace(panels=8, per_sm=1)))),
     ("mla_decode", dict(T=torch.float16, **mla_decode.sizes(128, 64, COPIED._replace(panels=4, per_sm=1)))),
@@ -321,13 +321,13 @@ PROGRAMS = [
     ("logits", dict(T=torch.float32, V=1)),
     ("token_mask", dict(T=torch.bfloat16, COLUMNS=8)),
     ("token_mask", dict(T=torch.float32, COLUMNS=8)),
-    ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.ROOM)),
-    ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=1024, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=512, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.float32, SIZE=3, N=33, V=1, THREADS=64, **allreduce.ROOM)),
-    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=1, V=1, THREADS=32, **allreduce.ROOM)),
+    ("allreduce", dict(T=torch.bfloat16, SIZE=4, V=8, THREADS=512, **allreduce.BUFFER_SIZES)),
+    ("allreduce", dict(T=torch.float32, SIZE=2, V=1, THREADS=128, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=2, N=4096, V=8, THREADS=512, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=512, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=8192, V=8, THREADS=1024, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=1024, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.float16, SIZE=8, N=8192, V=8, THREADS=512, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.float32, SIZE=3, N=33, V=1, THREADS=64, **allreduce.BUFFER_SIZES)),
+    ("allreduce_norm", dict(T=torch.bfloat16, SIZE=4, N=1, V=1, THREADS=32, **allreduce.BUFFER_SIZES)),
 ]

@@ -96,7 +96,7 @@ class MemoryFit:
 
     stages: tuple[Stage, ...]
     runtime: float
-    kv_room: int  # tokens that fit, in one replica
+    kv_capacity: int  # tokens that fit, in one replica
     kv_tokens: int  # that a run takes: no more than its sequences can use
     kv_bytes: int  # of these and of states, on the rank with the most layers
     free: float  # bytes beside the weights, for cache and steps, on the fullest rank

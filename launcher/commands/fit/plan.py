@@ -152,7 +152,7 @@ def _budget(layout: Layout, cluster: Cluster, asked: Workload) -> int:
 
 
 def _together(held: MemoryFit, layout: Layout, asked: Workload) -> int:
-    return held.kv_room // max(1, asked.context) * layout.dp
+    return held.kv_capacity // max(1, asked.context) * layout.dp
 
 
 def estimate(shape: ModelShape, layout: Layout, cluster: Cluster, asked: Workload) -> LayoutEstimate:

@@ -49,7 +49,7 @@ def table(figures: list[LayoutEstimate], chosen: LayoutEstimate | None) -> list[
         left = [layout.tp, layout.pp, layout.dp, layout.ep, gb(held.heaviest.loaded)]
         if one.runs:
             left += [
-                gb(held.kv_bytes), held.kv_room * layout.dp, one.together, f"{speed.decode_ms:.2f}",
+                gb(held.kv_bytes), held.kv_capacity * layout.dp, one.together, f"{speed.decode_ms:.2f}",
                 f"{speed.tokens_per_s:.0f}", f"{speed.prefill_per_s:.0f}",
             ]  # fmt: skip
         words = " ".join(f"{text!s:>{width}}" for text, (_, width) in zip(left, COLUMNS, strict=False))
@@ -163,7 +163,7 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
         "weights": stage.weights, "weight_bytes": stage.loaded, "host_bytes": max(s.host for s in held.stages),
         "resident_bytes": max(s.resident for s in held.stages), "slot_bytes": stage.slots,
         "rope_bytes": stage.rope, "runtime_bytes": round(held.runtime), "activation_bytes": round(held.activations),
-        "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_room * layout.dp,
+        "kv_bytes_per_token": stage.kv_token, "kv_bytes": held.kv_bytes, "kv_tokens": held.kv_capacity * layout.dp,
         "sequences": one.together,
         "stages": [
             {"layers": s.layers, "weight_bytes": s.loaded, "kv_bytes_per_token": s.kv_token} for s in held.stages

@@ -46,7 +46,7 @@ NUMBERS = {AUTO: CHEAPEST, CPU: ON_CPU, STREAM: COPIED}
 class Shared:
     """State that all layers of a rank share."""
 
-    way: str
+    placement: str
     counters: Counters
     buffers: SharedBuffers | None  # None: the device is the CPU
     streamer: Streamer
@@ -74,7 +74,9 @@ class HostExperts:
         self.host_biases = _each(self.biases_of_all, lambda x: x[self.fixed :])
         self.set = Residency.of_first(self.local_experts.size, slots.stack.size - self.fixed)
         self._steps = 0
-        self._choice = Choice(self.local_experts.size, self.local_experts.first, costs, NUMBERS[shared.way], self.fixed)
+        self._choice = Choice(
+            self.local_experts.size, self.local_experts.first, costs, NUMBERS[shared.placement], self.fixed
+        )
         # The device slot of each of the router's numbers; as many as there are slots: it has none.
         numbers = self._numbers(self.set.slot_of, slots.stack.size)
         numbers[local_experts.first : self.local_experts.first] = self.set.slots + np.arange(self.fixed)
@@ -101,7 +103,7 @@ class HostExperts:
         cpu = float(costs.of_rows(np.array(routed / self.local_experts.total)))
         if not self.on_gpu:
             return (self.local_experts.size + self.fixed) * cpu
-        return missing * (cpu if self.shared.way == CPU else costs.copy)
+        return missing * (cpu if self.shared.placement == CPU else costs.copy)
 
     # -- a step
 
@@ -111,7 +113,7 @@ class HostExperts:
         if not self.on_gpu:
             return pending
         assert self.shared.buffers is not None
-        if self.shared.way == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.local_experts.total:
+        if self.shared.placement == CPU or len(x) <= LOOKED or ids.numel() < ALL * self.local_experts.total:
             view = pending.view = self.sums.view(self.shared.buffers, x, ids)
             pending.small_batch = self._small_batch(x, ids, weights)
             if pending.small_batch is not None:
@@ -164,18 +166,18 @@ class HostExperts:
     @functools.cached_property
     def small_batch(self) -> SmallBatch:
         """The small-batch steps, for x that they support."""
-        of, copies = (self._choice, self.set, self._kept), self.shared.way != CPU
+        of, copies = (self._choice, self.set, self._kept), self.shared.placement != CPU
         made = SmallBatch(self.layer, self.shared.streamer, *of, copies)
-        if self.shared.way == AUTO:
+        if self.shared.placement == AUTO:
             made.adopts_into(self.slots, self._slot, self._in_slot[: self.set.slots])
         return made
 
     def _small_batch(self, x: Tensor, ids: Tensor, weights: Tensor) -> SmallBatch | None:
         """Who computes such a step, where it can be."""
-        buffers, way = self.shared.buffers, self.shared.way
+        buffers, placement = self.shared.buffers, self.shared.placement
         if buffers is None or buffers.steps is None or len(x) > FEW:
             return None
-        if way == STREAM and self.small_batch.capacity < min(ids.numel(), self.local_experts.size):
+        if placement == STREAM and self.small_batch.capacity < min(ids.numel(), self.local_experts.size):
             return None
         return self.small_batch if jit.plain(x, ids, weights) and self.small_batch.supports(x.dtype) else None
 
@@ -286,7 +288,7 @@ class HostExperts:
         """Now and then let an expert that is chosen more often take the place of a resident one. Nothing waits for the
         copy but what is launched from now on."""
         self._steps += 1
-        wanted = self.set.exchange() if self.shared.way == AUTO and self._steps % TURN == 0 else None
+        wanted = self.set.exchange() if self.shared.placement == AUTO and self._steps % TURN == 0 else None
         if wanted is None:
             return
         expert, slot = wanted

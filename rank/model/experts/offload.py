@@ -49,7 +49,7 @@ class OffloadOptions(NamedTuple):
 
     offload: int = 0  # experts of a layer, on each rank, that are in host memory alone
     memory: int = 0  # bytes of the device for resident experts; 0: not said
-    way: str = AUTO
+    placement: str = AUTO
     defers: bool = False  # as deferral.py does
 
     def __bool__(self) -> bool:
@@ -109,7 +109,7 @@ class Offload:
         self.fixed = 0  # of each layer's experts, the first ones, which are on the device alone and never leave it
         self._fixed: dict[nn.Module, Matrices] = {}  # these, from `keep` to `attach`
         self.all_bytes, self.host_bytes = 0, 0  # of all experts as they lie in host memory, and of those that do
-        self.parting_bytes = 0  # that the host needs more while experts are loaded
+        self.split_bytes = 0  # that the host needs more while experts are loaded
         self.slots, self.slot_bytes = 0, 0  # slot_bytes: of one expert of each layer on the device
         if not self.layers:
             return
@@ -143,14 +143,14 @@ class Offload:
         this node whose experts are the same memory."""
         if self.device.type != "cuda" or not self.layers or room is None or self.all_bytes // sharers + read <= room:
             return 0
-        left = room * (1 - HOST_SPARED) - read - self._largest  # a stack is there twice while it is parted
+        left = room * (1 - HOST_SPARED) - read - self._largest  # a stack is there twice while it is split
         fits = left * sharers // (self.all_bytes / self.experts)
         return self.experts - max(0, int(fits))
 
     def fix(self, count: int) -> None:
         """Before the weights are loaded: so many experts of each layer are fixed."""
         if count:
-            self.fixed, self.parting_bytes = count, self._largest
+            self.fixed, self.split_bytes = count, self._largest
             for one in self._linears():
                 one.fix(count, self.device)
             self.host_bytes = self.all_bytes * (self.experts - count) // self.experts
@@ -226,7 +226,7 @@ class Offload:
         for layer, stack in zip(self.layers, stacks, strict=True):
             costs[stack.form] = costs.get(stack.form) or measure(stack, layer.activation, streamer, self.dtype)
         buffers = SharedBuffers(self.counters) if cuda else None
-        shared = Shared(self.room.way, self.counters, buffers, streamer)
+        shared = Shared(self.room.placement, self.counters, buffers, streamer)
         for layer, stack in zip(self.layers, stacks, strict=True):
             experts = layer.down_proj.experts
             held = LocalExperts(experts.start, experts.width, experts.size)
@@ -269,8 +269,8 @@ class Offload:
             f"{1e-9 * size / costs.cpu[0]:.1f} GB/s and computes {2e-9 * weights * TIMED_ROWS[-1] / costs.cpu[-1]:.0f} "
             f"GFLOP/s (an expert of {', '.join(map(str, TIMED_ROWS))} tokens: "
             f"{', '.join(f'{1e6 * one:.0f}' for one in costs.cpu)} us), copies "
-            f"run at {1e-9 * size / costs.copy:.1f} GB/s; beside each other they take {costs.cpu_beside:.2f} and "
-            f"{costs.copy_beside:.2f} times as long"
+            f"run at {1e-9 * size / costs.copy:.1f} GB/s; overlapped they take {costs.cpu_overlapped:.2f} and "
+            f"{costs.copy_overlapped:.2f} times as long"
         )
 
     def _form(self, one: StackedLinear) -> Matrices:
@@ -317,11 +317,11 @@ def measure(stack: HostStack, act: str, streamer: Streamer, dtype: torch.dtype) 
         if rows >= KEPT:
             _let_others_sleep()
         cpu.append(_shortest(_on_cpu(stack, act, dtype, rows, turns)))
-    beside = (1.0, 1.0)
+    overlapped = (1.0, 1.0)
     if streamer.device.type == "cuda":
         _let_others_sleep()
-        beside = _beside(stack, streamer, _on_cpu(stack, act, dtype, 1, turns), cpu[0], copied)
-    return Costs(tuple(cpu), copied, *beside)
+        overlapped = _overlapped(stack, streamer, _on_cpu(stack, act, dtype, 1, turns), cpu[0], copied)
+    return Costs(tuple(cpu), copied, *overlapped)
 
 
 def _let_others_sleep() -> None:
@@ -329,7 +329,7 @@ def _let_others_sleep() -> None:
     time.sleep(2 * AWAKE)
 
 
-def _beside(
+def _overlapped(
     stack: HostStack, streamer: Streamer, on_cpu: Callable[[], float], cpu: float, copied: float
 ) -> tuple[float, float]:
     """How many times as long as alone the CPU and copies take next to each other. on_cpu: returns seconds of an expert.

@@ -60,9 +60,9 @@ class PackedPart(Part):
         return False
 
     def variants(
-        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, caps: DeviceCaps
     ) -> Iterator[jit.KernelVariant]:
-        return self.codec.variants(rows, self.packed, dtype, gate, self.added_bias is not None, found)
+        return self.codec.variants(rows, self.packed, dtype, gate, self.added_bias is not None, caps)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:

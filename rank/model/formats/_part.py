@@ -44,7 +44,7 @@ class Part(ShardedModule):
         return self.bias if self.adds_bias else None
 
     def variants(
-        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, caps: DeviceCaps
     ) -> Iterator[jit.KernelVariant]:
         """Kernels, where there is no `matrix`, to compile ahead for so many rows, each, of a model's dtype on a GPU.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....kernels.moe.moe import Matrices
 from ....kernels.quantized import cuda_layouts
-from ....kernels.quantized.stack import padded, parted
+from ....kernels.quantized.stack import padded, split_for_host
 from ..shard import Shard
 from ..weights.slicing import Field, Source
 from ._packed import PackedPart
@@ -124,7 +124,7 @@ class StackOfParts(StoredStack):
             made = self.encoded(layer, first, count)
             return [layer.in_order(x.unflatten(0, (count, -1))).flatten(0, 1) for x in made]
 
-        of_fixed, made = parted(self.part.codec, encoded, shape, at_once, layer.in_host, layer.fixed)
+        of_fixed, made = split_for_host(self.part.codec, encoded, shape, at_once, layer.in_host, layer.fixed)
         layer.of_fixed = of_fixed if layer.fixed else None
         self.drop()
         return made

@@ -39,7 +39,7 @@ class Linear(nn.Module):
         return self.inputs.width * sum(shard.width for shard in self.outputs)
 
     @property
-    def lone(self) -> Part | None:
+    def only_part(self) -> Part | None:
         """The part that is all of the linear; None: there are several.
 
         Every launch asks. nn.ModuleList's own ways to its entries take microseconds.
@@ -51,17 +51,17 @@ class Linear(nn.Module):
     @property
     def matrix(self) -> Tensor | None:
         """The weight [outputs, inputs], where it is plain and all of the linear: what fused kernels take."""
-        return None if (part := self.lone) is None else part.matrix
+        return None if (part := self.only_part) is None else part.matrix
 
     @property
     def added_bias(self) -> Tensor | None:
         """The bias [outputs] of `matrix`, where there is one and this rank adds it."""
-        return None if not self.biased or (part := self.lone) is None else part.added_bias
+        return None if not self.biased or (part := self.only_part) is None else part.added_bias
 
     @property
     def packed_matrix(self) -> Any:
         """The packed weight, or None."""
-        return None if (part := self.lone) is None else part.packed
+        return None if (part := self.only_part) is None else part.packed
 
     def of_norm(self, h: Normed, gate: str = "") -> Tensor | None:
         """The linear of a norm, gated by an activation or not, where kernels of the two are fused."""
@@ -71,7 +71,7 @@ class Linear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, inputs] of this rank; returns its [T, outputs]."""
-        if (part := self.lone) is not None:
+        if (part := self.only_part) is not None:
             return part(x)
         return torch.cat([part(x) for part in self.parts], dim=1)
 
@@ -101,7 +101,7 @@ class GatedColumnParallel(Linear):
             if (y := self.of_norm(h, self.activation)) is not None:
                 return y
             h = h.tensor()
-        if (part := self.lone) is not None:
+        if (part := self.only_part) is not None:
             return part.gated(h, self.activation)
         return gated_activation(self.multiply(h), self.activation)
 

@@ -176,12 +176,12 @@ class OrderedPart(GroupedPart):
         return (pad(x, (0, 1)) if self.filled else x).index_select(1, self.order)
 
     def variants(
-        self, rows: Sequence[int], gate: str, dtype: torch.dtype, found: DeviceCaps
+        self, rows: Sequence[int], gate: str, dtype: torch.dtype, caps: DeviceCaps
     ) -> Iterator[jit.KernelVariant]:
         if self.apart is None:
-            yield from super().variants(rows, gate, dtype, found)
+            yield from super().variants(rows, gate, dtype, caps)
         for part in self.apart or ():
-            yield from cast(OrderedPart, part).variants(rows, "", dtype, found)
+            yield from cast(OrderedPart, part).variants(rows, "", dtype, caps)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.apart is not None:

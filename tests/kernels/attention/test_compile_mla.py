@@ -32,7 +32,7 @@ def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     launches = {name: Recorder() for name in KERNELS}
     for name, recorder in launches.items():
         monkeypatch.setattr(home[name], name, recorder)
-    monkeypatch.setattr(mla_triton, "_roomy", lambda x: x.element_size() == 2 and arch >= 90)
+    monkeypatch.setattr(mla_triton, "_large_tiles", lambda x: x.element_size() == 2 and arch >= 90)
     for module in (mla_triton, mla_store_triton):
         monkeypatch.setattr(module, "overlaps", lambda x: x.element_size() == 2 and arch >= 90)
     q, latents, cache = (torch.zeros(*shape, dtype=dtype) for shape in ((6, heads, 192), (6, 576), (3, 16, 576)))

@@ -30,7 +30,7 @@ def in_the_model(monkeypatch, cuda_models):
         library = cuda_models.build(source, {"T": dtype, **sizes})
 
         def launch(grid, threads, *args, shared=0):
-            assert shared <= prefill.ROOM
+            assert shared <= prefill.SMEM_BYTES
             cuda_model.launch(library, grid, threads, args, torch.empty(0), any_order=True)
 
         return launch
@@ -91,7 +91,7 @@ def test_prompts_as_hopper_takes_them():
 @pytest.mark.parametrize("dim", [80, 128])
 def test_outputs_are_stored_16_bytes_at_a_time(tmp_path, dim):
     """Four times as many stores of 4 bytes cost a prompt's attention some percent."""
-    tile, stages, q_in_regs, _ = prefill.prefill_room(dim)
+    tile, stages, q_in_regs, _ = prefill.prefill_smem(dim)
     sizes = dict(HEADS=32, KV_HEADS=8, DIM=dim, SIZE=16, BOX=16, TILE=tile, STAGES=stages, Q_IN_REGS=q_in_regs)
     flags = dict(WINDOW=0, SOFTCAP=0, SINKS=0)
     source, made = tmp_path / "prefill.cu", tmp_path / "prefill.ptx"

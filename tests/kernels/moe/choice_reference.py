@@ -15,21 +15,21 @@ def choose(choice: Choice, ids: Tensor, of: Residency, limit: int = 1 << 30, ado
     choice.counts[:] = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
     of.scores[:] = of.scores * DECAY + (choice.counts > 0)
     chosen = np.flatnonzero((choice.counts > 0) & (of.slot_of < 0))
-    most, fewest = len(chosen) if choice.way == COPIED else 0, 0
-    if choice.way == CHEAPEST:
+    most, fewest = len(chosen) if choice.mode == COPIED else 0, 0
+    if choice.mode == CHEAPEST:
         chosen = chosen[np.argsort(-choice.counts[chosen], kind="stable")]
-    if choice.way in (CHEAPEST, ADOPTED) and adopts and len(chosen) and limit > 0:
+    if choice.mode in (CHEAPEST, ADOPTED) and adopts and len(chosen) and limit > 0:
         wanted = chosen[of.scores[chosen].argmax()]
         if slot_for(choice, wanted, of) >= 0:
             chosen, fewest = np.concatenate(([wanted], chosen[chosen != wanted])), 1
-    if choice.way == CHEAPEST:
+    if choice.mode == CHEAPEST:
         cpu = choice.costs.of_rows(choice.counts[chosen])
         left = np.concatenate((np.cumsum(cpu[::-1])[::-1], [0.0]))  # of the CPU, where the first n are copied
         copies = np.arange(len(chosen) + 1)
         times = both(choice.costs, left, copies * choice.costs.copy + (copies > 0) * choice.lag)
         most = fewest + int(np.argmin(times[fewest : limit + 1]))
     here = chosen[most:]  # on the CPU
-    if choice.way == ADOPTED:
+    if choice.mode == ADOPTED:
         most = fewest
     choice._copied[: len(chosen)] = chosen
     choice.cpu[:] = -1
@@ -58,6 +58,6 @@ def slot_for(choice: Choice, expert: int, of: Residency) -> int:
 
 def both(costs: Costs, cpu: np.ndarray, copies: np.ndarray) -> np.ndarray:
     """The time of CPU and copies that begin together: who is left has all of the memory."""
-    cpu, copies = cpu * costs.cpu_beside, copies * costs.copy_beside
+    cpu, copies = cpu * costs.cpu_overlapped, copies * costs.copy_overlapped
     shorter = np.minimum(cpu, copies)
-    return shorter + (cpu - shorter) / costs.cpu_beside + (copies - shorter) / costs.copy_beside
+    return shorter + (cpu - shorter) / costs.cpu_overlapped + (copies - shorter) / costs.copy_overlapped

@@ -12,8 +12,8 @@ from . import choice_reference
 pytestmark = pytest.mark.skipif(not ops.available(), reason="no C++ operations")
 
 
-def made(compiled, ids, of, costs, way, first=0, limit=1 << 30, adopts=False, fixed=0, lag=0.0):
-    choice = Choice(len(of.slot_of), first, costs, way, fixed)
+def made(compiled, ids, of, costs, mode, first=0, limit=1 << 30, adopts=False, fixed=0, lag=0.0):
+    choice = Choice(len(of.slot_of), first, costs, mode, fixed)
     choice.lag[:] = lag
     (Choice.choose if compiled else choice_reference.choose)(choice, ids, of, limit, adopts)
     return choice
@@ -28,8 +28,8 @@ def residency(draw, experts):
 
 
 @pytest.mark.parametrize("adopts", [False, True])
-@pytest.mark.parametrize("way", [CHEAPEST, ON_CPU, COPIED, ADOPTED])
-def test_both_agree(way, adopts):
+@pytest.mark.parametrize("mode", [CHEAPEST, ON_CPU, COPIED, ADOPTED])
+def test_both_agree(mode, adopts):
     draw, moved = np.random.default_rng(0), 0
     for turn in range(60):
         experts, tokens = int(draw.integers(1, 40)), int(draw.integers(1, 30))
@@ -40,15 +40,15 @@ def test_both_agree(way, adopts):
         limit, fixed = int(draw.integers(0, 9)), turn % 3
         for compiled in (True, False):
             of = Residency(*(one.copy() for one in before))
-            one = made(compiled, ids, of, costs, way, turn % 5, limit, adopts, fixed)
+            one = made(compiled, ids, of, costs, mode, turn % 5, limit, adopts, fixed)
             both.append((one.counts, one.cpu, one.copied, one.adopted, one.found, *of, one.of_fixed))
         for a, b in zip(*both, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
         counts, cpu, copied, adopted, found, slot_of, _, expert_in, of_fixed = both[0]
         assert set(copied) | set(np.flatnonzero(cpu >= 0)) == set(np.flatnonzero((counts > 0) & (before.slot_of < 0)))
-        assert way != CHEAPEST or len(copied) <= limit
-        assert way != ADOPTED or len(copied) == found[4] <= min(limit, 1) and (cpu[copied] == copied).all()
-        served = found[:2] if way == ADOPTED else found[:3]
+        assert mode != CHEAPEST or len(copied) <= limit
+        assert mode != ADOPTED or len(copied) == found[4] <= min(limit, 1) and (cpu[copied] == copied).all()
+        served = found[:2] if mode == ADOPTED else found[:3]
         assert found[3] == counts[cpu >= 0].sum() and served.sum() == (counts > 0).sum() + (of_fixed > 0).sum()
         before_first = [turn % 5 - fixed + one for one in range(fixed)]
         assert of_fixed.tolist() == [int((ids == one).sum()) for one in before_first]
@@ -56,7 +56,7 @@ def test_both_agree(way, adopts):
             assert slot == slot_of[expert] and (slot < 0 or (expert_in[slot] == expert and slot))
         assert found[4] == (adopted >= 0).sum() == (slot_of != before.slot_of).sum() / 2
         moved += found[4]
-    assert (moved > 0) == (adopts and way != ON_CPU)
+    assert (moved > 0) == (adopts and mode != ON_CPU)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -136,7 +136,7 @@ def test_copies_are_for_the_experts_with_the_most_tokens(compiled):
 
 def test_the_memory_is_shared():
     """CPU and copies slow each other; who is left has all of it."""
-    costs = Costs((1.0,) * 4, copy=1.0, cpu_beside=2.0, copy_beside=4.0)
+    costs = Costs((1.0,) * 4, copy=1.0, cpu_overlapped=2.0, copy_overlapped=4.0)
     assert choice_reference.both(costs, np.array([0.0, 3.0, 3.0]), np.array([5.0, 0.0, 2.0])).tolist() == [
         5.0,
         3.0,

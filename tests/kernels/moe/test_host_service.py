@@ -29,8 +29,8 @@ def a_gpu_that_works(monkeypatch):
 class Layer:
     """A layer's experts, and what lies in pinned memory where there is a GPU."""
 
-    def __init__(self, way, slots, draw):
-        self.choice = Choice(EXPERTS, 0, COSTS, way)
+    def __init__(self, mode, slots, draw):
+        self.choice = Choice(EXPERTS, 0, COSTS, mode)
         slot_of = np.full(EXPERTS, -1)
         slot_of[:slots] = np.arange(slots)
         self.of = Residency(slot_of, np.zeros(EXPERTS), np.arange(slots))
@@ -41,11 +41,11 @@ class Layer:
         experts = Experts(self.w13, self.w2)
         calls, before = HostRouted(x, ids, weights, "silu").all_calls(experts, self.choice.on_cpu, made)
         packed = ops.call_array([(one.address, ops.pack(values)) for one, values in calls])
-        stays = self.choice.way == ADOPTED
-        adopts, self.lag = stays or self.choice.way == CHEAPEST, torch.zeros(1, dtype=torch.float64)
-        call = self.choice.call(ids, self.of, 1 if stays else 4 * (self.choice.way != ON_CPU), adopts, lag=self.lag)
+        stays = self.choice.mode == ADOPTED
+        adopts, self.lag = stays or self.choice.mode == CHEAPEST, torch.zeros(1, dtype=torch.float64)
+        call = self.choice.call(ids, self.of, 1 if stays else 4 * (self.choice.mode != ON_CPU), adopts, lag=self.lag)
         kinds = {ADOPTED: host_service.COPIES_TO_STAY, ON_CPU: host_service.NO_COPIES}
-        copies = kinds.get(self.choice.way, host_service.COPIES)
+        copies = kinds.get(self.choice.mode, host_service.COPIES)
         of = self.choice, call, self.lag, packed, before, made, copies
         return host_service.layer(*of, calls, x, ids, weights, self.of)
 
@@ -90,7 +90,7 @@ class Device:
             time.sleep(0)
         entries = told[1 : 1 + (int(told[0]) & 511)].tolist()
         # The CPU computes in this step what is copied to stay.
-        copied = set() if layer.choice.way == ADOPTED else {one & 0xFFFF for one in entries}
+        copied = set() if layer.choice.mode == ADOPTED else {one & 0xFFFF for one in entries}
         for one in entries:
             if one >> 16:
                 table[table == (one >> 16) - 1] = -1
@@ -112,12 +112,12 @@ class Device:
 
 
 @pytest.mark.parametrize("posted", [True, False])
-@pytest.mark.parametrize("way, slots", [(CHEAPEST, 0), (CHEAPEST, 5), (ON_CPU, 5), (COPIED, 5), (ADOPTED, 5)])
-def test_both_sides(way, slots, posted, monkeypatch):
+@pytest.mark.parametrize("mode, slots", [(CHEAPEST, 0), (CHEAPEST, 5), (ON_CPU, 5), (COPIED, 5), (ADOPTED, 5)])
+def test_both_sides(mode, slots, posted, monkeypatch):
     if not posted:  # nothing is done by one thread alone
         monkeypatch.setattr(host_service, "FEW_NUMBERS", 0)
     draw, steps = torch.Generator().manual_seed(0), 30
-    device = Device([Layer(way, slots, draw) for _ in range(3)], steps, draw)
+    device = Device([Layer(mode, slots, draw) for _ in range(3)], steps, draw)
     service, parts = device.service, device.parts()
     gpu = threading.Thread(target=device.run, daemon=True)
     gpu.start()
@@ -136,9 +136,9 @@ def test_both_sides(way, slots, posted, monkeypatch):
     gpu.join(20)
     assert len(device.wrong) == steps * len(parts) and max(device.wrong) < 1e-4
     resident, cpu, copied, adopted = service.totals[3:].tolist()
-    assert (copied, adopted) == (device.copied, device.adopted) and (cpu > 0) == (way != COPIED)
-    assert (resident > 0) == (slots > 0) and (adopted > 0) == (way in (CHEAPEST, ADOPTED) and slots > 0)
-    assert (copied > 0) == (way in (CHEAPEST, COPIED))
+    assert (copied, adopted) == (device.copied, device.adopted) and (cpu > 0) == (mode != COPIED)
+    assert (resident > 0) == (slots > 0) and (adopted > 0) == (mode in (CHEAPEST, ADOPTED) and slots > 0)
+    assert (copied > 0) == (mode in (CHEAPEST, COPIED))
     for layer, table in zip(device.layers, device.tables, strict=True):
         assert layer.of.slot_of.tolist() == table.tolist()  # both sides know the same residents
     assert not posted or min(service.totals[:3]) > 0

@@ -5,7 +5,7 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine
 from phalanx.kernels.quantized.int8_codes import q8_0
-from phalanx.kernels.quantized.stack import parted, stack
+from phalanx.kernels.quantized.stack import split_for_host, stack
 from phalanx.kernels.quantized.super_blocks import q4_k
 
 from .codecs import name_of
@@ -29,7 +29,7 @@ def test_parted(codec, first):
         return [x[index * 3 * 40 : (index + 1) * 3 * 40] for x in each]
 
     whole = stack(codec, encoded, shape, 3, True)
-    mine, others = parted(codec, encoded, shape, 3, True, first)
+    mine, others = split_for_host(codec, encoded, shape, 3, True, first)
     assert (mine.shape, others.shape) == ((first, 40, 512), (7 - first, 40, 512))
     for a, b, both in zip(mine.tensors, others.tensors, whole.tensors, strict=True):
         assert torch.equal(torch.cat((a, b)), both) and a.untyped_storage().nbytes() == a.nbytes

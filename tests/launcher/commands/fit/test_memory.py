@@ -59,15 +59,15 @@ def test_kv_tokens_of_llama_8b(shape):
     free = 85_000_000_000 - 600_000_000 - 16_060_522_496 - 4_194_304 - 973_078_528
     assert free == 67_362_204_672
     # 95 % of it is 63,994,094,438; a block of 16 tokens takes 16 x 131,072 = 2,097,152 bytes: 30,514 blocks
-    assert held.kv_room == 30_514 * 16
+    assert held.kv_capacity == 30_514 * 16
     # sequences can use 64 x 8192 = 524,288 tokens, which is more: all that fits is taken
-    assert held.kv_tokens == held.kv_room
+    assert held.kv_tokens == held.kv_capacity
     fewer = Workload(context=8192, concurrency=8, length=4096)
     held = memory.memory_fit(model, Layout(1), fewer, GPU80, 8192)
-    assert (held.kv_room, held.kv_tokens, held.kv_bytes) == (30_514 * 16, 8 * 8192, 8 * 8192 * 131_072)
+    assert (held.kv_capacity, held.kv_tokens, held.kv_bytes) == (30_514 * 16, 8 * 8192, 8 * 8192 * 131_072)
     # half of it: --kv-fraction 0.5
     half = memory.memory_fit(model, Layout(1), Workload(8192, 64, 4096, kv_fraction=0.5), GPU80, 8192)
-    assert half.kv_room == int(0.5 * free) // 2_097_152 * 16
+    assert half.kv_capacity == int(0.5 * free) // 2_097_152 * 16
 
 
 def test_a_run_on_an_h200(shape):
@@ -313,8 +313,8 @@ def test_windows_make_room(shape, monkeypatch, name, at_least):
         after = memory.memory_fit(model, Layout(1), asked, GPU141, 8192)
         assert before.groups == memory.cache_groups.ONE_GROUP and len(after.groups) == 2
         assert after.free == before.free and not after.problem
-        found.append(after.kv_room / before.kv_room)
-        assert after.tokens(context) == after.kv_room >= after.kv_tokens
+        found.append(after.kv_capacity / before.kv_capacity)
+        assert after.tokens(context) == after.kv_capacity >= after.kv_tokens
     assert all(ratio >= least for ratio, least in zip(found, at_least, strict=True)), found
 
 

@@ -29,19 +29,21 @@ def made(tmp_path_factory):
 
 def test_on_cpus_no_sum_is_late(made):
     given = made("qwen3_moe"), [tokens(15, seed=1), tokens(3, seed=2)], STEPS
-    plain, defers = (run_steps(*given, experts=OffloadOptions(ALL, way="cpu", defers=one)) for one in (False, True))
+    plain, defers = (
+        run_steps(*given, experts=OffloadOptions(ALL, placement="cpu", defers=one)) for one in (False, True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, defers, strict=True))
 
 
 @pytest.mark.skipif(not ops.available(), reason="no C++ operations")
-@pytest.mark.parametrize("offload, way, copy", [(100, "cpu", 0.4), (3, "auto", 0.7), (3, "auto", 0.4)])
+@pytest.mark.parametrize("offload, placement, copy", [(100, "cpu", 0.4), (3, "auto", 0.7), (3, "auto", 0.4)])
 @torch.no_grad()
-def test_beside_a_gpu(made, monkeypatch, offload, way, copy):
+def test_beside_a_gpu(made, monkeypatch, offload, placement, copy):
     """Its kernels are played. Each layer adds what the one before has left, so that nothing is lost in a step. copy: as
     in test_small_batch.py, 0.4 lets the GPU copy some, which are not late."""
     plain, _ = all_experts(made("qwen3_moe"), ON_DEVICE)
-    layers, offloaded = all_experts(made("qwen3_moe"), OffloadOptions(offload, way=way, defers=True))
-    played = layers_beside_gpu(monkeypatch, layers, offloaded, way)
+    layers, offloaded = all_experts(made("qwen3_moe"), OffloadOptions(offload, placement=placement, defers=True))
+    played = layers_beside_gpu(monkeypatch, layers, offloaded, placement)
     total, draw, differ = layers[0].down_proj.experts.size, torch.Generator().manual_seed(0), 0
     for layer in layers:
         layer.host._choice.costs = layer.host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
@@ -55,7 +57,7 @@ def test_beside_a_gpu(made, monkeypatch, offload, way, copy):
             got.append(layer(*given).local())
             want.append(whole(*given).local())
         torch.testing.assert_close(sum(got), sum(want), atol=1e-5, rtol=1e-5)
-        assert way != "cpu" or not got[0].any() and torch.allclose(got[1], want[0], atol=1e-5)
+        assert placement != "cpu" or not got[0].any() and torch.allclose(got[1], want[0], atol=1e-5)
         differ += not torch.allclose(got[0], want[0], atol=1e-3)
     assert differ and played.sent == 10 * len(layers) and offloaded.counters.cpu > 0
 

@@ -44,11 +44,11 @@ def test_logits(made, fix, name):
     """Bit by bit as with all in host memory, whatever is fixed, resident or forced; gpt_oss has biases."""
     sequences = [tokens(34, seed=1), tokens(12, seed=2)]
     want = run_steps(made(name), sequences, STEPS, experts=OffloadOptions(offload=1 << 20))
-    for fixed, out, way in [(1, 3, "auto"), (3, 2, "auto"), (1 << 20, 3, "auto"), (100, 1, "stream"), *(
-        (2, 3, way) for way in WAYS)]:  # fmt: skip
+    for fixed, out, placement in [(1, 3, "auto"), (3, 2, "auto"), (1 << 20, 3, "auto"), (100, 1, "stream"), *(
+        (2, 3, placement) for placement in WAYS)]:  # fmt: skip
         fix(fixed)
-        got = run_steps(made(name), sequences, STEPS, experts=OffloadOptions(offload=out, way=way))
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (fixed, out, way)
+        got = run_steps(made(name), sequences, STEPS, experts=OffloadOptions(offload=out, placement=placement))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (fixed, out, placement)
     fix(0)
     plain = run_steps(made(name), sequences, STEPS)
     assert all(distance(a, b) < 1e-5 for a, b in zip(want, plain, strict=True))
@@ -98,7 +98,7 @@ def test_what_is_fixed_is_not_in_host_memory(made, fix, monkeypatch):
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q4_0", "fp8"])
 def test_the_host_never_has_more_than_was_checked(made, fix, monkeypatch, isq):
-    """The experts that stay there and one stack: as each is loaded, and when it has been parted."""
+    """The experts that stay there and one stack: as each is loaded, and when it has been split."""
     fix(4)
     keep, took = Offload.keep, []
 
@@ -119,7 +119,7 @@ def test_the_host_never_has_more_than_was_checked(made, fix, monkeypatch, isq):
         return load(made("qwen3_moe"), mesh.build(world, 1, 1), experts=OffloadOptions(offload=4), isq=isq).offload
 
     (offload,) = threads.run(rank, 1)
-    assert 0 < max(took) <= offload.host_bytes + offload.parting_bytes and took[-1] == offload.host_bytes
+    assert 0 < max(took) <= offload.host_bytes + offload.split_bytes and took[-1] == offload.host_bytes
     assert (max(took) == took[-1]) == (isq != "none")  # what is packed is never there as a whole
 
 
@@ -147,22 +147,22 @@ def test_counters(made, fix):
     assert threads.run(rank, 1) == [True]
 
 
-def beside(made, fix, monkeypatch, way, fixed, out=3):
+def beside(made, fix, monkeypatch, placement, fixed, out=3):
     plain, _ = experts(made("qwen3_moe"), ON_DEVICE)
     fix(fixed)
-    layer, model = experts(made("qwen3_moe"), OffloadOptions(out, way=way))
-    return plain, layer, model.counters, beside_gpu(monkeypatch, layer, model, way)
+    layer, model = experts(made("qwen3_moe"), OffloadOptions(out, placement=placement))
+    return plain, layer, model.counters, beside_gpu(monkeypatch, layer, model, placement)
 
 
 @pytest.mark.parametrize("copy", [0.4, 0.7])
-@pytest.mark.parametrize("way, fixed", [("auto", 2), ("auto", 7), ("stream", 3), ("cpu", 3)])
+@pytest.mark.parametrize("placement, fixed", [("auto", 2), ("auto", 7), ("stream", 3), ("cpu", 3)])
 @torch.no_grad()
-def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
+def test_beside_a_gpu(made, fix, monkeypatch, placement, fixed, copy):
     """Its kernels being the CPU's: steps of few tokens by the exchange, others by copies; with 7 nothing else is
     resident. copy: as in test_small_batch.py."""
-    plain, layer, counters, played = beside(made, fix, monkeypatch, way, fixed)
+    plain, layer, counters, played = beside(made, fix, monkeypatch, placement, fixed)
     host = layer.host
-    if way == "auto":
+    if placement == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     draw, chosen = torch.Generator().manual_seed(0), 0
@@ -173,10 +173,10 @@ def test_beside_a_gpu(made, fix, monkeypatch, way, fixed, copy):
             ids[:] = torch.tensor([8, 9])
         weights = torch.rand(count, 2, generator=draw)
         torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-4, rtol=1e-4)
-        chosen += 10 if count == 600 and way != "cpu" else len(ids.unique())
+        chosen += 10 if count == 600 and placement != "cpu" else len(ids.unique())
     host._drain()
     assert counters.resident + counters.cpu + counters.streamed == chosen
-    assert (counters.loaded > 0) == (way == "auto" and fixed < 7)
+    assert (counters.loaded > 0) == (placement == "auto" and fixed < 7)
     assert host._slot[:fixed].tolist() == [7 - fixed + one for one in range(fixed)]
     assert played.sent == 24
 
@@ -196,7 +196,7 @@ def placed(path, room, host_room, ranks=1, pp=1, layers=0):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
-    """While a stack is parted it is there twice, but for what is fixed; ranks of a node share their experts."""
+    """While a stack is split it is there twice, but for what is fixed; ranks of a node share their experts."""
     path, room = write(tmp_path, **MODELS["qwen3_moe"] | {"num_hidden_layers": 12}), OffloadOptions(offload=4)
     (plain_need, whole), *_ = placed(path, room, None, ranks)
     everything = whole.all_bytes
@@ -209,7 +209,7 @@ def test_as_few_are_fixed_as_the_host_needs(tmp_path, ranks):
         for need, one in placed(path, room, host_room, ranks):
             assert one.fixed == (fixed if host_room < everything // ranks else 0)
             assert one.host_bytes == (hosted if one.fixed else everything) and need == plain_need
-            assert one.fixed == 0 or one.host_bytes // ranks + one.parting_bytes <= (1 - HOST_SPARED) * host_room
+            assert one.fixed == 0 or one.host_bytes // ranks + one.split_bytes <= (1 - HOST_SPARED) * host_room
             seen.add(one.fixed)
     assert {0, 4, 5, 6} <= seen
 
@@ -225,7 +225,7 @@ def test_more_are_fixed_where_ranks_cannot_share_memory(tmp_path, monkeypatch):
         ((_, alone),) = placed(path, room, host_room, layers=size)
         for _, one in placed(path, room, host_room, 2, layers=size):
             assert one.fixed == alone.fixed > 0 and one.sharers == 1
-            assert one.host_bytes + one.parting_bytes + size <= host_room
+            assert one.host_bytes + one.split_bytes + size <= host_room
 
 
 def test_a_stage_without_experts_fixes_none(tmp_path):

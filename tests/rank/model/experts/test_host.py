@@ -26,8 +26,8 @@ OTHERS = (
 )
 ALL = 1 << 20
 ROOMS = [
-    *(OffloadOptions(offload=ALL, way=way) for way in ("auto", "cpu", "stream")),
-    *(OffloadOptions(offload=3, way=way) for way in ("auto", "cpu", "stream")),
+    *(OffloadOptions(offload=ALL, placement=placement) for placement in ("auto", "cpu", "stream")),
+    *(OffloadOptions(offload=3, placement=placement) for placement in ("auto", "cpu", "stream")),
     OffloadOptions(memory=1 << 40),
 ]
 STEPS = [[(0, 1)], [(1, 7)], [(0, 1), (1, 1)], [(1, 4), (0, 30)], [(0, 2)]]
@@ -64,7 +64,7 @@ def test_logits(made, name):
 def test_ranks(made, tp, pp, ep):
     ids = [tokens(30)]
     (want,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep)
-    for room in (OffloadOptions(offload=2), OffloadOptions(offload=ALL, way="stream")):
+    for room in (OffloadOptions(offload=2), OffloadOptions(offload=ALL, placement="stream")):
         (got,) = run_steps(made("qwen3_moe"), ids, tp=tp, pp=pp, ep=ep, experts=room)
         assert distance(got, want) < 1e-5
 
@@ -109,7 +109,7 @@ def test_what_a_gpu_does(made, monkeypatch, room):
         return model.offload.counters
 
     (found,) = threads.run(rank, 1)
-    assert room.way == "auto" or getattr(found, {"stream": "streamed"}.get(room.way, room.way)) > 0
+    assert room.placement == "auto" or getattr(found, {"stream": "streamed"}.get(room.placement, room.placement)) > 0
 
 
 def counters(path, room, steps=6):
@@ -132,7 +132,7 @@ def counters(path, room, steps=6):
 
 def test_counters_prove_which_way_ran(made):
     path = made("qwen3_moe")
-    cpu, stream = (counters(path, OffloadOptions(offload=3, way=way)) for way in ("cpu", "stream"))
+    cpu, stream = (counters(path, OffloadOptions(offload=3, placement=placement)) for placement in ("cpu", "stream"))
     assert cpu.cpu == stream.streamed > 0 and not (cpu.resident or cpu.streamed or stream.resident or stream.cpu)
     assert not (cpu.loaded or stream.loaded)
     auto = counters(path, OffloadOptions(offload=3), steps=40)

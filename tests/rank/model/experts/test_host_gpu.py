@@ -16,8 +16,8 @@ from ..test_architectures import MODELS, write
 
 require_gpu()
 
-ROOMS = [OffloadOptions(100, way=way) for way in ("auto", "cpu", "stream")]
-ROOMS += [OffloadOptions(3, way=way) for way in ("auto", "cpu", "stream")]
+ROOMS = [OffloadOptions(100, placement=placement) for placement in ("auto", "cpu", "stream")]
+ROOMS += [OffloadOptions(3, placement=placement) for placement in ("auto", "cpu", "stream")]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_eager(checkpoint, room, dtype, tolerance):
         want, got = plain(*given).local(), layer(*given).local()
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
     counters = offload.counters
-    assert room.way == "auto" or getattr(counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
+    assert room.placement == "auto" or getattr(counters, {"stream": "streamed"}.get(room.placement, room.placement)) > 0
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)
@@ -129,7 +129,10 @@ def test_quantised(wide, room, isq):
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 2):
         given = tokens(plain, count, turn, torch.bfloat16)
         check_quantised(layer(*given).local(), plain(*given).local(), isq)
-    assert room.way == "auto" or getattr(offload.counters, {"stream": "streamed"}.get(room.way, room.way)) > 0
+    assert (
+        room.placement == "auto"
+        or getattr(offload.counters, {"stream": "streamed"}.get(room.placement, room.placement)) > 0
+    )
     check_captured(plain, layer, [(turn % 5, 1 + turn % 4) for turn in range(20)])
 
 
@@ -177,7 +180,7 @@ def test_no_buffer_is_overwritten_while_it_is_read(wide, isq, monkeypatch):
     what computes. Between them lies a GEMM that keeps the GPU busy."""
     monkeypatch.setattr(streamer, "BUFFER", 1)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, offload = experts(wide, OffloadOptions(100, way="stream"), "bf16", isq=isq)
+    layer, offload = experts(wide, OffloadOptions(100, placement="stream"), "bf16", isq=isq)
     given = [tokens(plain, 600, seed, torch.bfloat16) for seed in range(4)]
     want = [plain(*one).local().clone() for one in given]
     busy = torch.randn(4096, 4096, device="cuda")
@@ -229,7 +232,9 @@ def test_captured_parts_of_ranks(wide, isq, tp, ep, missing):
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k"])
-@pytest.mark.parametrize("room", [OffloadOptions(100, way="cpu", defers=True), OffloadOptions(3, defers=True)], ids=str)
+@pytest.mark.parametrize(
+    "room", [OffloadOptions(100, placement="cpu", defers=True), OffloadOptions(3, defers=True)], ids=str
+)
 @torch.no_grad()
 def test_deferral(wide, room, isq, missing):
     """Eager and captured steps: a layer adds what the CPU has made of the layer before, and nothing is lost."""
@@ -252,7 +257,7 @@ def test_deferral(wide, room, isq, missing):
     def check(got):
         want = run(plain).float()
         torch.testing.assert_close(got.float().sum(0), want.sum(0), atol=0.1, rtol=5e-2)
-        assert room.way != "cpu" or not got[0].any()
+        assert room.placement != "cpu" or not got[0].any()
 
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
@@ -281,13 +286,13 @@ def test_what_does_not_fit_goes_to_the_host(checkpoint):
 
 
 @pytest.mark.parametrize("isq", ["none", "q4k", "q8_0", "fp8"])
-@pytest.mark.parametrize("way, fixed", [("auto", 3), ("auto", 7), ("cpu", 3), ("stream", 3)])
+@pytest.mark.parametrize("placement, fixed", [("auto", 3), ("auto", 7), ("cpu", 3), ("stream", 3)])
 @torch.no_grad()
-def test_fixed(wide, isq, way, fixed, monkeypatch):
+def test_fixed(wide, isq, placement, fixed, monkeypatch):
     """Three of ten experts are on the host alone and some on the GPU alone: eager and captured steps, and prompts."""
     monkeypatch.setattr(Offload, "fewest_fixed", lambda *_: fixed)
     plain, _ = experts(wide, ON_DEVICE, "bf16", isq=isq)
-    layer, offload = experts(wide, OffloadOptions(3, way=way), "bf16", isq=isq)
+    layer, offload = experts(wide, OffloadOptions(3, placement=placement), "bf16", isq=isq)
     slots = [x[-fixed:].clone() for x in layer.host.slots.tensors]
     assert layer.host.layer.stack.size == 10 - fixed and all(x.is_pinned() for x in layer.host.layer.tensors)
     for turn, count in enumerate((1, 3, 8, 600, 1, 200) * 3):
@@ -297,7 +302,7 @@ def test_fixed(wide, isq, way, fixed, monkeypatch):
     check_captured(plain, layer, [(turn // 20, 4) for turn in range(60)])
     layer.host._drain()
     assert offload.counters.resident > 0
-    if way == "auto" and isq != "fp8":  # of which few tokens' kernels copy none
+    if placement == "auto" and isq != "fp8":  # of which few tokens' kernels copy none
         assert (offload.counters.loaded > 0) == (fixed < 7)
     assert all(torch.equal(a[-fixed:], b) for a, b in zip(layer.host.slots.tensors, slots, strict=True))
     assert layer.host._slot[:fixed].tolist() == [7 - fixed + one for one in range(fixed)]

@@ -22,13 +22,13 @@ def test_both_beside_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     streamer = SimpleNamespace(at_once=lambda stack: 4, copies=lambda stack, experts: asked.append(experts) or [])
     stack, times = SimpleNamespace(stack=SimpleNamespace(size=10)), iter([300.0, 3.0, 4.0, 500.0, 9.0])
-    cpu, copies = offload._beside(stack, streamer, lambda: next(times), 2.0, 1e-3)
+    cpu, copies = offload._overlapped(stack, streamer, lambda: next(times), 2.0, 1e-3)
     assert cpu == 2.0 and copies == pytest.approx(24e-3 / 4e-3 / len(asked))
     assert len(asked) == 2 and np.concatenate(asked).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    "on_gpu, way, fixed, slots, tokens, seconds",
+    "on_gpu, placement, fixed, slots, tokens, seconds",
     [
         (False, "auto", 0, 4, 40, 8 * 4.0),  # 40 tokens of 2 of 16 experts: 5 for each; 8 are here
         (False, "auto", 0, 4, 1024, 8 * 64.0 * 2),  # twice what was timed
@@ -40,12 +40,12 @@ def test_both_beside_each_other(monkeypatch):
         (True, "stream", 0, 8, 1024, 0.0),
     ],
 )
-def test_the_longest_step(on_gpu, way, fixed, slots, tokens, seconds):
+def test_the_longest_step(on_gpu, placement, fixed, slots, tokens, seconds):
     """Two layers alike, and one on the device."""
     costs = Costs((1.0, 3.0, 15.0, 64.0), 3.0)
     one = HostExperts.__new__(HostExperts)
     one.on_gpu, one.fixed, one.local_experts = on_gpu, fixed, LocalExperts(fixed, 8 - fixed, 16)
-    one.set, one.shared, one._choice = (SimpleNamespace(slots=slots), SimpleNamespace(way=way),
+    one.set, one.shared, one._choice = (SimpleNamespace(slots=slots), SimpleNamespace(placement=placement),
                                         SimpleNamespace(costs=costs))  # fmt: skip
     layer = SimpleNamespace(host=one, top_k=2)
     all_layers = offload.Offload.__new__(offload.Offload)

@@ -113,7 +113,11 @@ def test_logits(made, expected, name, layout):
 
 
 LONG_IN_HOST = "awq", "halves", "blocks of 32", "gptq", "gptq of 8 bits", "gptq ordered", "w8a16", "q4_0"
-ROOMS = [OffloadOptions(9, way="cpu"), OffloadOptions(9, way="stream"), *(OffloadOptions(2, way=way) for way in WAYS)]
+ROOMS = [
+    OffloadOptions(9, placement="cpu"),
+    OffloadOptions(9, placement="stream"),
+    *(OffloadOptions(2, placement=placement) for placement in WAYS),
+]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +146,8 @@ class Passed:
     synchronize = query = record
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_gpu_does(made, monkeypatch, way):
+@pytest.mark.parametrize("placement", WAYS)
+def test_what_a_gpu_does(made, monkeypatch, placement):
     """Experts are repacked into the form of a GPU's kernels, which torch dequantises here."""
     monkeypatch.setattr(host_buffers.torch.cuda, "Event", Passed)
     monkeypatch.setattr(host_memory, "pin_memory", lambda memory: None)
@@ -168,7 +172,7 @@ def test_what_a_gpu_does(made, monkeypatch, way):
                 given = x, ids, weights
                 torch.testing.assert_close(layer(*given).local(), wanted(*given).local(), atol=1e-4, rtol=1e-4)
 
-    room = OffloadOptions(2, way=way)
+    room = OffloadOptions(2, placement=placement)
     threads.run(rank, 1)
 
 

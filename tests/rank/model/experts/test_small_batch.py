@@ -121,17 +121,17 @@ def all_experts(path, room, **options):
     return threads.run(rank, 1)[0]
 
 
-def beside_gpu(patch, layer, made, way):
+def beside_gpu(patch, layer, made, placement):
     """Have the layer's experts served as beside a GPU, whose part is Played."""
-    return layers_beside_gpu(patch, [layer], made, way)
+    return layers_beside_gpu(patch, [layer], made, placement)
 
 
-def layers_beside_gpu(patch, layers, made, way):
+def layers_beside_gpu(patch, layers, made, placement):
     played, buffers = Played(patch), SharedBuffers(made.counters)
     patch.setattr(jit, "plain", lambda *tensors: True)
     for layer in layers:
         layer.host.on_gpu = True
-        layer.host.shared = dataclasses.replace(layer.host.shared, way=way, buffers=buffers)
+        layer.host.shared = dataclasses.replace(layer.host.shared, placement=placement, buffers=buffers)
     return played
 
 
@@ -141,15 +141,15 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "offload, way, copy",
+    "offload, placement, copy",
     [(100, "auto", 0.4), (3, "auto", 0.4), (100, "auto", 0.7), (3, "auto", 0.7), (3, "stream", 0.7), (3, "cpu", 0.7)],
 )
 @torch.no_grad()
-def test_both_sides_agree(path, monkeypatch, offload, way, copy):
+def test_both_sides_agree(path, monkeypatch, offload, placement, copy):
     """copy: seconds of one, of which the CPU takes 1: with 0.7 it serves steps of few pairs alone."""
-    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(offload, way=way))
-    host, played = layer.host, beside_gpu(monkeypatch, layer, made, way)
-    if way == "auto":
+    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(offload, placement=placement))
+    host, played = layer.host, beside_gpu(monkeypatch, layer, made, placement)
+    if placement == "auto":
         host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     draw = torch.Generator().manual_seed(0)
     total = layer.down_proj.experts.size
@@ -160,17 +160,17 @@ def test_both_sides_agree(path, monkeypatch, offload, way, copy):
         torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
     counters = made.counters
     assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
-    assert (counters.streamed > 0) == (way != "cpu") and (counters.cpu > 0) == (way != "stream")
+    assert (counters.streamed > 0) == (placement != "cpu") and (counters.cpu > 0) == (placement != "stream")
     assert (counters.resident > 0) == (offload == 3)
     few = sum(count * layer.top_k <= small_batch.CPU_ROUTED for count in (1, 3, 16, 1, 2, 5) * 3)
-    assert played.only == (few if (offload, way, copy) == (3, "auto", 0.7) else 0)
+    assert played.only == (few if (offload, placement, copy) == (3, "auto", 0.7) else 0)
 
 
 @pytest.mark.parametrize("copy", [0.4, 0.7])
 @torch.no_grad()
 def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy):
     """One expert a step, where the CPU serves it alone, and meanwhile computes that one, too."""
-    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(3, way="auto"))
+    (plain, _), (layer, made) = experts(path, ON_DEVICE), experts(path, OffloadOptions(3, placement="auto"))
     host, played = layer.host, beside_gpu(monkeypatch, layer, made, "auto")
     host._choice.costs = host._choice.costs._replace(cpu=(1.0, 2.0, 3.0, 4.0), copy=copy)
     total, draw = layer.down_proj.experts.size, torch.Generator().manual_seed(0)
@@ -189,10 +189,10 @@ def test_what_is_chosen_again_and_again_becomes_resident(path, monkeypatch, copy
 @pytest.mark.parametrize("other", ["", "slow", "cpu", "stream", "none resident", "arrive", "permutations", "computes"])
 def test_when_the_cpu_serves_alone(path, monkeypatch, other):
     """The fewest pairs: where it is fast enough, one that becomes resident can come, and there are operations."""
-    way = other if other in ("cpu", "stream") else "auto"
-    layer, made = experts(path, OffloadOptions(100 if other == "none resident" else 3, way=way))
+    placement = other if other in ("cpu", "stream") else "auto"
+    layer, made = experts(path, OffloadOptions(100 if other == "none resident" else 3, placement=placement))
     host = layer.host
-    beside_gpu(monkeypatch, layer, made, way)
+    beside_gpu(monkeypatch, layer, made, placement)
     host._choice.costs = host._choice.costs._replace(cpu=(1.0,) * 4, copy=0.4 if other == "slow" else 0.7)
     if other == "arrive":
         monkeypatch.setattr(host_exchange, other, lambda parts: False)
@@ -207,7 +207,7 @@ def test_when_the_cpu_serves_alone(path, monkeypatch, other):
 @torch.no_grad()
 def test_a_part_of_the_cpu_that_fails(path, monkeypatch):
     """The GPU does not wait for it any more."""
-    layer, made = experts(path, OffloadOptions(100, way="cpu"))
+    layer, made = experts(path, OffloadOptions(100, placement="cpu"))
     beside_gpu(monkeypatch, layer, made, "cpu")
 
     def fail(*_):

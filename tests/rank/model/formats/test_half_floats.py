@@ -97,10 +97,10 @@ def test_experts_in_host_memory(made, name):
     ids = tokens(40, vocab=500)
     steps = [[(0, 20)], *[[(0, 1)]] * 20]
     (want,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="f32", max_model_len=512)
-    for way in ("auto", "cpu", "stream"):
-        room = OffloadOptions(offload=2, way=way)
+    for placement in ("auto", "cpu", "stream"):
+        room = OffloadOptions(offload=2, placement=placement)
         (got,) = run_steps(made(name, torch.bfloat16), [ids], steps, dtype="auto", max_model_len=512, experts=room)
-        assert distance(got, want) < 1e-5, way
+        assert distance(got, want) < 1e-5, placement
 
 
 def test_a_matrix_that_is_stored_in_f32_stays_in_f32(tmp_path):

@@ -41,7 +41,7 @@ def test_what_a_linear_multiplies_with_is_what_lies_there_now():
 
     def check(*parts):
         alone = len(parts) == 1
-        assert one.lone is (parts[0] if alone else None)
+        assert one.only_part is (parts[0] if alone else None)
         assert one.matrix is (parts[0].weight if alone else None)
         assert one.added_bias is (parts[0].bias if alone else None)
         y = torch.cat([x @ part.weight.T + part.bias for part in parts], 1)

@@ -83,7 +83,7 @@ def test_logits(made, expected, tp, pp):
 def test_in_host_memory(made, expected):
     """In the form that the CPU computes from, and that of the device."""
     (path, plain), ids = made, tokens(60, vocab=509)
-    for room in (OffloadOptions(9, way="cpu"), OffloadOptions(9, way="stream"), OffloadOptions(3)):
+    for room in (OffloadOptions(9, placement="cpu"), OffloadOptions(9, placement="stream"), OffloadOptions(3)):
         (logits,) = run_steps(path, [ids], [[(0, 50)], *[[(0, 1)]] * 10], experts=room, max_model_len=512)
         assert distance(logits, expected(plain, ids)) < TOLERANCE
 
