@@ -99,9 +99,9 @@ class Server:
             for number, one in enumerate(self.config.models)
         ] or [TextEngine(self.link, self.config)]
         models = Models(engines, self.link, self.config) if self.config.models else None
-        sessions = engines[0]
+        engine = engines[0]
         try:
-            self._state = ServerState(sessions, self.config, models)
+            self._state = ServerState(engine, self.config, models)
         except errors.FatalError as stop:
             logs.say(str(stop), "error")
             return stop.code
@@ -116,7 +116,7 @@ class Server:
             registered.start()
         if self._state.batches is not None:
             self._state.batches.start()
-        tasks = [asyncio.ensure_future(self._greet(sessions))]
+        tasks = [asyncio.ensure_future(self._greet(engine))]
         push: MetricsPush | None = None
         if self.config.metrics_push:
             push = MetricsPush(self.config.metrics_push, self._state.metrics.text)
@@ -152,13 +152,13 @@ class Server:
                 os.rmdir(os.path.dirname(self.config.link))
             await asyncio.gather(self._last_words(), self._state.tools.close())
             server.stop()
-            for engine in engines:
-                engine.close()
+            for one in engines:
+                one.close()
 
-    async def _greet(self, sessions) -> None:
+    async def _greet(self, engine) -> None:
         """Load the tokenizer; print the ready line once the job is ready too."""
         try:
-            await sessions.load()
+            await engine.load()
         except errors.FatalError as stop:
             log.error("%s", stop)
             self._stop(stop.code)
@@ -169,7 +169,7 @@ class Server:
             return
         with contextlib.suppress(ApiError):
             await self.link.wait_ready()
-            print(ready_line(self.config, sessions.names[0], sessions.text.chats), flush=True)
+            print(ready_line(self.config, engine.names[0], engine.text.chats), flush=True)
 
     async def _watch_idle(self) -> None:
         """Drain when no request has come for so long. Loading and restarting are no idle time."""
@@ -265,7 +265,7 @@ def _registered_state(state: ServerState) -> str:
     if link.draining or link.state == "failed" or (state.handover is not None and state.handover.begun):
         return DRAINING
     unloaded = link.state == "unloaded" and not link.asleep
-    answered = unloaded or (link.state == "ready" and state.sessions.text is not None)
+    answered = unloaded or (link.state == "ready" and state.engine.text is not None)
     switching = state.models is not None and state.models.switching is not None
     return READY if answered or switching else STARTING
 

@@ -18,7 +18,7 @@ from .text_engine import TextEngine
 
 
 async def embed(
-    sessions: TextEngine,
+    engine: TextEngine,
     request: EmbeddingRequest,
     owner: str,
     ended: Callable[[str, list[list[int]]], None] = lambda *_: None,
@@ -29,12 +29,12 @@ async def embed(
     owner: whose it is, as Call.owner has it. `ended` gets how the sequences ended, "stop", "error" or "cancelled",
     and their tokens. `tokenised` is called once the texts are not needed any more.
     """
-    prompts, pooling = await sessions.prepare(request, _inputs, owner)
-    sessions.admit(len(prompts))
+    prompts, pooling = await engine.prepare(request, _inputs, owner)
+    engine.admit(len(prompts))
     tokenised()
     requests = [
         protocol.Request(
-            sessions.next_id(),
+            engine.next_id(),
             protocol.pack_u32(tokens),
             protocol.SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling),
             request.priority or 0,
@@ -42,7 +42,7 @@ async def embed(
         )
         for tokens in prompts
     ]
-    stream = sessions.link.submit(requests)
+    stream = engine.link.submit(requests)
     vectors: dict[str, bytes] = {}
     finish = "error"
     try:
@@ -58,12 +58,12 @@ async def embed(
     finally:
         stream.abort()
         ended(finish, prompts)
-    data = await sessions.in_pool(owner, lambda: _data([vectors[one.id] for one in requests], request))
+    data = await engine.in_pool(owner, lambda: _data([vectors[one.id] for one in requests], request))
     used = sum(map(len, prompts))
     return {
         "object": "list",
         "data": data,
-        "model": sessions.names[0],
+        "model": engine.names[0],
         "usage": {"prompt_tokens": used, "total_tokens": used},
     }
 

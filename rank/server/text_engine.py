@@ -55,7 +55,7 @@ class Sized(Protocol):
 
 
 class TextEngine:
-    """Opens sessions: what all requests share."""
+    """One model's text side: what all its requests share."""
 
     def __init__(self, link: EngineClient, config: ServerConfig, model: int = 0, options: str = ""):
         """model, options: of one of several models its number, and what rank 0 needs to load it."""

@@ -37,8 +37,8 @@ def main() -> int:
 async def run(config: BatchConfig, journal: Journal) -> int:
     """Listen for rank 0, and do the job."""
     link = EngineClient(config.server.link, config.server.restarts_expected, config.server.timeout)
-    sessions = TextEngine(link, config.server)
-    batch = BatchRun(config, journal, link, sessions)
+    engine = TextEngine(link, config.server)
+    batch = BatchRun(config, journal, link, engine)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, batch.stop, "asked to by a signal")
     loop.add_signal_handler(signal.SIGTERM, batch.end, errors.STOPPED, "stopped by a signal")

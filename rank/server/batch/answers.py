@@ -33,7 +33,7 @@ class Answers:
 
     def __init__(
         self,
-        sessions: TextEngine,
+        engine: TextEngine,
         journal: Journal,
         deadline: Deadline,
         fail: Callable[[int, str], None],
@@ -45,7 +45,7 @@ class Answers:
         self.counts = Counts()  # by this start, on the disk
         self.under_way: set[asyncio.Task[None]] = set()
         self.records: set[asyncio.Task[None]] = set()  # being written
-        self._sessions = sessions
+        self._engine = engine
         self._journal = journal
         self._deadline = deadline
         self._fail = fail
@@ -66,14 +66,14 @@ class Answers:
             return None
         assert item.route is not None and item.route.schema is not None
         try:
-            return decode(bytes(item.body), item.route.schema, self._sessions.config.strict)  # type: ignore[return-value]
+            return decode(bytes(item.body), item.route.schema, self._engine.config.strict)  # type: ignore[return-value]
         except ApiError as error:
             self._record(output.entry(item, FAILED), output.failure(item, error))
             return None
 
     def limit(self, request: Request) -> int | None:
         """The maximum of tokens that a sequence of it may generate, where that is known."""
-        return request.limit() or self._sessions.defaults.get("max_tokens")
+        return request.limit() or self._engine.defaults.get("max_tokens")
 
     def begin(self, item: Item, request: Request) -> asyncio.Task[None]:
         """Done when there is an answer, which may not be written yet."""
@@ -99,7 +99,7 @@ class Answers:
                 if error.status not in (429, 503):
                     entry, content = output.entry(item, FAILED), output.failure(item, error)
                     break
-                link = self._sessions.link
+                link = self._engine.link
                 pause = BUSY if error.status == 429 or link.draining or link.asleep else 0.0
             except Exception as error:
                 log.exception("request %s failed", item.custom_id)
@@ -107,7 +107,7 @@ class Answers:
                 entry, content = output.entry(item, FAILED), output.failure(item, told)
                 break
             try:
-                await self._sessions.link.wait_ready()
+                await self._engine.link.wait_ready()
             except ApiError:
                 return  # left for the next start
             await asyncio.sleep(pause)
@@ -116,15 +116,15 @@ class Answers:
     async def _ask(self, item: Item, request: Request) -> tuple[Entry, bytes]:
         assert item.route is not None
         began = time.monotonic()
-        answer = item.route.prepare(Call(self._sessions, request, batch_owner=self._owner))
+        answer = item.route.prepare(Call(self._engine, request, batch_owner=self._owner))
         answer = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(answer, Session | Renderer):
             self._deadline.add_embedding(time.monotonic() - began)
             entry = output.entry(item, ANSWERED, answer["usage"]["prompt_tokens"])
             return entry, output.answer(item, f"req-{uuid.uuid4().hex[:24]}", answer)
         if isinstance(answer, Session):
-            assert item.route.render is not None and self._sessions.text is not None
-            answer = item.route.render(answer, request, self._sessions.text.tokenizer)
+            assert item.route.render is not None and self._engine.text is not None
+            answer = item.route.render(answer, request, self._engine.text.tokenizer)
         session = answer.session
         self._open.add(session)
         try:

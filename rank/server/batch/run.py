@@ -30,11 +30,11 @@ LEAVE_PATIENCE = 3.0  # seconds for the ranks to end
 class BatchRun:
     """One start of a job. `journal` is open; `link` listens. Everything here runs on one asyncio loop."""
 
-    def __init__(self, config: BatchConfig, journal: Journal, link: EngineClient, sessions: TextEngine):
+    def __init__(self, config: BatchConfig, journal: Journal, link: EngineClient, engine: TextEngine):
         self.config = config
         self.journal = journal
         self.link = link
-        self.sessions = sessions
+        self.engine = engine
         self.progress = Progress(config.columns, config.interval)
         self.before = Found()  # by earlier ones
         self.reason = ""  # why no more requests are taken, or the job ended
@@ -43,7 +43,7 @@ class BatchRun:
         self._first = 0.0  # when the first request went out
         self._end = config.end_time - config.reserve if config.end_time else float("inf")  # Unix time
         self._deadline = Deadline(self._end)
-        self._answers = Answers(sessions, journal, self._deadline, self.end)
+        self._answers = Answers(engine, journal, self._deadline, self.end)
         self.counts = self._answers.counts
         self._reader: Reader
         self._all_read = self._too_short = False
@@ -161,7 +161,7 @@ class BatchRun:
     async def _ready(self) -> Ready:
         """Wait for tokenizer and ranks; energy and rates count from here."""
         try:
-            await self.sessions.load()
+            await self.engine.load()
         except errors.FatalError:
             raise
         except Exception as error:  # whatever a damaged file makes the libraries raise
@@ -175,9 +175,7 @@ class BatchRun:
             self.progress.began()
             ranks = "one rank" if self._world.ranks == 1 else f"{self._world.ranks} ranks"
             took = duration(self._first - self._begun)
-            self.progress.say(
-                f"{self.sessions.names[0]} is ready on {ranks} after {took}; answering {self.config.input}"
-            )
+            self.progress.say(f"{self.engine.names[0]} is ready on {ranks} after {took}; answering {self.config.input}")
             return self._world
         await asyncio.Event().wait()
         raise AssertionError
@@ -266,7 +264,7 @@ class BatchRun:
             input=config.input,
             output=config.output if complete else "",
             errors=config.errors if complete and failed else "",
-            model=self.sessions.names[0],
+            model=self.engine.names[0],
             ranks=self._world.ranks if self._world else 0,
             run=summary.totals(run),
             total=summary.totals(everything),

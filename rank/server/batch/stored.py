@@ -119,13 +119,13 @@ class StoredBatches:
     def __init__(
         self,
         files: FileStore,
-        sessions: TextEngine,
+        engine: TextEngine,
         used: Callable[[str, int, int], None],
         ended: Callable[[Session], None],
         keys: int = 1,
     ):
         self.files = files
-        self._sessions = sessions
+        self._engine = engine
         self._used = used
         self._ended = ended
         self._batches: SharedStore[str, StoredBatch] = SharedStore(MOST_BATCHES, 0)
@@ -226,7 +226,7 @@ class StoredBatches:
             completion_window=window,
             created_at=now,
             expires_at=now + 3600 * hours,
-            model=self._sessions.names[0],
+            model=self._engine.names[0],
             metadata=metadata,
             owner=owner,
         )
@@ -358,7 +358,7 @@ class StoredBatches:
                 try:
                     await self._do(batch)
                 except ApiError as error:
-                    link = self._sessions.link
+                    link = self._engine.link
                     if error.status == 503 and (link.state == "failed" or link.draining):
                         return False
                     if error.status == FULL:
@@ -395,15 +395,15 @@ class StoredBatches:
             if mistakes:
                 await self._give_up(batch, *mistakes)
                 return
-            await self._sessions.link.wait_ready()
-            batch.setup = await on_disk(setup, self._sessions.config)
+            await self._engine.link.wait_ready()
+            batch.setup = await on_disk(setup, self._engine.config)
             if batch.status == "validating":  # and not cancelled meanwhile
                 batch.enter("in_progress")
             await self._save(batch)
         count = partial(self._count, batch)
         room = partial(self._has_room, batch)
         told = count, self._ended, room
-        run = StoredRun(input, self._path(batch, "journal"), self._sessions, *told, batch.owner)
+        run = StoredRun(input, self._path(batch, "journal"), self._engine, *told, batch.owner)
         self._runs[batch.id] = run
         left = max(0.0, batch.expires_at - time.time())
         timer = asyncio.get_running_loop().call_later(left, self._end_in_time, batch)
@@ -413,7 +413,7 @@ class StoredBatches:
                 if not run.failure:
                     await run.run()
                 if not run.stopped and not run.failure and run.counts().done < batch.total:
-                    raise self._sessions.link.unavailable()
+                    raise self._engine.link.unavailable()
             await self._finish(batch, file.filename.removesuffix(".jsonl"), run)
         finally:
             timer.cancel()
@@ -423,8 +423,8 @@ class StoredBatches:
 
     async def _changed(self, batch: StoredBatch) -> str:
         """The setting that has changed since the batch began and would change answers; "" if none has."""
-        await self._sessions.link.wait_ready()
-        now = await on_disk(setup, self._sessions.config)
+        await self._engine.link.wait_ready()
+        now = await on_disk(setup, self._engine.config)
         for name, before in batch.setup.items():
             if now.get(name) != before:
                 return f"{name} was {before!r} when the batch was begun and is {now.get(name)!r} now: create it again"

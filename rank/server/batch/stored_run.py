@@ -69,7 +69,7 @@ class StoredRun:
         self,
         input: Path,
         journal: Path,
-        sessions: TextEngine,
+        engine: TextEngine,
         used: Callable[[Entry], None],
         ended: Callable[[Session], None],
         room: Callable[[int], bool],
@@ -81,12 +81,12 @@ class StoredRun:
         self.failure = ""  # why it cannot go on
         self._full: NoRoom | None = None
         self._path = str(journal)
-        self._sessions = sessions
+        self._engine = engine
         self._used = used  # told of each answer
         self._ended = ended  # told of each session
         self._has_room = room  # told of the journal's bytes
         self._owner = owner
-        self._room = IdleRoom(sessions.link)
+        self._room = IdleRoom(engine.link)
         self._journal: Journal | None = None
         self._answers: Answers | None = None
         self._stopped = asyncio.Event()
@@ -113,7 +113,7 @@ class StoredRun:
         self.before = await to_its_end(self._open)  # nothing ends the thread; what it opens is for `close`
         assert self._journal is not None
         told = self._fail, self._used, self._ended
-        self._answers = Answers(self._sessions, self._journal, Deadline(), *told, self._owner)
+        self._answers = Answers(self._engine, self._journal, Deadline(), *told, self._owner)
         feed = Feed(iter(Reader(self.input, self.before.finished)))
         work = asyncio.ensure_future(self._answer_all(feed))
         stopped = asyncio.ensure_future(self._stopped.wait())

@@ -96,7 +96,7 @@ class Endpoint(BodyHandler):
         repeated = {name: self.get_query_arguments(name) for name in self.request.query_arguments}
         query = {name: values[-1] for name, values in repeated.items()}
         return Call(
-            self.state.sessions, None, args, query, repeated, self.request.headers, self.state, self.key, self.known,
+            self.state.engine, None, args, query, repeated, self.request.headers, self.state, self.key, self.known,
             self.release,
         )  # fmt: skip
 

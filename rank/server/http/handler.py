@@ -403,7 +403,7 @@ class BodyHandler(Handler):
             self._work.cancel()
         self.release()
         if self._size > LARGE_BODY:
-            self.state.sessions.trim_soon()
+            self.state.engine.trim_soon()
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -75,7 +75,7 @@ def _loaded(several: Models) -> str | None:
 
 def _names(state: ServerState) -> list[tuple[str, TextEngine]]:
     """Every name with its model; all names of a model after the first are other names of the same."""
-    engines = state.models.engines if state.models is not None else [state.sessions]
+    engines = state.models.engines if state.models is not None else [state.engine]
     return [(name, engine) for engine in engines for name in engine.names]
 
 

@@ -64,9 +64,9 @@ class Used:
 
 
 class ServerState:
-    def __init__(self, sessions: TextEngine, config: ServerConfig, models: Models | None = None):
-        self.models = models  # where there are several; `sessions` is the first one's
-        self.sessions = sessions
+    def __init__(self, engine: TextEngine, config: ServerConfig, models: Models | None = None):
+        self.models = models  # where there are several; `engine` is the first one's
+        self.engine = engine
         self.config = config
         self.access = Access(config)
         self.keys = [key.encode() for key in config.api_keys]
@@ -74,10 +74,10 @@ class ServerState:
         self.owners = [blake2b(key, digest_size=16).hexdigest() for key in self.keys] or [""]
         self.used = [Used() for _ in self.keys or [b""]]  # one where there are no keys
         self.requests_per_key = config.requests_per_key  # 0: no limit; `serve` sets one where there are several keys
-        self.link = sessions.link
+        self.link = engine.link
         end = tls.expiry(tls.certificate(config.tls_cert)) if config.tls_cert else None
-        self.sleeper = Sleeper(sessions.link, config.load_options)
-        self.metrics = Metrics(sessions.link, sessions.names[0], end)
+        self.sleeper = Sleeper(engine.link, config.load_options)
+        self.metrics = Metrics(engine.link, engine.names[0], end)
         self.tracing = self.metrics.tracing = tracing.start(config.otlp_endpoint, "phalanx")
         keys = len(self.used)
         self.responses = ResponseStore(config.response_store, keys, self.owners)
@@ -119,7 +119,7 @@ class ServerState:
         """The files and batches of --file-store. Raises FatalError: StoreInUse where another server has them."""
         keys = len(self.used)
         files = FileStore(self.config.file_store, keys, patience, locked=self.config.handover is not None)
-        return StoredBatches(files, self.sessions, self._used_by, self.metrics.ended, keys)
+        return StoredBatches(files, self.engine, self._used_by, self.metrics.ended, keys)
 
     async def take_files(self) -> None:
         """Waits for the job before this one to give its files up, and goes on with its batches."""

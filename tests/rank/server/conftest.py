@@ -218,13 +218,13 @@ class LiveServer:
 
     async def _start(self, connect):
         self.link = EngineClient(self.config.link, self.config.restarts_expected)
-        self.sessions = TextEngine(self.link, self.config)
-        self.state = ServerState(self.sessions, self.config)
+        self.engine = TextEngine(self.link, self.config)
+        self.state = ServerState(self.engine, self.config)
         context = tls.server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         self.server = serve(make_app(self.state), self.sock, context)
         await self.link.listen()
         self.state.tools.start()
-        await self.sessions.load()
+        await self.engine.load()
         if connect:
             await self.scheduler.connect()
             await self.link.wait_ready()
@@ -264,7 +264,7 @@ class LiveServer:
     def asked(self):
         """The prompt of the last request."""
         tokens = memoryview(self.scheduler.requests[-1].tokens).cast("I").tolist()
-        return self.sessions.text.tokenizer.decode(tokens)
+        return self.engine.text.tokenizer.decode(tokens)
 
     def post(self, path, **body):
         return self.request("POST", f"/v1/{path}", body)
@@ -283,7 +283,7 @@ class LiveServer:
                 self.scheduler.close()
             self.server.stop()
             await self.server.close_all_connections()
-            self.sessions.close()
+            self.engine.close()
             if self.state.tracing is not None:
                 await self.state.tracing.export.close(0.5)
 

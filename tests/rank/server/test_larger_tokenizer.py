@@ -68,7 +68,7 @@ def test_the_tokenizer_is_cut_before_the_first_request(start_server, larger, con
         server = start_server(model=directory)
     finally:
         file.write_text(before)
-    text = server.sessions.text
+    text = server.engine.text
     assert text.tokenizer.end > size and len(text._cuts) == 1
 
 

@@ -130,7 +130,7 @@ def test_markers_that_are_special_tokens_reach_the_parser(start_server, tmp_path
     (model / "tokenizer.json").write_text(json.dumps(data))
     server = start_server(model=model)
     parts = (markers[0], "f", markers[1], "abc123XYZ", markers[2], '{"x": 1}', "\nhello")
-    server.scheduler.tokens = [token for part in parts for token in server.sessions.text.tokenizer.encode(part, False)]
+    server.scheduler.tokens = [token for part in parts for token in server.engine.text.tokenizer.encode(part, False)]
     message = server.post("chat/completions", messages="hi", tools=[TOOL]).body["choices"][0]["message"]
     assert message["content"] == "hello" and message["tool_calls"] == [
         {"id": "abc123XYZ", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

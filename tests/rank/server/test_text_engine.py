@@ -31,10 +31,10 @@ def test_without_http(fresh_server):
     """The work of LLM.generate: requests made of fields, all awaited together."""
 
     async def generate():
-        sessions = fresh_server.sessions
+        engine = fresh_server.engine
         requests = [convert({"prompt": prompt, "seed": 1}, CompletionRequest) for prompt in ("hello", [1, 2, 3])]
         replies = [
-            TextRenderer(await sessions.generate(one, completion_generation), one, sessions.text.tokenizer)
+            TextRenderer(await engine.generate(one, completion_generation), one, engine.text.tokenizer)
             for one in requests
         ]
         return await asyncio.gather(*(reply.collect() for reply in replies))
@@ -47,7 +47,7 @@ def test_tokens_after_a_stop_string_in_one_delta_are_not_counted(fresh_server):
     fresh_server.scheduler.answer = "hello world, how are you?"
 
     async def generate():
-        session = await fresh_server.sessions.generate(
+        session = await fresh_server.engine.generate(
             convert({"prompt": "x", "stop": "wor", "logprobs": 0}, CompletionRequest), completion_generation
         )
         updates = [update async for batch in session for update in batch]
@@ -79,7 +79,7 @@ def test_stop_texts_wait_for_min_tokens(fresh_server, per_delta, stop):
     scheduler = fresh_server.scheduler
     scheduler.per_delta, scheduler.answer = per_delta, "hello world, hello world, hello world"
     tokens = scheduler.encode(scheduler.answer)
-    decode = fresh_server.sessions.text.tokenizer.decode
+    decode = fresh_server.engine.text.tokenizer.decode
 
     def answer(**fields):
         found = fresh_server.post("completions", prompt="x", stop=[stop], **fields).body
@@ -106,7 +106,7 @@ def test_the_engine_s_error_ends_all_choices(fresh_server):
     fresh_server.scheduler.error = (500, "out of blocks")
 
     async def generate():
-        session = await fresh_server.sessions.generate(
+        session = await fresh_server.engine.generate(
             convert({"prompt": "x", "n": 2}, CompletionRequest), completion_generation
         )
         async for _ in session:
@@ -123,19 +123,19 @@ def test_a_key_whose_work_takes_long_holds_up_no_other(tmp_path, model_dir, kind
 
     async def main():
         config = ServerConfig(model_dir=str(model_dir), link=str(tmp_path / "link"), listen_fd=-1, api_keys=["a", "b"])
-        sessions = TextEngine(EngineClient(config.link), config)
-        sessions.link.state, sessions.link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
-        sessions.text = SimpleNamespace(within=lambda size: None, close=lambda: None)
+        engine = TextEngine(EngineClient(config.link), config)
+        engine.link.state, engine.link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
+        engine.text = SimpleNamespace(within=lambda size: None, close=lambda: None)
         large = kind == "large prompts"
         request = convert({"prompt": "x" * (text_engine.LARGE + 1 if large else 1)}, CompletionRequest)
         release, begun, owners = threading.Event(), [], set()
 
         def done(work, owner):
             if kind == "vectors":
-                return asyncio.ensure_future(sessions.in_pool(owner, work))
+                return asyncio.ensure_future(engine.in_pool(owner, work))
             if kind == "grammars":
-                return asyncio.ensure_future(sessions._checked(work, owner))
-            return asyncio.ensure_future(sessions.prepare(request, lambda model, request: work(), owner))
+                return asyncio.ensure_future(engine._checked(work, owner))
+            return asyncio.ensure_future(engine.prepare(request, lambda model, request: work(), owner))
 
         def long():
             begun.append(1)
@@ -153,7 +153,7 @@ def test_a_key_whose_work_takes_long_holds_up_no_other(tmp_path, model_dir, kind
         assert len(begun) == (text_engine.LARGE_THREADS if large else text_engine.THREADS) // 2 and not last.done()
         release.set()
         assert await last == "made" and owners == {"slow"}
-        sessions.close()
+        engine.close()
 
     asyncio.run(main())
 
@@ -161,13 +161,13 @@ def test_a_key_whose_work_takes_long_holds_up_no_other(tmp_path, model_dir, kind
 def test_not_ready(tmp_path, model_dir):
     async def main():
         link = EngineClient(str(tmp_path / "link"))
-        sessions = TextEngine(link, ServerConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
+        engine = TextEngine(link, ServerConfig(model_dir=str(model_dir), link=link.path, listen_fd=-1))
         with pytest.raises(ApiError, match="still loading"):
-            await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
+            await engine.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
         link.state, link.ready = "ready", protocol.Ready(64, 400, 64, 16, 4, 1)
         with pytest.raises(ApiError, match="still loading"):
-            await sessions.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
-        sessions.close()
+            await engine.generate(convert({"prompt": "x"}, CompletionRequest), completion_generation)
+        engine.close()
 
     asyncio.run(main())
 
@@ -175,7 +175,7 @@ def test_not_ready(tmp_path, model_dir):
 def test_a_special_token_as_stop_string_is_matched_by_its_id(fresh_server):
     fresh_server.post("completions", prompt="x", stop=["<|turn|>", "<think>"], ignore_eos=True, max_tokens=2)
     assert fresh_server.scheduler.requests[0].sampling.stop_token_ids == (
-        fresh_server.sessions.text.tokenizer.token_id("<|turn|>"),
+        fresh_server.engine.text.tokenizer.token_id("<|turn|>"),
     )
 
 
@@ -186,10 +186,10 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
         config = ServerConfig(
             model_dir=str(model_dir), link="", listen_fd=-1, chat_template=str(tmp_path / "template"), **options
         )
-        sessions = TextEngine(EngineClient(str(tmp_path / "link")), config)
-        asyncio.run(sessions.load())
-        sessions.close()
-        return sessions.text
+        engine = TextEngine(EngineClient(str(tmp_path / "link")), config)
+        asyncio.run(engine.load())
+        engine.close()
+        return engine.text
 
     assert loaded().tool_format is tool_formats.find("json")
     (message,) = caplog.messages
@@ -204,11 +204,9 @@ def test_a_format_of_tool_calls_that_is_not_known(model_dir, tmp_path, caplog):
 def test_the_template_of_a_family(tmp_path, caplog):
     model = make_model(tmp_path / "base", template=None)
     (model / "config.json").write_text('{"model_type": "olmo2"}')
-    sessions = TextEngine(
-        EngineClient(str(tmp_path / "link")), ServerConfig(model_dir=str(model), link="", listen_fd=-1)
-    )
-    asyncio.run(sessions.load())
-    sessions.close()
+    engine = TextEngine(EngineClient(str(tmp_path / "link")), ServerConfig(model_dir=str(model), link="", listen_fd=-1))
+    asyncio.run(engine.load())
+    engine.close()
     (message,) = caplog.messages
     assert "no chat template" in message and "OLMo" in message and "--chat-template" in message
 

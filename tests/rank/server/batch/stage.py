@@ -54,8 +54,8 @@ class Stage:
         config = BatchConfig(server, **given | options)
         journal = Journal(config.journal, config.input, {"the model": "tiny"}, config.overwrite)
         self.link = EngineClient(server.link, restarts)
-        sessions = TextEngine(self.link, server)
-        self.batch = BatchRun(config, journal, self.link, sessions)
+        engine = TextEngine(self.link, server)
+        self.batch = BatchRun(config, journal, self.link, engine)
         await self.link.listen()
         self.scheduler = None
         if connect:
@@ -72,7 +72,7 @@ class Stage:
             if self.scheduler is not None:
                 self.asked += [request.sampling.seed for request in self.scheduler.requests]
                 self.scheduler.close()
-            sessions.close()
+            engine.close()
             journal.close()
         return code
 

@@ -26,8 +26,8 @@ def test_a_journal_that_a_thread_still_opens_is_closed_too(tmp_path, monkeypatch
 
     (tmp_path / "input").write_text("")
     monkeypatch.setattr(stored_run, "Journal", slow)
-    sessions = SimpleNamespace(link=None)
+    engine = SimpleNamespace(link=None)
     place = tmp_path / "input", tmp_path / "journal"
-    asyncio.run(cancelled(stored_run.StoredRun(*place, sessions, lambda _: None, lambda _: None, lambda _: True, "")))
+    asyncio.run(cancelled(stored_run.StoredRun(*place, engine, lambda _: None, lambda _: None, lambda _: True, "")))
     monkeypatch.setattr(journal, "LOCK_PATIENCE", 0)
     journal.Journal(str(tmp_path / "journal"), str(tmp_path / "input"), {}).close()

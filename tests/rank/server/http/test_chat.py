@@ -106,7 +106,7 @@ def test_stop_string_across_tokens(fresh_server, stop, stream):
         fresh_server.scheduler.answer
     ):  # counted up to the one that completes the stop string
         tokens += 1
-        text += fresh_server.sessions.text.tokenizer.piece(token).decode()
+        text += fresh_server.engine.text.tokenizer.piece(token).decode()
         if "o wor" in text:
             break
     assert usage["completion_tokens"] == tokens
@@ -199,7 +199,7 @@ def test_tool_calls(fresh_server, client):
 
 
 def tokenizer_text(fresh_server, number):
-    return fresh_server.sessions.text.tokenizer.decode(list(unpack_u32(fresh_server.scheduler.requests[number].tokens)))
+    return fresh_server.engine.text.tokenizer.decode(list(unpack_u32(fresh_server.scheduler.requests[number].tokens)))
 
 
 def test_tool_calls_streamed(fresh_server, client):

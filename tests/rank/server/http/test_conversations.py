@@ -47,7 +47,7 @@ def chat(server, *messages, **more):
 
 def prompt(server):
     tokens = memoryview(server.scheduler.requests[-1].tokens).cast("I").tolist()
-    return server.sessions.text.tokenizer.decode(tokens)
+    return server.engine.text.tokenizer.decode(tokens)
 
 
 def test_only_new_messages_are_sent(server, scheduler):

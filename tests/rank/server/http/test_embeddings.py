@@ -111,7 +111,7 @@ def test_models_that_are_made_for_embeddings_say_how_they_pool(tmp_path):
 
 
 def test_a_way_of_pooling_that_is_not_supported(fresh_server, monkeypatch):
-    monkeypatch.setattr(fresh_server.sessions.text, "pooling", "pooling_mode_max_tokens")
+    monkeypatch.setattr(fresh_server.engine.text, "pooling", "pooling_mode_max_tokens")
     answer = fresh_server.post("embeddings", input="x")
     assert answer.status == 400 and answer.body["error"]["param"] == "embedding_type"
     assert "pools by pooling_mode_max_tokens," in answer.body["error"]["message"]

@@ -289,7 +289,7 @@ def test_too_large(server, monkeypatch):
 
 
 def test_internal_error(server, monkeypatch):
-    monkeypatch.setattr(server.sessions, "generate", lambda *_: 1 / 0)
+    monkeypatch.setattr(server.engine, "generate", lambda *_: 1 / 0)
     answer = server.request("POST", "/v1/chat/completions", json.dumps({"messages": "x"}), {"X-Request-Id": "my-id"})
     check(
         answer,

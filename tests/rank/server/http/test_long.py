@@ -83,9 +83,9 @@ def test_short_prompts_are_not_behind_long_ones(roomy, encoding):
 def test_a_long_prompt_leaves_the_loop_to_others(roomy):
     """Two megabytes are tokenised by the library itself, which lets the loop go on."""
     sock = send(roomy, "completions", prompt="hello world, " * 160_000, max_tokens=1)
-    roomy.wait(lambda: roomy.sessions._tokenising)
+    roomy.wait(lambda: roomy.engine._tokenising)
     waits = []
-    while roomy.call(lambda: roomy.sessions._tokenising):
+    while roomy.call(lambda: roomy.engine._tokenising):
         began = time.monotonic()
         assert roomy.request("GET", "/health").status == 200
         waits.append(time.monotonic() - began)
@@ -101,9 +101,9 @@ def test_who_has_left_is_not_tokenised(roomy, encoding, size, path):
     roomy.wait(lambda: len(encoding.begun) == len(first))
     field = {"completions": "prompt", "chat/completions": "messages", "embeddings": "input"}[path]
     leaver = send(roomy, path, **{field: "b" * size})
-    roomy.wait(lambda: roomy.sessions._tokenising == len(first) + 1)
+    roomy.wait(lambda: roomy.engine._tokenising == len(first) + 1)
     leaver.close()
-    roomy.wait(lambda: roomy.sessions._tokenising == len(first))
+    roomy.wait(lambda: roomy.engine._tokenising == len(first))
     encoding.gate.set()
     for sock in first:
         assert read_all(sock).startswith(b"HTTP/1.1 200")

@@ -41,7 +41,7 @@ def says(server, monkeypatch):
 
     def say(*texts):
         left = list(texts)
-        tokenizer = server.sessions.text.tokenizer
+        tokenizer = server.engine.text.tokenizer
         following = lambda _: tokenizer.encode(left.pop(0) if left[1:] else left[0], False)  # noqa: E731
         monkeypatch.setattr(server.scheduler, "encode", following)
 
@@ -56,7 +56,7 @@ def responses(server):
 
 def asked(server, back=1):
     request = server.scheduler.requests[-back]
-    return server.sessions.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
+    return server.engine.text.tokenizer.decode(memoryview(request.tokens).cast("I").tolist())
 
 
 def test_chats_without_tools_are_offered_those_of_the_servers(server, says):

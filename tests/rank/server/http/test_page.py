@@ -537,7 +537,7 @@ def test_tool_servers_are_switched(chromium, tmp_path, model_dir, tokenizer):
         fresh_server.call(fresh_server.state.tools.settled(30))
         call = '<tool_call>\n{"name": "local_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
         left = [call, "it is 5", "no tools"]
-        fresh_server.scheduler.encode = lambda _: fresh_server.sessions.text.tokenizer.encode(left.pop(0), False)
+        fresh_server.scheduler.encode = lambda _: fresh_server.engine.text.tokenizer.encode(left.pop(0), False)
         chromium.size(1280, 860)
         chromium.open(f"http://127.0.0.1:{fresh_server.port}/")
         chromium.js("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('phalanx')")

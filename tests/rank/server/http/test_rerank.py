@@ -72,9 +72,9 @@ def test_a_reranker_is_asked(reranker, monkeypatch):
     answer = reranker.post("rerank", query="q <|end|>", documents=["a", "b", "c"], instruction="be strict").body
     assert {one["index"]: one["relevance_score"] for one in answer["results"]} == pytest.approx({0: 0.75, 1: 0, 2: 0})
     (first, *_) = reranker.scheduler.requests
-    prompt = reranker.sessions.text.tokenizer.decode(memoryview(first.tokens).cast("I").tolist())
+    prompt = reranker.engine.text.tokenizer.decode(memoryview(first.tokens).cast("I").tolist())
     assert "<Instruct>: be strict\n<Query>: q <|end|>\n<Document>: a" in prompt and prompt.endswith("</think>\n\n")
-    assert reranker.sessions.text.tokenizer.added["<|end|>"] not in memoryview(first.tokens).cast("I").tolist()
+    assert reranker.engine.text.tokenizer.added["<|end|>"] not in memoryview(first.tokens).cast("I").tolist()
     assert (first.sampling.max_tokens, first.sampling.logprobs) == (1, 20)
 
 

@@ -142,7 +142,7 @@ def test_slow_reader_coalesces_and_stalls_nobody(start_server):
     events = parse_events(b"".join(chunks))
     text = "".join(event["choices"][0]["text"] for event in events[:-1])
     tokens = (server.scheduler.encode("hello world") * 100_000)[:100_000]
-    assert text == "".join(server.sessions.text.tokenizer.piece(token).decode() for token in tokens)
+    assert text == "".join(server.engine.text.tokenizer.piece(token).decode() for token in tokens)
     assert len(events) < 1000  # of 2000 deltas
 
 
@@ -249,13 +249,13 @@ def test_drain(fresh_server):
 @pytest.mark.parametrize(("path", "field"), [("chat/completions", "messages"), ("embeddings", "input")])
 def test_the_end_while_texts_are_tokenised_is_503(start_server, monkeypatch, caplog, path, field):
     server, held = start_server(), threading.Event()
-    whole = server.sessions.text.run
-    monkeypatch.setattr(server.sessions.text, "run", lambda *args: (held.wait(20), whole(*args))[1])
+    whole = server.engine.text.run
+    monkeypatch.setattr(server.engine.text, "run", lambda *args: (held.wait(20), whole(*args))[1])
     socks = [send(server, path, **{field: "hi"}) for _ in range(4)]  # two are read at once
     try:
         server.wait(lambda: len(server.state.active) == 4)
         server.call(server.link.close)
-        server.call(server.sessions.close)
+        server.call(server.engine.close)
     finally:
         held.set()
     for sock in socks:

@@ -135,7 +135,7 @@ def test_calls_of_tool_servers(start_server, collector, tmp_path):
     server = start_server(otlp_endpoint=collector.url, mcp_config=config, scheduler={"per_delta": 8, "ready": ready})
     server.call(server.state.tools.settled(30))
     texts = ['<tool_call>\n{"name": "local_add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "It is five."]
-    tokenizer = server.sessions.text.tokenizer
+    tokenizer = server.engine.text.tokenizer
     server.scheduler.encode = lambda _: tokenizer.encode(texts.pop(0), False)
     tools = [{"type": "mcp", "server_label": "local", "require_approval": "never"}]
     answer = server.request("POST", "/v1/responses", {"input": "hi", "tools": tools, "max_output_tokens": 64}, parent())
@@ -158,7 +158,7 @@ def test_the_wait_for_another_model(traced, collector):
         turns.loaded = engine.model
         return engine
 
-    turns = SimpleNamespace(named=lambda name: traced.sessions, enter=enter, leave=lambda: None, loaded=1)
+    turns = SimpleNamespace(named=lambda name: traced.engine, enter=enter, leave=lambda: None, loaded=1)
     traced.state.models = turns
     for _ in range(2):  # the second finds its model loaded
         assert traced.post("completions", prompt="x", max_tokens=1).status == 200
