@@ -139,7 +139,7 @@ def one_load(asked: argparse.Namespace, path: Path, world: mpi.MpiComm, way: str
     )  # fmt: skip
 
 
-def rank_main(asked: argparse.Namespace, path: Path, place: mpi_env.RankPlace) -> None:
+def rank_main(asked: argparse.Namespace, path: Path, place: mpi_env.RankPlacement) -> None:
     striped.Reader = Asked.Reader  # type: ignore[assignment, misc]
     world = mpi.join(place.size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
@@ -195,7 +195,7 @@ def start(asked: argparse.Namespace, path: str) -> int:
 
 def main() -> int:
     asked = options()
-    place = mpi_env.rank_place(os.environ)
+    place = mpi_env.rank_placement(os.environ)
     if place is not None:
         if not asked.model:
             raise SystemExit("load.py: under mpirun a model's directory is needed, one that every node sees")

@@ -272,7 +272,7 @@ def main() -> None:
 def become_rank(make: type[program.Rank]) -> NoReturn:
     """A rank of a benchmark, on the device and the processors that the launcher would give it."""
     job = decode_job(os.environ[JOB_ENV])
-    place = mpi_env.rank_place(os.environ) or mpi_env.RankPlace(0, 1, 0, 1, "benchmark")
+    place = mpi_env.rank_placement(os.environ) or mpi_env.RankPlacement(0, 1, 0, 1, "benchmark")
     gpu = rank_bootstrap.device_index(job.options, place)
     threads = dict(os.environ)
     bound = binding.apply(binding.choose(place, gpu, os.environ), threads)

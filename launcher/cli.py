@@ -102,9 +102,9 @@ def _refuse_misspelled(word: str) -> None:
     close = [] if word.startswith("-") else difflib.get_close_matches(word, verbs(), 1, 0.75)
     if close and not Path(word).exists():
         from ..errors import USAGE, FatalError
-        from .job.mpi_env import rank_place
+        from .job.mpi_env import rank_placement
 
-        place = rank_place(os.environ)
+        place = rank_placement(os.environ)
         text = f"{word!r} is no verb, and no model is there; did you mean phalanx {close[0]}?"
         raise FatalError(text if place is None or place.rank == 0 else "", USAGE)
 

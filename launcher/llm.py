@@ -157,7 +157,7 @@ def _options(model: str, options: dict[str, Any], caller: str) -> Options:
         if name in given:
             raise ValueError(f"{caller} has no argument {name!r}: it is for `phalanx serve`")
     environ = {name: value for name, value in os.environ.items() if name[8:].lower() not in _SERVER}
-    place = mpi_env.rank_place(os.environ)
+    place = mpi_env.rank_placement(os.environ)
     if place is not None and place.size > 1:
         raise ValueError(f"{caller} starts its own ranks: run this program without {place.launcher}")
     if model:

@@ -61,10 +61,11 @@ class JobHost:
     def start(self) -> None:
         """Listen, start the job, and wait until it is ready."""
         self._thread.run(self._listen())
-        order = supervisor.SupervisorRequest(self.options, self._config.link, os.getpid())
+        supervisor_request = supervisor.SupervisorRequest(self.options, self._config.link, os.getpid())
         self._process = subprocess.Popen(
             child_python.command("-m", "phalanx.launcher.job.supervisor"),
-            env=secret_variables.without(os.environ) | {supervisor.REQUEST_ENV: msgspec.json.encode(order).decode()},
+            env=secret_variables.without(os.environ)
+            | {supervisor.REQUEST_ENV: msgspec.json.encode(supervisor_request).decode()},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
             process_group=0,  # Ctrl-C is for this program to handle

@@ -36,7 +36,7 @@ from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
 from .scheduler.snapshots import Snapshots
 from .scheduler.speculation import Speculation
-from .worker.engine import Engine, Limits, LoadRefused, Place
+from .worker.engine import Engine, Limits, LoadRefused, RankContext
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
@@ -73,7 +73,7 @@ class Rank:
         replicas, grid = self._mesh(device)
         self.watch.divide(mesh.replica_ranks(self.world.size, replicas))
         lines = self._open_lines(replicas)
-        place = Place(self.world, self.hosts, grid, device, self.watch, self.job.local_rank)
+        place = RankContext(self.world, self.hosts, grid, device, self.watch, self.job.local_rank)
         code = self.serve(Engine(self.options, place, self._progress), lines)
         if self.link is not None:
             self.link.close()

@@ -74,7 +74,7 @@ class BatchOptions(Options, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     mpi_env.refuse_lonely_srun(os.environ)
-    place = mpi_env.rank_place(os.environ)
+    place = mpi_env.rank_placement(os.environ)
     first = place is None or place.rank == 0
     shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
@@ -115,7 +115,9 @@ def main(argv: Sequence[str]) -> int:
     return run(config, options)
 
 
-def _show(chosen: option_sources.ParsedOptions[BatchOptions], script: bool, place: mpi_env.RankPlace | None) -> None:
+def _show(
+    chosen: option_sources.ParsedOptions[BatchOptions], script: bool, place: mpi_env.RankPlacement | None
+) -> None:
     """The output of --help, --sbatch and --show-config."""
     if chosen.help:
         print(USAGE_LINE + options_help(BatchOptions, SERVER_ONLY))
@@ -139,7 +141,7 @@ def _refuse(chosen: option_sources.ParsedOptions[BatchOptions]) -> None:
             raise FatalError(f"{written} is for `phalanx serve`: a batch job listens nowhere", USAGE)
 
 
-def configure(options: BatchOptions, place: mpi_env.RankPlace | None) -> BatchConfig:
+def configure(options: BatchOptions, place: mpi_env.RankPlacement | None) -> BatchConfig:
     """The batch process's configuration, as far as this verb knows it. Raises FatalError for what cannot work."""
     from ...rank.server.batch import batch_input  # here: the other ranks need none of it
 

@@ -28,7 +28,7 @@ HEALTH_PATIENCE = 2.0  # seconds for a server process that shares its cores with
 
 def main(argv: Sequence[str]) -> int:
     mpi_env.refuse_lonely_srun(os.environ)
-    place = mpi_env.rank_place(os.environ)
+    place = mpi_env.rank_placement(os.environ)
     first = place is None or place.rank == 0
     models: models_file.Models | None = None  # where there are several
     shown = False  # all that is wanted is to be printed: no rank joins MPI

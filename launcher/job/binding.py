@@ -19,7 +19,7 @@ from ... import linux_calls
 from ...errors import USAGE, FatalError
 from . import visible_devices
 from .linux import text_of
-from .mpi_env import RankPlace
+from .mpi_env import RankPlacement
 
 SYS = Path("/sys")
 PROC = Path("/proc")
@@ -92,7 +92,7 @@ def by_core(cpus: list[int]) -> list[list[int]]:
     return [cores[key] for key in sorted(cores)]
 
 
-def share_of(place: RankPlace, cpus: list[int], inherited: list[int], granted: float = float("inf")) -> Share:
+def share_of(place: RankPlacement, cpus: list[int], inherited: list[int], granted: float = float("inf")) -> Share:
     """A CPU rank's share. cpus: of the cgroup. inherited: this process's affinity. granted: the CPU quota."""
     widened = ""
     base = inherited
@@ -124,7 +124,7 @@ def numa_node(address: str) -> int:
     return int(text) if text.lstrip("-").isdigit() else -1
 
 
-def mapped_node(place: RankPlace, environ: Mapping[str, str]) -> int | None:
+def mapped_node(place: RankPlacement, environ: Mapping[str, str]) -> int | None:
     """This local rank's node in MAP_NUMA_NODE=0,0,1,1; None where that is not set."""
     text = environ.get("MAP_NUMA_NODE", "").strip()
     if not text:
@@ -155,7 +155,7 @@ def with_cores(node: int) -> int:
     return min(near, key=lambda other: distances[other], default=node)
 
 
-def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
+def on_node(node: int, source: str, place: RankPlacement, cpus: list[int]) -> Share:
     """All cores of a NUMA node. Ranks that compute on GPUs may share them."""
     if (near := with_cores(node)) != node:
         node, source = near, f"the nearest with cores to {node}, {source}"
@@ -170,14 +170,14 @@ def on_node(node: int, source: str, place: RankPlace, cpus: list[int]) -> Share:
     )
 
 
-def _unbound(place: RankPlace, cpus: list[int], why: str) -> Share:
+def _unbound(place: RankPlacement, cpus: list[int], why: str) -> Share:
     """The binding of a GPU's rank: it stays on the CPUs that it has, with threads for its part of these."""
     inherited = sorted(linux_calls.processors() & set(cpus)) or cpus
     sharing = max(1, round(place.local_size * len(inherited) / max(len(inherited), len(cpus))))
     return Share((), max(1, len(by_core(inherited)) // sharing), f"not bound: {why}")
 
 
-def choose(place: RankPlace, gpu: int, environ: Mapping[str, str]) -> Share:
+def choose(place: RankPlacement, gpu: int, environ: Mapping[str, str]) -> Share:
     """This rank's share. gpu: CUDA's index of its device, -1 on the CPU."""
     cpus = allowed()
     node = mapped_node(place, environ)

@@ -32,7 +32,7 @@ _LOCAL_SIZE = (
 )  # fmt: skip
 
 
-class RankPlace(msgspec.Struct, frozen=True):
+class RankPlacement(msgspec.Struct, frozen=True):
     """This process's place in the job that started it."""
 
     rank: int
@@ -49,7 +49,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
+def rank_placement(environ: Mapping[str, str]) -> RankPlacement | None:
     """This process's place in an MPI job; None where no MPI launcher started it.
 
     OMPI_*: Open MPI 4 and 5. PMI_* and MPI_LOCAL*: MPICH, Intel MPI. PMIX_RANK or PMI_* with SLURM_*: srun. PALS_*:
@@ -72,7 +72,7 @@ def rank_place(environ: Mapping[str, str]) -> RankPlace | None:
         local_size = -(-size // (_number(environ, "FLUX_JOB_NNODES") or 1))
     elif local_size is None:
         local_size = _slurm_local_size(environ, size)
-    return RankPlace(rank, size, rank if local_rank is None else local_rank, local_size, launcher)
+    return RankPlacement(rank, size, rank if local_rank is None else local_rank, local_size, launcher)
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
@@ -101,7 +101,7 @@ def codes_by_abort(environ: Mapping[str, str]) -> bool:
 def refuse_lonely_srun(environ: Mapping[str, str]) -> None:
     """Raises FatalError under srun without PMI, where each of N processes would become a server of its own."""
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
-    if "SLURM_STEP_ID" not in environ or tasks == 1 or rank_place(environ) is not None:
+    if "SLURM_STEP_ID" not in environ or tasks == 1 or rank_placement(environ) is not None:
         return
     if _number(environ, "SLURM_PROCID"):
         raise FatalError("", USAGE)  # task 0 prints the reason
@@ -127,7 +127,7 @@ def for_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
     There it must not take itself for a part of that job, so it gets none of the job's variables. Settings of the MPI
     library are the user's and stay, except inside another mpirun, which sets such variables itself.
     """
-    if rank_place(environ) is None and "SLURM_STEP_ID" not in environ:
+    if rank_placement(environ) is None and "SLURM_STEP_ID" not in environ:
         return dict(environ)
     settings = () if "OMPI_COMM_WORLD_RANK" in environ else ("OMPI_", "OPAL_", "PRTE_MCA_", "I_MPI_", "HYDRA_")
     users = {name: value for name, value in environ.items() if settings and name.startswith(settings)}

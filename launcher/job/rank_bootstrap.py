@@ -26,7 +26,7 @@ from ...rank.server.config import ServerConfig
 from ..options.models_file import Models
 from ..options.resolve import rank_options
 from . import binding, linux, mpi_env, secret_variables, server_process, visible_devices
-from .mpi_env import RankPlace
+from .mpi_env import RankPlacement
 
 # The supervisor's process id, set by it. A rank whose parent is the supervisor has lost its mpirun.
 PARENT_ENV = "PHALANX_PARENT"
@@ -49,7 +49,7 @@ def main() -> int:
         return RANK_KILLED  # mpirun died before the line above
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
     job = decode_job(os.environ[JOB_ENV])
-    place = mpi_env.rank_place(os.environ) or RankPlace(0, 1, 0, 1, "phalanx")
+    place = mpi_env.rank_placement(os.environ) or RankPlacement(0, 1, 0, 1, "phalanx")
     try:
         exec_rank(job, place)
     except FatalError as stop:
@@ -61,7 +61,7 @@ def main() -> int:
         return stop.code
 
 
-def join(options: Options, place: RankPlace, jobs: Jobs | None = None, models: Models | None = None) -> NoReturn:
+def join(options: Options, place: RankPlacement, jobs: Jobs | None = None, models: Models | None = None) -> NoReturn:
     """Become a rank under a user's mpirun or srun. Of ranks other than 0, only the device options are used.
 
     jobs: starts a process in place of the server process, for batch jobs. models: what the server serves, if several.
@@ -84,13 +84,13 @@ def join(options: Options, place: RankPlace, jobs: Jobs | None = None, models: M
         raise
 
 
-def finish(options: Options, place: RankPlace) -> NoReturn:
+def finish(options: Options, place: RankPlacement) -> NoReturn:
     """End a job for which rank 0 has nothing to do. It joins to tell the other ranks, which do not see its files."""
     linux.die_with(os.getppid())
     exec_rank(Job(options=options, announced_size=place.size, over=True), place, own=True)
 
 
-def give_up(stop: FatalError, place: RankPlace) -> None:
+def give_up(stop: FatalError, place: RankPlacement) -> None:
     """End the whole job because of an error in this rank, while the others wait for it in MPI_Init.
 
     Open MPI's mpirun ends them when one rank exits with a code, so this returns there. srun and MPICH's hydra would let
@@ -108,7 +108,7 @@ def hold_drain() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 
-def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
+def exec_rank(job: Job, place: RankPlacement, own: bool = False) -> NoReturn:
     """Bind this process and exec the rank. own: as in device_index."""
     gpu = device_index(job.options, place, own)
     share = binding.choose(place, gpu, os.environ)
@@ -133,7 +133,7 @@ def exec_rank(job: Job, place: RankPlace, own: bool = False) -> NoReturn:
     os.execve(sys.executable, child_python.command(*RANK), environ)
 
 
-def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
+def device_index(options: Options, place: RankPlacement, own: bool = False) -> int:
     """This rank's GPU, by CUDA's index among those that this process sees; -1 for the CPU.
 
     own: the launcher may have given each rank a GPU of its own, as srun --gpus-per-task=1 does. If this process then
@@ -163,7 +163,7 @@ def device_index(options: Options, place: RankPlace, own: bool = False) -> int:
     return index
 
 
-def given_one(place: RankPlace) -> bool:
+def given_one(place: RankPlacement) -> bool:
     """Whether this rank sees one GPU and shares its node. The GPU is its own, unless all ranks see the same one."""
     return mpi_env.gpus() == 1 and (place.local_size > 1 or place.local_rank > 0)
 

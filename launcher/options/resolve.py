@@ -16,10 +16,10 @@ from ...rank.server.mcp import config as mcp_config
 from .. import hf_hub
 from ..builtin_model import DIRECTORY as DEMO
 from ..job import mpi_env
-from ..job.mpi_env import RankPlace
+from ..job.mpi_env import RankPlacement
 
 
-def joined(options: Options, place: RankPlace | None) -> RankPlace | None:
+def joined(options: Options, place: RankPlacement | None) -> RankPlacement | None:
     """The job that this process belongs to. In the shell of `srun --pty bash` it is alone in one.
 
     Who asks there for several ranks, or for restarts, wants them to be started here.
@@ -28,7 +28,7 @@ def joined(options: Options, place: RankPlace | None) -> RankPlace | None:
     return None if alone and (max(options.ranks, options.tp, options.pp, options.dp) > 1 or options.restarts) else place
 
 
-def resolve(options: Options, place: RankPlace | None) -> Options:
+def resolve(options: Options, place: RankPlacement | None) -> Options:
     """Options with model, ranks, tp, pp and dp as they will be used. Raises FatalError where they contradict."""
     numbers = in_force(options, place)
     _check_devices(options, numbers["ranks"], place)
@@ -74,7 +74,7 @@ def _check_host_memory(options: Options) -> None:
         raise FatalError("--kvcache-mem-cpu keeps blocks of the prefix cache: leave --disable-prefix-cache out", USAGE)
 
 
-def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:
+def in_force(options: Options, place: RankPlacement | None) -> dict[str, int]:
     """The numbers that replace what was chosen, for --show-config. Raises FatalError where they contradict."""
     if place is not None:
         _check_under_mpi(options, place)
@@ -86,7 +86,7 @@ def in_force(options: Options, place: RankPlace | None) -> dict[str, int]:
     return {"ranks": ranks, "tp": tp, "pp": pp, "dp": dp}
 
 
-def _check_under_mpi(options: Options, place: RankPlace) -> None:
+def _check_under_mpi(options: Options, place: RankPlacement) -> None:
     if options.ranks and options.ranks != place.size:
         raise FatalError(
             f"--np {options.ranks}, but {place.launcher} started {place.size} ranks: leave --np out", USAGE
@@ -109,7 +109,7 @@ def ranks_of(options: Options) -> int:
     return options.ranks or (math.prod(given) if given else max(1, len(options.devices)))
 
 
-def _check_devices(options: Options, ranks: int, place: RankPlace | None) -> None:
+def _check_devices(options: Options, ranks: int, place: RankPlacement | None) -> None:
     mpi_env.check_device(options.device)
     if options.device == "cuda" and options.multithread:
         raise FatalError("--multithread is for CPUs: with --device cuda every rank is a process", USAGE)
@@ -176,7 +176,7 @@ def _api_key(options: Options) -> str:
     return "\n".join(keys)
 
 
-def model_path(options: Options, place: RankPlace | None = None) -> str:
+def model_path(options: Options, place: RankPlacement | None = None) -> str:
     """The absolute path of the model's directory or GGUF file, made sure of as far as a launcher can. What the hub has
     is fetched."""
     if options.weight_file:
@@ -205,7 +205,7 @@ def model_path(options: Options, place: RankPlace | None = None) -> str:
     return str(path.resolve())
 
 
-def _weight_file(options: Options, place: RankPlace | None) -> str:
+def _weight_file(options: Options, place: RankPlacement | None) -> str:
     """The path of --f: in the model's directory, at the hub, or by itself."""
     file = options.weight_file
     if not is_gguf(file):
@@ -228,6 +228,6 @@ def _gguf(path: Path) -> str:
     return str(path.absolute())
 
 
-def _waiting(place: RankPlace | None) -> bool:
+def _waiting(place: RankPlacement | None) -> bool:
     """Whether other ranks wait for this one."""
     return place is not None and place.size > 1

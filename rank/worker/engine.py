@@ -57,7 +57,7 @@ TABLES = 1 << 16  # block tables of all rows and cache groups, as plans number t
 FEW = 4  # tokens that a step may have whatever the weights
 
 
-class Place(NamedTuple):
+class RankContext(NamedTuple):
     """A rank's communicator, mesh, device and watchdog, the same for all models of a job."""
 
     world: Any  # the communicator of all ranks
@@ -102,7 +102,7 @@ class Engine:
     source: DraftSource | None = None  # that model, on the last stage
 
     def __init__(
-        self, options: Options, place: Place, progress: Callable[[str], Callable[[int, int], None]] | None = None
+        self, options: Options, place: RankContext, progress: Callable[[str], Callable[[int, int], None]] | None = None
     ):
         """progress: by the name of a phase that takes long, what gets bytes done and all bytes."""
         self.options = options

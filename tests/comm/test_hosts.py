@@ -8,7 +8,7 @@ import pytest
 from phalanx import __version__
 from phalanx.comm import hosts, threads
 from phalanx.errors import FatalError
-from phalanx.rank.worker.engine import Place
+from phalanx.rank.worker.engine import RankContext
 
 
 def met(monkeypatch, *said):
@@ -21,7 +21,7 @@ def met(monkeypatch, *said):
 def test_nodes_of_one_name_are_told_apart(monkeypatch):
     names = met(monkeypatch, ("node", "b"), ("node", "b"), ("node", "a"), ("other", "c"), ("node", "d"), ("node", "a"))
     assert names == ["node", "node", "node#2", "other", "node#3", "node#2"]
-    places = [Place(SimpleNamespace(rank=r), names, None, None, None) for r in range(6)]
+    places = [RankContext(SimpleNamespace(rank=r), names, None, None, None) for r in range(6)]
     assert [place.ranks_here for place in places] == [2, 2, 2, 1, 1, 2]
 
 

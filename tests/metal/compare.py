@@ -21,7 +21,7 @@ from phalanx.rank import protocol  # noqa: E402
 from phalanx.rank.options import Options  # noqa: E402
 from phalanx.rank.scheduler.grammar import Grammars  # noqa: E402
 from phalanx.rank.server.text.load import Text  # noqa: E402
-from phalanx.rank.worker.engine import Engine, Place  # noqa: E402
+from phalanx.rank.worker.engine import Engine, RankContext  # noqa: E402
 from phalanx.rank.worker.executor import LocalExecutor  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -40,7 +40,7 @@ def served(device: str, model: str, options: dict) -> tuple[dict[str, list[int] 
 
     def rank(world):
         torch.set_grad_enabled(False)
-        place = Place(world, ["here"], mesh.build(world, 1, 1), torch.device(device), LocalWatchdog(0))
+        place = RankContext(world, ["here"], mesh.build(world, 1, 1), torch.device(device), LocalWatchdog(0))
         sizes = {"max_num_seqs": 6, "max_model_len": speculating.MAX_LEN, "mem": 4, "block_size": 4}
         engine = Engine(Options(model=model, **{"dtype": "f32", "speculate": "ngram", **sizes, **options}), place)
         limits = engine.load()

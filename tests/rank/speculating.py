@@ -20,7 +20,7 @@ from phalanx.rank.scheduler.scheduler import Scheduler
 from phalanx.rank.scheduler.snapshots import Snapshots
 from phalanx.rank.scheduler.speculation import Speculation
 from phalanx.rank.server.text.load import Text
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, RankContext
 from phalanx.rank.worker.executor import LocalExecutor, follow
 from phalanx.rank.worker.swap import CopyCost
 
@@ -254,7 +254,7 @@ def check(
 
     def rank(world):
         torch.set_grad_enabled(False)
-        place = Place(
+        place = RankContext(
             world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
         )
         options = Options(

@@ -12,7 +12,7 @@ from phalanx.launcher.builtin_model import DIRECTORY
 from phalanx.rank import protocol
 from phalanx.rank.model.drafts import find
 from phalanx.rank.options import Options
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, RankContext
 from phalanx.rank.worker.executor import LocalExecutor, follow
 
 from ..checkpoints import write_tokenizer
@@ -70,7 +70,7 @@ def drafted(path, options, tp, pp, budget):
 
     def rank(world):
         torch.set_grad_enabled(False)
-        place = Place(
+        place = RankContext(
             world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
         )
         engine = Engine(
@@ -149,7 +149,7 @@ def test_the_built_in_models_head_is_often_right():
 
     def rank(world):
         torch.set_grad_enabled(False)
-        place = Place(world, ["here"], mesh.build(world, 1, 1), torch.device("cpu"), LocalWatchdog(0))
+        place = RankContext(world, ["here"], mesh.build(world, 1, 1), torch.device("cpu"), LocalWatchdog(0))
         options = Options(model=str(DIRECTORY), max_num_seqs=4, max_model_len=512, mem=64, speculate="mtp")
         engine = Engine(options, place)
         limits = engine.load()

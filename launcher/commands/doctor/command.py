@@ -17,7 +17,7 @@ from .... import child_python, errors
 from ....rank.options import LONGEST, flag
 from ...builtin_model import DIRECTORY as DEMO
 from ...job import binding, linux, mpi_env, mpirun, secret_variables
-from ...job.mpi_env import RankPlace
+from ...job.mpi_env import RankPlacement
 from ...job.mpirun import Mpi
 from ...options import option_sources
 from ...options.help import options_help, show_config
@@ -73,7 +73,7 @@ class DoctorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     mpi_env.refuse_lonely_srun(os.environ)
-    where = mpi_env.rank_place(os.environ)
+    where = mpi_env.rank_placement(os.environ)
     first = where is None or where.rank == 0
     chosen = option_sources.read(DoctorOptions, argv, os.environ, strict=first)
     if chosen.help or chosen.show_config:
@@ -106,9 +106,9 @@ def _start(options: DoctorOptions, mpi: Mpi, result: Path) -> Check | None:
     """Run the ranks to their end; what went wrong."""
     gpus = mpi_env.gpus() if options.device != "cpu" else 0
     ranks = options.ranks or len(options.devices) or (min(gpus, 2) if gpus else 2)
-    order = ranks_member.ProbeRequest(str(result), options.device, options.devices, options.timeout)
+    request = ranks_member.ProbeRequest(str(result), options.device, options.devices, options.timeout)
     environ = dict(os.environ) | mpirun.environment(mpi, ranks, os.environ)
-    environ[ranks_member.REQUEST_ENV] = msgspec.json.encode(order).decode()
+    environ[ranks_member.REQUEST_ENV] = msgspec.json.encode(request).decode()
     child = subprocess.Popen(
         mpirun.command(mpi, ranks, child_python.command(*RANK_PROBE)),
         env=environ,
@@ -134,15 +134,15 @@ def _start(options: DoctorOptions, mpi: Mpi, result: Path) -> Check | None:
     return links.failed(f"mpirun ended with code {child.returncode}{why}", f"try `{mpi.mpirun} -np {ranks} hostname`")
 
 
-def _as_rank(options: DoctorOptions, where: RankPlace) -> int:
+def _as_rank(options: DoctorOptions, where: RankPlacement) -> int:
     """One of a user's own ranks: measure, and on rank 0 report."""
     linux.die_with(os.getppid())
-    order = ranks_member.ProbeRequest("", options.device, options.devices, options.timeout, own=True)
+    request = ranks_member.ProbeRequest("", options.device, options.devices, options.timeout, own=True)
     if where.rank:
-        ranks_member.exec_probe(order, where)
+        ranks_member.exec_probe(request, where)
     with tempfile.TemporaryDirectory(prefix="phalanx-doctor-") as directory:
         result = Path(directory) / "result"
-        ranks_member.run(msgspec.structs.replace(order, result=str(result)), where)
+        ranks_member.run(msgspec.structs.replace(request, result=str(result)), where)
         seen = probe_report.read(result)
     problems = []
     if seen is None or seen.error:
@@ -168,7 +168,7 @@ def _report(options: DoctorOptions, seen: ProbeReport | None, problems: list[Che
         ]
     else:
         # No ranks: what this process sees must do.
-        alone = RankPlace(0, 1, 0, 1, "phalanx")
+        alone = RankPlacement(0, 1, 0, 1, "phalanx")
         here = facts.collect(alone, -1, binding.choose(alone, -1, os.environ))
         known = [msgspec.convert(msgspec.structs.asdict(here), probe_report.RankFacts)]
         checks += [*host_checks.hosts(known), *host_checks.devices(known, ProbeReport(""))]

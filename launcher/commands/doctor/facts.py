@@ -14,7 +14,7 @@ from .... import linux_calls
 from ....rank import nvml
 from ...job import binding, mpi_env, visible_devices
 from ...job.linux import text_of
-from ...job.mpi_env import RankPlace
+from ...job.mpi_env import RankPlacement
 
 SYS = binding.SYS
 PACKAGES = ("phalanx", "mpi4py", "torch", "cupy-cuda13x", "cupy-cuda12x", "safetensors", "numpy", "ziglang", "tornado",
@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True):
     interfaces: dict[str, int] = {}  # network → Mbit/s; -1: unknown
 
 
-def collect(place: RankPlace, gpu: int, share: binding.Share) -> Facts:
+def collect(place: RankPlacement, gpu: int, share: binding.Share) -> Facts:
     """The host's resources before `share` is applied."""
     inherited = binding.cpu_words(sorted(linux_calls.processors()))
     shown = visible_devices.listed(os.environ) or [""]

@@ -16,7 +16,7 @@ from .... import child_python
 from ....errors import FatalError
 from ....rank.options import Options
 from ...job import binding, linux, mpi_env, rank_bootstrap
-from ...job.mpi_env import RankPlace
+from ...job.mpi_env import RankPlacement
 from . import facts
 
 REQUEST_ENV = "PHALANX_DOCTOR"
@@ -34,11 +34,11 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     own: bool = False  # each rank may have been given a GPU of its own: launcher/job/rank_bootstrap.py
 
 
-def prepare(order: ProbeRequest, place: RankPlace) -> dict[str, str]:
+def prepare(request: ProbeRequest, place: RankPlacement) -> dict[str, str]:
     """Bind this process as a rank would be; the environment for the probe."""
     problem, gpu = "", -1
     try:
-        gpu = rank_bootstrap.device_index(Options(device=order.device, devices=order.devices), place, order.own)
+        gpu = rank_bootstrap.device_index(Options(device=request.device, devices=request.devices), place, request.own)
     except FatalError as stop:
         problem = str(stop)
     share = binding.choose(place, gpu, os.environ)
@@ -51,22 +51,22 @@ def prepare(order: ProbeRequest, place: RankPlace) -> dict[str, str]:
         "facts": json.dumps({"problem": problem} | msgspec.structs.asdict(known), default=msgspec.to_builtins),
         "device": gpu,
         "born": psutil.Process().create_time(),
-        "result": order.result,
-        "seconds": order.seconds,
+        "result": request.result,
+        "seconds": request.seconds,
     }
     return environ | {PROBE_ENV: json.dumps(ask)}
 
 
-def exec_probe(order: ProbeRequest, place: RankPlace) -> NoReturn:
+def exec_probe(request: ProbeRequest, place: RankPlacement) -> NoReturn:
     """Replace this process by the probe."""
-    os.execve(sys.executable, child_python.command(*PROBE), prepare(order, place))
+    os.execve(sys.executable, child_python.command(*PROBE), prepare(request, place))
 
 
-def run(order: ProbeRequest, place: RankPlace) -> None:
+def run(request: ProbeRequest, place: RankPlacement) -> None:
     """Rank 0 under a user's mpirun: the probe is a child, as this process has the report to write afterwards."""
     subprocess.run(
         child_python.command(*PROBE),
-        env=prepare(order, place),
+        env=prepare(request, place),
         close_fds=False,  # MPICH's mpirun speaks to its ranks over a descriptor
         preexec_fn=linux.tie_to_parent(),
     )
@@ -76,8 +76,8 @@ def main() -> NoReturn:
     """Started by the doctor's mpirun: `python -m phalanx.launcher.commands.doctor.rank_probe`."""
     linux.die_with(os.getppid())
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
-    order = msgspec.json.decode(os.environ.pop(REQUEST_ENV), type=ProbeRequest)
-    exec_probe(order, mpi_env.rank_place(os.environ) or RankPlace(0, 1, 0, 1, "phalanx"))
+    request = msgspec.json.decode(os.environ.pop(REQUEST_ENV), type=ProbeRequest)
+    exec_probe(request, mpi_env.rank_placement(os.environ) or RankPlacement(0, 1, 0, 1, "phalanx"))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_the_configuration(place):
     )
     assert (one.journal, one.end_time, one.supervised) == (f"{place}/out.jsonl.journal", 0, True)
     assert config("-i", "in.jsonl", "-o", "answers").errors == f"{place}/answers.errors.jsonl"
-    one = config("-i", "in.jsonl", "-o", "o", "--deadline", "100", place=mpi_env.RankPlace(0, 2, 0, 2, "srun"))
+    one = config("-i", "in.jsonl", "-o", "o", "--deadline", "100", place=mpi_env.RankPlacement(0, 2, 0, 2, "srun"))
     assert not one.supervised and one.reserve == pytest.approx(10, abs=0.1) and one.columns == 0
     assert config("-i", "in.jsonl", "-o", "o", "--deadline", "4h").reserve == 30
     assert config("-i", "in.jsonl", "-o", "o", "--deadline", "4h", "--reserve", "99").reserve == 99

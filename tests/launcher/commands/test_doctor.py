@@ -8,7 +8,7 @@ from phalanx.launcher.commands.doctor.check import FAIL, OK, WARN, Check, gb, wo
 from phalanx.launcher.commands.doctor.facts import Gpu
 from phalanx.launcher.commands.doctor.probe_report import Clock, OnGpus, ProbeReport, RankFacts, Rate
 from phalanx.launcher.job import binding
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank import nvml
 
 GB = 10**9
@@ -134,7 +134,7 @@ def test_ranks_on_the_same_gpu():
 def test_the_gpu_of_a_rank(monkeypatch):
     monkeypatch.setattr(facts.visible_devices, "locate", lambda index, environ: (f"address of {index}", ""))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5")
-    other = RankPlace(1, 2, 1, 2, "mpirun")
+    other = RankPlacement(1, 2, 1, 2, "mpirun")
     found = facts.collect(other, 3, binding.Share((), 1, ""))
     assert (found.gpu, found.bus, found.is_whole) == (3, "address of 3", False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -234,10 +234,10 @@ def test_networks_and_clocks():
 
 
 def test_facts_of_this_machine():
-    here = facts.collect(RankPlace(0, 2, 0, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
+    here = facts.collect(RankPlacement(0, 2, 0, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
     assert here.host == socket.gethostname() and here.cores >= 1 and 0 < here.free <= here.memory
     assert here.packages["msgspec"] and here.bound
-    other = facts.collect(RankPlace(1, 2, 1, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
+    other = facts.collect(RankPlacement(1, 2, 1, 2, "mpirun"), -1, binding.Share((0,), 1, "cpus 0"))
     assert (other.cores, other.memory) == (0, 0)  # told by the host's first rank
 
 

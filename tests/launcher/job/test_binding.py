@@ -10,7 +10,7 @@ from phalanx import child_python
 from phalanx.errors import FatalError
 from phalanx.launcher.job import binding, rank_bootstrap, visible_devices
 from phalanx.launcher.job.binding import Share
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank.options import Job, Options
 
 
@@ -48,7 +48,7 @@ ALL = list(range(8))
 
 
 def ranks(count, inherited=None, granted=float("inf")):
-    places = [RankPlace(rank, count, rank, count, "mpirun") for rank in range(count)]
+    places = [RankPlacement(rank, count, rank, count, "mpirun") for rank in range(count)]
     return [binding.share_of(place, ALL, inherited or ALL, granted) for place in places]
 
 
@@ -87,7 +87,7 @@ def test_no_more_threads_than_the_cgroup_grants(machine):
 
 
 def test_gpu_ranks_get_the_gpus_node(machine):
-    place = RankPlace(0, 2, 0, 2, "mpirun")
+    place = RankPlacement(0, 2, 0, 2, "mpirun")
     words = "cpus 2-3,6-7 of NUMA node 1 (of GPU 0 at 0000:00:00.0)"
     assert binding.choose(place, 0, {}) == Share((2, 3, 6, 7), 2, words, 1)
     assert binding.choose(place, 1, {}).cpus == (0, 1, 4, 5)
@@ -100,7 +100,7 @@ def test_gpu_ranks_get_the_gpus_node(machine):
 @pytest.mark.parametrize("inherited, ranks, threads", [((0, 1, 4, 5), 1, 2), ((0, 1, 4, 5), 2, 2), ((1,), 4, 1)])
 def test_an_unbound_gpu_rank_has_threads_for_the_cpus_that_it_stays_on(machine, monkeypatch, inherited, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(inherited))
-    share = binding.choose(RankPlace(0, ranks, 0, ranks, "mpirun"), 2, {})
+    share = binding.choose(RankPlacement(0, ranks, 0, ranks, "mpirun"), 2, {})
     assert (share.cpus, share.threads) == ((), threads)
 
 
@@ -108,16 +108,16 @@ def test_an_unbound_gpu_rank_has_threads_for_the_cpus_that_it_stays_on(machine, 
 def test_gpus_are_counted_as_cuda_shows_them(machine, value):
     """The first visible GPU is the second one of the machine, at the other node."""
     environ = {"CUDA_VISIBLE_DEVICES": value}
-    share = binding.choose(RankPlace(0, 2, 0, 2, "mpirun"), 0, environ)
+    share = binding.choose(RankPlacement(0, 2, 0, 2, "mpirun"), 0, environ)
     assert (share.cpus, share.node) == ((0, 1, 4, 5), 0)
     assert re.search("GPU 0.*0000:01:00.0", share.words)
 
 
 def test_map_numa_node_overrides(machine):
     environ = {"MAP_NUMA_NODE": "0,1"}
-    assert "NUMA node 1 (MAP_NUMA_NODE)" in binding.choose(RankPlace(1, 2, 1, 2, "mpirun"), -1, environ).words
-    assert binding.choose(RankPlace(0, 2, 0, 2, "mpirun"), 0, environ).cpus == (0, 1, 4, 5)
-    minus = binding.choose(RankPlace(0, 1, 0, 1, "mpirun"), 0, {"MAP_NUMA_NODE": "-1"})
+    assert "NUMA node 1 (MAP_NUMA_NODE)" in binding.choose(RankPlacement(1, 2, 1, 2, "mpirun"), -1, environ).words
+    assert binding.choose(RankPlacement(0, 2, 0, 2, "mpirun"), 0, environ).cpus == (0, 1, 4, 5)
+    minus = binding.choose(RankPlacement(0, 1, 0, 1, "mpirun"), 0, {"MAP_NUMA_NODE": "-1"})
     assert "node -1 (MAP_NUMA_NODE) means" in minus.words
 
 
@@ -132,7 +132,7 @@ def test_map_numa_node_overrides(machine):
 )
 def test_wrong_maps_are_said_once(machine, value, rank, message):
     with pytest.raises(FatalError) as stop:
-        binding.choose(RankPlace(rank, 3, rank, 3, "mpirun"), 0, {"MAP_NUMA_NODE": value})
+        binding.choose(RankPlacement(rank, 3, rank, 3, "mpirun"), 0, {"MAP_NUMA_NODE": value})
     assert (str(stop.value), stop.value.code) == (message, 2)
 
 
@@ -148,7 +148,7 @@ def test_a_rank_is_bound_before_it_has_experts_or_threads(machine, monkeypatch, 
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: did.append(cpus))
     monkeypatch.setattr(binding, "prefer_memory", lambda node: did.append(node) or "")
     monkeypatch.setattr(os, "execve", lambda program, words, environ: did.append((words, environ)))
-    rank_bootstrap.exec_rank(Job(options=Options(model="m")), RankPlace(local_rank, 2, local_rank, 2, "mpirun"))
+    rank_bootstrap.exec_rank(Job(options=Options(model="m")), RankPlacement(local_rank, 2, local_rank, 2, "mpirun"))
     bound, preferred, (words, environ) = did
     wanted = child_python.command(*rank_bootstrap.RANK)
     assert (bound, preferred, words, environ["OMP_NUM_THREADS"]) == (cpus, node, wanted, "2")
@@ -161,7 +161,7 @@ def test_a_node_outside_the_cgroup(machine):
     (group / "cpu.max").write_text("150000 100000\n")
     assert binding.allowed() == [0, 1]
     assert binding.quota() == 1.5
-    share = binding.choose(RankPlace(0, 1, 0, 1, "mpirun"), 0, {})
+    share = binding.choose(RankPlacement(0, 1, 0, 1, "mpirun"), 0, {})
     assert share.cpus == () and share.threads == 2
     assert "bound: NUMA node 1" in share.words
 

@@ -8,7 +8,7 @@ from phalanx import child_python
 from phalanx.errors import FatalError
 from phalanx.launcher import cli
 from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank.options import Job, Options, encode_job
 
 from ...ranks import AS_ROOT
@@ -47,18 +47,18 @@ def aborts(call, *args) -> list[str]:
 
 
 def test_it_joins_the_others_and_aborts(under, capsys):
-    words = aborts(rank_bootstrap.give_up, FatalError("no port", 2), RankPlace(0, 2, 0, 2, "srun"))
+    words = aborts(rank_bootstrap.give_up, FatalError("no port", 2), RankPlacement(0, 2, 0, 2, "srun"))
     assert words == child_python.command(*rank_bootstrap.ABORT, "2")
     assert "MPI.COMM_WORLD.Abort(int(sys.argv[1]))" in words[-2]
     assert capsys.readouterr().err == "phalanx: no port\n"
-    aborts(rank_bootstrap.give_up, FatalError("", 3), RankPlace(1, 2, 1, 2, "srun"))
+    aborts(rank_bootstrap.give_up, FatalError("", 3), RankPlacement(1, 2, 1, 2, "srun"))
     assert capsys.readouterr().err == ""
 
 
 def test_where_nobody_waits(under):
-    rank_bootstrap.give_up(FatalError("no port", 2), RankPlace(0, 1, 0, 1, "srun"))
+    rank_bootstrap.give_up(FatalError("no port", 2), RankPlacement(0, 1, 0, 1, "srun"))
     under(OMPI_COMM_WORLD_RANK="0")  # its mpirun ends them
-    rank_bootstrap.give_up(FatalError("no port", 2), RankPlace(0, 2, 0, 2, "mpirun"))
+    rank_bootstrap.give_up(FatalError("no port", 2), RankPlacement(0, 2, 0, 2, "mpirun"))
     assert mpi_env.ends_together({"OMPI_COMM_WORLD_RANK": "1"}) and not mpi_env.ends_together(HYDRA)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
     monkeypatch.setattr(rank_bootstrap.linux, "ignore", lambda _: None)
     monkeypatch.setattr(rank_bootstrap, "hold_drain", lambda: None)
     monkeypatch.setattr(rank_bootstrap.mpi_env, "gpus", lambda: 2)
-    words = aborts(rank_bootstrap.join, Options(devices=(0,)), RankPlace(1, 2, 1, 2, "srun"))
+    words = aborts(rank_bootstrap.join, Options(devices=(0,)), RankPlacement(1, 2, 1, 2, "srun"))
     assert words[-1] == "2"
     assert "lists 1 devices" in capsys.readouterr().err
     under(PMI_RANK="1", MPI_LOCALRANKID="1", PHALANX_JOB=encode_job(Job(options=Options(devices=(0,)))))

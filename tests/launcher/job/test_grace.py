@@ -12,7 +12,7 @@ from phalanx import linux_calls
 from phalanx.launcher.commands.doctor import facts, host_checks
 from phalanx.launcher.commands.doctor.check import OK
 from phalanx.launcher.job import binding, visible_devices
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank import nvml
 
 CORES, HOSTED, OWN = 72, 120 << 20, 96 << 20  # OWN: kB of a GPU's memory, HOSTED: of a processor's
@@ -67,7 +67,7 @@ def grace(tmp_path, monkeypatch):
 
 
 def test_each_rank_is_bound_beside_its_gpu(grace):
-    shares = [binding.choose(RankPlace(i, 4, i, 4, "srun"), i, {}) for i in range(4)]
+    shares = [binding.choose(RankPlacement(i, 4, i, 4, "srun"), i, {}) for i in range(4)]
     assert [share.node for share in shares] == [0, 1, 2, 3]
     assert [binding.cpu_words(share.cpus) for share in shares] == ["0-71", "72-143", "144-215", "216-287"]
     assert [share.threads for share in shares] == [CORES] * 4
@@ -78,14 +78,14 @@ def test_a_node_of_memory_alone_stands_for_the_nearest_cores(grace, own, process
     """Where MAP_NUMA_NODE or the driver names the GPU's own."""
     address = grace / "bus/pci/devices" / ADDRESSES[processor] / "numa_node"
     address.write_text(f"{own}\n")
-    place = RankPlace(processor, 4, processor, 4, "srun")
+    place = RankPlacement(processor, 4, processor, 4, "srun")
     mapped = {"MAP_NUMA_NODE": ",".join([str(own)] * 4)}
     for share in (binding.choose(place, processor, {}), binding.choose(place, -1, mapped)):
         assert share.node == processor and len(share.cpus) == CORES and str(own) in share.words
 
 
 def test_ranks_on_processors_share_all_cores(grace):
-    shares = [binding.choose(RankPlace(i, 4, i, 4, "srun"), -1, {}) for i in range(4)]
+    shares = [binding.choose(RankPlacement(i, 4, i, 4, "srun"), -1, {}) for i in range(4)]
     assert [binding.cpu_words(share.cpus) for share in shares] == ["0-71", "72-143", "144-215", "216-287"]
 
 
@@ -101,7 +101,7 @@ def test_gpus_memory_is_not_the_hosts(grace, monkeypatch):
 def test_doctor(grace, monkeypatch):
     gpus = [nvml.Gpu(i, "NVIDIA GH200 120GB", OWN << 10, 0, address) for i, address in enumerate(ADDRESSES)]
     monkeypatch.setattr(nvml, "node", lambda: nvml.Node("580.1", gpus, ["NVLink"]))
-    place = RankPlace(0, 4, 0, 4, "srun")
+    place = RankPlacement(0, 4, 0, 4, "srun")
     found = facts.collect(place, 0, binding.choose(place, 0, {}))
     assert found.cores == 4 * CORES and found.memory == 4 * HOSTED << 10
     assert found.numa == {"0": "0-71", "1": "72-143", "2": "144-215", "3": "216-287"}

@@ -3,7 +3,7 @@
 import pytest
 from phalanx.errors import FatalError
 from phalanx.launcher.job import mpi_env
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -23,13 +23,13 @@ PLACED = {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NTASKS
     ("environ", "expected"),
     [
         ({}, None),
-        (OPENMPI, RankPlace(3, 8, 1, 2, "mpirun")),
-        (MPICH, RankPlace(1, 2, 1, 2, "mpirun")),
-        ({**STEP, **PLACED, "PMIX_RANK": "4"}, RankPlace(4, 6, 0, 2, "srun")),
-        ({**STEP, **PLACED, "PMI_RANK": "4", "PMI_SIZE": "6"}, RankPlace(4, 6, 0, 2, "srun")),
+        (OPENMPI, RankPlacement(3, 8, 1, 2, "mpirun")),
+        (MPICH, RankPlacement(1, 2, 1, 2, "mpirun")),
+        ({**STEP, **PLACED, "PMIX_RANK": "4"}, RankPlacement(4, 6, 0, 2, "srun")),
+        ({**STEP, **PLACED, "PMI_RANK": "4", "PMI_SIZE": "6"}, RankPlacement(4, 6, 0, 2, "srun")),
         ({**STEP, **PLACED}, None),
-        ({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4"}, RankPlace(3, 4, 1, 2, "flux run")),
-        ({**FLUX, "PMIX_RANK": "3"}, RankPlace(3, 4, 1, 2, "flux run")),
+        ({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4"}, RankPlacement(3, 4, 1, 2, "flux run")),
+        ({**FLUX, "PMIX_RANK": "3"}, RankPlacement(3, 4, 1, 2, "flux run")),
         ({"FLUX_URI": "local:///run/flux/local"}, None),  # a batch script
         ({"SLURM_NTASKS": "6", "SLURM_PROCID": "0"}, None),  # the shell of an allocation
     ],
@@ -37,7 +37,7 @@ PLACED = {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NTASKS
          "flux-batch", "allocation"],
 )  # fmt: skip
 def test_world(environ, expected):
-    assert mpi_env.rank_place(environ) == expected
+    assert mpi_env.rank_placement(environ) == expected
 
 
 # The second of two ranks on the second of two nodes, rank 3 of 4, as each launcher tells it. Seen with Open MPI 5.0.11,
@@ -80,10 +80,10 @@ LAUNCHERS = {
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher(name):
     launcher = "srun" if name.startswith("srun") else "mpirun"
-    assert mpi_env.rank_place(LAUNCHERS[name]) == RankPlace(3, 4, 1, 2, launcher)
+    assert mpi_env.rank_placement(LAUNCHERS[name]) == RankPlacement(3, 4, 1, 2, launcher)
     assert mpi_env.codes_by_abort(LAUNCHERS[name]) == (name == "srun --mpi=pmix")
     left = mpi_env.without_mpi(LAUNCHERS[name])
-    assert mpi_env.rank_place(left | {"SLURM_NTASKS": "4"}) is None  # a process that must not join would
+    assert mpi_env.rank_placement(left | {"SLURM_NTASKS": "4"}) is None  # a process that must not join would
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_batch_job(environ, expected):
 @pytest.mark.parametrize(("counts", "node", "expected"), [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2)])
 def test_slurms_task_counts(counts, node, expected):
     environ = {**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
-    assert mpi_env.rank_place(environ).local_size == expected
+    assert mpi_env.rank_placement(environ).local_size == expected
 
 
 def test_task_counts_that_slurm_does_not_write():
     with pytest.raises(FatalError, match="counts.*'4x2'"):
-        mpi_env.rank_place({**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": "4x2", "SLURM_NODEID": "0"})
+        mpi_env.rank_placement({**STEP, "PMIX_RANK": "0", "SLURM_STEP_TASKS_PER_NODE": "4x2", "SLURM_NODEID": "0"})
 
 
 def test_srun_without_pmi_is_refused_once():

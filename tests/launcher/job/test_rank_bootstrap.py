@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from phalanx.errors import FatalError
 from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank.options import Options
 
 from ...processes import gone, kill, tree
@@ -186,7 +186,7 @@ def test_notes_are_said_once(tmp_path, program):
 )
 def test_the_gpu_of_a_rank(monkeypatch, available, options, local_rank, expected):
     monkeypatch.setattr(mpi_env, "gpus", lambda: available)
-    assert rank_bootstrap.device_index(Options(**options), RankPlace(0, 4, local_rank, 4, "mpirun")) == expected
+    assert rank_bootstrap.device_index(Options(**options), RankPlacement(0, 4, local_rank, 4, "mpirun")) == expected
 
 
 def test_a_job_whose_ranks_see_a_gpu_each(tmp_path, program):
@@ -214,7 +214,7 @@ def test_one_gpu_for_the_ranks_that_phalanx_starts(tmp_path):
 def test_ranks_that_were_given_a_gpu_each(monkeypatch, devices, expected, local_rank):
     """Ranks as by srun --gpus-per-task=1: each sees its own alone, whatever the number of it is elsewhere."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(local_rank))
-    place = RankPlace(local_rank, 4, local_rank, 4, "srun")
+    place = RankPlacement(local_rank, 4, local_rank, 4, "srun")
     assert rank_bootstrap.device_index(Options(devices=devices), place, own=True) == expected
 
 
@@ -222,20 +222,20 @@ def test_ranks_that_share_what_they_see(monkeypatch):
     """Ranks that phalanx starts itself have one environment: one GPU is not one for each."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     with pytest.raises(FatalError, match="1 GPU: .*index 1 .CUDA_VISIBLE_DEVICES=5,"):
-        rank_bootstrap.device_index(Options(), RankPlace(1, 2, 1, 2, "mpirun"))
+        rank_bootstrap.device_index(Options(), RankPlacement(1, 2, 1, 2, "mpirun"))
 
 
 def test_a_list_for_fewer_ranks_than_were_given_a_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(FatalError, match="lists 2 devices") as stop:
-        rank_bootstrap.device_index(Options(devices=(0, 1)), RankPlace(2, 4, 2, 4, "srun"), own=True)
+        rank_bootstrap.device_index(Options(devices=(0, 1)), RankPlacement(2, 4, 2, 4, "srun"), own=True)
     assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_indices_count_the_visible_gpus(monkeypatch, own):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    place = RankPlace(0, 2, 0, 2, "mpirun")
+    place = RankPlacement(0, 2, 0, 2, "mpirun")
     assert rank_bootstrap.device_index(Options(devices=(2, 3)), place, own) == 2
     with pytest.raises(FatalError, match="4 GPUs: .*index 4 .CUDA_VISIBLE_DEVICES=4,5,6,7,"):
         rank_bootstrap.device_index(Options(devices=(4, 5)), place, own)
@@ -246,7 +246,7 @@ def test_mig_devices_that_ranks_would_share(monkeypatch, value):
     """CUDA shows a process the first one only."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     with pytest.raises(FatalError, match="1 GPU.*MIG"):
-        rank_bootstrap.device_index(Options(), RankPlace(1, 2, 1, 2, "mpirun"))
+        rank_bootstrap.device_index(Options(), RankPlacement(1, 2, 1, 2, "mpirun"))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_rank_without_a_gpu(monkeypatch, options, local_rank, message):
     monkeypatch.setattr(mpi_env, "gpus", lambda: 2)
     monkeypatch.setattr(mpi_env, "hostname", lambda: "HOST")
     with pytest.raises(FatalError) as stop:
-        rank_bootstrap.device_index(Options(**options), RankPlace(0, 4, local_rank, 4, "mpirun"))
+        rank_bootstrap.device_index(Options(**options), RankPlacement(0, 4, local_rank, 4, "mpirun"))
     assert (str(stop.value), stop.value.code) == (message, 2)
 
 

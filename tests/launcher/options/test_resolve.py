@@ -5,7 +5,7 @@ import re
 import pytest
 from phalanx.errors import FatalError
 from phalanx.launcher.job import mpi_env
-from phalanx.launcher.job.mpi_env import RankPlace
+from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.launcher.options import resolve
 from phalanx.rank.options import Options
 
@@ -53,7 +53,7 @@ def test_ranks_and_how_they_divide(fields, expected, model):
 
 
 def test_alone_in_a_job():
-    shell, job = RankPlace(0, 1, 0, 1, "srun"), RankPlace(0, 2, 0, 2, "srun")
+    shell, job = RankPlacement(0, 1, 0, 1, "srun"), RankPlacement(0, 2, 0, 2, "srun")
     for fields in ({"ranks": 2}, {"tp": 2}, {"restarts": 1}, {"pp": 2}, {"dp": 2}):
         assert resolve.joined(Options(**fields), shell) is None
         assert resolve.joined(Options(**fields), job) is job
@@ -63,8 +63,8 @@ def test_alone_in_a_job():
 
 
 def test_under_mpi_the_job_has_the_ranks_that_were_started(model):
-    assert resolved(RankPlace(1, 4, 1, 4, "mpirun"), model=model, pp=2).tp == 2
-    assert resolved(RankPlace(1, 4, 1, 4, "mpirun"), model=model, ranks=4).ranks == 4
+    assert resolved(RankPlacement(1, 4, 1, 4, "mpirun"), model=model, pp=2).tp == 2
+    assert resolved(RankPlacement(1, 4, 1, 4, "mpirun"), model=model, ranks=4).ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_contradictions(fields, message, model):
 
 
 def test_contradictions_with_who_started_us(model):
-    place = RankPlace(0, 4, 0, 4, "mpirun")
+    place = RankPlacement(0, 4, 0, 4, "mpirun")
     message, code = refusal(place, ranks=2)
     assert code == 2 and re.search("--np 2.*started 4 ranks", message)
     message, code = refusal(place, restarts=1)
@@ -113,11 +113,11 @@ def test_contradictions_with_who_started_us(model):
 def test_devices_of_ranks_that_see_one_gpu_each(model, monkeypatch):
     """`--d 0` is what each of them sees. Ranks that phalanx starts see all the same."""
     monkeypatch.setattr(mpi_env, "gpus", lambda: 1)
-    assert resolved(RankPlace(0, 4, 0, 4, "srun"), model=model, devices=(0,)).devices == (0,)
+    assert resolved(RankPlacement(0, 4, 0, 4, "srun"), model=model, devices=(0,)).devices == (0,)
     refused = "--d 0 lists 1 devices for 4 ranks on this node"
     assert refusal(model=model, devices=(0,), ranks=4)[0] == refused
     monkeypatch.setattr(mpi_env, "gpus", lambda: 4)
-    assert refusal(RankPlace(0, 4, 0, 4, "srun"), model=model, devices=(0,))[0] == refused
+    assert refusal(RankPlacement(0, 4, 0, 4, "srun"), model=model, devices=(0,))[0] == refused
 
 
 def test_cuda_without_a_gpu(model):

@@ -17,7 +17,7 @@ from phalanx.rank.model.load_memory import OthersRefuse
 from phalanx.rank.options import Options
 from phalanx.rank.worker import engine as module
 from phalanx.rank.worker import host_copy, kv_cache
-from phalanx.rank.worker.engine import Engine, LoadRefused, Place
+from phalanx.rank.worker.engine import Engine, LoadRefused, RankContext
 
 from ...checkpoints import make_config
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def engine(world, model=None, device=CPU, **options):
     grid = SimpleNamespace(pipe=SimpleNamespace(rank=0))
-    place = Place(world, ["here"] * world.size, grid, device, LocalWatchdog(world.rank))
+    place = RankContext(world, ["here"] * world.size, grid, device, LocalWatchdog(world.rank))
     made = Engine(Options(**options), place)
     made.model = model
     return made

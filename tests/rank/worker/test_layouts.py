@@ -14,7 +14,7 @@ from phalanx.rank.model.cache_spec import PagedKV
 from phalanx.rank.model.layers.attention import PagedAttention
 from phalanx.rank.model.layers.linear import QKVParallel, RowParallel
 from phalanx.rank.options import Options
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, RankContext
 
 from ...checkpoints import make_checkpoint
 
@@ -52,7 +52,7 @@ def sample(runner, step, row, tokens, computed=0):
 
 
 def serve(world, path, tp):
-    place = Place(world, ["here"] * world.size, mesh.build(world, tp, 1), torch.device("cpu"), LocalWatchdog())
+    place = RankContext(world, ["here"] * world.size, mesh.build(world, tp, 1), torch.device("cpu"), LocalWatchdog())
     options = Options(model=str(path), load_format="dummy", max_num_seqs=2, max_model_len=128, mem=1)
     engine = Engine(options, place)
     limits = engine.load()

@@ -7,7 +7,7 @@ from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.rank import protocol
 from phalanx.rank.options import Options
 from phalanx.rank.worker import prompt_scorer
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, RankContext
 
 from ...checkpoints import make_checkpoint
 
@@ -32,7 +32,7 @@ def sequence(row, tokens, prompt_len=0, **sampling):
 
 
 def score(world, path, tp):
-    place = Place(world, ["here"] * world.size, mesh.build(world, tp, 1), torch.device("cpu"), LocalWatchdog())
+    place = RankContext(world, ["here"] * world.size, mesh.build(world, tp, 1), torch.device("cpu"), LocalWatchdog())
     options = Options(model=str(path), load_format="dummy", max_num_seqs=4, max_model_len=128, mem=1)
     engine = Engine(options, place)
     engine.load()

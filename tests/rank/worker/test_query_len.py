@@ -17,7 +17,7 @@ from phalanx.rank.options import Options
 from phalanx.rank.worker import kv_cache
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.cpu_graphs import CpuDecodeGraphs
-from phalanx.rank.worker.engine import Engine, Place
+from phalanx.rank.worker.engine import Engine, RankContext
 from phalanx.rank.worker.graphs import DecodeGraphs
 from phalanx.rank.worker.model_runner import step_stream
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
@@ -240,7 +240,7 @@ PARAMETERS = {
 
 def serve(world, path, tp, parameters):
     """Tokens of a sequence: one each step; and of another, of several each step that were drafted right, then wrong."""
-    place = Place(
+    place = RankContext(
         world, ["here"] * world.size, mesh.build(world, tp, world.size // tp), torch.device("cpu"), LocalWatchdog()
     )
     engine = Engine(Options(model=str(path), max_num_seqs=2, max_model_len=128, mem=1), place)
