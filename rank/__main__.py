@@ -29,6 +29,7 @@ from .model.base import Model
 from .options import JOB_ENV, Job, Options, decode_job, degrees, encode_job
 from .scheduler.blocks import Blocks
 from .scheduler.host_tier import HostTier
+from .scheduler.image_store import ImageStore
 from .scheduler.loop import StepLoop
 from .scheduler.progress import Progress
 from .scheduler.replica import Executor, Replica
@@ -108,7 +109,10 @@ class Rank:
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for replica, line in lines.items() if replica]
         most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
-        schedulers = [Scheduler(pool, *most, self._speculation(limits, grid.stages)) for pool in pools]
+        memory = int(engine.options.mm_cache_gb * (1 << 30)), limits.image_token_bytes
+        schedulers = [
+            Scheduler(pool, *most, self._speculation(limits, grid.stages), ImageStore(*memory)) for pool in pools
+        ]
         return self.run_scheduler([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     @staticmethod
@@ -227,6 +231,7 @@ class Rank:
             pids=self._pids,
             hosts=self.hosts,
             model=self._model,
+            images=model.image_token >= 0,
         )
         self.link.send(self._ready)
         loop = StepLoop(replicas, self.link, self._accepts)

@@ -230,6 +230,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         server("--mcp-config", group=_SERVER, metavar="FILE", variable="CANDLE_VLLM_MCP_CONFIG", runs_code=True,
                help="mcp.json: tool servers, whose tools chats may call"),
     ] = ""  # fmt: skip
+    images_per_prompt: Annotated[
+        int, server_or_batch("--images-per-prompt", group=_SERVER, metavar="N", low=0, high=1024,
+                             help="most images of a request; 0: none are taken"),
+    ] = 16  # fmt: skip
+    allowed_media_hosts: Annotated[
+        tuple[str, ...],
+        server_or_batch("--allowed-media-hosts", "--allowed-media-domains", group=_SERVER, metavar="NAME,..",
+                        help="hosts that images' URLs may name; * for any public one"),
+    ] = ()  # fmt: skip
+    allowed_media_dir: Annotated[
+        str,
+        server_or_batch("--allowed-media-dir", "--allowed-local-media-path", group=_SERVER, metavar="DIR",
+                        help="where the images may lie that file: URLs name"),
+    ] = ""  # fmt: skip
     access_log: Annotated[
         bool, server("--access-log", group=_SERVER, off=("--no-access-log",), help="log a line for every HTTP request")
     ] = False
@@ -308,6 +322,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, engine("--kvcache-mem-cpu", group=_MEMORY, metavar="MB", low=0,
                     help="host memory of a rank for what the KV cache has no room for"),
     ] = 0  # fmt: skip
+    mm_cache_gb: Annotated[
+        float, engine("--mm-cache-gb", "--mm-processor-cache-gb", group=_MEMORY, metavar="GiB", low=0,
+                      help="host memory of a rank for features of images, for later requests"),
+    ] = 0.5  # fmt: skip
     kv_fraction: Annotated[
         float, engine("--kv-fraction", "--gpu-memory-utilization", group=_MEMORY, metavar="X", low=0, high=1,
                       help="KV cache's share of the memory free after loading; 0: automatic"),

@@ -76,6 +76,26 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: str = ""  # "mean", "last" or "cls": its embedding is wanted; max_tokens is 1, and the token means nothing
 
 
+class Picture(msgspec.Struct, frozen=True, array_like=True):
+    """An image's place in a prompt."""
+
+    digest: bytes  # of its pixels
+    start: int  # its first token
+    length: int  # of its tokens, those that only frame its rows included
+    rows: int  # of the tokens that its features stand for
+    columns: int
+
+
+class Pixels(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """An image, in the size in which the model takes it. To the ranks it goes before the plan that needs it."""
+
+    digest: bytes
+    height: int
+    width: int
+    data: bytes  # u8, [height, width, 3]
+    dropped: list[bytes] = []  # digests of images that no later plan needs: the ranks forget their features
+
+
 class Request(msgspec.Struct, frozen=True, tag="request"):
     """One sequence to continue. n > 1 is n requests."""
 
@@ -87,6 +107,8 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     grammar: str = ""  # of llguidance: the output is one of its texts
     owner: str = ""  # whose it is, where it has a grammar: those of one owner share a process
     prediction: bytes = b""  # tokens, u32, that the client thinks that the output will have
+    pictures: list[Picture] = []  # images in the prompt, in its order ...
+    pixels: list[Pixels] = []  # ... and what they show, each once
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
@@ -200,6 +222,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pids: list[int] = []  # of each rank, in rank order
     hosts: list[str] = []
     model: int = 0  # the number that Switch had; 0: the one that the job began with
+    images: bool = False  # the model takes images
 
 
 class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):
@@ -251,6 +274,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     constrained: bool = False  # steps that sample it get `Masks`
     further_blocks: list[bytes] = []  # u32: of each further cache group
+    pictures: list[Picture] = []  # images in the prompt
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -292,7 +316,7 @@ class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):
     bits: bytes  # of each constrained row that samples, in the plan's order: a bit for each token, in u32 words
 
 
-ToRanks = Plan | Masks
+ToRanks = Plan | Masks | Pixels
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -324,7 +348,7 @@ _step_output_decoder = msgspec.msgpack.Decoder(StepOutput)
 
 
 def encode_plan(plan: ToRanks) -> bytes:
-    """A plan, or the masks of one."""
+    """A plan, the masks of one, or an image."""
     return _encoder.encode(plan)
 
 

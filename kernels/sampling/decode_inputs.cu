@@ -1,9 +1,9 @@
 // Inputs of a decode step, from what the host has sent and from the rows' block tables, which stay on the device.
 // sent: n, and then columns of n: each row's index in `table`, its first token's id (negative: the newest in `last`),
-// its position, the blocks that `table` holds of it, all its blocks, where in `fresh`, behind the columns, those begin
-// that `table` lacks, and the ids of its other QUERY - 1 tokens. The blocks are added to `table`. Rows from n on fill a
-// captured batch up: of no token, whose embedding is zeros, they write no key and attend to nothing, and their row is
-// -1.
+// its index in its sequence, the blocks that `table` holds of it, all its blocks, where in `fresh`, behind the columns,
+// those begin that `table` lacks, by how much its position is another than its index, and the ids of its other QUERY - 1
+// tokens. The blocks are added to `table`. Rows from n on fill a captured batch up: of no token, whose embedding is
+// zeros, they write no key and attend to nothing, and their row is -1.
 
 extern "C" __global__ void decode_inputs(const int* sent, int* table, const T* last, T* ids, T* positions, T* slots,
                                          T* rows, int* lengths, int* tables, int table_row, int block_size) {
@@ -20,7 +20,7 @@ extern "C" __global__ void decode_inputs(const int* sent, int* table, const T* l
     const int* column = sent + 1 + b;
     int row = column[0], given = column[n], position = column[2 * n], held = column[3 * n], blocks = column[4 * n];
     int* own = table + (long long)row * table_row;
-    const int* fresh = sent + 1 + (5 + QUERY) * n + column[5 * n] - held;
+    const int* fresh = sent + 1 + (6 + QUERY) * n + column[5 * n] - held;
     int at[QUERY];
     for (int j = 0; j < QUERY; j++) at[j] = (position + j) / block_size;
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) {
@@ -32,8 +32,8 @@ extern "C" __global__ void decode_inputs(const int* sent, int* table, const T* l
     }
     if (threadIdx.x == 0) {
         ids[b * QUERY] = given < 0 ? last[row] : given;
-        for (int j = 1; j < QUERY; j++) ids[b * QUERY + j] = column[(5 + j) * n];
-        for (int j = 0; j < QUERY; j++) positions[b * QUERY + j] = position + j;
+        for (int j = 1; j < QUERY; j++) ids[b * QUERY + j] = column[(6 + j) * n];
+        for (int j = 0; j < QUERY; j++) positions[b * QUERY + j] = position + j + column[6 * n];
         rows[b] = row;
         lengths[b] = position + QUERY;
     }

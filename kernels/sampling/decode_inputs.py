@@ -14,7 +14,7 @@ THREADS = 128
 
 def num_columns(query_len: int) -> int:
     """The number of columns of `sent`, which decode_inputs.cu explains."""
-    return 5 + query_len
+    return 6 + query_len
 
 
 class DecodeInputs(NamedTuple):
@@ -54,13 +54,13 @@ def decode_inputs_reference(
 ) -> None:
     n, count = int(sent[0]), num_columns(query_len)
     columns, fresh = sent[1 : 1 + count * n].view(count, n), sent[1 + count * n :]
-    for b, (row, given, position, held, blocks, first, *rest) in enumerate(columns.T.tolist()):
+    for b, (row, given, position, held, blocks, first, shift, *rest) in enumerate(columns.T.tolist()):
         table[row, held:blocks] = fresh[first : first + blocks - held]
         inputs.tables[b, :blocks] = table[row, :blocks]
         tokens, at = slice(b * query_len, (b + 1) * query_len), torch.arange(position, position + query_len)
         at = at.to(table.device)
         inputs.ids[tokens] = torch.tensor([last[row].item() if given < 0 else given, *rest]).to(table.device)
-        inputs.positions[tokens] = at
+        inputs.positions[tokens] = at + shift
         inputs.slots[tokens] = table[row, at // block_size].long() * block_size + at % block_size
         inputs.rows[b], inputs.lengths[b] = row, position + query_len
     for x, value in zip(inputs[:3], (-1, 0, -1), strict=True):  # ids, positions, slots

@@ -290,6 +290,8 @@ def config(
         key_names={key: name for name, key in keys if name},
         allowed_origins=list(options.allowed_origins),
         allowed_hosts=[*options.allowed_hosts, *_own_name(listener)],
+        allowed_media_hosts=list(options.allowed_media_hosts),
+        allowed_media_dir=os.path.abspath(options.allowed_media_dir) if options.allowed_media_dir else "",
         load_options="" if models is not None else msgspec.json.encode(rank_options(options)).decode(),
         metrics_push=push,
         file_store=os.path.abspath(options.file_store) if options.file_store else "",

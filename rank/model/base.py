@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...comm.mesh import Mesh
 from ...errors import MODEL, FatalError
 from ...kernels.rope.rope import CosSin
+from ..protocol import Picture
+from ..vision import ImageRules, find
 from .batch import Batch
 from .cache_spec import CacheSpec
 from .config import MOST, Config, spelled
@@ -33,6 +36,7 @@ from .weights.slicing import ShardedModule, Slice, Source, slices
 STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
+TOWER = "vision."  # how names begin of the tensors of what makes features of images
 # Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
 POSITIVE = (
     "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
@@ -179,6 +183,12 @@ class Decoder(nn.Module):
         return embedded
 
 
+class Tower(nn.Module):
+    """Makes features [tokens, the text model's hidden size] of an image [height, width, 3] u8."""
+
+    rules: ImageRules
+
+
 class Model(nn.Module):
     """One pipeline stage of a causal language model, sharded for one rank of its tensor group.
 
@@ -206,6 +216,9 @@ class Model(nn.Module):
     # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py); the number of
     # all layers stands for the end. `forward` has what it keeps side by side behind the residual stream itself.
     aux_layers: tuple[int, ...] = ()
+    # Of a model that takes images: the token that their features stand for, and how they move positions, if they do.
+    image_token = -1
+    image_positions: Callable[[int, Sequence[Picture]], np.ndarray] | None = None
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 
     def __init__(
@@ -227,11 +240,16 @@ class Model(nn.Module):
         ropes = [args.rope(index) for index in range(args.num_hidden_layers)]
         self.rope = RotaryEmbeddings(ropes, args.head_dim, args.max_position_embeddings, max_model_len)
         self.lm_head = self._head(args, mesh) if mesh.last else None
+        self.vision = self._tower(args, mesh, names)
         self._build(names, format_of, table_of)
 
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
         return args.tie_word_embeddings
+
+    def _tower(self, args: Args, mesh: Mesh, names: Collection[str]) -> Tower | None:
+        """What makes features of images, on the first stage of a model that takes some."""
+        return None
 
     @staticmethod
     def _head(args: Args, mesh: Mesh) -> ParallelLMHead:
@@ -413,3 +431,35 @@ class TextOfMultimodal(Model):
             if name.startswith(prefix):
                 name = own + name.removeprefix(prefix)
         return super().rename(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeeingArgs(Args):
+    """Of a model that takes images, where the checkpoint says how."""
+
+    vision_config: dict[str, Any] | None = None
+    rules: ImageRules | None = None  # no key of config.json
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        raw = {key: value for key, value in config.raw.items() if key != "rules"}
+        made = super().from_config(dataclasses.replace(config, raw=raw))
+        return dataclasses.replace(made, rules=find(config.path, raw | {"model_type": config.model_type}))
+
+
+class SeeingModel(TextOfMultimodal):
+    """A model that takes images, where the checkpoint has the tower that makes features of them, under `vision.`."""
+
+    TOWER: ClassVar[type[Tower]]  # made of vision_config, rules and hidden size
+
+    def _tower(self, args: Args, mesh: Mesh, names: Collection[str]) -> Tower | None:
+        assert isinstance(args, SeeingArgs)
+        if args.rules is None or (names and not any(name.startswith(TOWER) for name in names)):
+            return None
+        self.image_token = args.rules.token
+        if self.image_positions is not None and not args.rope_parameters.get("mrope_section"):
+            raise FatalError("config.json: rope_parameters has no mrope_section, which this model type needs", MODEL)
+        try:
+            return self.TOWER(args.vision_config or {}, args.rules, args.hidden_size) if mesh.first else None
+        except (TypeError, ValueError) as error:
+            raise FatalError(f"config.json: {error}", MODEL) from None

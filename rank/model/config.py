@@ -45,7 +45,10 @@ MAX_POSITIONS = 1 << 27
 # The types of layers, as config.json's layer_types has them.
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
-SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+SHARED = (
+    "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vision_config", "image_token_id",
+    "image_token_index",
+)  # fmt: skip
 
 # The files of older quantised checkpoints that have what is in config.json's quantization_config otherwise: their
 # methods, and how names of tensors end that such checkpoints alone have.
@@ -262,6 +265,8 @@ def _rope_of(given: dict[str, Any], raw: dict[str, Any], theta: float | None, pa
     """A null counts as absent. theta: where `given` has none."""
     rope = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] == "mrope":  # of older files: mrope_section says it
+        rope["rope_type"] = "default"
     rope.setdefault("rope_theta", theta or 10000.0)
     if raw.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])

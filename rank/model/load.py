@@ -24,7 +24,7 @@ from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, choices, load_memory, stored_formats
-from .base import Args, Model
+from .base import TOWER, Args, Model
 from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
@@ -344,6 +344,8 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     read |= {pattern.removesuffix(checkpoint.BLOCKS) + ".weight" for pattern in read}
     unread = [name for name in names if not name.endswith(harmless) and _layer(name) not in elsewhere]
     unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
+    if model.image_token >= 0 and model.vision is None:  # the first stage's
+        unread = [name for name in unread if not name.startswith(TOWER)]
     further = [name for name in unread if name.startswith(FURTHER)]
     if config.raw.get("num_nextn_predict_layers"):
         further += [name for name in unread if _layer(name) >= config.num_layers]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from .. import cache_groups
 from ..cache_groups import ONE_GROUP, CacheGroup, Groups
-from ..protocol import pack_u32
+from ..protocol import Picture, pack_u32
 from .host_tier import HostTier
 from .lru_slots import Hash
 from .snapshots import Snapshots
@@ -47,12 +47,20 @@ def root(salt: str) -> Hash:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
-def extend_chain(hashes: list[Hash], tokens: Sequence[int], size: int, salt: str) -> None:
-    """Append the hashes of the full blocks of `tokens` that are not in `hashes` yet."""
+def extend_chain(
+    hashes: list[Hash], tokens: Sequence[int], size: int, salt: str, pictures: Sequence[Picture] = ()
+) -> None:
+    """Append the hashes of the full blocks of `tokens` that are not in `hashes` yet. pictures: images among the tokens,
+    whose blocks count as equal only where their pixels are."""
     packed = pack_u32(tokens[len(hashes) * size : len(tokens) // size * size])
     parent = hashes[-1] if hashes else root(salt)
     for at in range(0, len(packed), 4 * size):
-        parent = chain(parent, packed[at : at + 4 * size])
+        own = packed[at : at + 4 * size]
+        if pictures:
+            start = len(hashes) * size
+            shown = (one for one in pictures if one.start < start + size and start < one.start + one.length)
+            own += b"".join(pack_u32((one.start, one.rows, one.columns)) + one.digest for one in shown)
+        parent = chain(parent, own)
         hashes.append(parent)
 
 

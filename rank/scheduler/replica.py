@@ -34,6 +34,9 @@ class Executor(Protocol):
     def mask(self, masks: protocol.Masks) -> None:
         """Send masks to the ranks that sample, which wait for them."""
 
+    def show(self, image: protocol.Pixels) -> None:
+        """Send an image to every rank."""
+
     def progress(self) -> bool:
         """Progress outstanding sends; False when none is left."""
 
@@ -62,6 +65,8 @@ class Replica:
         planned = self.scheduler.schedule()
         if planned is None:
             return False
+        for image in planned.pixels:
+            self.executor.show(image)
         self._in_flight.append((planned, self.executor.start(planned.plan)))
         if planned.constrained:
             self._unmasked.append(planned)

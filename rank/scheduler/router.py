@@ -31,7 +31,7 @@ class Router:
         tokens = protocol.unpack_u32(request.tokens)
         hashes: list[Hash] = []
         if blocks.prefix_cache:
-            extend_chain(hashes, tokens, blocks.size, request.cache_salt)
+            extend_chain(hashes, tokens, blocks.size, request.cache_salt, request.pictures)
         known = [self._known(i, hashes) for i in range(len(self.replicas))]
         loads = [replica.scheduler.backlog + OPEN_SEQUENCE * replica.scheduler.open for replica in self.replicas]
         chosen = min(range(len(self.replicas)), key=lambda i: loads[i] - known[i])

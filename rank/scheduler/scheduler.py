@@ -19,6 +19,7 @@ from .. import protocol
 from .blocks import Blocks, Hash, Prefix
 from .counters import Counters
 from .grammar import Grammar
+from .image_store import ImageStore
 from .sequence import Sequence
 from .speculation import Speculation
 from .step import PlannedStep, ScheduledStep
@@ -41,8 +42,10 @@ class Scheduler:
         max_model_len: int,
         stages: int = 1,
         speculation: Speculation | None = None,
+        images: ImageStore | None = None,
     ):
         self.blocks = blocks
+        self.images = images or ImageStore()
         self.speculation = speculation
         self.stages = stages
         self.max_num_seqs = max_num_seqs
@@ -277,6 +280,8 @@ class Scheduler:
                 self.counters.cached_tokens += computed
             step.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
+            if sequence.pictures:
+                step.pixels += self.images.send(sequence, self.running)
             self._add_chunk(sequence, count, step)
             budget -= count
 

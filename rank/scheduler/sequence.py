@@ -36,6 +36,8 @@ class Sequence:
         self.admitted = 0.0  # when that was, by time.monotonic()
         self.prediction: list[int] = unpack_u32(request.prediction).tolist()
         self.verifying = False  # a step in flight has drafts of it: how many tokens that adds is not known
+        self.pictures = request.pictures
+        self.pixels = {one.digest: one for one in request.pixels}  # until it ends: it may be preempted
         self.reported = False  # its first delta has been sent
         self.finished = False
 
@@ -83,6 +85,7 @@ class Sequence:
             sampling=self.sampling,
             constrained=self.grammar is not None,
             further_blocks=[_packed(table) for table in self.tables[1:]],
+            pictures=self.pictures,
         )
 
     def usable_blocks(self, block_size: int) -> int:
@@ -98,7 +101,7 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash those full blocks of the known tokens that are not hashed yet."""
-        extend_chain(self.hashes, self.tokens, block_size, self.salt)
+        extend_chain(self.hashes, self.tokens, block_size, self.salt, self.pictures)
 
 
 def _packed(table: list[int]) -> bytes:

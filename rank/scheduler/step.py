@@ -20,6 +20,7 @@ class ScheduledStep:
     query_len: int = 1
     drafts: list[list[int]] = field(default_factory=list)  # of the first of these, up to query_len - 1 each
     dropped: list[Sequence] = field(default_factory=list)  # of these, whose tokens count for nothing
+    pixels: list[protocol.Pixels] = field(default_factory=list)  # images that the ranks need and do not have
 
     @property
     def speculative(self) -> bool:
@@ -94,6 +95,7 @@ class PlannedStep:
     decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # more tokens of a prompt, and how many
     new: list[protocol.NewSequence] = field(default_factory=list)
+    pixels: list[protocol.Pixels] = field(default_factory=list)  # as ScheduledStep has them
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache
@@ -140,7 +142,7 @@ class PlannedStep:
             for i, one in enumerate(sampled)
             if one.grammar is not None
         ]
-        return ScheduledStep(plan, sampled, constrained, query_len, drafts)
+        return ScheduledStep(plan, sampled, constrained, query_len, drafts, pixels=self.pixels)
 
 
 def _filled(drafts: list[int], count: int) -> bytes:

@@ -117,6 +117,9 @@ class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
     timeout: float = 0.0  # seconds of silence after which rank 0 and this process give each other up; 0: never
     idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
     registry_file: str = ""  # where to write how this server is found (server_registry.py); "": nowhere
+    images_per_prompt: int = 16  # most images of a request
+    allowed_media_hosts: list[str] = []  # that images' URLs may name; "*": any public one. []: none
+    allowed_media_dir: str = ""  # where the images lie that file: URLs may name; "": nowhere
     batch_job: str = ""  # the batch system's name for the job, for that file
     end_time: float = 0.0  # when the batch system ends it, Unix time; 0: not known
     handover: HandoverConfig | None = None  # to a successor, before that time

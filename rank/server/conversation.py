@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +12,14 @@ from .api_error import bad
 from .decoding import show
 
 PARTS = ("text", "input_text", "output_text", "refusal")
+IMAGE_PARTS = ("image_url", "input_image")
+TEXT_ONLY = "this model takes text only"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class ImageUrl(msgspec.Struct):
+    url: str | None = None
+    detail: str | None = None
 
 
 class Part(msgspec.Struct):
@@ -21,9 +28,37 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+    detail: str | None = None  # of an input_image
+
+    @property
+    def is_image(self) -> bool:
+        return self.type in IMAGE_PARTS
 
     def words(self) -> str:
         return (self.refusal if self.type == "refusal" else self.text) or ""
+
+
+class NamedImage(Part, kw_only=True):
+    """An image of another API, in the chat that its request means."""
+
+    at: str  # where it is in that request, for errors ...
+    named: str  # ... the field that has its URL ...
+    kind: str  # ... and its type there
+
+    @classmethod
+    def of(cls, at: str, named: str, kind: str, url: str | None, detail: str | None = None) -> Self:
+        return cls("image_url", image_url=url, detail=detail, at=at, named=f"{at}.{named}", kind=kind)
+
+
+class ShownImage(Part, kw_only=True):
+    """An image that was read: in the request in its part's place."""
+
+    digest: bytes  # of its pixels
+    rows: int  # of its features
+    columns: int
+    placeholder: int  # the token that the template writes in its place ...
+    tokens: list[int]  # ... and those that take that one's place
 
 
 class Function(msgspec.Struct):
@@ -68,7 +103,20 @@ class Message(msgspec.Struct):
         content = self.content or self.refusal or ""
         if isinstance(content, str):
             return content
-        return "\n".join(part if isinstance(part, str) else part.words() for part in content)
+        return "\n".join(part if isinstance(part, str) else part.words() for part in content if not _is_image(part))
+
+    @property
+    def has_images(self) -> bool:
+        return isinstance(self.content, list) and any(map(_is_image, self.content))
+
+    def parts(self) -> list[dict[str, str]]:
+        """The content as templates take images: a list of parts."""
+        assert isinstance(self.content, list)
+        return [
+            {"type": "image"} if _is_image(part)
+            else {"type": "text", "text": part if isinstance(part, str) else part.words()}
+            for part in self.content
+        ]  # fmt: skip
 
     def characters(self) -> int:
         """Nearly how many are to be tokenised."""
@@ -87,13 +135,23 @@ class Message(msgspec.Struct):
             if call.function is UNSET and call.custom is UNSET:
                 raise bad(f"{at}.tool_calls[{j}].function", f"{at}.tool_calls[{j}].function is missing")
         for j, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if isinstance(part, Part) and part.is_image:
+                if self.role != "user":
+                    raise bad(
+                        f"{at}.content[{j}]",
+                        f"{at}.content[{j}].type is {show(part.type)} with the role {self.role}: images are taken in "
+                        "messages of the user",
+                    )
+                continue
             if isinstance(part, Part) and part.type not in PARTS:
-                raise bad(
-                    f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: this model takes text only"
-                )
+                raise bad(f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: {TEXT_ONLY}")
             if isinstance(part, Part) and part.text is None and part.refusal is None:
                 name = "refusal" if part.type == "refusal" else "text"
                 raise bad(f"{at}.content[{j}].{name}", f"{at}.content[{j}].{name} is missing")
+
+
+def _is_image(part: str | Part) -> bool:
+    return isinstance(part, Part) and part.is_image
 
 
 def with_tool_calls(messages: Sequence[Message]) -> list[Message]:

@@ -10,11 +10,13 @@ import msgspec
 
 from .. import protocol
 from .api_error import ApiError, PromptTooLong, bad
-from .conversation import Message, with_tool_calls
+from .conversation import Message, Part, ShownImage, with_tool_calls
+from .decoding import show
 from .embedding_request import EmbeddingRequest
 from .schema import ChatRequest, Common, CompletionRequest
 from .text.control import MARK
 from .text.load import Text
+from .text.message_shape import as_parts
 from .text.tokenizer import detokenizer
 
 LARGEST = 8 << 20  # characters of one text: tokenising takes up to 200 bytes of memory and 1 µs for each
@@ -29,6 +31,7 @@ class Prompt(msgspec.Struct):
     offsets: list[int] = []  # where each token's text begins in `echo`, where log probabilities are wanted too
     answer: bool = True  # false: nothing but the prompt is wanted
     prediction: list[int] = []  # tokens that the answer will probably have
+    pictures: list[protocol.Picture] = []  # images in it
 
 
 def context_of(ready: protocol.Ready) -> int:
@@ -144,10 +147,47 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     rendered, thinking = render_chat(text, request, ready, default_thinking)
     cut = _kept_tokens(request, context_of(ready))
     check_length(text, rendered, context_of(ready), "messages", cut > 0)
-    tokens = _cut(text.tokenizer.encode(rendered, bool(request.add_special_tokens)), cut, request)
+    tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
+    images = _images(request)
+    if images and cut:
+        raise bad("truncate_prompt_tokens", "truncate_prompt_tokens is given: prompts with images are not cut")
+    tokens, pictures = _with_images(tokens, images) if images else (_cut(tokens, cut, request), [])
     _check_tokens(tokens, ready.vocab_size, "messages")
     prediction = _predicted(text, request, context_of(ready))
-    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction)
+    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction, pictures=pictures)
+
+
+def _images(request: ChatRequest) -> list[ShownImage]:
+    """A chat's images, in its order. Raises ApiError where one was not read: this endpoint takes none."""
+    found = []
+    for i, message in enumerate(request.conversation()):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ShownImage):
+                found.append(part)
+            elif isinstance(part, Part) and part.is_image:
+                at = f"messages[{i}].content[{j}]"
+                raise bad(at, f"{at}.type is {show(part.type)}: this endpoint takes text only")
+    return found
+
+
+def _with_images(tokens: list[int], images: list[ShownImage]) -> tuple[list[int], list[protocol.Picture]]:
+    """A prompt whose images' placeholders are the tokens that features stand for, and where these are."""
+    at = [i for i, token in enumerate(tokens) if token == images[0].placeholder]
+    if len(at) != len(images):
+        raise bad(
+            "messages",
+            f"the model's chat template writes {len(at)} places for the {len(images)} images of these messages: "
+            "it does not take them there",
+        )
+    made: list[int] = []
+    pictures = []
+    begin = 0
+    for place, one in zip(at, images, strict=True):
+        made += tokens[begin:place]
+        pictures.append(protocol.Picture(one.digest, len(made), len(one.tokens), one.rows, one.columns))
+        made += one.tokens
+        begin = place + 1
+    return made + tokens[begin:], pictures
 
 
 def _predicted(text: Text, request: ChatRequest, context: int) -> list[int]:
@@ -255,12 +295,22 @@ def _joined(messages: list[dict[str, Any]], joins: Callable[[str, str], bool]) -
             made[-1] = dict(made[-1])
             for name in ("content", "reasoning_content"):
                 if texts := [one[name] for one in both if one.get(name)]:
-                    made[-1][name] = "\n\n".join(texts)
+                    made[-1][name] = _one_content(texts)
             if calls := [call for one in both for call in one.get("tool_calls", ())]:
                 made[-1]["tool_calls"] = calls
         else:
             made.append(message)
     return made
+
+
+def _one_content(contents: list[Any]) -> Any:
+    """Contents as one: a text, or a list of parts where one is such a list."""
+    if all(isinstance(one, str) for one in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for one in contents:
+        parts += [*(as_parts("\n\n") if parts else ()), *(as_parts(one) if isinstance(one, str) else one)]
+    return parts
 
 
 def _stop_at(text: Text, context: int) -> Callable[[str], None] | None:
@@ -323,7 +373,7 @@ def template_messages(messages: Sequence[Message], knows_developer: bool = False
     for message in with_tool_calls(messages):
         # Most templates know "system"; OpenAI renamed it.
         role = "system" if message.role == "developer" and not knows_developer else message.role
-        entry: dict[str, Any] = {"role": role, "content": message.text()}
+        entry: dict[str, Any] = {"role": role, "content": message.parts() if message.has_images else message.text()}
         thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
         named = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thoughts}
         entry |= {name: value for name, value in named.items() if value is not None}

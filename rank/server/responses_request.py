@@ -13,7 +13,18 @@ import msgspec
 
 from . import hosted_tools, unsupported
 from .api_error import ApiError, bad
-from .conversation import PARTS, Call, CustomInput, Function, Message, Part, with_tool_calls
+from .conversation import (
+    PARTS,
+    TEXT_ONLY,
+    Call,
+    CustomInput,
+    Function,
+    ImageUrl,
+    Message,
+    NamedImage,
+    Part,
+    with_tool_calls,
+)  # fmt: skip
 from .custom_tools import check_custom, is_custom, nested
 from .decoding import explain, show
 from .fields import Count, Positive, TopLogprobs, doc
@@ -63,6 +74,7 @@ class InputItem(msgspec.Struct):
     error: str | dict[str, Any] | None = None
     approval_request_id: str | None = None
     approve: bool = False
+    where: str = "input"  # where it is in the request, for errors; no client's
 
     def check(self, at: str) -> None:
         """`at` is where it is, for the error's words."""
@@ -74,9 +86,9 @@ class InputItem(msgspec.Struct):
         if self.type == "message":
             Message(self.role or "", self.content).check(at)
         for i, part in enumerate(self.output if isinstance(self.output, list) else ()):
-            if isinstance(part, Part) and part.type not in PARTS:
+            if isinstance(part, Part) and part.type not in PARTS and not part.is_image:
                 here = f"{at}.output[{i}]"
-                raise bad(here, f"{here}.type is {show(part.type)}: this model takes text only")
+                raise bad(here, f"{here}.type is {show(part.type)}: {TEXT_ONLY}")
         if self.type.removesuffix("_output") in ("function_call", "custom_tool_call") and not self.call_id:
             raise bad(f"{at}.call_id", f"{at}.call_id is missing: it tells which call is meant")
 
@@ -275,7 +287,12 @@ class ResponsesRequest(Sampled, kw_only=True):
     def chat(self, items: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> ChatRequest:
         """The chat that is meant by these items: those of earlier responses and the input. `more`: tools of servers."""
         messages = [Message("system", self.instructions)] if self.instructions else []
-        found = [_item(one, "input") for item in items for one in as_history(item)]
+        before = len(items) - len(self.items())
+        found = [
+            msgspec.structs.replace(_item(one, "input"), where="input" if i < before else f"input[{i - before}]")
+            for i, item in enumerate(items)
+            for one in as_history(item)
+        ]
         _check_outputs(found)
         messages += _messages(found)
         form = self.text.format if self.text else None
@@ -446,8 +463,31 @@ def messages_of(items: list[dict[str, Any]]) -> list[Message]:
 
 def _words(content: str | list[str | Part] | None) -> str:
     if isinstance(content, list):
-        return "\n".join(part if isinstance(part, str) else part.words() for part in content)
+        return "\n".join(
+            part if isinstance(part, str) else part.words()
+            for part in content
+            if isinstance(part, str) or not part.is_image
+        )
     return content or ""
+
+
+def _with_images(content: str | list[str | Part] | None, at: str) -> list[str | Part]:
+    """A content's parts, whose images know where they are in the request; empty where it has no image."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, Part) and part.is_image for part in parts):
+        return []
+    return [
+        part
+        if isinstance(part, str) or not part.is_image
+        else NamedImage.of(
+            f"{at}[{j}]",
+            "image_url",
+            part.type,
+            part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url,
+            part.detail,
+        )
+        for j, part in enumerate(parts)
+    ]
 
 
 def _messages(items: list[InputItem]) -> list[Message]:
@@ -458,8 +498,13 @@ def _messages(items: list[InputItem]) -> list[Message]:
         assistant = item.type in ("function_call", "custom_tool_call", "reasoning") or item.role == "assistant"
         if not assistant:
             role = "tool" if item.type in ("function_call_output", "custom_tool_call_output") else item.role or "user"
-            text = _words(item.output if role == "tool" else item.content)
-            messages.append(Message(role, text, name=item.name or None, tool_call_id=item.call_id))
+            field = "output" if role == "tool" else "content"
+            content = item.output if role == "tool" else item.content
+            shown = _with_images(content, f"{item.where}.{field}")
+            said = shown if shown and role != "tool" else _words(content)
+            messages.append(Message(role, said, name=item.name or None, tool_call_id=item.call_id))
+            if shown and role == "tool":  # templates take images in messages of the user
+                messages.append(Message("user", [part for part in shown if isinstance(part, NamedImage)]))
         else:
             # Thoughts come first: behind a text or a call they are another turn's.
             if not open_turn or (item.type == "reasoning" and (messages[-1].content or messages[-1].tool_calls)):

@@ -255,8 +255,8 @@ class ChatRequest(Common, kw_only=True):
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.CHAT
 
     messages: Annotated[str | list[Message], doc(
-        "roles are system, developer, user, assistant, tool and function; content is text or parts of type `text`. A "
-        "text alone is one message of the user"
+        "roles are system, developer, user, assistant, tool and function; content is text or parts of type `text` or "
+        "`image_url`, where the model takes images. A text alone is one message of the user"
     )]  # fmt: skip
     max_completion_tokens: Annotated[Positive | None, doc("goes before `max_tokens`")] = None
     logprobs: Annotated[bool | None, doc("log probabilities of the answer's tokens")] = None

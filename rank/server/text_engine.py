@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from .. import heap, protocol
+from .. import heap, protocol, vision
 from . import tracing
 from .api_error import ApiError
 from .blocking import Lanes
@@ -24,8 +24,10 @@ from .config import ServerConfig
 from .decoding import nested_too_deeply
 from .engine_client import EngineClient
 from .generation import Generation, LoadedModel, Make, Unchecked
+from .images import ImageReader, Place, images_of, text_only
 from .prompts import Prompt
 from .sampling_params import SEED_MASK, resolve_defaults
+from .schema import ChatRequest
 from .session import Choice, Session
 from .text import tool_formats
 from .text.load import TextSettings
@@ -65,6 +67,7 @@ class TextEngine:
         self.config = config
         self.names = config.names()
         self.text: RemoteText | None = None
+        self._images: ImageReader | None = None
         self.defaults: dict[str, Any] = {}
         self._ids = itertools.count()
         # Tokenising a long prompt takes tens of milliseconds, which the streams of others should not feel. A very long
@@ -81,20 +84,21 @@ class TextEngine:
         """Read the tokenizer and its companions. Raises FatalError, OSError or ValueError where they cannot be
         read."""
         config = self.config
-        self.text = await self._prompts.run("", self._read)
-        self.defaults = resolve_defaults(config.sampling, self.text.generation)
-        if self.text.family:
+        text, self._images = await self._prompts.run("", self._read)
+        self.text = text
+        self.defaults = resolve_defaults(config.sampling, text.generation)
+        if text.family:
             log.warning(
                 "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
-                self.text.family,
+                text.family,
             )
-        if self.text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
+        if text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":
             log.warning(
                 "how the model writes tool calls is not known: objects in JSON that name a tool are read as calls; "
                 "--tool-call-parser sets the format"
             )
 
-    def _read(self) -> RemoteText:
+    def _read(self) -> tuple[RemoteText, ImageReader | None]:
         config = self.config
         parsers = config.tool_call_parser, config.reasoning_parser
         text = RemoteText(TextSettings(config.model_dir, config.generation_config, config.chat_template, *parsers))
@@ -103,7 +107,8 @@ class TextEngine:
         # The first request should not wait for this. Rank 0 has the last word, and refuses sizes that cannot be.
         if isinstance(size, int) and 2 * size > text.tokenizer.end:
             text.within(size)
-        return text
+        rules = vision.find(Path(config.model_dir), said)
+        return text, None if rules is None else ImageReader(config, rules)
 
     @property
     def takes_tools(self) -> bool:
@@ -124,6 +129,8 @@ class TextEngine:
             lanes.pool.shutdown(wait=False, cancel_futures=True)
         if self.text is not None:
             self.text.close()
+        if self._images is not None:
+            self._images.close()
 
     def ready(self) -> tuple[RemoteText, protocol.Ready]:
         """The text engine and model that a request needs. Raises ApiError 503 if they are not ready."""
@@ -150,8 +157,10 @@ class TextEngine:
 
     async def generate(self, request: Sized, make: Make, owner: str = "") -> Session:
         """Start what `make` gives for a request. owner: whose it is, as Call.owner has it."""
-        made = await self.prepare(request, make, owner)
-        return self._start(made if isinstance(made, Generation) else await self._checked(made, owner), owner)
+        pixels: list[protocol.Pixels] = []
+        made = await self.prepare(request, make, owner, pixels)
+        generation = made if isinstance(made, Generation) else await self._checked(made, owner)
+        return self._start(generation, owner, pixels)
 
     async def _checked(self, unchecked: Unchecked, owner: str) -> Generation:
         """The Generation, once its grammar is checked."""
@@ -161,13 +170,18 @@ class TextEngine:
         finally:
             self._tokenising -= 1
 
-    async def prepare(self, request: Sized, make: Callable[[LoadedModel, Any], Made], owner: str = "") -> Made:
+    async def prepare(
+        self, request: Sized, make: Callable[[LoadedModel, Any], Made], owner: str = "",
+        pixels: list[protocol.Pixels] | None = None,
+    ) -> Made:  # fmt: skip
         """The result of `make`, called in a pool. The request has its place in the queue from here on, or is
-        refused now. One that is cancelled while it waits there is not tokenised.
+        refused now. One that is cancelled while it waits there is not tokenised. pixels: gets those of its images.
         """
         self.check_model(request.model)
         text, ready = self.ready()
         self.admit(1)
+        if places := images_of(request):
+            request = await self._read_images(request, places, owner, pixels)
         large = request.characters() > LARGE
 
         def made() -> Made:
@@ -182,6 +196,23 @@ class TextEngine:
             self._tokenising -= 1
             if large:
                 self.trim_soon()
+
+    async def _read_images(
+        self, request: Sized, places: list[Place], owner: str, pixels: list[protocol.Pixels] | None
+    ) -> ChatRequest:
+        """The request with its images as tokens."""
+        _, ready = self.ready()
+        if self._images is None or not ready.images:
+            raise text_only(places[0])
+        assert isinstance(request, ChatRequest)
+        self._tokenising += 1
+        try:
+            request, found = await self._images.read(request, places, owner)
+        finally:
+            self._tokenising -= 1
+        if pixels is not None:
+            pixels += found
+        return request
 
     def next_id(self) -> str:
         """The id of a new sequence; short, as it travels with every delta."""
@@ -201,7 +232,7 @@ class TextEngine:
         with contextlib.suppress(RuntimeError):  # the pool was shut down in the meantime
             self._prompts.pool.submit(heap.trim)
 
-    def _start(self, generation: Generation, owner: str) -> Session:
+    def _start(self, generation: Generation, owner: str, pixels: list[protocol.Pixels]) -> Session:
         text, _ = self.ready()
         n = generation.n
         self.admit(n * len(generation.prompts))
@@ -215,7 +246,8 @@ class TextEngine:
                 id = self.next_id()
                 rest = generation.priority, generation.cache_salt, generation.grammar
                 owned = owner if generation.grammar else ""
-                requests.append(protocol.Request(id, packed, own, *rest, owned, prediction))
+                shown = prompt.pictures, pixels if prompt.pictures else []
+                requests.append(protocol.Request(id, packed, own, *rest, owned, prediction, *shown))
                 choices[id] = _choice(len(choices), prompt, generation, text, own.min_tokens)
             prompt.tokens = protocol.unpack_u32(packed)
         session.open(self.link.submit(requests, generation.vocabulary), choices)

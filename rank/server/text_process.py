@@ -158,10 +158,15 @@ class _Worker:
 class TextProcess:
     """Starts the process and hands it work. Safe to use from several threads; each has a worker of its own."""
 
-    def __init__(self, settings: TextSettings, limits: Limits = LIMITS):
-        """Raises ValueError where the model's files cannot be read, or not within the limits."""
+    MODULE = "text_worker"
+    WORKS = "the model's tokenizer or chat template"  # what its workers run, for messages
+
+    def __init__(self, settings: Any, limits: Limits = LIMITS):
+        """settings: for the module's `load`. Raises ValueError where the model's files cannot be read, or not within
+        the limits."""
         self.limits = limits
-        self._server = ForkServer(f"{__package__}.text_worker", pickle.dumps((settings, limits)), "tokenizer process")
+        name = f"{self.MODULE.removesuffix('_worker')} process"
+        self._server = ForkServer(f"{__package__}.{self.MODULE}", pickle.dumps((settings, limits)), name)
         self._lock = threading.Lock()  # of the fork server
         self._idle: list[_Worker] = []  # its ends are atomic
         self._killed: dict[str, deque[float]] = {}  # when, by key
@@ -185,7 +190,7 @@ class TextProcess:
         work = Work(seconds + self.limits.seconds_per_byte * min(len(call), self.limits.counted), call)
         answer = self._answer(work) or self._answer(work)
         if answer is None:
-            raise ApiError(503, "the process of the model's tokenizer has ended; try again", retry_after=1)
+            raise ApiError(503, f"the process of {self.WORKS} has ended; try again", retry_after=1)
         if answer.too_long is not None:
             raise PromptTooLong(*answer.too_long)
         if answer.refusal is not None:
@@ -193,8 +198,8 @@ class TextProcess:
         if answer.exhausted:
             raise self._refusal(f"fails: {answer.exhausted}")
         if answer.failure:
-            log.warning("the model's tokenizer or chat template failed: %s", answer.failure)
-            raise ApiError(500, f"the model's tokenizer or chat template failed: {answer.failure.splitlines()[-1]}")
+            log.warning("%s failed: %s", self.WORKS, answer.failure)
+            raise ApiError(500, f"{self.WORKS} failed: {answer.failure.splitlines()[-1]}")
         return _decoder(function).decode(answer.result)
 
     def _answer(self, work: Work) -> Answer | None:
@@ -237,6 +242,10 @@ class TextProcess:
         if self._closed:
             return ApiError(503, STOPPING, code="draining")
         self._killed.setdefault(blocking.owner.get(), deque(maxlen=KILLS)).append(time.monotonic())
+        return self.refused(what)
+
+    def refused(self, what: str) -> ApiError:
+        """The error of a request whose work cost too much. what: begins with a verb."""
         log.warning("a request was refused: writing its prompt, or checking its grammar, %s", what)
         return ApiError(
             400,
@@ -259,9 +268,7 @@ class TextProcess:
                     self._start()
                 return _Worker(*self._server.fork())
             except (FatalError, OSError, ValueError) as error:  # the files may be others by now
-                raise ApiError(
-                    503, f"the process of the model's tokenizer cannot be started: {error}", retry_after=1
-                ) from None
+                raise ApiError(503, f"the process of {self.WORKS} cannot be started: {error}", retry_after=1) from None
 
     def _end(self, worker: _Worker) -> int | None:
         """Its exit code; None where the process that forked it has ended, which ends it, or could not fork it."""

@@ -49,7 +49,7 @@ def load(data: bytes) -> fork_server.Work:
     return functools.partial(work, text, limits)
 
 
-def work(text: Text, limits: Limits, sock: socket.socket, files: Sequence[int]) -> None:
+def work(text: Text | None, limits: Limits, sock: socket.socket, files: Sequence[int]) -> None:
     """Answer one task after the other, until the socket is closed or the memory has grown."""
     server = FramedSocket(sock, Work)
     most = _largest()
@@ -65,7 +65,7 @@ def work(text: Text, limits: Limits, sock: socket.socket, files: Sequence[int]) 
         messages.clear()
 
 
-def _answer(text: Text, call: bytes) -> Answer:
+def _answer(text: Text | None, call: bytes) -> Answer:
     try:
         function, args, options = pickle.loads(call)
         return Answer(msgspec.msgpack.encode(function(text, *args, **options)))

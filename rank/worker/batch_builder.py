@@ -80,6 +80,26 @@ def batch_arrays(state: BatchState, scheduled: ScheduledBatch) -> StepArrays:
     )
 
 
+def rotary_positions(state: BatchState, scheduled: ScheduledBatch, positions: np.ndarray) -> np.ndarray:
+    """The positions of a step's tokens as rotary embeddings read them: [T], or [axes, T] where some are in a prompt
+    with images. positions: their indices in their sequences, [T], which they are where there are no images."""
+    if not state.axes:
+        return positions
+    found = positions + np.repeat(state.shift[scheduled.rows], scheduled.counts)
+    for row, start, count, first, _ in scheduled.spans():
+        axes = state.axes.get(row)
+        if axes is None or start >= axes.shape[1]:
+            continue
+        given = axes[:, start : start + count]
+        if found.ndim == 1 and (given == given[0]).all():  # text
+            found[first : first + given.shape[1]] = given[0]
+            continue
+        if found.ndim == 1:
+            found = np.tile(found, (len(axes), 1))
+        found[:, first : first + given.shape[1]] = given
+    return found
+
+
 def further_slot_mappings(
     state: BatchState, scheduled: ScheduledBatch, arrays: StepArrays
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -103,6 +123,7 @@ class HostBatch:
         self.kv_lens: list[int] = made.lengths.tolist()
         self.arrays = [*made]  # in the order in which `batch` reads them
         self.layer_groups, further = state.layer_groups, further_slot_mappings(state, scheduled, made)
+        self.arrays[0] = rotary_positions(state, scheduled, made.positions)
         self.num_further = len(further)
         for places in further:
             self.arrays += places

@@ -44,7 +44,8 @@ class HostDecodeBatch(DecodeBatch):
         n, given, made = len(scheduled.rows), given_ids(self.state, scheduled), batch_arrays(self.state, scheduled)
         tokens = len(given)
         ids[:tokens] = np.where(given < 0, self.last.numpy()[made.rows.repeat(self.query_len)], given)
-        positions[:tokens], slots[:tokens], rows[:n], lengths[:n] = made.positions, made.slots, made.rows, made.lengths
+        positions[:tokens] = made.positions + self.state.shift[made.rows].repeat(self.query_len)
+        slots[:tokens], rows[:n], lengths[:n] = made.slots, made.rows, made.lengths
         tables[:n, : made.block_tables.shape[1]] = made.block_tables
         for inputs, (slots, tables) in zip(
             self.inputs[1:], further_slot_mappings(self.state, scheduled, made), strict=True
@@ -87,7 +88,8 @@ class DeviceDecodeBatch(DecodeBatch):
         fresh = [state.table[row, start:stop] for row, start, stop in spans]
         state.num_on_device[rows] = blocks
         first = np.cumsum(counts) - counts
-        columns = [rows, given[:, 0], scheduled.starts, held, blocks, first, *given[:, 1:].T]
+        shift = state.shift[scheduled.rows]
+        columns = [rows, given[:, 0], scheduled.starts, held, blocks, first, shift, *given[:, 1:].T]
         sent = np.concatenate([[len(rows)], *columns, *fresh])
         self.upload.fill(self._sent[group], [sent.astype(np.int32)])
 

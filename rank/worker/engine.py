@@ -87,6 +87,7 @@ class Limits(NamedTuple):
     groups: Groups = ONE_GROUP
     query_lens: tuple[int, ...] = (1,)  # tokens that a sequence may have verified in a step
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
+    image_token_bytes: int = 1  # of the features that an image's token stands for
 
 
 class LoadRefused(errors.FatalError):
@@ -170,7 +171,7 @@ class Engine:
         self._served = True
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
-            self._query_lens, self.draft_kind,
+            self._query_lens, self.draft_kind, self.model.hidden_size * self.model.dtype.itemsize,
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:

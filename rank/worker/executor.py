@@ -48,6 +48,10 @@ class LocalExecutor:
         self.control.publish(protocol.encode_plan(masks))
         self.runner.mask(masks)
 
+    def show(self, image: protocol.Pixels) -> None:
+        self.control.publish(protocol.encode_plan(image))
+        self.runner.show(image)
+
     def progress(self) -> bool:
         return self.control.progress()
 
@@ -76,6 +80,9 @@ class RemoteExecutor:
 
     def mask(self, masks: protocol.Masks) -> None:
         self.control.publish(protocol.encode_plan(masks))
+
+    def show(self, image: protocol.Pixels) -> None:
+        self.control.publish(protocol.encode_plan(image))
 
     def progress(self) -> bool:
         return self.control.progress()
@@ -145,6 +152,9 @@ def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | Non
         plan = protocol.decode_plan(control.receive())
         if isinstance(plan, protocol.Masks):
             runner.mask(plan)
+            continue
+        if isinstance(plan, protocol.Pixels):
+            runner.show(plan)
             continue
         if plan.stop >= 0:
             runner.finish()

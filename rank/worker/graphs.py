@@ -24,7 +24,7 @@ from ...kernels.gemm import linear
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.pipelined_gemm import MAX_ROWS
 from ...kernels.segmented_graph import SegmentedGraph
-from ..model.base import Model
+from ..model.base import TOWER, Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.formats._part import Part
@@ -95,7 +95,8 @@ def _kind(part: Part, gate: str) -> Hashable:
 
 def _linears(model: Model) -> Iterator[Linear]:
     """Linears of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
-    return (one for one in model.modules() if isinstance(one, Linear) and not isinstance(one, LatentUp))
+    named = ((name, one) for name, one in model.named_modules() if isinstance(one, Linear))
+    return (one for name, one in named if not isinstance(one, LatentUp) and not name.startswith(TOWER))
 
 
 class DecodeGraphs:

@@ -36,6 +36,7 @@ from .batch_builder import build_batches, following_ids
 from .cpu_graphs import CpuDecodeGraphs, Head
 from .drafting import Drafting, DraftStep
 from .graphs import DecodeGraphs, gemms
+from .images import Images
 from .piecewise_graphs import PiecewiseGraphs
 from .pooler import Pooler
 from .prompt_scorer import PromptLogprobs, PromptScorer
@@ -177,7 +178,8 @@ class ModelRunner:
         self._limits = limits
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
-        self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | None] = queue.SimpleQueue()
+        self._images = Images(model, state, self.device)
+        self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | protocol.Pixels | None] = queue.SimpleQueue()
         self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
         self._thread.start()
@@ -192,6 +194,10 @@ class ModelRunner:
         if self.mesh.last:
             self._token_masks.put(masks)
 
+    def show(self, image: protocol.Pixels) -> None:
+        """An image of a later plan."""
+        self._queue.put(image)
+
     def finish(self) -> None:
         """Execute the queued plans, then end the step thread."""
         self._queue.put(None)
@@ -204,6 +210,9 @@ class ModelRunner:
             self.ready.set()
             with errors.memory_for("a step", errors.LESS_MEMORY):
                 while (item := self._queue.get()) is not None:
+                    if isinstance(item, protocol.Pixels):
+                        self._images.take(item)
+                        continue
                     plan, result = item
                     self.watch.entered = plan.step
                     self._snapshots.load(plan)
@@ -279,8 +288,10 @@ class ModelRunner:
         for row in protocol.unpack_u16(plan.freed):
             self._pooler.leave(row)
             self._scorer.leave(row)
+            self._images.leave(row)
         for new in plan.new:
             self._pooler.enter(new)
+            self._images.enter(new)
             if self.mesh.last:
                 self._scorer.enter(new)
             self._greedy[new.row] = is_plain_greedy(new.sampling)
@@ -298,7 +309,9 @@ class ModelRunner:
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
-        if self._graphs is not None and self._graphs.supports(scheduled) and not every:
+        embeddings = self._images.embeddings(scheduled)
+        eager = every or embeddings is not None
+        if self._graphs is not None and self._graphs.supports(scheduled) and not eager:
             replayed, sampled_rows = self._graphs.replay(scheduled)
             output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
             if self._drafting is None:
@@ -306,7 +319,7 @@ class ModelRunner:
             of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
             return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
         drafts = self._drafting is not None
-        if self._piecewise is not None and self._piecewise.supports(scheduled) and not (every or drafts):
+        if self._piecewise is not None and self._piecewise.supports(scheduled) and not (eager or drafts):
             sampled, sampled_rows = self._piecewise.replay(scheduled)
             if not len(sampled_rows):
                 return DeviceOutput()
@@ -314,9 +327,12 @@ class ModelRunner:
         last_token_only, min_tokens = self.mesh.last, self._limits.microbatch_tokens
         if every or drafts:
             last_token_only, min_tokens = False, 0
+        if embeddings is not None:
+            min_tokens = 0
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
         )
+        batches[0].embeddings = embeddings
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:

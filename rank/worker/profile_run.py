@@ -74,6 +74,9 @@ def profile_run(
         small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
     for batch in small:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
+    if model.vision is not None:
+        height, width = model.vision.rules.largest(model.max_model_len)
+        model.vision(torch.zeros(height, width, 3, dtype=torch.uint8, device=device))
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ import numpy as np
 
 from .. import protocol
 from ..cache_groups import ONE_GROUP, Groups
+
+# The positions of a prompt's tokens on each axis, [axes, tokens] int64, by its length and the images in it.
+ImagePositions = Callable[[int, Sequence[protocol.Picture]], np.ndarray]
 
 
 class Span(NamedTuple):
@@ -146,6 +149,11 @@ class BatchState:
         self.computed = np.zeros(max_num_seqs, np.int64)
         self.prompt_len = np.zeros(max_num_seqs, np.int64)
         self.tokens: list[np.ndarray] = [np.zeros(0, np.int64)] * max_num_seqs
+        # How images move the positions that rotary embeddings read, of models with several axes. `axes` has those of
+        # prompts with images, [axes, prompt tokens]; tokens behind them stand at their index plus `shift` on all axes.
+        self.image_positions: ImagePositions | None = None
+        self.axes: dict[int, np.ndarray] = {}  # by row
+        self.shift = np.zeros(max_num_seqs, np.int64)
 
     def rows_of(self, rows: np.ndarray, group: int) -> np.ndarray:
         """Indices of these rows' block tables of a cache group in `table`."""
@@ -156,6 +164,9 @@ class BatchState:
             rejected = np.frombuffer(plan.rejected, np.uint16).astype(np.int64)
             self.length[rejected[::2]] -= rejected[1::2]
             self.computed[rejected[::2]] -= rejected[1::2]
+        for row in protocol.unpack_u16(plan.freed) if self.axes else ():
+            self.axes.pop(row, None)
+            self.shift[row] = 0
         for sequence in plan.new:
             self._enter(sequence)
         rows, ids = protocol.unpack_u16(plan.block_rows), protocol.unpack_u32(plan.block_ids)
@@ -175,6 +186,9 @@ class BatchState:
         self.length[row] = self.known[row] = len(self.tokens[row])
         self.computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
+        if new.pictures and self.image_positions is not None:
+            self.axes[row] = axes = self.image_positions(new.prompt_len, new.pictures)
+            self.shift[row] = axes[:, -1].max() + 1 - new.prompt_len
         for group, packed in enumerate((new.blocks, *new.further_blocks)):
             self._fill(group * len(self.length) + row, np.frombuffer(packed, np.uint32))
 

@@ -67,6 +67,12 @@ def find(
     kind = kind_of(wanted, device)
     if not kind:
         return None
+    if target.image_positions is not None and target.image_token >= 0:
+        raise FatalError(
+            f"--speculate {kind}: models do not draft for one that takes images by positions of several axes: use "
+            "--speculate ngram or none",
+            USAGE,
+        )
     if kind != "mtp" and mesh.stages > 1:
         raise FatalError(f"--speculate {kind} with --pp {mesh.stages} is not supported: use --tp alone", USAGE)
     draft = path if kind == "mtp" else Path(wanted.draft_model)

@@ -82,8 +82,8 @@ class Field(NamedTuple):
 
     name: str
     # One letter an axis: "o" for the module's outputs, "i" for its inputs, "e", the first, for its experts, "s", before
-    # the others, for its sources where each has all of these entries, and "b" for what stands for one of the axis
-    # before, as many entries as its ratio.
+    # the others, for its sources where each has all of these entries, and any other, such as "b", for what stands for
+    # one of the axis before, as many entries as its ratio.
     axes: str
     dtype: torch.dtype | None = None  # None: the model's
     stored: bool = False  # it is read in the checkpoint's dtype, for `finish` to encode; others in the model's
@@ -159,7 +159,7 @@ def stored_width(field: Field, axis: str, shard: Shard, source: Source) -> int:
 
 def axis_of(module: ShardedModule, axis: str) -> Shard:
     """The shard of an axis other than the outputs."""
-    return ONE if axis == "b" else module.inputs if axis == "i" else module.experts
+    return module.inputs if axis == "i" else module.experts if axis == "e" else ONE
 
 
 def stored_shape(module: ShardedModule, field: Field) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import msgspec
 from ..api_error import bad
 from ..decoding import show
 from ..generation import chat_generation
+from ..images import images_of
 from ..openai_format import ChatRenderer
 from ..prompts import check_number, context_of
 from ..recorded_chat import RecordedChat
@@ -45,6 +46,8 @@ def _records(call: Call, request: ChatRequest) -> bool:
         why = "a batch job keeps none" if server is None else "this server keeps none (--conversation-store 0)"
         raise bad("record_conversation", f"record_conversation is true: {why}, send the whole conversation")
     request.check_recorded()
+    if images_of(request):
+        raise bad("record_conversation", "record_conversation is true: messages with images are not recorded")
     return True
 
 

@@ -11,7 +11,7 @@ from .. import unsupported
 from ..anthropic_format import MessageRenderer, error_body
 from ..api_error import ApiError, bad
 from ..conversation import Call as ToolCall
-from ..conversation import Function, Message
+from ..conversation import Function, Message, NamedImage, Part
 from ..decoding import Body, show
 from ..fields import ModelName, Positive, Priority, Stops, Temperature, TopK, TopP, doc
 from ..hosted_tools import log_left_out
@@ -25,12 +25,23 @@ BILLING = re.compile(r"\A\s*(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+", re
 OWN_TOOL = re.compile(r"[a-z0-9_]+_\d{8}|mcp_toolset")  # types of Anthropic's own tools end with a date
 CALLS = ("tool_use", "server_tool_use")
 RESULT_TEXTS = {"text": "text", "tool_reference": "tool_name"}  # what a result may have, and where its text is
-TEXT_ONLY = "this model takes text only"
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}  # and OpenAI's word, where there is one
 
 
+class ImageSource(msgspec.Struct):
+    """An image: base64 with a media_type, or url."""
+
+    type: str = ""
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+    def as_url(self) -> str | None:
+        return f"data:{self.media_type};base64,{self.data}" if self.type == "base64" and self.data else self.url or None
+
+
 class Block(msgspec.Struct):
-    """A block of a message: text, tool_use, tool_result, thinking, or what came of Anthropic's own tools."""
+    """A block of a message: text, image, tool_use, tool_result, thinking, or what came of Anthropic's own tools."""
 
     type: str
     text: str = ""
@@ -40,6 +51,7 @@ class Block(msgspec.Struct):
     input: dict[str, Any] = {}
     tool_use_id: str = ""
     content: str | list[dict[str, Any]] | dict[str, Any] | None = None  # of a result
+    source: ImageSource | None = None  # of an image
     is_error: bool | None = None
 
 
@@ -89,8 +101,8 @@ class CountRequest(Body, kw_only=True):
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.MESSAGES
 
     messages: Annotated[list[Turn], doc(
-        "roles are user and assistant; blocks of type `text`, `tool_use`, `tool_result`, `thinking`, and those of "
-        "Anthropic's own tools. A last message of the assistant is continued"
+        "roles are user and assistant; blocks of type `text`, `image`, `tool_use`, `tool_result`, `thinking`, and "
+        "those of Anthropic's own tools. A last message of the assistant is continued"
     )]  # fmt: skip
     model: ModelName | None = None
     system: Annotated[str | list[Block] | None, doc("a text, or blocks of type `text`")] = None
@@ -168,8 +180,8 @@ class CountRequest(Body, kw_only=True):
     def chat(self) -> ChatRequest:
         """The chat that is meant."""
         messages = _system(self.system)
-        for turn in self.messages:
-            messages += _messages(turn)
+        for i, turn in enumerate(self.messages):
+            messages += _messages(turn, f"messages[{i}]")
         last = messages[-1]
         choice = self.tool_choice or {}
         tools = [
@@ -234,21 +246,23 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 def _check_block(block: Block, role: str, at: str) -> None:
     allowed = {
-        "user": ("text", "tool_result"),
+        "user": ("text", "image", "tool_result"),
         "assistant": ("text", "thinking", "redacted_thinking", "tool_use", "server_tool_use"),
         "system": ("text",),
     }[role]
     if role == "assistant" and _is_own_result(block):
         return
     if block.type not in allowed:
-        why = TEXT_ONLY if role == "user" else f"expected one of {', '.join(allowed)}"
-        raise bad(at, f"{at}.type is {show(block.type)}: {why}")
+        raise bad(at, f"{at}.type is {show(block.type)}: expected one of {', '.join(allowed)}")
     if isinstance(block.content, dict):
         raise bad(f"{at}.content", f"{at}.content is {show(block.content)}: expected a text, or a list of blocks")
     for i, part in enumerate(block.content if isinstance(block.content, list) else ()):
         here, kind = f"{at}.content[{i}]", part.get("type")
+        if kind == "image":
+            _result_image(part, here)
+            continue
         if not isinstance(kind, str) or kind not in RESULT_TEXTS:
-            raise bad(here, f"{here}.type is {show(kind)}: {TEXT_ONLY}")
+            raise bad(here, f"{here}.type is {show(kind)}: expected image or one of {', '.join(RESULT_TEXTS)}")
         if not isinstance(part.get(RESULT_TEXTS[kind], ""), str):
             name = RESULT_TEXTS[kind]
             raise bad(f"{here}.{name}", f"{here}.{name} is {show(part[name])}: expected a text")
@@ -265,8 +279,34 @@ def _text(block: Block) -> str:
     if _is_own_result(block) and not isinstance(content, str):
         return msgspec.json.encode(_readable(content)).decode()
     if isinstance(content, list):
-        return "\n".join(part.get(RESULT_TEXTS[part["type"]], "") for part in content)
+        texts = (part for part in content if part["type"] in RESULT_TEXTS)
+        return "\n".join(part.get(RESULT_TEXTS[part["type"]], "") for part in texts)
     return content if isinstance(content, str) else ""
+
+
+def _image(source: ImageSource | None, at: str) -> NamedImage:
+    field = "source.data" if source is not None and source.type == "base64" else "source.url"
+    return NamedImage.of(at, field, "image", source.as_url() if source is not None else None)
+
+
+def _result_image(part: dict[str, Any], at: str) -> NamedImage:
+    """An image in a tool's result. Raises ApiError."""
+    try:
+        return _image(msgspec.convert(part.get("source") or {}, ImageSource), at)
+    except msgspec.ValidationError as error:
+        raise bad(f"{at}.source", f"{at}.source is no image: {error}") from None
+
+
+def _add(messages: list[Message], role: str, said: str | Part) -> None:
+    """Add a text or an image to the last message, if it is of the same role, or as one of its own."""
+    if not messages or messages[-1].role != role:
+        messages.append(Message(role, said if isinstance(said, str) else [said]))
+        return
+    before = messages[-1].content or ""
+    if isinstance(before, str) and isinstance(said, str):
+        messages[-1].content = f"{before}\n{said}"
+    else:
+        messages[-1].content = [*(before if isinstance(before, list) else [before]), said]
 
 
 def _readable(content: Any) -> Any:
@@ -286,8 +326,9 @@ def _system(system: str | list[Block] | None) -> list[Message]:
     return [Message("system", text)] if text else []
 
 
-def _messages(turn: Turn) -> list[Message]:
-    """A turn as a chat has it: results of tools are messages of their own."""
+def _messages(turn: Turn, at: str) -> list[Message]:
+    """A turn as a chat has it: results of tools are messages of their own, and images in them the user's. at: where it
+    is, for errors."""
     blocks = turn.blocks()
     messages: list[Message] = []
     if turn.role == "assistant":
@@ -299,14 +340,22 @@ def _messages(turn: Turn) -> list[Message]:
             else:
                 begun.append(block)
         return [*messages, _answer(begun)] if begun or not messages else messages
-    for block in blocks:
+    shown: list[NamedImage] = []  # by tools: their results follow each other
+    for j, block in enumerate(blocks):
+        here = f"{at}.content[{j}]"
         if block.type == "tool_result":
             text = ("Error: " if block.is_error else "") + _text(block)
             messages.append(Message("tool", text, tool_call_id=block.tool_use_id))
-        elif messages and messages[-1].role == turn.role:
-            messages[-1].content = f"{messages[-1].content}\n{block.text}"
-        else:
-            messages.append(Message(turn.role, block.text))
+            parts = block.content if isinstance(block.content, list) else ()
+            images = (k for k, part in enumerate(parts) if part["type"] == "image")
+            shown += [_result_image(parts[k], f"{here}.content[{k}]") for k in images]
+            continue
+        for image in shown:
+            _add(messages, turn.role, image)
+        shown = []
+        _add(messages, turn.role, _image(block.source, here) if block.type == "image" else block.text)
+    for image in shown:
+        _add(messages, turn.role, image)
     return messages or [Message(turn.role, "")]
 
 

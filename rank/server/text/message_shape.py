@@ -46,8 +46,8 @@ class MessageShape(msgspec.Struct, frozen=True):
     thoughts_alone: bool = False  # a message of calls that has them and a content is refused
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message whose content is a text, whose thoughts are in THOUGHTS[0] and whose arguments are objects, as the
-        template takes it."""
+        """A message whose content is a text, or a list of parts where it has images, whose thoughts are in THOUGHTS[0]
+        and whose arguments are objects, as the template takes it."""
         made = {self.thoughts if key == THOUGHTS[0] else key: value for key, value in message.items()}
         if self.thoughts_alone and made.get(self.thoughts) and made["content"] and made.get("tool_calls"):
             made[self.thoughts] += f"\n\n{made['content']}"  # the words said before a call lead to it as well
@@ -59,7 +59,7 @@ class MessageShape(msgspec.Struct, frozen=True):
                 made["tool_calls"] = [_in_json(call) for call in calls]
         if made["content"] is ABSENT:
             del made["content"]
-        elif message["role"] in self.parts:
+        elif message["role"] in self.parts and not isinstance(made["content"], list):
             made["content"] = as_parts(made["content"] or "")
         return made
 

@@ -43,8 +43,9 @@ def sent_of(draw: random.Random, query_len: int) -> list[int]:
     ]
     given = [draw.choice([-1, 5]) for _ in range(n)]
     fresh = [draw.randrange(1 << 20) for _ in range(sum(counts))]
+    shifts = [draw.choice([0, -7]) for _ in range(n)]
     drafts = [draw.randrange(1000) for _ in range((query_len - 1) * n)]
-    return [n, *draw.sample(range(ROWS), n), *given, *positions, *held, *blocks, *first, *drafts, *fresh]
+    return [n, *draw.sample(range(ROWS), n), *given, *positions, *held, *blocks, *first, *shifts, *drafts, *fresh]
 
 
 def check(launch, device: str = "cpu", query_len: int = 1) -> None:
@@ -64,13 +65,13 @@ def check(launch, device: str = "cpu", query_len: int = 1) -> None:
 
 def test_one_step():
     """Three rows sent, a captured batch of five: the rest is empty and leaves the tables alone."""
-    columns = [(4, 0, 2), (-1, 9, -1), (17, 0, 31), (1, 0, 2), (2, 1, 2), (0, 1, 2)]
+    columns = [(4, 0, 2), (-1, 9, -1), (17, 0, 31), (1, 0, 2), (2, 1, 2), (0, 1, 2), (0, 0, -3)]
     sent = torch.tensor([3, *(x for column in columns for x in column), 6, 7], dtype=torch.int32)
     table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 105)
     table[4, 0], table[2, :2] = 5, torch.tensor([9, 10])
     inputs = module.DecodeInputs(*(x.fill_(-7) for x in module.empty(5, 7, torch.device("cpu"))))
     module.decode_inputs_reference(sent, table, last, inputs, 5, 16)
-    assert inputs.ids.tolist() == [104, 9, 102, -1, -1] and inputs.positions.tolist() == [17, 0, 31, 0, 0]
+    assert inputs.ids.tolist() == [104, 9, 102, -1, -1] and inputs.positions.tolist() == [17, 0, 28, 0, 0]
     assert inputs.slots.tolist() == [6 * 16 + 1, 7 * 16, 10 * 16 + 15, -1, -1]
     assert inputs.lengths.tolist() == [18, 1, 32, 0, 0]
     assert inputs.tables[:, :2].tolist() == [[5, 6], [7, -7], [9, 10], [-7, -7], [-7, -7]]
@@ -80,14 +81,14 @@ def test_one_step():
 
 def test_several_tokens_of_a_row():
     """The second and third token cross into the row's next block; what is beyond the step is empty."""
-    columns = [(3, 1), (-1, 8), (14, 0), (1, 0), (2, 1), (0, 1), (70, 90), (71, 91)]
+    columns = [(3, 1), (-1, 8), (14, 0), (1, 0), (2, 1), (0, 1), (0, 4), (70, 90), (71, 91)]
     sent = torch.tensor([2, *(x for column in columns for x in column), 6, 7], dtype=torch.int32)
     table, last = torch.zeros(5, 7, dtype=torch.int32), torch.arange(100, 105)
     table[3, 0] = 5
     inputs = module.DecodeInputs(*(x.fill_(-7) for x in module.empty(3, 7, torch.device("cpu"), 3)))
     module.decode_inputs_reference(sent, table, last, inputs, 3, 16, 3)
     assert inputs.ids.tolist() == [103, 70, 71, 8, 90, 91, -1, -1, -1]
-    assert inputs.positions.tolist() == [14, 15, 16, 0, 1, 2, 0, 0, 0]
+    assert inputs.positions.tolist() == [14, 15, 16, 4, 5, 6, 0, 0, 0]
     assert inputs.slots.tolist() == [5 * 16 + 14, 5 * 16 + 15, 6 * 16, 7 * 16, 7 * 16 + 1, 7 * 16 + 2, -1, -1, -1]
     assert inputs.rows.tolist() == [3, 1, -1] and inputs.lengths.tolist() == [17, 3, 0]
 

@@ -84,11 +84,11 @@ def test_other_names_set_the_option(other, own):
         ("--no-enable-chunked-prefill", {}, ["--no-enable-chunked-prefill has no effect: it is always on"]),
         ("--enable-chunked-prefill False", {}, ["--enable-chunked-prefill False has no effect: it is always on"]),
         ("--no-enable-lora", {}, ["--no-enable-lora has no effect: it is off anyway"]),
-        ("--limit-mm-per-prompt.image 0", {}, ["--limit-mm-per-prompt.image 0 has no effect: text alone"]),
+        ("--limit-mm-per-prompt.image 0", {}, ["--limit-mm-per-prompt.image 0 has no effect: --images-per"]),
         ("--reasoning-format auto", {}, ["--reasoning-format auto has no effect: thoughts come in a field"]),
         ("--enable-auto-tool-choice", {}, ["--enable-auto-tool-choice has no effect: the model may always"]),
         ("--allowed-methods ['*']", {}, ["--allowed-methods ['*'] has no effect: pages of --allowed-origins may use"]),
-        ("--mm-encoder-only D", {}, ["--mm-encoder-only D has no effect: text alone"]),
+        ("--mm-encoder-only D", {}, ["--mm-encoder-only D has no effect: images are taken"]),
         ("--async-scheduling --disable-log-stats", {}, ["--async-scheduling has no", "--disable-log-stats has no"]),
     ],
 )

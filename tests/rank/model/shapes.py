@@ -17,6 +17,8 @@ TEMPERATURE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
+IMAGE = 512  # the token that stands for images, which texts of tests do not have
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.7], "long_factor": [2.0, 8.0]}
 DEEPSEEK = dict(
     num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=24,
@@ -30,6 +32,14 @@ DEEPSEEK_YARN = {
 ONE_STAGE = ("gemma4_text small",)
 # Arguments that each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
+    "qwen2_5_vl": dict(
+        model_type="qwen2_5_vl", image_token_id=IMAGE, vision_start_token_id=513, vision_end_token_id=514,
+        video_token_id=515,
+        text_config=dict(hidden_size=96, vocab_size=520, rope_parameters=MROPE, tie_word_embeddings=False),
+        vision_config=dict(
+            depth=3, num_heads=2, intermediate_size=40, out_hidden_size=96, window_size=56, fullatt_block_indexes=[1],
+        ),
+    ),
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
     "mistral no window": dict(model_type="mistral", sliding_window=None),

@@ -40,6 +40,8 @@ def test_meaning(tmp_path, name):
     known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)
     full = transformers.AutoConfig.for_model(**given | {"model_type": known}).to_dict() | {"model_type": model_type}
     ours, theirs = meaning(tmp_path, given), meaning(tmp_path, full)
+    for one in (ours, theirs):
+        one.pop("vision_config", None)  # whose keys tests of towers compare
     if "text_config" in given:  # whether its head is tied, tensors say
         ours["tie_word_embeddings"] = theirs["tie_word_embeddings"]
     assert ours == theirs
@@ -67,7 +69,7 @@ def test_distillations_of_deepseek_r1(tmp_path, size, model_type, theta, biases)
     "model_type",
     [
         "llama4", "granitemoehybrid", "phimoe", "phi4mm", "deepseek_v32", "gemma3n", "glm_moe_dsa",
-        "mistral4", "qwen3_vl", "qwen2_5_vl", "nemotron_h", "cohere", "mamba", "gpt2", None,
+        "mistral4", "qwen3_vl", "qwen2_vl", "nemotron_h", "cohere", "mamba", "gpt2", None,
     ],
 )  # fmt: skip
 def test_what_is_not_served(tmp_path, model_type):

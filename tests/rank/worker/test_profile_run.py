@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -226,6 +227,8 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     ran, one = [], model(100)
     one.hidden_size, one.vocab_size = 8, 11
     one.logits = lambda rows: torch.zeros(len(rows), 11)
+    one.vision = Mock(return_value=None)
+    one.vision.rules.largest.return_value = 28, 56
 
     def forward(batches, hidden):
         (batch,) = batches
@@ -242,6 +245,7 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK)
     small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, Upload(CPU))]
     assert len(small) > 6 and all(step in ran for step in small)
+    assert one.vision.call_args.args[0].shape == (28, 56, 3)
     assert ran.count("argmax") == last and ran.count("sample") == last * len(profile_run.SAMPLED)
 
 

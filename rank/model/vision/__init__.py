@@ -1,0 +1,1 @@
+"""Towers: what turns an image into features, which take the place of tokens' embeddings. A file for each kind."""

@@ -1,0 +1,138 @@
+"""Qwen2.5-VL's tower (Qwen team 2025, arXiv 2502.13923): most layers attend within windows, some to the whole image;
+four neighbours become one token. M-RoPE tells the text model's tokens apart by rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention
+
+from ...protocol import Picture
+from ...vision import whole
+from ...vision.qwen2_5_vl import Rules
+from .. import base
+from ..layers.norm import RMSNorm
+from ._tower import GatedFeedForward, PatchEmbedding, Whole, frequencies, normalised, rotated
+
+EPS = 1e-6
+LARGEST = 1 << 16  # of a size in vision_config
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = Whole(hidden, hidden, hidden, hidden), Whole(hidden, hidden)
+
+    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None) -> Tensor:
+        """x: [N, hidden]. angles: [N, head dim / 2]. windows: [windows, tokens] indices of the tokens that attend to
+        each other, -1 where a window has fewer; None: all do."""
+        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
+        q, k = rotated(q, angles), rotated(k, angles)
+        if windows is None:
+            q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
+            return self.proj(scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
+        present = windows >= 0
+        q, k, v = (one[windows.clamp(min=0)].transpose(1, 2) for one in (q, k, v))
+        seen = scaled_dot_product_attention(q, k, v, present[:, None, None]).transpose(1, 2)
+        out = torch.empty_like(x)
+        out[windows[present]] = seen[present].flatten(1)
+        return self.proj(out)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int, heads: int, activation: str):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(hidden, EPS), RMSNorm(hidden, EPS)
+        self.attn, self.mlp = Attention(hidden, heads), GatedFeedForward(hidden, inner, activation)
+
+    def forward(self, x: Tensor, angles: Tensor, windows: Tensor | None) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles, windows)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(nn.Module):
+    """Neighbours that follow each other become one token of the text model's size."""
+
+    def __init__(self, hidden: int, count: int, outputs: int):
+        super().__init__()
+        inner = hidden * count
+        self.inner, self.ln_q = inner, RMSNorm(hidden, EPS)
+        self.mlp = nn.ModuleDict({"0": Whole(inner, inner), "2": Whole(inner, outputs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ln_q(x).view(-1, self.inner)
+        return self.mlp["2"](gelu(self.mlp["0"](x)))
+
+
+class Tower(base.Tower):
+    rules: Rules
+
+    def __init__(self, config: dict[str, Any], rules: Rules, outputs: int):
+        """config: vision_config. outputs: the text model's hidden size. Raises ValueError for sizes that cannot be."""
+        super().__init__()
+        hidden, heads, inner = (
+            whole(config, key, 0, LARGEST) for key in ("hidden_size", "num_heads", "intermediate_size")
+        )
+        if hidden % (4 * heads):
+            raise ValueError(f"hidden_size {hidden} of vision_config is no multiple of 4 times its {heads} heads")
+        if (made := whole(config, "out_hidden_size", outputs, LARGEST)) != outputs:
+            raise ValueError(f"out_hidden_size {made} of vision_config is not the text model's {outputs}")
+        self.rules, self.dim = rules, hidden // heads
+        self.window = max(1, whole(config, "window_size", 112, LARGEST) // (rules.patch * rules.merge))  # tokens
+        self.whole_layers = frozenset(config.get("fullatt_block_indexes", (7, 15, 23, 31)))
+        frames = whole(config, "temporal_patch_size", 2, 16)
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
+        of = hidden, inner, heads, config.get("hidden_act", "silu")
+        self.blocks = nn.ModuleList([Block(*of) for _ in range(whole(config, "depth", 32, 1 << 10))])
+        self.merger = Merger(hidden, rules.merge**2, outputs)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
+        patch, merge = self.rules.patch, self.rules.merge
+        rows, columns = self.rules.grid(*pixels.shape[:2])
+        x = normalised(pixels, self.rules).view(3, rows, merge, patch, columns, merge, patch)
+        x = self.patch_embed["proj"](x.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch))
+        angles, windows = self._angles(rows, columns, x.device), self._windows(rows, columns).to(x.device)
+        for index, block in enumerate(self.blocks):
+            x = block(x, angles, None if index in self.whole_layers else windows)
+        return self.merger(x)
+
+    def _angles(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """[patches, dim / 2]: half of them by the patch's row, half by its column."""
+        merge = self.rules.merge
+        grid = torch.stack(torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij"))
+        grid = grid.view(2, rows, merge, columns, merge).transpose(2, 3).reshape(2, -1).to(device)
+        turns = frequencies(1e4, self.dim // 2, device)
+        return (grid[..., None] * turns).transpose(0, 1).flatten(1)
+
+    def _windows(self, rows: int, columns: int) -> Tensor:
+        """[windows, patches] as Attention takes them."""
+        size, count = self.window, self.rules.merge**2
+        tokens = torch.arange(rows * columns).view(rows, columns)
+        tokens = pad(tokens, (0, -columns % size, 0, -rows % size), value=-1)
+        tokens = tokens.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).reshape(-1, size * size, 1)
+        patches = tokens * count + torch.arange(count)
+        return torch.where(tokens < 0, -1, patches).flatten(1)
+
+
+def positions(length: int, pictures: Sequence[Picture]) -> np.ndarray:
+    """M-RoPE's positions of a prompt [3, length] int64: in time, by row and by column. Behind an image they go on with
+    the first that is larger than any of its own."""
+    found = np.empty((3, length), np.int64)
+    at = position = 0
+    for one in (*pictures, None):
+        start = length if one is None else one.start
+        found[:, at:start] = position + np.arange(start - at)
+        position += start - at
+        if one is not None:
+            at = start + one.length
+            found[:, start:at] = position + np.stack(
+                (np.zeros(one.length, np.int64), *np.divmod(np.arange(one.length), one.columns))
+            )
+            position += max(one.rows, one.columns)
+    return found

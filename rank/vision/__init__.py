@@ -1,0 +1,96 @@
+"""How images become what models take: their sizes, and the tokens that stand for them. A file for each kind of model,
+named after the `model_type` of config.json; rank/model/vision has the towers. No torch."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import MODEL, FatalError
+from .. import untrusted_files
+from ..json_decoding import decode_object
+
+MOST_EDGE = 1 << 16  # pixels of an edge of what a model takes
+BICUBIC = 3  # of Pillow's filters
+
+
+class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The way from an image to a model's tokens."""
+
+    placeholder: int  # the token that a chat template writes in an image's place
+    token: int  # the tokens that features stand for
+    mean: tuple[float, float, float]  # of the colours, from 0 to 1 ...
+    std: tuple[float, float, float]  # ... and by what they are divided then
+    resample: int = BICUBIC
+
+    def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
+        """The height and width that an image is resized to. most: pixels; 0: as many as the model takes.
+
+        Raises ValueError for shapes that the model does not take.
+        """
+        raise NotImplementedError
+
+    def largest(self, tokens: int) -> tuple[int, int]:
+        """Height and width of the largest image of so many tokens, of those that are resized."""
+        raise NotImplementedError
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of features of an image of that size."""
+        raise NotImplementedError
+
+    def tokens(self, rows: int, columns: int) -> list[int]:
+        """The tokens that take the placeholder's place."""
+        return [self.token] * (rows * columns)
+
+
+def kinds() -> list[str]:
+    """The model types that take images."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
+    """The rules of a model directory; None: the model takes text alone. config: its config.json.
+
+    Raises FatalError, code MODEL, for values that cannot be.
+    """
+    kind = config.get("model_type")
+    if kind not in kinds() or not isinstance(config.get("vision_config"), dict):
+        return None
+    given = _read(directory, "preprocessor_config.json")
+    nested = _read(directory, "processor_config.json").get("image_processor") if not given else None
+    read = importlib.import_module(f".{kind}", __name__).read
+    try:
+        return read(config, given or (nested if isinstance(nested, dict) else {}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
+
+
+def whole(values: dict[str, Any], key: str, default: int, most: int = MOST_EDGE) -> int:
+    """A positive whole number. Raises ValueError."""
+    value = values.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{key} is {value!r}, expected a whole number from 1 to {most}")
+    return value
+
+
+def colours(values: dict[str, Any], key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    """A number for each of red, green and blue. Raises ValueError."""
+    value = values.get(key) or default
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ValueError(f"{key} is {value!r}, expected three numbers")
+    red, green, blue = (float(one) for one in value)
+    return red, green, blue
+
+
+def _read(directory: Path, name: str) -> dict[str, Any]:
+    try:
+        return decode_object(untrusted_files.read_bytes(directory, name))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise FatalError(f"{directory / name} cannot be read: {error}", MODEL) from None

@@ -1,0 +1,64 @@
+"""Qwen2.5-VL (Qwen team 2025, arXiv 2502.13923): images keep their shape; a token stands for 2 x 2 patches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import MOST_EDGE, ImageRules, colours, whole
+
+MOST_RATIO = 200  # of the longer edge to the shorter
+MOST_PIXELS = 1 << 28
+CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
+CLIP_STD = 0.26862954, 0.26130258, 0.27577711
+
+
+class Rules(ImageRules, frozen=True, kw_only=True):
+    patch: int
+    merge: int  # patches of a token along an edge
+    least: int  # pixels
+    most: int
+
+    def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
+        if max(height, width) > MOST_RATIO * min(height, width):
+            raise ValueError(f"its longer edge is more than {MOST_RATIO} times the shorter")
+        most = max(min(most or self.most, self.most), self.least)
+        unit = self.patch * self.merge
+        rounded = round(height / unit) * unit, round(width / unit) * unit
+        if rounded[0] * rounded[1] > most:
+            shrunk = math.sqrt(height * width / most)
+            return _down(height / shrunk, unit), _down(width / shrunk, unit)
+        if rounded[0] * rounded[1] < self.least:
+            grown = math.sqrt(self.least / (height * width))
+            return math.ceil(height * grown / unit) * unit, math.ceil(width * grown / unit) * unit
+        return rounded
+
+    def largest(self, tokens: int) -> tuple[int, int]:
+        return self.size(MOST_EDGE, MOST_EDGE, tokens * (self.patch * self.merge) ** 2)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        unit = self.patch * self.merge
+        return height // unit, width // unit
+
+
+def _down(length: float, unit: int) -> int:
+    return max(unit, math.floor(length / unit) * unit)
+
+
+def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
+    vision, token = config["vision_config"], whole(config, "image_token_id", 151655, 1 << 24)
+    size = processor.get("size") or {}
+    least = whole(processor, "min_pixels", whole(size, "shortest_edge", 56 * 56, MOST_PIXELS), MOST_PIXELS)
+    most = whole(processor, "max_pixels", whole(size, "longest_edge", 28 * 28 * 1280, MOST_PIXELS), MOST_PIXELS)
+    if least > most:
+        raise ValueError(f"min_pixels {least} are more than max_pixels {most}")
+    return Rules(
+        placeholder=token,
+        token=token,
+        mean=colours(processor, "image_mean", CLIP_MEAN),
+        std=colours(processor, "image_std", CLIP_STD),
+        patch=whole(vision, "patch_size", 14),
+        merge=whole(vision, "spatial_merge_size", 2),
+        least=least,
+        most=most,
+    )

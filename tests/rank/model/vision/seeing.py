@@ -1,0 +1,109 @@
+"""Tiny models that take images, and prompts with images for them and for transformers."""
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import torch
+from phalanx.comm import mesh, threads
+from phalanx.rank import vision
+from phalanx.rank.model.batch import EmbeddingOverride
+from phalanx.rank.model.load import load
+from phalanx.rank.protocol import Picture
+from PIL import Image
+from tokenizers import Tokenizer
+
+from ....checkpoints import write_tokenizer
+from ..harness import BLOCK, forward, make_batch, nan_caches
+from ..shapes import IMAGE, MODELS
+from ..test_architectures import write
+
+PREPROCESSOR = {
+    "qwen2_5_vl": dict(
+        image_processor_type="Qwen2VLImageProcessor", min_pixels=56 * 56, max_pixels=28 * 28 * 30, patch_size=14,
+        merge_size=2, temporal_patch_size=2,
+    ),
+}  # fmt: skip
+SEEING = tuple(PREPROCESSOR)  # of shapes.MODELS
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Widths and heights.
+SIZES = (100, 75), (30, 190), (640, 480), (13, 40), (61, 28)
+
+
+def write_seeing(directory, name):
+    """A checkpoint of random weights with its preprocessor's settings."""
+    write(directory, **MODELS[name])
+    (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR[name]))
+    return directory
+
+
+def add_text(directory):
+    """A tokenizer with the tokens of images, and a template that writes them."""
+    write_tokenizer(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([f"unused{i}" for i in range(IMAGE - tokenizer.get_vocab_size())])
+    tokenizer.add_special_tokens(["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    assert tokenizer.token_to_id("<|image_pad|>") == IMAGE
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def data_url(image, form="PNG"):
+    file = io.BytesIO()
+    image.save(file, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def picture(width, height, seed=0):
+    """An image whose patches differ."""
+    noise = np.random.default_rng(seed).integers(0, 256, (-(-height // 7), -(-width // 7), 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def rules_of(path):
+    return vision.find(path, json.loads((path / "config.json").read_text()))
+
+
+def resized(rules, image):
+    """Its pixels [height, width, 3] u8 as the model takes them."""
+    height, width = rules.size(image.height, image.width)
+    return torch.from_numpy(np.array(image.resize((width, height), rules.resample)))
+
+
+def prompt(rules, images, between=(5, 7, 9)):
+    """Token ids of texts with images between them, and the images' places."""
+    ids, pictures = [11, 12, 13], []
+    for image in images:
+        rows, columns = rules.grid(*rules.size(image.height, image.width))
+        own = rules.tokens(rows, columns)
+        pictures.append(Picture(b"", len(ids), len(own), rows, columns))
+        ids += [*own, *between]
+    return ids, pictures
+
+
+def seen_logits(path, images, tp=1):
+    """Token ids of a prompt with these images, and their logits [tokens, vocab]."""
+    rules = rules_of(path)
+    ids, pictures = prompt(rules, images)
+
+    def run(comm):
+        grid = mesh.build(comm, tp, 1)
+        model = load(path, grid)
+        values = torch.cat([model.vision(resized(rules, image)) for image in images])
+        blocks = -(-len(ids) // BLOCK)
+        batch = make_batch([(ids, 0, range(blocks))], BLOCK, nan_caches(model, blocks, 1))
+        at = torch.tensor([i for i, token in enumerate(ids) if token == model.image_token])
+        batch = replace(batch, embeddings=EmbeddingOverride(at, values))
+        if model.image_positions is not None:
+            batch.positions = torch.from_numpy(model.image_positions(len(ids), pictures))
+        return forward(model, grid, batch)
+
+    return ids, threads.run(run, tp)[0]

@@ -1,0 +1,68 @@
+"""Models that take images, against transformers in f32: sizes, pixels, features and logits."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.load import load
+from phalanx.rank.model.vision._tower import normalised
+
+from .. import harness
+from ..harness import distance
+from ..shapes import IMAGE
+from ..test_architectures import TOLERANCE
+from .seeing import SEEING, SIZES, picture, resized, rules_of, seen_logits, write_seeing
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint, made once."""
+    return functools.cache(lambda name: write_seeing(tmp_path_factory.mktemp("model"), name))
+
+
+def processed(path, images):
+    """What transformers' image processor makes of them, without torchvision."""
+    processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
+    return processor(images, return_tensors="pt")
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_and_pixels(made, name, size):
+    path, image = made(name), picture(*size)
+    rules, theirs = rules_of(path), processed(path, [image])
+    pixels = resized(rules, image)
+    rows, columns = rules.grid(*pixels.shape[:2])
+    assert theirs["image_grid_thw"].tolist() == [[1, rows * rules.merge, columns * rules.merge]]
+    own = normalised(pixels, rules).view(3, rows, rules.merge, rules.patch, columns, rules.merge, rules.patch)
+    own = own.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, 1, rules.patch**2)
+    want = theirs["pixel_values"].view(len(own), 3, 2, -1)
+    assert distance(own.expand_as(want), want) < 1e-5
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("size", SIZES)
+def test_features(made, name, size):
+    path, image = made(name), picture(*size)
+    model = harness.reference(path)
+    with torch.no_grad():
+        want = torch.cat(tuple(model.model.get_image_features(**processed(path, [image])).pooler_output))
+        (got,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision(resized(rules_of(path), image)), 1)
+    assert want.std() > 0.1
+    assert distance(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_several_images(made, name, tp):
+    path, images = made(name), [picture(*size, seed) for seed, size in enumerate(SIZES[:3])]
+    ids, got = seen_logits(path, images, tp)
+    given = torch.tensor([ids])
+    with torch.no_grad():
+        of = dict(processed(path, images), mm_token_type_ids=(given == IMAGE).int())
+        want = harness.reference(path)(given, **of).logits[0]
+    assert distance(got, want) < TOLERANCE
+    assert np.isfinite(want.numpy()).all() and want.std() > 0.5

@@ -1,0 +1,78 @@
+"""Images in chats, on a live server of two ranks: the answers are those of transformers, and a second question about an
+image costs no tower."""
+
+import json
+import urllib.request
+
+import pytest
+import torch
+
+from .rank.model import harness
+from .rank.model.shapes import IMAGE
+from .rank.model.vision.seeing import SEEING, add_text, data_url, picture, write_seeing
+from .rank.model.vision.test_towers import processed
+from .server import Server
+
+pytestmark = pytest.mark.timeout(240)
+OPTIONS = "--np", "2", "--device", "cpu", "--mem", "64", "--max-num-batched-tokens", "64"
+
+
+@pytest.fixture(scope="module", params=[*((name, "--tp") for name in SEEING), (SEEING[0], "--pp")], ids=" ".join)
+def served(request, tmp_path_factory):
+    """A server, and its model's directory."""
+    name, cut = request.param
+    path = add_text(write_seeing(tmp_path_factory.mktemp("model"), name))
+    with Server(str(path), *OPTIONS, cut, "2") as server:
+        yield server, path
+
+
+def ask(server, content, path="/v1/chat/completions", **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], "temperature": 0} | fields
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def parts(*said):
+    """Texts and images as OpenAI has them."""
+    return [
+        {"type": "text", "text": one} if isinstance(one, str)
+        else {"type": "image_url", "image_url": {"url": data_url(one)}}
+        for one in said
+    ]  # fmt: skip
+
+
+def generated(path, prompt, images, count):
+    """Greedy tokens of transformers behind a prompt."""
+    ids = torch.tensor([prompt])
+    given = dict(processed(path, images), mm_token_type_ids=(ids == IMAGE).int())
+    with torch.no_grad():
+        found = harness.reference(path).generate(
+            ids, **given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return found[0, len(prompt) :].tolist()
+
+
+def test_greedy_texts(served):
+    """Of several images, whose tokens are computed in chunks."""
+    server, path = served
+    images = [picture(100, 75), picture(200, 300, seed=1)]
+    fields = dict(max_tokens=40, ignore_eos=True, return_token_ids=True)
+    answer = ask(server, parts("What is this: ", images[0], " and this?", images[1]), **fields)
+    prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    assert answer["usage"]["prompt_tokens"] == len(prompt) and prompt.count(IMAGE) > 30
+    assert tokens == generated(path, prompt, images, 40)
+
+
+def test_equal_images_are_cached(served):
+    """By what they show: the same prompt about another image of the same size is computed."""
+    server, path = served
+    fields = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
+    found = []
+    for seed in (2, 2, 3):
+        image = picture(150, 150, seed)
+        answer = ask(server, parts(image, "Which colours?"), **fields)
+        tokens = answer["choices"][0]["token_ids"]
+        assert tokens == generated(path, answer["prompt_token_ids"], [image], 8)
+        found.append(answer["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0))
+    assert found[1] > found[0] and found[2] < found[1]
