@@ -6,6 +6,9 @@ from pathlib import Path
 
 import phalanx
 import pytest
+import torch
+from phalanx.kernels.cpp import ops
+from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.launcher import document
 from phalanx.launcher.options import option_sources
 from phalanx.rank.gguf import architectures as gguf
@@ -102,6 +105,16 @@ def test_formats_lists_the_architectures_of_gguf_files_that_there_are():
     assert sorted(written) == gguf.written()
     unserved = (ROOT / page).read_text(encoding="utf-8").partition("- **Not served**")[2].partition("\n\n")[0]
     assert quoted(unserved) and not set(map(gguf.spelled, quoted(unserved))) & set(gguf.supported())
+
+
+def test_formats_lists_the_types_of_gguf_files_that_stay_quantised(monkeypatch):
+    monkeypatch.setattr(ops, "available", lambda: True)
+    types, *bits = (cells("docs/formats.md", "type | bits in the file", column) for column in range(1, 5))
+    assert sorted(types) == sorted(CODECS.keys() - {"Q8_0"})
+    for name, *said in zip(types, *bits, strict=True):
+        type = CODECS[name].type
+        kept = (CODECS[name].kept_bits(4096, torch.device(device)) for device in ("cpu", "cuda"))
+        assert [float(one) for one in said] == pytest.approx([8 * type.bytes / type.form.super, *kept], abs=0.006)
 
 
 def quoted(text: str) -> list[str]:

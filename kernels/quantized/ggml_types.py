@@ -113,6 +113,18 @@ class Type(NamedTuple):
         """Bytes of a block."""
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def factors_at(self) -> range:
+        """The bytes of a block where its f16 factors begin."""
+        factors = next(part for part in self.parts if isinstance(part, Factors))
+        first = sum(part.bytes for part in self.parts[: self.parts.index(factors)])
+        return range(first, first + factors.bytes, 2)
+
+    @property
+    def kept_as_q8_0(self) -> bool:
+        """Whether codes are kept in 8 bits, with one scale for each 32 inputs (int8_codes.py)."""
+        return self.form[:3] == (32, 32, 8)
+
     def split(self, blocks: Tensor) -> Numbers:
         """blocks uint8 [O, S, bytes]."""
         found: dict[str, Tensor] = {}
@@ -133,7 +145,8 @@ class Type(NamedTuple):
         if self.looked_up:
             codes = (torch.tensor(TABLE, device=blocks.device) + self.form.zero).to(torch.uint8)[codes.int()]
         if numbers is None:
-            scales = torch.ones(blocks.shape[:2], dtype=torch.int8, device=blocks.device)
+            groups = len(blocks), blocks.shape[1] * self.form.super // self.form.group
+            scales = torch.ones(groups, dtype=torch.int8, device=blocks.device)
             minima = -scales if self.form.minima else torch.zeros_like(scales)
         else:
             whole = numbers.view(torch.int8) - self.above
@@ -163,7 +176,7 @@ TYPES = {
         Type("q5_0", 5, Form(32, 32, 8, 16, minima=False), (Factors(1), _FIFTHS, _FOURS)),
         Type("q5_1", 5, Form(32, 32, 6, 0), (Factors(2), _FIFTHS, _FOURS)),
         Type("q8_0", 8, Form(32, 32, 8, 0, minima=False), (Factors(1), Bits("codes", 32, 8, 32))),
-        Type("iq4_nl", 4, Form(32, 32, 8, 0, minima=False), (Factors(1), _FOURS), looked_up=True),
+        Type("iq4_nl", 4, Form(32, 32, 8, 128, minima=False), (Factors(1), _FOURS), looked_up=True),
         Type(
             "q2_k", 2, Form(256, 16, 4, 0), scale_bits=4,
             parts=(Bits("numbers", 16, 4, 16), Bits("codes", 64, 2, 32), Factors(2)),
@@ -190,5 +203,6 @@ TYPES = {
             "iq4_xs", 4, Form(256, 32, 8, 128, minima=False), scale_bits=6, above=32, looked_up=True,
             parts=(Factors(1), Bits("numbers", 2, 2, 1, shift=4), Bits("numbers", 4, 4, 1), Bits("codes", 128, 4, 16)),
         ),
+        Type("tq2_0", 2, Form(256, 32, 4, 1, minima=False), (Bits("codes", 64, 2, 32), Factors(1))),
     )
 }  # fmt: skip

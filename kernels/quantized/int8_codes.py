@@ -119,7 +119,7 @@ class Int8Codes:
     def encoded(self, blocks: Tensor) -> Encoded:
         """The codes and scales that blocks mean."""
         decoded = self.type.decode(blocks.contiguous().view(len(blocks), -1, self.type.bytes))
-        return signed(decoded.codes.view(torch.int8) - self.type.form.zero, decoded.factors[..., 0])
+        return signed((decoded.codes - self.type.form.zero).view(torch.int8), decoded.factors[..., 0])
 
     def pack(self, codes: Tensor, scales: Tensor | None = None) -> Packed:
         """Pack `Encoded`, or what `from_blocks` left, as `linear` reads it fastest on its device (target.py)."""
@@ -137,4 +137,5 @@ class Int8Codes:
         return packed_gemm.variants
 
 
-q8_0, q5_0, iq4_nl = (Int8Codes(TYPES[name]) for name in ("q8_0", "q5_0", "iq4_nl"))
+CODECS = {name: Int8Codes(type) for name, type in TYPES.items() if type.kept_as_q8_0}
+q8_0, q5_0 = CODECS["q8_0"], CODECS["q5_0"]

@@ -262,6 +262,13 @@ static void decode_iq4_xs(const uint8_t* p, Decoded& y) {
     no_minima(y);
 }
 
+static void decode_tq2_0(const uint8_t* p, Decoded& y) {
+    fields<32, 2>(p, y.codes), fields<32, 2>(p + 32, y.codes + 128);
+    memset(y.scales, 1, sizeof y.scales);
+    no_minima(y);
+    read_factors(p + 64, 1, y);
+}
+
 #define TYPE_OPS(name, decode, super, group, bits, zero, bytes, heads)                  \
     static const Type name = {super, group, bits, zero, bytes, heads, decode};          \
     static void pack_of_##name(const Pack& a, int part, int parts) {                    \
@@ -285,6 +292,7 @@ TYPE_OPS(q4_k, decode_q4_k, 256, 32, 4, 0, 144, OF_SUPERS)
 TYPE_OPS(q5_k, decode_q5_k, 256, 32, 6, 0, 176, OF_SUPERS)
 TYPE_OPS(q6_k, decode_q6_k, 256, 16, 6, 32, 210, OF_SUPERS)
 TYPE_OPS(iq4_xs, decode_iq4_xs, 256, 32, 8, 128, 136, OF_SUPERS)
+TYPE_OPS(tq2_0, decode_tq2_0, 256, 32, 4, 1, 66, OF_SUPERS)
 
 // Codes a byte each, [outputs, inputs], of which `bits` are kept.
 struct PutCodes {

@@ -1,4 +1,5 @@
-"""Codecs of ggml's types that are packed into super-blocks: Q4_0, Q4_1, Q5_1, Q2_K to Q6_K and IQ4_XS.
+"""Codecs of ggml's types that are packed into super-blocks: Q4_0, Q4_1, Q5_1, Q2_K to Q6_K, IQ4_XS and
+TQ2_0.
 
 Codes of 4, 6 or 8 bits, whole numbers of 8 bits and f16 factors are kept as blocks have them, so what is multiplied is
 what gguf-py's quants.py dequantises, bit for bit in f32.
@@ -123,6 +124,8 @@ def _decoded(blocks: Tensor, type: Type) -> Iterator[Decoded]:
         yield type.decode(part.contiguous().view(len(part), -1, type.bytes))
 
 
-q2_k, q3_k, q4_k, q5_k, q6_k = (SuperBlocks(TYPES[f"q{bits}_k"]) for bits in range(2, 7))
-q4_0 = Q4_0(TYPES["q4_0"])
-q4_1, q5_1, iq4_xs = (SuperBlocks(TYPES[name]) for name in ("q4_1", "q5_1", "iq4_xs"))
+CODECS = {
+    name: (Q4_0 if name == "q4_0" else SuperBlocks)(type) for name, type in TYPES.items() if not type.kept_as_q8_0
+}
+q2_k, q3_k, q4_k, q5_k, q6_k = (CODECS[f"q{bits}_k"] for bits in range(2, 7))
+q4_0, q4_1, q5_1 = (CODECS[name] for name in ("q4_0", "q4_1", "q5_1"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from .. import gguf_files
@@ -25,7 +26,7 @@ from .test_served import FEWER, FULL, LENGTH, OF_ALL, OF_PROBES, OPTIONS, Expect
 
 TIMEOUT = 600  # seconds of a job, on a machine that others use too
 VOCABULARY = dict(vocab_size=512)  # of the prompts
-TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+TYPES = [*CODECS, "MXFP4"]
 STORED = (
     "gptq", "gptq of 8 bits", "gptq, asymmetric", "gptq with desc_act", "awq", "marlin", "fp8", "floats in channels",
     "w4a16", "w8a16", "int8",

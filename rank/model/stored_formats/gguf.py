@@ -6,6 +6,7 @@ Types without kernels are dequantised while they are loaded.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from ....kernels.cpp import ops
 from ....kernels.moe.moe import Matrices
-from ....kernels.quantized import blocks_cpu, mxfp4
+from ....kernels.quantized import blocks_cpu, ggml_types, mxfp4
 from ....kernels.quantized.ggml import CODECS, Ggml
+from ....kernels.quantized.ggml_types import TYPES
 from ...gguf.types import BY_NAME
 from ..formats._format import Format
 from ..formats._part import Part
@@ -28,24 +30,33 @@ from . import mxfp4 as stored_mxfp4
 from ._part import StoredPart
 
 HARMLESS: tuple[str, ...] = ()
-# The deviation of weights made of random bytes with a scale of 1. Where in a block the scale is, and minima of f16, as
-# multiples of it that bring the mean to zero.
-RANDOM: dict[str, tuple[float, dict[int, float]]] = {
-    "Q4_0": (4.6, {0: 1.0}), "Q4_1": (4.6, {0: 1.0, 2: -7.5}), "Q5_0": (9.2, {0: 1.0}),
-    "Q5_1": (9.2, {0: 1.0, 2: -15.5}), "Q8_0": (74, {0: 1.0}), "Q2_K": (13.9, {80: 1.0, 82: 1.5}),
-    "Q3_K": (43, {108: 1.0}), "Q4_K": (258, {0: 1.0, 2: 7.5}), "Q5_K": (527, {0: 1.0, 2: 15.5}),
-    "Q6_K": (1361, {208: 1.0}), "IQ4_NL": (67, {0: 1.0}), "IQ4_XS": (1248, {0: 1.0}),
-}  # fmt: skip
 
 
 def made_up(type: str, inputs: int) -> Pattern:
     """Random weights of a deviation of 1 / sqrt(inputs)."""
-    deviation, places = RANDOM[type]
-    found: dict[int, int] = {}
-    for place, factor in places.items():
-        scale = struct.pack("<e", factor / deviation / max(inputs, 1) ** 0.5)
-        found |= {place: scale[0], place + 1: scale[1]}
-    return Pattern(BY_NAME[type].bytes, found)
+    by = (max(inputs, 1) ** -0.5 * factor for factor in random_factors(type))
+    scales = [struct.pack("<e", factor) for factor in by]
+    places = zip(TYPES[type.lower()].factors_at, scales, strict=True)
+    return Pattern(BY_NAME[type].bytes, {at + i: scale[i] for at, scale in places for i in range(2)})
+
+
+@functools.cache
+def random_factors(type: str) -> tuple[float, ...]:
+    """The factors with which random blocks mean weights of a deviation of 1; with minima, of a mean of 0."""
+    of = TYPES[type.lower()]
+    blocks = (1 << 16) // of.form.super
+    bytes = torch.randint(0, 256, (1, blocks, of.bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def weights(*factors: float) -> Tensor:
+        each = torch.tensor(factors, dtype=torch.float16).expand(1, blocks, -1)
+        decoded = of.decode(of.join(of.split(bytes)._replace(factors=each)))
+        return ggml_types.weights(decoded, of.form)
+
+    factors = [1.0]
+    if len(of.factors_at) > 1:
+        factors.append(-weights(1, 0).mean().item() / weights(0, 1).mean().item())
+    deviation = weights(*factors).std().item()
+    return tuple(factor / deviation for factor in factors)
 
 
 class Blocks(StoredPart):

@@ -5,7 +5,6 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
-from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig, TileConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
 
@@ -13,14 +12,7 @@ from .. import cuda_model
 from ..cuda_model import Box
 from . import floats_cases, layouts
 
-SUPER_BLOCKS = {
-    "q4_k": Form(256, 32, 4, 0),
-    "q6_k": Form(256, 16, 6, 32, False),
-    "q5_k": Form(256, 32, 6, 0),
-    "q4_1": Form(32, 32, 4, 0),
-    "q5_1": Form(32, 32, 6, 0),
-    "iq4_xs": Form(256, 32, 8, 128, False),
-}
+SUPER_BLOCKS = {name: one.type.form for name, one in super_blocks.CODECS.items()}
 Q4_K_LAYOUT = cuda_layouts.super_blocks(SUPER_BLOCKS["q4_k"])
 Q6_K_LAYOUT = cuda_layouts.super_blocks(SUPER_BLOCKS["q6_k"])
 H200 = DeviceCaps(132, "sm_90a", True, True, True)
@@ -126,6 +118,7 @@ GEMVS = in_types(
         (1, 48, 512, GemvConfig(1, 8, 2), "q4_k"),
         (3, 40, 1280, GemvConfig(1, 4, 2), "q6_k"),
         (2, 33, 512, GemvConfig(1, 4, 2), "iq4_xs"),
+        (2, 33, 512, GemvConfig(1, 4, 2), "tq2_0"),
     ],
     (2, 40, 4096, GemvConfig(1, 4, 3), "q8_0"),
     (1, 48, 512, GemvConfig(1, 8, 2), "int4 128"),
@@ -158,6 +151,7 @@ GROUPED = in_types(
     (3, 33, 512, 4, "q4_k"),
     (1, 33, 1024, 4, "q4_1"),
     (1, 33, 1024, 4, "iq4_xs"),
+    (2, 33, 1024, 4, "tq2_0"),
     (2, 33, 1280, 4, "q6_k"),
     (4, 33, 1280, 2, "q4_1"),
 )
@@ -293,6 +287,7 @@ DEQUANTIZED = in_types(
         (33, 192, "q5_1"),
         (16, 512, "q5_k"),
         (16, 512, "iq4_xs"),
+        (16, 512, "tq2_0"),
         (40, 192, "mxfp4"),
     ],
     (33, 64, "int4 64"),

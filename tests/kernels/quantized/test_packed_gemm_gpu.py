@@ -7,7 +7,6 @@ from phalanx.kernels.device import device_caps
 from phalanx.kernels.gemm.linear import linear
 from phalanx.kernels.norm import norm
 from phalanx.kernels.quantized import cuda_layouts, floats, packed_gemm, quantized_gemm, quantized_wgmma, super_blocks
-from phalanx.kernels.quantized.codec import Form
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig
 from phalanx.kernels.quantized.quantized_wgmma import WgmmaConfig
@@ -51,13 +50,7 @@ def make(outputs, inputs, form="q8_0"):
     return cuda_layouts.pack_int4(codes, scales, zeros), (codes - at) * wide
 
 
-SUPER_BLOCKS = {
-    "q4_k": Form(256, 32, 4, 0),
-    "q5_k": Form(256, 32, 6, 0),
-    "q6_k": Form(256, 16, 6, 32, False),
-    "q5_1": Form(32, 32, 6, 0),
-    "iq4_xs": Form(256, 32, 8, 128, False),
-}
+SUPER_BLOCKS = {name: one.type.form for name, one in super_blocks.CODECS.items()}
 
 
 def super_blocks_of(outputs, inputs, form):
@@ -110,7 +103,7 @@ def check(found, want, about, most):
         (37, 256, "e4m3_wide"), (192, 4096, "e4m3_wide"), (128, 14336, "e4m3_wide"),
         (192, 4096, "e4m3_wide weight only"),
         (37, 512, "q4_k"), (192, 4096, "q4_k"), (192, 4096, "q6_k"), (37, 512, "q5_k"), (192, 4096, "q5_k"),
-        (37, 192, "q5_1"), (192, 4096, "iq4_xs"),
+        (37, 192, "q5_1"), (192, 4096, "iq4_xs"), (192, 4096, "tq2_0"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 129, 200, 256, 257])
@@ -154,7 +147,7 @@ def test_every_way_of_few_rows(rows, outputs, inputs, form, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "outputs, inputs, form",
-    [(6176, 4096, "q4_k"), (1344, 14336, "q4_k"), (4096, 3328, "q6_k"), (1344, 4096, "q5_k")],
+    [(6176, 4096, "q4_k"), (1344, 14336, "q4_k"), (4096, 3328, "q6_k"), (1344, 4096, "q5_k"), (1344, 4096, "tq2_0")],
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_every_way_by_groups(rows, outputs, inputs, form, dtype):
@@ -296,6 +289,7 @@ def test_one_behind_the_other_in_a_graph(rows, dtype, form):
         (37, 4096, "e4m3"), (130, 1184, "e4m3"), (130, 1152, "e4m3_wide"),
         (37, 4096, "q4_k"), (4096, 14336, "q4_k"), (130, 1024, "q6_k"),
         (37, 4096, "q5_k"), (130, 1088, "q5_1"), (37, 4096, "iq4_xs"),
+        (37, 4096, "tq2_0"),
     ],
 )  # fmt: skip
 def test_dequantize(outputs, inputs, form, dtype):

@@ -5,13 +5,13 @@ import pytest
 import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized import affine, blocks_cpu, e4m3_cpu, floats, mxfp4, packing_cpu
+from phalanx.kernels.quantized.ggml_types import TYPES
 from phalanx.rank.gguf.types import BY_NAME
 from phalanx.rank.model.stored_formats import _part, awq
 from phalanx.rank.model.weights import ggml
 
 from . import codecs, test_super_blocks
 
-TYPES = "q4_0 q4_1 q5_0 q5_1 q8_0 iq4_nl q2_k q3_k q4_k q5_k q6_k iq4_xs".split()
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C++ compiler")
 
 

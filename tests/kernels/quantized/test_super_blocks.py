@@ -10,6 +10,7 @@ from phalanx.kernels.quantized import (
     cpu_layouts,
     cuda_layouts,
     ggml_encoders,
+    ggml_types,
     panels,
     scale_search,
     super_blocks,
@@ -20,12 +21,8 @@ from ..interpreter import interpret
 from ..test_compile import Recorder, compile_launch
 from . import codecs, search_cases
 
-# Places of f16 numbers in their blocks
-TYPES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2),
-    "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,),
-}  # fmt: skip
-TWO_LEVELS = [name for name in TYPES if name not in ("q5_0", "iq4_nl")]
+TYPES = [name for name in ggml_types.TYPES if name != "q8_0"]
+TWO_LEVELS = list(super_blocks.CODECS)
 KINDS = ("q4_k", "q3_k", "q5_k", "q6_k", "q4_1", "iq4_xs")  # all that kernels tell apart
 EXACT = ("q4_0", "q4_1", "q5_0", "q5_1")  # gguf-py encodes these
 # Root of the mean squared error of normal weights beside their deviation. Q4_1, of 5 bits, has 0.078 and Q5_1 0.038.
@@ -41,7 +38,7 @@ def random_blocks(name, outputs, inputs):
     group, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
     draw = np.random.default_rng(0)
     blocks = draw.integers(0, 256, (outputs, inputs // group, size), dtype=np.uint8)
-    for at in TYPES[name]:
+    for at in ggml_types.TYPES[name].factors_at:
         scales = draw.normal(0, 0.01, (outputs, inputs // group, 1)).astype(np.float16)
         blocks[..., at : at + 2] = scales.view(np.uint8)
     return torch.from_numpy(blocks.reshape(outputs, -1))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.kernels.cpp import ops
+from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.rank.gguf import architectures
 from phalanx.rank.model.formats._plain import HalfFloatsPart as HalfFloats
 from phalanx.rank.model.load import load
@@ -138,9 +139,7 @@ def test_other_forms_of_files(made, tmp_path, expected, name):
 SIZES = dict(hidden_size=96, intermediate_size=320, head_dim=16, vocab_size=509)
 MIXED = {"attn_q.weight": "Q8_0", "attn_k.weight": "BF16", "ffn_up.weight": "F16", "token_embd.weight": "Q8_0"}
 SUPER = dict(hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
-EACH = itertools.cycle(
-    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
-)
+EACH = itertools.cycle([*sorted(CODECS.keys() - {"Q8_0"}), "MXFP4"])
 KINDS = {
     "q8_0": "Q8_0",
     "mixed": lambda name: next((MIXED[end] for end in MIXED if name.endswith(end)), "Q8_0"),
