@@ -3,12 +3,14 @@
 Drafts come from what a sequence repeats (ngram.py), from the client's prediction, or from a model that the ranks run.
 How many a step verifies is what gives the most tokens a second: by how often drafts of the sequence were right, and by
 how long steps of so many sequences and tokens took. Whether a repetition goes on is seen without verifying it, as the
-tokens come anyway: so text that matches nothing costs the looking alone.
+tokens come anyway: so text that matches nothing costs the looking alone, and that grows rare. A model that drafts rests
+where it does not pay, and what has not paid is tried again after ever longer pauses.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Iterable
@@ -25,10 +27,14 @@ RUNS = 5, 9, 17  # equal tokens so far, by which drafts are told apart: longer r
 FIRST_RATES = (0.2, 0.5, 0.7, 0.9)  # of each, until something was seen
 MODEL_RATES = (0.7,) * MOST_DRAFTS  # the same of a model's drafts, by position: where those before were right
 TIMES = 15  # durations that are kept, of which the median counts
-FEW = 3  # of them that a number needs to be compared
+FEW = 3  # of them, without drafts, that a number of sequences needs to be compared
 HOPED = 1.02  # times the duration without drafts that a step takes as long as it was not tried
-GAIN = 1.03  # that drafts must promise
-TRY_AGAIN = 500  # steps that were too slow with drafts before it is tried again
+GAIN = 1.08  # that drafts must promise, as times and chances are estimates
+TRY_AGAIN = 32  # steps that were too slow with drafts before it is tried again: the first time, then twice as many ...
+MOST_PAUSE = 1 << 14  # ... up to so many
+MOST_REST = 32  # tokens between two looks at what a sequence repeats
+CLEAR = 0.5  # chance of a first draft for which a sequence is looked at again at once
+PAUSE = 64  # steps without a model's drafts once these do not pay: the first time, then twice as many
 
 
 class Rates:
@@ -62,28 +68,39 @@ class StepTimes:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._median: dict[tuple[int, int], float] = {}
         self._passed: dict[tuple[int, int], int] = {}
+        self._patience: dict[tuple[int, int], int] = {}
 
     def add(self, sequences: int, query_len: int, seconds: float) -> None:
         key = _bucket(sequences), query_len
         kept = self._seconds.setdefault(key, deque(maxlen=TIMES))
         kept.append(seconds)
-        if len(kept) >= FEW:
+        if len(kept) >= FEW or query_len > 1:  # one try may cost much
             self._median[key] = median(kept)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         """Seconds of a step of so many sequences, and so many tokens of each; 0: nothing is known of such sequences.
-        What was never tried is hoped to be fast."""
+        What was never tried is hoped to be fast, as far as fewer tokens were."""
         sequences, query_len = key
         number = _bucket(sequences)
-        plain = self._median.get((number, 1), 0.0)
-        return self._median.get((number, query_len), HOPED * plain)
+        found, plain = self._median.get((number, query_len)), self._median.get((number, 1), 0.0)
+        if found is not None:
+            return found
+        fewer = next((n for n in range(query_len - 1, 1, -1) if (number, n) in self._median), 1)
+        if not plain or fewer == 1:
+            return HOPED * plain
+        slower = max(0.0, self._median[number, fewer] - plain) / (fewer - 1)
+        return plain + slower * (fewer - 1 + (query_len - fewer) / 2)
+
+    def tried(self, sequences: int, query_len: int) -> bool:
+        return (_bucket(sequences), query_len) in self._median
 
     def passed_over(self, sequences: int, query_len: int) -> None:
-        """Count that a number of tokens is not used, as it is too slow. Now and then that is forgotten."""
+        """Count that a number of tokens is not used, as it is too slow. Ever more rarely that is forgotten."""
         key = _bucket(sequences), query_len
         self._passed[key] = passed = self._passed.get(key, 0) + 1
-        if passed >= TRY_AGAIN:
-            self._passed[key] = 0
+        patience = self._patience.get(key, TRY_AGAIN)
+        if passed >= patience:
+            self._passed[key], self._patience[key] = 0, min(2 * patience, MOST_PAUSE)
             self._seconds.pop(key, None)
             self._median.pop(key, None)
 
@@ -126,6 +143,7 @@ class Drafter:
         self.made_behind = 0  # ... behind so many tokens of the sequence
         self.count = 0  # tokens of the sequence when it was looked at last
         self.source = ""  # of the drafts that a step verifies now
+        self.rest = self.look_at = 0  # tokens until the next look, and tokens of the sequence when it is due
 
     def follow(self, count: int) -> None:
         """Take tokens into account that have come since, up to so many."""
@@ -133,10 +151,17 @@ class Drafter:
         for length, went_on in self.ngrams.follow():
             self.rates.add(kind_of_run(length), went_on)
 
-    def chances(self, count: int) -> list[float]:
-        """For each of the next drafts the chance that it and all before it are right."""
-        run = self.ngrams.run
-        return list(itertools.accumulate((self.rates[kind_of_run(run + i)] for i in range(count)), operator.mul))
+    def chances(self, count: int, ahead: int) -> list[float]:
+        """For each of the next drafts the chance that it and all before it are right. They follow `ahead` tokens that
+        are not known yet."""
+        run, total = self.ngrams.run, ahead + count
+        found = itertools.accumulate((self.rates[kind_of_run(run + i)] for i in range(total)), operator.mul)
+        return list(found)[ahead:]
+
+    def looked(self, promising: bool) -> None:
+        """Set when to look next: at once where drafts promise much, else ever later."""
+        self.rest = 0 if promising else min(max(1, 2 * self.rest), MOST_REST)
+        self.look_at = self.count + self.rest
 
     def model_chances(self, count: int) -> list[float]:
         """`chances` of the model's drafts."""
@@ -152,7 +177,12 @@ class Speculation:
         self._query_lens = list(query_lens)[1:]
         self._most_tokens = most_tokens
         self._model = model
-        self.model_drafts = 0  # that the ranks make of each sequence after the step for which `choose` was asked
+        # Drafts that the ranks' model makes of each sequence after the step for which `choose` was asked; 0: it rests.
+        self.model_drafts = self._query_lens[-1] - 1 if model else 0
+        self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
+        self._look_at = 0  # the call at which one of these is to be looked at
+        self._began = self._resumes = 0  # calls at which the model's last pause began, and ends
+        self._pause = PAUSE
         # Tokens behind a step's last one for which a sequence has blocks: of models that draft.
         self.lookahead = self._query_lens[-1] - 1 if model else 0
         self._rates, self._model_rates = Rates(list(FIRST_RATES)), Rates(list(MODEL_RATES))
@@ -167,27 +197,45 @@ class Speculation:
     def choose(self, sequences: list[Sequence]) -> tuple[int, dict[str, list[int]]]:
         """Tokens that a step computes of each of these sequences, which decode, and drafts by their ids."""
         count = len(sequences)
+        self._steps += 1
         if not count:  # prompts alone: what their ends want is what was wanted last
+            if self._model and not self.model_drafts and 2 * self._steps > self._began + self._resumes:
+                self.model_drafts = self._query_lens[-1] - 1
             return 1, {}
         self.model_drafts = 0
-        possible = [n for n in self._query_lens if n * count <= self._most_tokens and self._may_pay(count, n)]
+        if self._steps < self._look_at and count == self._looked:
+            return 1, {}
+        possible = self._possible(count)
         if not possible:
             return 1, {}
+        model = self._model if self._steps >= self._resumes else ""
         chances: dict[str, tuple[Drafter, list[float]]] = {}
+        due = MOST_REST
         for one in sequences:
             drafter = self._drafters.get(one.id) or self._new(one)
-            if drafter.count != len(one.tokens):
-                drafter.follow(len(one.tokens))
-            if one.grammar is not None and not one.grammar.planned_ahead:
+            known = len(one.tokens)
+            if known < drafter.look_at and not model:
+                due = min(due, drafter.look_at - known)
                 continue
-            if found := self._chances(drafter, possible[-1] - 1):
+            if drafter.count != known:
+                drafter.follow(known)
+            if one.grammar is not None and not one.grammar.planned_ahead:
+                due = 1
+                continue
+            found = self._chances(drafter, possible[-1] - 1, one.in_flight, model)
+            drafter.looked(bool(found) and found[0] >= CLEAR)
+            due = min(due, max(1, drafter.rest))
+            if found:
                 chances[one.id] = drafter, found
+        self._look_at, self._looked = self._steps + due, count
         if not chances:
             return 1, {}
         query_len = self._best(count, [found for _, found in chances.values()], possible)
+        if model:
+            self._rest_or_go_on(query_len > 1)
         if query_len == 1:
             return 1, {}
-        self.model_drafts = query_len - 1 if self._model else 0
+        self.model_drafts = query_len - 1 if model else 0
         drafts = {}
         for name, (drafter, _) in chances.items():
             if drafter.source:
@@ -198,13 +246,37 @@ class Speculation:
                 drafts[name] = guessed
         return (query_len, drafts) if drafts else (1, {})
 
-    def _chances(self, drafter: Drafter, count: int) -> list[float]:
+    def _rest_or_go_on(self, pays: bool) -> None:
+        """Have the model rest where drafts do not pay, ever longer. Then it counts as often right as at first."""
+        if pays:
+            if self._steps >= self._resumes + self._pause:
+                self._pause = PAUSE
+            return
+        self._began, self._resumes = self._steps, self._steps + self._pause
+        self._pause = min(2 * self._pause, MOST_PAUSE)
+        self._model_rates = Rates(list(MODEL_RATES))
+        for drafter in self._drafters.values():
+            drafter.model_rates = Rates(self._model_rates)
+
+    def _chances(self, drafter: Drafter, count: int, ahead: int, model: str) -> list[float]:
         """The chances of a sequence's drafts, by the source that promises most; the model's also where it has yet to
         make them."""
-        repeated = drafter.chances(count) if drafter.ngrams.run else []
-        made = drafter.model_chances(count) if self._model else []
-        drafter.source = self._model if sum(made) >= sum(repeated) else ""
+        repeated = drafter.chances(count, ahead) if drafter.ngrams.run else []
+        made = drafter.model_chances(count) if model else []
+        drafter.source = model if sum(made) >= sum(repeated) else ""
         return made if drafter.source else repeated
+
+    def _possible(self, count: int) -> list[int]:
+        """Tokens of each of so many sequences that may pay: those tried, and of the others the fewest."""
+        found = []
+        for query_len in self._query_lens:
+            if query_len * count > self._most_tokens:
+                break
+            if self._may_pay(count, query_len):
+                found.append(query_len)
+            if not self._times.tried(count, query_len):
+                break
+        return found
 
     def _may_pay(self, count: int, query_len: int) -> bool:
         """Whether such a step would pay if all drafts were right."""
@@ -215,12 +287,15 @@ class Speculation:
         return pays
 
     def _best(self, count: int, chances: list[list[float]], possible: list[int]) -> int:
-        """The tokens of each sequence that give most tokens a second. chances: of the drafts of those that have any."""
-        best, most = 1, GAIN * count / self._times[count, 1]
+        """The tokens of each sequence that give most tokens a second, where sequences are not slower on the whole, by
+        the geometric mean: those without drafts wait for the others'. chances: of the drafts of those that have any."""
+        plain = self._times[count, 1]
+        best, most = 1, GAIN * count / plain
         for query_len in possible:
-            tokens = count + sum(sum(found[: query_len - 1]) for found in chances)
-            if tokens / self._times[count, query_len] > most:
-                best, most = query_len, tokens / self._times[count, query_len]
+            each, seconds = [1 + sum(found[: query_len - 1]) for found in chances], self._times[count, query_len]
+            tokens = count + sum(each) - len(each)
+            if tokens / seconds > most and sum(map(math.log, each)) >= count * math.log(seconds / plain):
+                best, most = query_len, tokens / seconds
             elif tokens > GAIN * HOPED * count:
                 self._times.passed_over(count, query_len)
         return best
@@ -249,6 +324,7 @@ class Speculation:
 
     def ended(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.id, None)
+        self._look_at = 0  # another may have come
         self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
 
     def took(self, sequences: int, query_len: int, tokens: int, seconds: float) -> None:

@@ -25,7 +25,7 @@ class ScheduledStep:
     @property
     def speculative(self) -> bool:
         """Whether only the ranks know how many tokens it adds."""
-        return self.query_len > 1 or self.plan.wanted > 0
+        return self.query_len > 1 or (self.plan.wanted > 0 and bool(self.sampled))
 
     @property
     def decodes_only(self) -> bool:
@@ -134,7 +134,7 @@ class PlannedStep:
             query_len=query_len,
             drafts=b"".join(_filled(one, query_len - 1) for one in drafts),
             rejected=rejected,
-            wanted=self.wanted if sampled else 0,
+            wanted=self.wanted,
         )
         # A sequence's length counts the (first) token that this step samples.
         constrained = [

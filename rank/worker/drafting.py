@@ -1,9 +1,9 @@
 """Runs a draft model on one rank of the last pipeline stage: over each step's tokens, and on from them.
 
-It runs once the target has sampled. So it has keys and values of all that the target has, also of steps that want no
-drafts. A draft is chosen as the target chooses: the largest of logits plus noise that is a hash of seed, position and
-token. Where both make much the same logits, both choose the same token, also at a temperature (coupling by Gumbel
-noise). Its drafts never change a text.
+It runs once the target has sampled, in steps that want drafts. Of the tokens of other steps it has no keys and values:
+older ones or zeros are in their places, which makes a sequence's further drafts worse. A draft is chosen as the target
+chooses: the largest of logits plus noise that is a hash of seed, position and token. Where both make much the same
+logits, both choose the same token, also at a temperature (coupling by Gumbel noise). Its drafts never change a text.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ class Drafting:
         self.recorded = Recorded(source) if on_cpu else None  # None: nothing is replayed
 
     def step(self, step: DraftStep) -> Tensor | None:
-        """Drafts [R, wanted] int64, equal on all ranks of the tensor group; None where none are wanted. Collective over
+        """Drafts [R, wanted] int64, equal on all ranks of the tensor group; None where no row samples. Collective over
         the group."""
         made = self._follow(step)
-        if not step.wanted or not len(step.rows):
+        if not len(step.rows):
             return None
         return self._chain(step, made[step.newest] if self.source.FOLLOWS else None)
 

@@ -308,24 +308,25 @@ class ModelRunner:
             self.swap.apply(plan)
         self._enter(plan)
         self._receive_ids(self._owed(scheduled.rows))
+        drafts = self._drafting is not None and plan.wanted > 0
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         embeddings = self._images.embeddings(scheduled)
-        eager = every or embeddings is not None
-        if self._graphs is not None and self._graphs.supports(scheduled) and not eager:
+        if self._graphs is not None and self._graphs.supports(scheduled) and not every and embeddings is None:
             replayed, sampled_rows = self._graphs.replay(scheduled)
             output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
-            if self._drafting is None:
+            if not drafts:
                 return output
             of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
             return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
-        drafts = self._drafting is not None
-        if self._piecewise is not None and self._piecewise.supports(scheduled) and not (eager or drafts):
+        every = every or drafts or bool(self.model.aux_layers)  # these are of all tokens
+        eager = every or embeddings is not None
+        if self._piecewise is not None and self._piecewise.supports(scheduled) and not eager:
             sampled, sampled_rows = self._piecewise.replay(scheduled)
             if not len(sampled_rows):
                 return DeviceOutput()
             return self._sample(sampled, sampled_rows, scheduled, plan.step)
         last_token_only, min_tokens = self.mesh.last, self._limits.microbatch_tokens
-        if every or drafts:
+        if every:
             last_token_only, min_tokens = False, 0
         if embeddings is not None:
             min_tokens = 0
