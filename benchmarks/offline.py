@@ -1,8 +1,10 @@
 """Requests without text or HTTP, measured as vLLM's LLM.generate is measured; one JSON line for each result.
 
     python benchmarks/offline.py --config llama3-8b --tp 1 [--parts abc] [--reps 3]
+    python benchmarks/offline.py --config qwen3.5-27b --parts a --batches 1,16 --prompt 8000 --speculate mtp \
+        --accept 3.39/3
 
-(a) decode: B prompts of 128 tokens; ms per token step = (t(256 new) - t(32 new)) / 224
+(a) decode: B prompts of 128 tokens, or --prompt; ms per token of each = (t(256 new) - t(32 new)) / 224
 (b) prefill: one prompt of max_model_len - 1 tokens, 16 of 1024; 1 new token
 (c) mixed: 512 requests, prompt U[64, 1024], output U[64, 512], seed 0
 (m) arrivals: B sequences of 128 tokens decode 150, and at every sixth step a prompt comes whose first token is wanted:
@@ -11,6 +13,10 @@
 (p) on a GPU, in addition: the time of a decode step of (a), kernel by kernel
 (q) the same of the one prompt of (b)
 (t) the same of all of (c), with steps of prompts apart
+
+With --accept L/K each step of (a) verifies K drafts of each sequence, of which as many are taken for right as give L
+tokens on average (acceptance.py); one of a model's head where --speculate says so, which is computed too. `accepted`
+of the result is what it was.
 
 Weights are random unless --load-format is another. `start` ends with the first token. The ranks, the model, the
 scheduler and its step loop are the server's.
@@ -30,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from phalanx.benchmarks import budget, constrained
+from phalanx.benchmarks import acceptance, budget, constrained
 from phalanx.benchmarks import step as bench
 from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
 from phalanx.rank import __main__ as program
@@ -39,6 +45,8 @@ from phalanx.rank.model.base import Model
 from phalanx.rank.options import Options
 from phalanx.rank.scheduler.grammar import Grammar, Grammars
 from phalanx.rank.scheduler.replica import Replica
+from phalanx.rank.scheduler.speculation import Speculation
+from phalanx.rank.worker.engine import Engine, Limits
 
 ARRIVING = 64, 256, 512, 1024, 2048  # tokens of prompts that come while others decode
 DECODED, EVERY = 150, 6  # tokens of those; steps between two prompts
@@ -54,6 +62,8 @@ class Ask(msgspec.Struct):
     n_mixed: int
     started: float  # time.time() when the program began
     ep: int = 1
+    prompt: int = 128
+    accept: str = ""
 
 
 class OfflineRank(program.Rank):
@@ -61,12 +71,30 @@ class OfflineRank(program.Rank):
 
     def connect(self) -> None: ...
 
+    def _steps(self, engine: Engine, limits: Limits, lines: program.Lines) -> int:
+        self.vocab_size = engine.model.vocab_size
+        if accept():
+            acceptance.force(engine.runner)
+        return super()._steps(engine, limits, lines)
+
+    def _speculation(self, limits: Limits, stages: int) -> Speculation | None:  # type: ignore[override]
+        if not (found := accept()):
+            return super()._speculation(limits, stages)
+        model = limits.draft_model if stages == 1 else ""
+        most = limits.max_num_seqs * limits.query_lens[-1]
+        return acceptance.Wanted(*acceptance.parsed(found), self.vocab_size, limits.query_lens, most, model)
+
     def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         (replica,) = replicas
         offline = Offline(msgspec.json.decode(os.environ[bench.ASK], type=Ask), replica, model.vocab_size)
         offline.run(self.options.max_num_seqs)
         replica.executor.start(protocol.Plan(step=-1, stop=0))
         return 0
+
+
+def accept() -> str:
+    """--accept, on a rank."""
+    return msgspec.json.decode(os.environ[bench.ASK], type=Ask).accept
 
 
 class Offline:
@@ -166,7 +194,8 @@ class Offline:
 
     def decode(self, batch: int, grammar: str = "") -> float:
         """Milliseconds of a step."""
-        short, long, length = 32, 256, 128
+        short, long, length = 32, 256, self.ask.prompt
+        before = self._verified()
 
         def times(new: int, count: int) -> list[float]:
             made = ([self.prompt(length) for _ in range(batch)] for _ in range(count))
@@ -179,8 +208,18 @@ class Offline:
         what = "constrained decode" if grammar else "decode"
         self.say(what=what, batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
                  ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1),
-                 total_s=round(min(longs), 4), short_s=round(min(shorts), 4))  # fmt: skip
+                 total_s=round(min(longs), 4), short_s=round(min(shorts), 4), **self._accepted(before))  # fmt: skip
         return ms
+
+    def _verified(self) -> tuple[int, int]:
+        """How often a sequence had drafts, and how many were accepted."""
+        counts = self.scheduler.speculation.counts.values() if self.scheduler.speculation is not None else ()
+        return sum(one.drafts for one in counts), sum(sum(one.accepted) for one in counts)
+
+    def _accepted(self, before: tuple[int, int]) -> dict[str, Any]:
+        """Tokens that a step with drafts has given a sequence since then."""
+        drafts, right = (now - then for now, then in zip(self._verified(), before, strict=True))
+        return {"accept": self.ask.accept, "accepted": round(1 + right / drafts, 2)} if drafts else {}
 
     def budget(self, batch: int) -> None:
         """The step of part (a) in the middle of its 256 tokens."""
@@ -259,7 +298,16 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"), help="of the KV cache")
     parser.add_argument("--quantized", choices=QUANTIZED, help="a checkpoint that is quantised so")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompts of (a)")
+    parser.add_argument(
+        "--speculate", default="", help="what guesses tokens: ngram, mtp; none unless --accept is given"
+    )
+    parser.add_argument("--accept", default="", metavar="L/K", help="tokens that a step with K drafts gives on average")
     asked = parser.parse_args()
+    try:
+        drafts = acceptance.parsed(asked.accept)[1] if asked.accept else 0
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as made:
         config = CONFIGS.get(asked.config) or json.loads(Path(asked.config).read_text())
         if asked.quantized:
@@ -269,10 +317,12 @@ def main() -> None:
             model=made, ranks=asked.tp, tp=asked.tp, ep=asked.ep, dtype=asked.dtype, isq=asked.isq, device=asked.device,
             kv_cache_dtype=asked.kv_cache_dtype, prefix_cache=False, load_format=asked.load_format,
             max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_num_batched_tokens=asked.max_num_batched_tokens, num_speculative_tokens=drafts,
+            speculate=asked.speculate or ("ngram" if asked.accept else "none"),
         )  # fmt: skip
         batches = [int(b) for b in asked.batches.split(",")]
-        ask = Ask(asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep)
+        of = asked.config, asked.tp, asked.parts, batches, asked.reps, asked.n_mixed, started, asked.ep
+        ask = Ask(*of, asked.prompt, asked.accept)
         raise SystemExit(bench.run_ranks(options, ask, __file__, None).returncode)
 
 

@@ -20,6 +20,13 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm
 QWEN3_MOE = QWEN3 | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
                          num_experts_per_tok=8, norm_topk_prob=True, head_dim=128, vocab_size=151936,
                          max_position_embeddings=40960)  # fmt: skip
+# With a head for multi-token prediction, and without the vision tower.
+QWEN3_5: dict[str, Any] = dict(
+    model_type="qwen3_5_text", architectures=["Qwen3_5ForCausalLM"], vocab_size=248320, head_dim=256,
+    rms_norm_eps=1e-6, partial_rotary_factor=0.25, rope_theta=10000000.0, max_position_embeddings=262144,
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+    mtp_num_hidden_layers=1,
+)  # fmt: skip
 # Only gpt-oss's experts are quantised.
 GPT_OSS_PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
@@ -31,6 +38,13 @@ CONFIGS: dict[str, dict[str, Any]] = LLAMAS | {
                                       num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4),
     "qwen3-235b-a22b": QWEN3_MOE | dict(hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
                                         num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4),
+    "qwen3.5-27b": QWEN3_5 | dict(hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+                                  num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": QWEN3_5 | dict(model_type="qwen3_5_moe_text", architectures=["Qwen3_5MoeForCausalLM"],
+                                      hidden_size=2048, num_hidden_layers=40, num_attention_heads=16,
+                                      num_key_value_heads=2, linear_num_value_heads=32, num_experts=256,
+                                      num_experts_per_tok=8, moe_intermediate_size=512,
+                                      shared_expert_intermediate_size=512),
     "deepseek-v2-lite": dict(model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], hidden_size=2048,
                              intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
                              n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, num_hidden_layers=27,
