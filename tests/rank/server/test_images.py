@@ -137,7 +137,7 @@ def test_a_prompt_with_images(seeing):
     assert answer.body["usage"]["prompt_tokens"] == len(tokens)
     places = [(one.length, one.rows, one.columns) for one in request.pictures]
     assert places == [(6, 3, 2), (10, 2, 5), (6, 3, 2)] and len(request.pixels) == 2
-    image_token = seeing.sessions.text.tokenizer.added["<|image|>"]
+    image_token = seeing.engine.text.tokenizer.added["<|image|>"]
     for one in request.pictures:
         assert set(tokens[one.start : one.start + one.length]) == {image_token}
     assert tokens.count(image_token) == 22
