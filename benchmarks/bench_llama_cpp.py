@@ -26,7 +26,7 @@ import numpy as np
 from phalanx.benchmarks.shapes import CONFIGS
 
 CONTEXT = 2048
-MOST = 512  # tokens of one call
+MAX_TOKENS = 512  # tokens of one call
 QUIET = llama_cpp.llama_log_callback(lambda *_: None)  # called as long as the library is
 FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4km": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
@@ -87,7 +87,7 @@ class Engine:
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         asked = llama_cpp.llama_context_default_params()
         asked.n_ctx = CONTEXT * sequences
-        asked.n_batch = asked.n_ubatch = MOST
+        asked.n_batch = asked.n_ubatch = MAX_TOKENS
         asked.n_seq_max = sequences
         asked.n_threads = asked.n_threads_batch = threads
         asked.type_k = asked.type_v = llama_cpp.GGML_TYPE_F32
@@ -95,7 +95,7 @@ class Engine:
         if not model or not self._context:
             raise SystemExit("bench_llama_cpp.py: llama.cpp could not make the model or its context")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self._batch = llama_cpp.llama_batch_init(max(MOST, sequences), 0, 1)
+        self._batch = llama_cpp.llama_batch_init(max(MAX_TOKENS, sequences), 0, 1)
         self._random = np.random.default_rng(1)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
@@ -107,8 +107,8 @@ class Engine:
         start = time.perf_counter()
         chosen = []
         for sequence, ids in enumerate(prompts):
-            for at in range(0, len(ids), MOST):
-                part = ids[at : at + MOST]
+            for at in range(0, len(ids), MAX_TOKENS):
+                part = ids[at : at + MAX_TOKENS]
                 rows = [(token, at + i, sequence) for i, token in enumerate(part)]
                 last = self._decode(rows, [len(rows) - 1])
             chosen += last

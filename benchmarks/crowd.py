@@ -39,7 +39,7 @@ from phalanx.launcher.commands.bench.run import many_files
 
 HERE = Path(__file__).resolve().parent
 MAX_MEMORY = 300  # MB
-MOST_LEFT = 50  # MB that the allocator and warm caches may keep
+MAX_LEFT = 50  # MB that the allocator and warm caches may keep
 WARM_FILES = 8  # descriptors of text workers that large prompts start, and that stay warm
 SETTLE = 30.0  # seconds for the server to see that everybody has gone
 GAUGES = ("phalanx_sequences_open", "phalanx_requests_running", "phalanx_requests_waiting")
@@ -192,7 +192,7 @@ async def settled(client: Client, server: Server, files: int, memory: float) -> 
     while True:
         left = await gauges(client)
         left |= {"files": max(0, server.num_fds() - files - WARM_FILES), "mb": server.megabytes() - memory}
-        over = left["mb"] > MOST_LEFT or any(value > 0 for name, value in left.items() if name != "mb")
+        over = left["mb"] > MAX_LEFT or any(value > 0 for name, value in left.items() if name != "mb")
         if not over or time.perf_counter() > until:
             return left
         await asyncio.sleep(0.2)
@@ -227,7 +227,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "every polite stream is whole": not without.errors + large.errors and bool(without.streams and large.streams),
         "first token: median at most twice": large.median <= 2 * without.median,
         f"the server process under {MAX_MEMORY} MB": max(without.peak, large.peak) < MAX_MEMORY,
-        "nothing open or leaked": left["mb"] <= MOST_LEFT and not any(v > 0 for k, v in left.items() if k != "mb"),
+        "nothing open or leaked": left["mb"] <= MAX_LEFT and not any(v > 0 for k, v in left.items() if k != "mb"),
     }
     return {
         "without_large": without.figures(),

@@ -35,7 +35,7 @@ from torch import Tensor
 
 ROWS = 1, 2, 4, 8, 16, 64, 256, 1024, 8192
 CHOICES = 12  # different ones of as many calls
-MOST_BYTES = 20e9  # of all copies of the weights
+MAX_BYTES = 20e9  # of all copies of the weights
 
 
 class Shape(NamedTuple):
@@ -61,7 +61,7 @@ class Layers:
     def __init__(self, shape: Shape, formats: Sequence[str] = ()):
         self.shape = experts, _, hidden, inner = shape
         size = experts * 3 * hidden * inner * 2
-        count = max(2, min(4, int(MOST_BYTES / size)))
+        count = max(2, min(4, int(MAX_BYTES / size)))
         self.routers = [randn(experts, hidden) * hidden**-0.5 for _ in range(count)]
         self.w13 = [randn(experts, 2 * inner, hidden).mul_(hidden**-0.5) for _ in range(count)]
         self.w2 = [randn(experts, hidden, inner).mul_(inner**-0.5) for _ in range(count)]
@@ -137,7 +137,7 @@ def kernels_of(w13: Stack, w2: Stack) -> dict[str, quantized_experts.Configs]:
     if quantized_experts.choose_wgmma(1, 1, w13, w2, device_caps(torch.device("cuda"))):
         outputs = quantized_experts.OUTPUTS, quantized_experts.MORE_OUTPUTS
         for tile in itertools.product(quantized_experts.WGMMA_TILES.values(), outputs):
-            if tile[1] == outputs[0] or tile[0] <= quantized_experts.MOST_ROWS_OF_MORE:
+            if tile[1] == outputs[0] or tile[0] <= quantized_experts.MAX_ROWS_OF_MORE:
                 configs = (quantized_experts.wgmma_config(*tile, one) for one in (w13, w2))
                 found["wgmma, tiles of {} by {}".format(*tile)] = quantized_experts.Configs(*configs)
     up, down = (quantized_experts.choose_pipeline(one) for one in (w13, w2))

@@ -19,7 +19,7 @@ _RING = 8  # broadcasts in flight: one a pipeline stage, one being planned, and 
 SLEEP_SHORTEST, SLEEP_LONGEST = 50e-6, 300e-6  # seconds between polls for a plan while the job is busy
 # The sleep between polls is a sixteenth of a long step, up to a millisecond: a plan comes a step ahead, and each poll
 # takes the GIL from the thread that launches a step's kernels.
-OF_STEP, SLEEP_MOST = 1 / 16, 1e-3
+OF_STEP, SLEEP_CAP = 1 / 16, 1e-3
 QUIET_AFTER = 0.05  # seconds without a plan after which a follower waits for a wake-up instead of polling
 # How long it waits before it polls once without a wake-up, first and at most, in seconds. A plan that took longer than
 # QUIET_AFTER, as on a host that stood still, comes after its wake-up. Each wake-up costs an idle rank processor time.
@@ -121,7 +121,7 @@ class MpiPlanBroadcast:
         return data
 
     def _wait(self, request: Any) -> None:
-        sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_MOST)
+        sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_CAP)
         quiet, idle = time.monotonic() + QUIET_AFTER, IDLE_SHORTEST
         while not request.Test():
             if time.monotonic() < quiet:

@@ -12,7 +12,7 @@ import msgspec
 
 from . import protocol
 
-MOST = 1 << 20  # bytes that are sent at a time
+MAX_CHUNK = 1 << 20  # bytes that are sent at a time
 
 
 class FramedSocket:
@@ -54,7 +54,7 @@ class FramedSocket:
                 try:
                     while self._out:
                         # A copy: a handler that runs within `send` could not append to a buffer that is in use.
-                        del self._out[: self.socket.send(self._out[:MOST])]
+                        del self._out[: self.socket.send(self._out[:MAX_CHUNK])]
                 finally:
                     self._flushing = False
 

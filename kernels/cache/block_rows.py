@@ -19,7 +19,7 @@ from .. import jit
 THREADS = 256
 UNITS = torch.int64, torch.int32, torch.int16, torch.uint8  # what rows are to torch: the widest that fits
 PAIR = torch.bfloat16  # two bytes; an access of the kernel has up to eight times as many
-MOST = 16  # bytes of it
+MAX_ACCESS = 16  # bytes of it
 
 
 class BlockRows:
@@ -33,7 +33,7 @@ class BlockRows:
         self.parts = [x.view(self.unit) for x in parts]
         self._lengths = [x.shape[1] for x in self.parts]
         self.width = sum(self._lengths)
-        self._access = math.gcd(MOST, *sizes, *(x.data_ptr() for x in parts))  # bytes
+        self._access = math.gcd(MAX_ACCESS, *sizes, *(x.data_ptr() for x in parts))  # bytes
         self.by_kernel = parts[0].is_cuda and self._access % PAIR.itemsize == 0
         if self.by_kernel:
             begins = itertools.accumulate(sizes, initial=0)

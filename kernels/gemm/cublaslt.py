@@ -20,7 +20,7 @@ from torch.nn.functional import linear as torch_linear
 
 from ..device import current_stream
 
-MOST = 8  # proposals for a GEMM
+MAX_PROPOSALS = 8  # proposals for a GEMM
 KEPT = 4096  # plans: steps with prompts may have any number of rows
 WORKSPACE = 32 << 20  # bytes; as many as torch gives the library on Hopper
 ALIGNED = 256  # bytes; what the library supposes of addresses unless told otherwise
@@ -119,9 +119,16 @@ class Library:
     def proposals(self, sizes: GemmShape, rows: int) -> list[bytes]:
         """Algorithms; the first is what the library deems the fastest. Each may serve other numbers of rows, too."""
         layouts = self._layouts(sizes, rows)
-        found, count = (_Proposal * MOST)(), _INT()
+        found, count = (_Proposal * MAX_PROPOSALS)(), _INT()
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._matmul(sizes), *layouts, layouts[-1], self._wishes, MOST, found, ctypes.byref(count)
+            self._handle,
+            self._matmul(sizes),
+            *layouts,
+            layouts[-1],
+            self._wishes,
+            MAX_PROPOSALS,
+            found,
+            ctypes.byref(count),
         )
         if status:  # there is none
             return []

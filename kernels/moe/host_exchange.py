@@ -25,7 +25,7 @@ THREADS = 256  # of a block
 BLOCKS = 32  # that read host memory at once: half a megabyte under way, where PCIe takes a tenth of it; more are slower
 ADOPTING = 64  # blocks that copy experts into their slots
 BRINGING = 64  # that bring experts from the host to their slots, a quarter or half of a megabyte under way
-MOST = THREADS  # experts of a list
+MAX_LISTED = THREADS  # experts of a list
 UNIT = 8 << 10  # bytes that a block of `collect_only` makes over at once, and the most of a unit
 ADDED = "RESIDENT", "COPIED", "OWN", "OWED"  # what resident and copied experts make, and `Made`
 LINE = 32  # int32 of two cache lines: flags do not share one
@@ -43,7 +43,7 @@ class Exchange:
     """The exchange of one rank with a GPU: layers use it one after the other."""
 
     def __init__(self, device: torch.device):
-        self._flags = host_memory.zeros((2 * LINE + 1 + MOST,), torch.int32, pin=True)
+        self._flags = host_memory.zeros((2 * LINE + 1 + MAX_LISTED,), torch.int32, pin=True)
         host_memory.check_pinned("experts in host memory", [self._flags])
         self.sent, self.made, self.list = self._flags[:LINE], self._flags[LINE : 2 * LINE], self._flags[2 * LINE :]
         self.state = torch.zeros(5, dtype=torch.int32, device=device)
@@ -97,7 +97,7 @@ def supports(device: torch.device) -> bool:
 
 def takes(parts: Sequence[Part]) -> bool:
     """Whether `fetch` copies these."""
-    return all(len(part.here) <= MOST and len(part.there) < 1 << 16 for part in parts) and all(
+    return all(len(part.here) <= MAX_LISTED and len(part.there) < 1 << 16 for part in parts) and all(
         part.there.is_pinned() and part.there.is_contiguous() and part.there[0].nbytes % 16 == 0 == x.data_ptr() % 16
         for part in parts
         for x in part
@@ -121,7 +121,7 @@ def table(parts: Sequence[Part], device: torch.device) -> Tensor:
 
 def arrive(parts: Sequence[Arriving]) -> bool:
     """Whether `collect_only` brings these."""
-    both = [Part(one.there, one.slots[:MOST]) for one in parts], [Part(one.slots, one.slots) for one in parts]
+    both = [Part(one.there, one.slots[:MAX_LISTED]) for one in parts], [Part(one.slots, one.slots) for one in parts]
     if not takes(both[0]) or not adopts(both[1]):
         return False
     permutation = [one.permutation for one in parts if one.permutation is not None]

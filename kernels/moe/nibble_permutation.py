@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST = 1 << 15  # bytes of a unit: the numbers of its nibbles have 16 bits
+MAX_UNIT_BYTES = 1 << 15  # bytes of a unit: the numbers of its nibbles have 16 bits
 
 
 class Permutation(NamedTuple):
@@ -31,7 +31,7 @@ def find(make: Callable[[Tensor], Tensor], given: Tensor) -> Permutation | None:
     if given.dtype != torch.uint8 or flips.dtype != torch.uint8 or not given.numel() or not flips.numel():
         return None
     units = math.prod(given.shape[:-2]) * math.gcd(given.shape[-2], flips.shape[-2])
-    if given.numel() % units or flips.numel() % units or (size := given.numel() // units) > MOST:
+    if given.numel() % units or flips.numel() % units or (size := given.numel() // units) > MAX_UNIT_BYTES:
         return None
     flips = flips.reshape(units, -1)[0]
     numbers = torch.arange(2 * size, dtype=torch.int32, device=given.device).view(size, 2)

@@ -263,7 +263,7 @@ WGMMA_TILES = {10: 16, 24: 32, 32: 48, 48: 64, 64: 96, 1 << 30: 128}
 # Outputs of a tile. Of 384 tiles of up to 32 routed tokens took 4 to 6 % less of MXFP4 than of 256, where as few waves
 # of blocks make as many outputs; tiles of 48 routed tokens and more took up to 16 % longer. 512 took 5 % less of Q4_K,
 # and 37 % more of MXFP4.
-OUTPUTS, MORE_OUTPUTS, MOST_ROWS_OF_MORE = 256, 384, 32
+OUTPUTS, MORE_OUTPUTS, MAX_ROWS_OF_MORE = 256, 384, 32
 LENGTHS = (320, 256, 192, 128, 64)  # inputs of a chunk
 LEAST_STAGES, MAX_STAGES = 4, 16
 
@@ -299,7 +299,7 @@ def _outputs(rows: int, stack: Stack, num_sms: int) -> int:
     def work(outputs: int) -> int:
         return -(-stack.shape[0] * -(-stack.shape[1] // outputs) // num_sms) * outputs
 
-    return MORE_OUTPUTS if rows <= MOST_ROWS_OF_MORE and work(MORE_OUTPUTS) <= work(OUTPUTS) else OUTPUTS
+    return MORE_OUTPUTS if rows <= MAX_ROWS_OF_MORE and work(MORE_OUTPUTS) <= work(OUTPUTS) else OUTPUTS
 
 
 def wgmma_config(rows: int, outputs: int, stack: Stack) -> WgmmaExpertsConfig:

@@ -20,7 +20,7 @@ struct Choose {
     double scale;
 };
 
-static const int64_t MOST = 1024;  // experts, as ROUTE_EXPERTS in router.py
+static const int64_t MAX_EXPERTS = 1024;  // experts, as ROUTE_EXPERTS in router.py
 
 template <typename T> void logits(const Logits& a, int part, int parts) {
     Share share(a.experts, part, parts);
@@ -62,8 +62,8 @@ static int64_t argmax(const float* x, const bool* taken, int64_t count) {
 // Marks the experts of all groups but the best ones as taken.
 static void choose_groups(const Choose& a, const float* ranks, bool* taken) {
     int64_t size = a.experts / a.groups;
-    float worth[MOST];
-    bool out[MOST] = {};
+    float worth[MAX_EXPERTS];
+    bool out[MAX_EXPERTS] = {};
     for (int64_t g = 0; g < a.groups; g++) {
         worth[g] = 0;
         for (int64_t n = 0; n < a.group_top; n++) {
@@ -82,8 +82,8 @@ static void choose_groups(const Choose& a, const float* ranks, bool* taken) {
 
 static void choose(const Choose& a, int part, int parts) {
     Share share(a.tokens, part, parts);
-    float ranks[MOST];
-    bool taken[MOST];
+    float ranks[MAX_EXPERTS];
+    bool taken[MAX_EXPERTS];
     for (int64_t t = share.first; t < share.last; t++) {
         float *scores = a.scores + t * a.experts, *weights = a.weights + t * a.top, total = a.sigmoid ? 1e-20f : 0;
         score(scores, a.experts, a.sigmoid);

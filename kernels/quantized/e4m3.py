@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cpp import ops
 from . import cuda_layouts, e4m3_cpu, floats
-from .e4m3_rows import MOST
+from .e4m3_rows import E4M3_MAX
 
 GROUP = cuda_layouts.E4M3.inputs
 UNITS = 512, 256, 128, 64, GROUP  # inputs of a scale: the first of which a rank has whole ones
@@ -45,9 +45,9 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 def encode_reference(weight: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, unit))
     # Divided by a tensor: by a Python number, GPUs multiply with the reciprocal, which rounds differently.
-    scales = groups.abs().amax(2) / torch.full((), MOST, device=weight.device)
+    scales = groups.abs().amax(2) / torch.full((), E4M3_MAX, device=weight.device)
     by = torch.where(scales == 0, 1, scales).unsqueeze(2)
-    codes = (groups / by).clamp(-MOST, MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = (groups / by).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.flatten(1), scales
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import jit
 from ..norm import norm
 
-MOST = 448.0  # the largest number of e4m3
+E4M3_MAX = 448.0  # the largest number of e4m3
 SMALLEST = 1e-35  # as in e4m3_scale.cuh
 MAX_THREADS = 512  # of a block of e4m3_encode.cuh
 NORM_VECTOR = 8  # elements that e4m3_norm.cu takes at once
@@ -61,8 +61,8 @@ def encode_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [T, I], in the order of packed tiles, and scales f32 [T]: max|x| / 448. Rows of nothing above
     SMALLEST are zeros."""
     most = x.float().abs().amax(1, keepdim=True)
-    by = torch.full_like(most, MOST) / most  # a number over a tensor would be rounded twice
-    values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    by = torch.full_like(most, E4M3_MAX) / most  # a number over a tensor would be rounded twice
+    values = torch.where(most > SMALLEST, x.float() * by, 0).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     # Axes of 16 inputs: a byte's first bit, a lane's t, the second bit.
     codes = values.view(torch.uint8).reshape(len(x), x.shape[1] // 16, 2, 4, 2)
-    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / MOST).squeeze(1)
+    return codes.permute(0, 1, 3, 4, 2).reshape(x.shape), (most / E4M3_MAX).squeeze(1)

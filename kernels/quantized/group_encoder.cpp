@@ -69,12 +69,12 @@ template <int MIDDLE> INLINE void centred(const Weights& x, Group& y) {
     to_codes(x, 0, scale, MIDDLE, 2 * MIDDLE - 1, y.codes);
 }
 
-template <int MOST> INLINE void spanned(const Weights& x, Group& y) {
+template <int MAX_CODE> INLINE void spanned(const Weights& x, Group& y) {
     float low, high;
     find_ends(x, low, high);
-    const float scale = (high - low) / MOST;
+    const float scale = (high - low) / MAX_CODE;
     y.factors[0] = narrow<f16>(scale), y.factors[1] = narrow<f16>(low);
-    to_codes(x, low, scale, 0, MOST, y.codes);
+    to_codes(x, low, scale, 0, MAX_CODE, y.codes);
 }
 
 // A block: scale and perhaps minimum, fifth bits of codes that have one, the other bits.

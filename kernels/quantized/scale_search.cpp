@@ -180,7 +180,7 @@ INLINE void super_with_minima(const float* x, const float* scales, const float* 
         y.factors[i] = narrow<f16>(most > F16_MAX ? F16_MAX : most);
         to_numbers(found[i], COUNT, y.factors[i], 0, K::NUMBERS, y.numbers[i]);
     }
-    to_codes<K>(x, y, 0, K::MOST, 0);
+    to_codes<K>(x, y, 0, K::MAX_CODE, 0);
 }
 
 // ggml_encoders.signed, likewise: numbers are int8.
@@ -193,7 +193,7 @@ template <typename K> INLINE void super_signed(const float* x, const float* scal
     largest = largest > F16_MAX ? F16_MAX : largest;
     y.factors[0] = narrow<f16>(largest < -F16_MAX ? -F16_MAX : largest);
     to_numbers(scales, COUNT, y.factors[0], -K::NUMBERS, K::NUMBERS - 1, y.numbers[0]);
-    to_codes<K>(x, y, -K::MOST, K::MOST - 1, K::MOST);
+    to_codes<K>(x, y, -K::MAX_CODE, K::MAX_CODE - 1, K::MAX_CODE);
 }
 
 // The 12 bytes of eight scales and eight minima of 6 bits (KScales.write of ggml_types.py).
@@ -209,7 +209,7 @@ INLINE uint8_t* join_k_scales(const Super& x, uint8_t* y) {
 
 struct Q2K {
     static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 16, MOST = 3, NUMBERS = 15, BYTES = 84;
+    static constexpr int SIZE = 16, MAX_CODE = 3, NUMBERS = 15, BYTES = 84;
 
     static INLINE void write(Super& x, uint8_t* y) {
         for (int g = 0; g < 16; g++) *y++ = x.numbers[0][g] | x.numbers[1][g] << 4;
@@ -220,7 +220,7 @@ struct Q2K {
 
 struct Q3K {
     static constexpr bool MINIMA = false;
-    static constexpr int SIZE = 16, MOST = 4, NUMBERS = 32, BYTES = 110;
+    static constexpr int SIZE = 16, MAX_CODE = 4, NUMBERS = 32, BYTES = 110;
 
     static INLINE void write(Super& x, uint8_t* y) {
         y = join<32, 1, 2>(x.codes, y);
@@ -234,7 +234,7 @@ struct Q3K {
 
 struct Q4K {
     static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 32, MOST = 15, NUMBERS = 63, BYTES = 144;
+    static constexpr int SIZE = 32, MAX_CODE = 15, NUMBERS = 63, BYTES = 144;
 
     static INLINE void write(Super& x, uint8_t* y) {
         y = join_k_scales(x, append(x.factors, 4, y));
@@ -244,7 +244,7 @@ struct Q4K {
 
 struct Q5K {
     static constexpr bool MINIMA = true;
-    static constexpr int SIZE = 32, MOST = 31, NUMBERS = 63, BYTES = 176;
+    static constexpr int SIZE = 32, MAX_CODE = 31, NUMBERS = 63, BYTES = 176;
 
     static INLINE void write(Super& x, uint8_t* y) {
         y = join_k_scales(x, append(x.factors, 4, y));
@@ -255,7 +255,7 @@ struct Q5K {
 
 struct Q6K {
     static constexpr bool MINIMA = false;
-    static constexpr int SIZE = 16, MOST = 32, NUMBERS = 128, BYTES = 210;
+    static constexpr int SIZE = 16, MAX_CODE = 32, NUMBERS = 128, BYTES = 210;
 
     static INLINE void write(Super& x, uint8_t* y) {
         for (int i = 0; i < SUPER; i += 128) y = join<64, 4>(x.codes + i, y);
@@ -274,7 +274,7 @@ template <typename K, typename T> void encode(const Encode& a, int part, int par
         for (int64_t i = 0; i < supers * SUPER; i += LANES) store(x + i, load((const T*)a.weight + n * SUPER + i));
         for (int g = 0; g < TOGETHER * COUNT; g += LANES) {
             Vec some[2] = {};
-            find<K::SIZE>(x + g * K::SIZE, LANES, K::MINIMA, K::MOST, a.steps, some);
+            find<K::SIZE>(x + g * K::SIZE, LANES, K::MINIMA, K::MAX_CODE, a.steps, some);
             store(found[0] + g, some[0]), store(found[1] + g, some[1]);
         }
         for (int64_t s = 0; s < supers; s++) {

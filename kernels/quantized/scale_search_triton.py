@@ -48,18 +48,18 @@ def codes_of(x, inverse, low, high):
 @triton.jit
 def minima_kernel(
     groups, scales, minima, count,
-    SIZE: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, MAX_CODE: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     mine, there, x = load_groups(groups, count, SIZE, GROUPS)
     low = tl.minimum(tl.min(x, 1), 0.0)
     span = tl.maximum(tl.max(x, 1), 0.0) - low
     total = tl.sum(x, 1)
     lifted = x - low[:, None]
-    best_scale, best_minimum = span / MOST, -low
+    best_scale, best_minimum = span / MAX_CODE, -low
     best = tl.full([GROUPS], float("inf"), tl.float32)
     inverse = tl.where(span > 0.0, 1.0 / tl.where(span > 0.0, span, 1.0), 0.0)
     for step in range(STEPS):
-        codes = codes_of(lifted, (MOST - 1 + 2.0 * step / STEPS) * inverse, 0.0, MOST * 1.0)
+        codes = codes_of(lifted, (MAX_CODE - 1 + 2.0 * step / STEPS) * inverse, 0.0, MAX_CODE * 1.0)
         sums, squares, products = tl.sum(codes, 1), tl.sum(codes * codes, 1), tl.sum(codes * x, 1)
         spread = SIZE * squares - sums * sums
         scale = tl.where(spread > 0.0, (SIZE * products - sums * total) / tl.maximum(spread, 1.0), best_scale)
@@ -77,15 +77,15 @@ def minima_kernel(
 
 @triton.jit
 def signed_kernel(
-    groups, scales, count, SIZE: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr
+    groups, scales, count, SIZE: tl.constexpr, MAX_CODE: tl.constexpr, STEPS: tl.constexpr, GROUPS: tl.constexpr
 ):
     mine, there, x = load_groups(groups, count, SIZE, GROUPS)
     above, below = tl.max(x, 1), tl.min(x, 1)
     largest = tl.where(above >= -below, above, below)
     inverse = tl.where(largest == 0.0, 0.0, -1.0 / tl.where(largest == 0.0, 1.0, largest))
-    found, best = largest / -MOST, tl.full([GROUPS], float("inf"), tl.float32)
+    found, best = largest / -MAX_CODE, tl.full([GROUPS], float("inf"), tl.float32)
     for step in range(STEPS):
-        codes = codes_of(x, (MOST - 1 + 2.0 * step / STEPS) * inverse, -MOST * 1.0, MOST - 1.0)
+        codes = codes_of(x, (MAX_CODE - 1 + 2.0 * step / STEPS) * inverse, -MAX_CODE * 1.0, MAX_CODE - 1.0)
         squares = tl.sum(codes * codes, 1)
         scale = tl.sum(codes * x, 1) / tl.maximum(squares, 1.0)
         lost = codes * scale[:, None] - x

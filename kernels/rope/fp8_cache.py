@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-MOST = 448.0  # e4m3's largest number
+E4M3_MAX = 448.0  # e4m3's largest number
 # Exponents as bytes, so that f16 has code times scale: down to 2^-22, and up to 2^7, where codes end at 57344.
 LOWEST, HIGHEST = 127 - 22, 127 + 7
 
@@ -25,7 +25,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     # A mantissa of more than 448's, 1.75, takes one exponent more.
     exponents = ((wide.abs().amax(-1).view(torch.int32) + 0x1FFFFF) >> 23).sub_(8).clamp_(LOWEST, HIGHEST)
-    y = (wide / scales_of(exponents)[..., None]).nan_to_num(MOST).clamp_(-MOST, MOST)
+    y = (wide / scales_of(exponents)[..., None]).nan_to_num(E4M3_MAX).clamp_(-E4M3_MAX, E4M3_MAX)
     return y.to(E4M3), exponents.to(torch.uint8)
 
 

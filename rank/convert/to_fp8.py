@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...comm import mesh, threads
 from ...errors import MODEL, FatalError
-from ...kernels.quantized.e4m3 import MOST
+from ...kernels.quantized.e4m3 import E4M3_MAX
 from ..model import architectures
 from ..model.choices import model_length, names_of
 from ..model.config import Config
@@ -61,9 +61,9 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     for row in range(len(scales)):
         part = weight[row * BLOCK : (row + 1) * BLOCK].float()
         blocks = torch.nn.functional.pad(part, (0, -inputs % BLOCK)).unflatten(1, (-1, BLOCK))
-        scales[row] = blocks.abs().amax((0, 2)) / MOST
+        scales[row] = blocks.abs().amax((0, 2)) / E4M3_MAX
         by = torch.where(scales[row] == 0, 1, scales[row]).repeat_interleave(BLOCK)[:inputs]
-        codes[row * BLOCK : (row + 1) * BLOCK] = (part / by).clamp(-MOST, MOST).to(codes.dtype)
+        codes[row * BLOCK : (row + 1) * BLOCK] = (part / by).clamp(-E4M3_MAX, E4M3_MAX).to(codes.dtype)
     return codes, scales
 
 

@@ -36,7 +36,7 @@ SLOTS = 1024  # sequences of a worker
 HEAD = mmap.PAGESIZE  # bytes before the first slot: a Progress
 MAX_THREADS = 8  # that compute masks, one of them the main thread
 CACHE_BYTES = 128 << 20  # resident memory above which a worker drops grammars that no sequence uses
-MOST_BYTES = 1 << 30  # of memory of its own that a worker may have
+MAX_BYTES = 1 << 30  # of memory of its own that a worker may have
 COMPILE_NICE = 10  # compiling waits for masks, and for the ranks
 
 
@@ -339,7 +339,7 @@ class Worker:
 
 def work(tokenizer: LLTokenizer, vocabulary: protocol.Vocabulary, sock: socket.socket, files: Sequence[int]) -> None:
     """Be a worker. files: the memory file alone."""
-    fork_server.limit_memory(MOST_BYTES)  # llguidance aborts where an allocation fails
+    fork_server.limit_memory(MAX_BYTES)  # llguidance aborts where an allocation fails
     memory = mmap.mmap(files[0], memory_size(mask_words(vocabulary)))
     os.close(files[0])
     Worker(sock, memory, tokenizer, vocabulary).run()

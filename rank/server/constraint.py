@@ -20,7 +20,7 @@ from .text.enforceable_schema import enforceable, without_patterns
 LARGEST_SCHEMA = 1 << 18  # bytes of its JSON
 LARGEST_REGEX = 1 << 14  # characters
 LARGEST_GRAMMAR = 1 << 17
-MOST_TEXTS = 4096  # of a choice, LARGEST_GRAMMAR characters together
+MAX_TEXTS = 4096  # of a choice, LARGEST_GRAMMAR characters together
 DEEPEST = 64  # brackets within brackets of a grammar or a regular expression
 # At each gap, if any. Small models that may write more wander in it until max_tokens ends them.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
@@ -87,9 +87,9 @@ def regex(field: str, pattern: str) -> Constraint:
 
 
 def choice(field: str, texts: Sequence[str]) -> Constraint:
-    if not texts or not all(texts) or len(texts) > MOST_TEXTS:
-        what = f"has {len(texts)} texts" if len(texts) > MOST_TEXTS else f"is {show(texts)}"
-        raise _bad(field, f"{field} {what}: expected 1 to {MOST_TEXTS} texts, none of them empty")
+    if not texts or not all(texts) or len(texts) > MAX_TEXTS:
+        what = f"has {len(texts)} texts" if len(texts) > MAX_TEXTS else f"is {show(texts)}"
+        raise _bad(field, f"{field} {what}: expected 1 to {MAX_TEXTS} texts, none of them empty")
     if (size := sum(map(len, texts))) > LARGEST_GRAMMAR:
         raise _bad(field, f"{field} has {size} characters: at most {LARGEST_GRAMMAR} are allowed")
     return Constraint(field, {"lark_grammar": f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, texts))}"})

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FULL = 507  # the status where there is no room
 MAX_FILE = 512 << 20  # bytes, as OpenAI has it
 MAX_FILES = 10_000
-MOST_BYTES = 64 << 30
+MAX_BYTES = 64 << 30
 FLOOR_FILES = 100  # that each key may have, however many keys there are
 FLOOR_BYTES = 2 * MAX_FILE
 PIECE = 1 << 20  # bytes that are read together
@@ -141,7 +141,7 @@ class FileStore:
         self._wait_for_lock(directory, patience, locked)
         self._files: dict[str, StoredFile] = {}  # the oldest first
         self._number = Budget(MAX_FILES, keys, FLOOR_FILES)
-        self._bytes = Budget(MOST_BYTES, keys, FLOOR_BYTES)
+        self._bytes = Budget(MAX_BYTES, keys, FLOOR_BYTES)
         self._counted: dict[str, tuple[str, int]] = {}  # owner and bytes of what the budgets know of, by ids
         self._load()
 

@@ -29,7 +29,7 @@ log = logging.getLogger("phalanx.handover")
 LOOK = 1.0  # seconds between two looks at the clock, the registry and the batch system
 PATIENCE = 60.0  # seconds for a command of the batch system
 AGAIN = 10.0  # seconds until a successor is submitted again; twice as many each time
-AGAIN_MOST = 300.0
+MAX_AGAIN = 300.0
 MAX_SUBMITTED = 5  # successors in all
 ASKED_EVERY = 15.0  # seconds between two questions to the batch system
 OUTPUT = 1 << 16  # bytes that are read of what a command says
@@ -100,7 +100,7 @@ class Handover:
                     return name
             if name := await self._ready("", pause):  # that was taken for one that has ended, or was not submitted
                 return name
-            pause = min(2 * pause, AGAIN_MOST)
+            pause = min(2 * pause, MAX_AGAIN)
         log.error("%s successors were submitted and none has become ready: no more are submitted", self._submitted)
         return await self._ready("", math.inf, last=True)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 log = logging.getLogger(__name__)
-MOST_WAITING = 4096  # spans that wait for the collector
+MAX_WAITING = 4096  # spans that wait for the collector
 BATCH = 128  # spans sent together
 EVERY = 1.0  # seconds that a span waits for others
 LONGEST_VALUE = 512  # characters of an attribute: a client may name a model of megabytes
@@ -73,7 +73,7 @@ class Export(SpanProcessor):
         return self._overflowed + self._failed
 
     def on_end(self, span: ReadableSpan) -> None:
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             self._overflowed += 1
             return
         self._waiting.append(span)

@@ -69,7 +69,7 @@ def test_the_log_says_why_nccl_does_it(monkeypatch, caplog, why, why_not_dma, sa
 
 
 @pytest.mark.parametrize("count, calls", [(1, [1]), (8, [8]), (9, [8, 1]), (20, [8, 8, 4])])
-def test_sums_beside_products_are_copied_in_pieces(monkeypatch, count, calls):
+def test_async_all_reduces_are_copied_in_chunks(monkeypatch, count, calls):
     """The last piece's addition is left to what follows where it is the only one."""
     sent = []
 

@@ -116,7 +116,7 @@ def test_a_pause_of_the_watch_itself_is_no_standstill():
     assert stall.stuck(111, steps)
 
 
-def test_a_step_that_is_foretold_to_take_long_has_longer():
+def test_a_step_that_is_predicted_to_take_long_has_longer():
     """A silent rank has not; and what was foretold of a model is forgotten with it."""
     watch = Watchdog.__new__(Watchdog)
     watch._timeout = 10

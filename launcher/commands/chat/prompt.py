@@ -10,7 +10,7 @@ from pathlib import Path
 from .... import errors
 from ....rank.server import server_registry
 
-MOST = 1000  # lines of history
+MAX_LINES = 1000  # lines of history
 MANY = '"""'  # begins and ends a text of several lines
 
 
@@ -28,7 +28,7 @@ class Prompt:
             server_registry.make_directory(path.parent)
             os.close(os.open(path, os.O_CREAT, 0o600))
             readline.read_history_file(path)
-            readline.set_history_length(MOST)
+            readline.set_history_length(MAX_LINES)
             self._file = path
 
     def ask(self) -> str | None:

@@ -13,7 +13,7 @@ import msgspec
 from ....rank import filesystems
 
 CHUNK = 8 << 20  # bytes of one read; O_DIRECT wants multiples of a page
-MOST = 2 << 30  # bytes of all reads
+MAX_BYTES = 2 << 30  # bytes of all reads
 SECONDS = 4.0
 READERS = 4  # threads: a parallel file system shows its speed only to several readers
 
@@ -40,7 +40,7 @@ def weights(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: -path.stat().st_size)
 
 
-def measure(directory: Path, most: int = MOST, seconds: float = SECONDS) -> Speed | None:
+def measure(directory: Path, most: int = MAX_BYTES, seconds: float = SECONDS) -> Speed | None:
     """Read the largest weight file with several threads, each its own part. None where there are no weights."""
     files = weights(directory)
     if not files or not files[0].stat().st_size:

@@ -27,7 +27,7 @@ from .setup import setup
 from .stored_run import Mistake, StoredRun, validate
 
 log = logging.getLogger("phalanx.batch")
-MOST_BATCHES = 1000
+MAX_BATCHES = 1000
 FLOOR = 10  # batches in the queue for each key, however many keys there are
 READERS = 2  # of whole files at a time, so that uploads find threads that are free
 LOOK_EVERY = 60.0  # seconds between looks for batches whose time is over while they wait
@@ -128,8 +128,8 @@ class StoredBatches:
         self._engine = engine
         self._used = used
         self._ended = ended
-        self._batches: SharedStore[str, StoredBatch] = SharedStore(MOST_BATCHES, 0)
-        self._most_queued = Budget(MOST_BATCHES, keys, FLOOR).quota
+        self._batches: SharedStore[str, StoredBatch] = SharedStore(MAX_BATCHES, 0)
+        self._most_queued = Budget(MAX_BATCHES, keys, FLOOR).quota
         self._saving = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._more = asyncio.Event()
@@ -277,8 +277,8 @@ class StoredBatches:
     def _check_queue(self, owner: str) -> None:
         """Raises ApiError 429 where there is no room for one batch more."""
         waiting = [one.owner for one in self._batches if not one.over]
-        if len(waiting) >= MOST_BATCHES:
-            raise ApiError(429, f"{MOST_BATCHES} batches are waiting already: try again later", code="queue_full")
+        if len(waiting) >= MAX_BATCHES:
+            raise ApiError(429, f"{MAX_BATCHES} batches are waiting already: try again later", code="queue_full")
         if (count := waiting.count(owner)) >= self._most_queued:
             raise ApiError(
                 429,

@@ -22,7 +22,7 @@ from .journal import FAILED, MAX_PENDING, Entry, Found, Journal, NoRoom
 from .progress import Counts
 
 LAST = (1 << 31) - 1  # the priority of all its requests: a live one goes first
-MOST_REQUESTS = 50_000  # as OpenAI has it
+MAX_REQUESTS = 50_000  # as OpenAI has it
 MAX_MISTAKES = 100  # are told
 ENDED = {  # why a request has no answer: code and message
     "expired": ("batch_expired", "the request was not answered before the batch's completion window was over"),
@@ -53,9 +53,9 @@ def validate(path: str, endpoint: str) -> tuple[int, list[Mistake]]:
         elif item.route is not None and item.route.path != endpoint:
             told = f"url is {item.route.path!r}, and the batch is for {endpoint}"
             mistakes.append(Mistake("mismatched_endpoint", told, item.line))
-        if count > MOST_REQUESTS:
-            mistakes.append(Mistake("too_many_requests", f"more than {MOST_REQUESTS} requests", item.line))
-        if len(mistakes) >= MAX_MISTAKES or count > MOST_REQUESTS:
+        if count > MAX_REQUESTS:
+            mistakes.append(Mistake("too_many_requests", f"more than {MAX_REQUESTS} requests", item.line))
+        if len(mistakes) >= MAX_MISTAKES or count > MAX_REQUESTS:
             break
     if not count:
         mistakes.append(Mistake("empty_file", "the file has no request"))

@@ -44,7 +44,7 @@ INLINE = 256 << 10  # bytes of a gzip body that are made on the event loop, as t
 # event loop, which the streams of others feel; tokenising it would take far longer.
 LARGE_RATE = 8 << 20
 DISCARD_TIMEOUT = 30  # seconds in which a body is read and dropped that is refused; then its sender may miss why
-MOST_CONTEXT = 1 << 17  # tokens that count for a body's values where the model that they are for is not known yet
+MAX_CONTEXT = 1 << 17  # tokens that count for a body's values where the model that they are for is not known yet
 Result = TypeVar("Result")
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -307,7 +307,7 @@ class BodyHandler(Handler):
     def _context(self) -> int:
         ready = self.state.link.ready
         if ready is None or self.state.models is not None:
-            return MOST_CONTEXT
+            return MAX_CONTEXT
         return context_of(ready)
 
     def _hold(self) -> None:

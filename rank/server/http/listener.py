@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .connection import Server, Stream
 
 log = logging.getLogger(__name__)
-MOST_RESERVED = 4096  # descriptors that connections never get; a quarter of all where that is less
+MAX_RESERVED = 4096  # descriptors that connections never get; a quarter of all where that is less
 SECOND_LOOK = 0.05  # seconds after which a connection that is one too many is looked at again
 CROWDED_LIFE = 5.0  # seconds that such a one has, for a probe or for its 503
 ACCEPTED = 128  # at most in one turn of the event loop, which others wait for
@@ -47,7 +47,7 @@ class Descriptors:
 
     def __init__(self, limit: int, used: int):
         """limit: what the process may open; used: what it has open already."""
-        reserved = min(MOST_RESERVED, limit // 4)
+        reserved = min(MAX_RESERVED, limit // 4)
         self.connections = max(4, limit - used - reserved)
         self.crowded = reserved // 3  # connections that are one too many
         self.per_client = self.connections // 2

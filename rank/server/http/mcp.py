@@ -9,9 +9,9 @@ import msgspec
 
 from ..api_error import bad
 from ..conversation import Message
-from ..mcp.connection import LEFT_OUT, MOST_TEXTS
+from ..mcp.connection import LEFT_OUT, MAX_TEXTS
 from ..mcp.request_tools import RequestTools
-from ..mcp.rounds import MOST_CALLS, ToolSession
+from ..mcp.rounds import MAX_CALLS, ToolSession
 from ..mcp.tool_servers import Offered
 from ..mcp.tool_servers import call as call_tool
 from ..responses_request import ResponsesRequest
@@ -72,13 +72,11 @@ async def _approved(items: list[dict[str, Any]], given: RequestTools) -> tuple[l
     asked = {item["id"]: item for item in items if item.get("type") == "mcp_approval_request" and item.get("id")}
     over = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
     said = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_approval_response"}
-    if len(said - over) > MOST_CALLS:
-        raise bad(
-            "input", f"input approves of {len(said - over)} calls: at most {MOST_CALLS} are made for one response"
-        )
+    if len(said - over) > MAX_CALLS:
+        raise bad("input", f"input approves of {len(said - over)} calls: at most {MAX_CALLS} are made for one response")
     events: list[Event] = []
     made: list[dict[str, Any]] = []
-    room = MOST_TEXTS
+    room = MAX_TEXTS
     for item in items:
         wanted = item.get("approval_request_id")
         if item.get("type") != "mcp_approval_response" or not item.get("approve") or wanted in over:

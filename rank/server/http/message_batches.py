@@ -18,7 +18,7 @@ from msgspec import Meta
 from ..anthropic_format import error_body, rfc3339
 from ..api_error import ApiError, bad
 from ..batch.stored import StoredBatch
-from ..batch.stored_run import MOST_REQUESTS
+from ..batch.stored_run import MAX_REQUESTS
 from ..blocking import on_disk
 from ..decoding import Body, show
 from ..fields import doc
@@ -49,7 +49,7 @@ class BatchedMessage(msgspec.Struct):
 class MessageBatchRequest(Body, kw_only=True):
     """POST /v1/messages/batches."""
 
-    requests: Annotated[Annotated[list[BatchedMessage], Meta(min_length=1, max_length=MOST_REQUESTS)], doc(
+    requests: Annotated[Annotated[list[BatchedMessage], Meta(min_length=1, max_length=MAX_REQUESTS)], doc(
         "objects with a `custom_id` and `params`, a request for /v1/messages"
     )]  # fmt: skip
 

@@ -16,7 +16,7 @@ from ..file_store import MAX_FILE, FileStore, StoredFile, cannot_write
 
 GATHER = 1 << 20  # bytes that are written together
 MAX_FIELD = 1 << 10  # of a field that is no file
-MOST_PARTS = 16
+MAX_PARTS = 16
 PURPOSES = ("batch",)
 
 
@@ -150,8 +150,8 @@ class Upload:
     def _begin_part(self) -> None:
         self._disposition, self._header, self._value = {}, b"", b""
         self._parts += 1
-        if self._parts > MOST_PARTS:
-            raise ApiError(400, f"the form has more than {MOST_PARTS} parts: purpose and file are expected")
+        if self._parts > MAX_PARTS:
+            raise ApiError(400, f"the form has more than {MAX_PARTS} parts: purpose and file are expected")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]

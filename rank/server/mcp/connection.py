@@ -23,7 +23,7 @@ CLOSE_TIMEOUT = 2.0  # seconds to take leave of a server
 PING_EVERY = 20.0  # seconds of silence after which a server is asked whether it is there
 MAX_TOOLS = 256  # of one server
 MAX_TEXT = 1 << 20  # characters of a call's result that are kept ...
-MOST_TEXTS = 4 << 20  # ... and of all results of a response
+MAX_TEXTS = 4 << 20  # ... and of all results of a response
 
 # A child that ends with this process even where it is killed: PR_SET_PDEATHSIG outlives exec. Macs have no such call.
 _TIED = (

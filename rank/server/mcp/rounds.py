@@ -12,11 +12,11 @@ from typing import Any
 from ..conversation import Call, Function, Message
 from ..session import Session, Update
 from ..text.events import Answer, Event, ToolCall, ToolResult
-from .connection import LEFT_OUT, MOST_TEXTS, Result
+from .connection import LEFT_OUT, MAX_TEXTS, Result
 from .request_tools import RequestTools
 from .tool_servers import call
 
-MOST_CALLS = 64  # of one response
+MAX_CALLS = 64  # of one response
 MAX_ROUNDS = 16  # generations of one response; the last is asked without tools
 
 Again = Callable[[list[Message], int, bool], Awaitable[Session]]
@@ -38,8 +38,8 @@ class ToolSession(Session):
         self._session = first
         self._tools = tools
         self._again = again
-        self._room = MOST_TEXTS  # characters of results
-        self._calls_left = MOST_CALLS if max_calls is None else min(max_calls, MOST_CALLS)
+        self._room = MAX_TEXTS  # characters of results
+        self._calls_left = MAX_CALLS if max_calls is None else min(max_calls, MAX_CALLS)
         self._rounds = 1
         self._begin = begin
         self._messages: list[Message] = []  # since the request's

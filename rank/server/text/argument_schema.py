@@ -14,7 +14,7 @@ from .schema_values import TYPES, kinds_of
 
 Schema = dict[str, Any]
 GRAMMAR = "x-phalanx-grammar"  # of a text, in Lark: what custom tools bring, and no client's schema
-MOST = 64  # alternatives of a value
+MAX_ALTERNATIVES = 64  # alternatives of a value
 DEEPEST = 32  # references and alternatives within each other
 STEPS = 20_000  # keywords and items that are looked at for one value: about a tenth of a second
 # They do not constrain values.
@@ -78,8 +78,8 @@ def _alternatives(schema: Any, root: Mapping[str, Any], depth: int, steps: _Step
     groups += [list(schema[name]) for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
     for group in groups:
         others = [plain for one in group for plain in _alternatives(one, root, depth + 1, steps)]
-        if len(found) * len(others) > MOST:
-            raise Unwritable(f"the schema has more than {MOST} alternatives")
+        if len(found) * len(others) > MAX_ALTERNATIVES:
+            raise Unwritable(f"the schema has more than {MAX_ALTERNATIVES} alternatives")
         found = [both for one in found for other in others if (both := _both(one, other, steps)) is not None]
     return found
 

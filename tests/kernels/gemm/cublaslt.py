@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from phalanx.kernels.collective.allreduce import RECV_BUFFER, SymmetricMemory
 from phalanx.kernels.gemm import cublaslt
-from phalanx.kernels.gemm.cublaslt import MOST, GemmShape
+from phalanx.kernels.gemm.cublaslt import MAX_PROPOSALS, GemmShape
 
 BF16 = torch.bfloat16
 STREAM = 0x7F0123456780
@@ -74,7 +74,9 @@ class Lib:
         if not proposed:
             return 15
         assert self._epilogue(matmul)[1] != 0  # what is proposed depends on the alignment
-        assert self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MOST
+        assert (
+            self.made[handle.value] == ("handle",) and self.made[wishes.value] == ("wishes",) and most == MAX_PROPOSALS
+        )
         for i, algorithm in enumerate(proposed):
             found[i].algorithm[0] = algorithm
         count._obj.value = len(proposed)

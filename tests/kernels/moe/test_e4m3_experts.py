@@ -112,7 +112,7 @@ def test_experts(launched, case, dtype):
 
 @pytest.mark.parametrize("inputs, dtype", [(256, torch.bfloat16), (1152, torch.float16)])
 @pytest.mark.parametrize("top", [0, 3])
-def test_rows_of_pairs(launched, inputs, dtype, top):
+def test_rows_of_routed_tokens(launched, inputs, dtype, top):
     torch.manual_seed(0)
     ids, weights = torch.randint(0, 6, (11, 3)).int(), torch.rand(11, 3)
     groups = group(ids, 4, 16, LocalExperts(1, 4, 6))

@@ -17,7 +17,7 @@ def seed():
 
 @pytest.mark.parametrize("rows", [1, 16, 128])
 @pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
-def test_groups_of_some_experts_have_their_pairs_alone(sizes, rows):
+def test_groups_of_some_experts_have_their_routed_tokens_alone(sizes, rows):
     ids = make(sizes, torch.float32).ids
     for local_experts in shares(sizes.experts):
         found = group(ids, local_experts.size, rows, local_experts)
@@ -39,7 +39,7 @@ def test_groups_of_some_experts_have_their_pairs_alone(sizes, rows):
 
 @pytest.mark.parametrize("rows", [1, 16, 128])
 @pytest.mark.parametrize("sizes", [one for one in CASES if one.tokens])
-def test_groups_cover_every_pair_once(sizes, rows):
+def test_groups_cover_every_routed_token_once(sizes, rows):
     ids = make(sizes, torch.float32).ids
     found = group(ids, sizes.experts, rows)
     covered = []
@@ -73,7 +73,7 @@ def test_the_kernel(sizes, rows, some, cuda_models):
 
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("sizes, rows", [(Sizes(300, 8, 130, 8, 8), 16), (Sizes(150, 2, 5, 8, 8, "few"), 8)])
-def test_the_kernels_of_many_pairs(sizes, rows, some, cuda_models):
+def test_the_kernels_of_many_routed_tokens(sizes, rows, some, cuda_models):
     """In parts, of which the last is not full: by fewer threads than there are experts, and by more."""
     case = Case.of(sizes, rows, some)
     part = 128

@@ -14,7 +14,7 @@ from ..gpu import poison  # noqa: F401
 
 require_gpu()
 
-EXPERTS, ROUTER, FIRST, K, HIDDEN, MOST, SLOTS = 24, 64, 8, 4, 256, 16, 6
+EXPERTS, ROUTER, FIRST, K, HIDDEN, MAX_LISTED, SLOTS = 24, 64, 8, 4, 256, 16, 6
 NONE = SLOTS + 3  # behind slots that experts never leave
 WIDTHS = 48, 4096 * 3 + 16  # bytes of an expert
 
@@ -37,7 +37,7 @@ class Pair:
         self.there = [pinned(EXPERTS, width) for width in WIDTHS]
         for one in self.there:
             one.random_(256)
-        self.here = [torch.zeros(MOST, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
+        self.here = [torch.zeros(MAX_LISTED, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
         self.slots = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in WIDTHS]
         expert_in = torch.arange(SLOTS)
         table = torch.full((ROUTER,), NONE, dtype=torch.int32)
@@ -72,7 +72,7 @@ def test_both_sides(dtype, late):
     both, draw = Pair(dtype), torch.Generator().manual_seed(0)
     exchange = both.exchange
     for turn in range(12):
-        tokens, found = (1, 3, 16)[turn % 3], (0, 1, 5, MOST)[turn % 4]
+        tokens, found = (1, 3, 16)[turn % 3], (0, 1, 5, MAX_LISTED)[turn % 4]
         both.count += 1
         x = torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype)
         ids = torch.stack([torch.randperm(ROUTER, generator=draw)[:K] for _ in range(tokens)]).int().cuda()
@@ -95,7 +95,7 @@ def test_both_sides(dtype, late):
         made.normal_(generator=draw)
         # Before `fetch`, which waits for the list: copies to the GPU and pinning wait for what is launched.
         parts = [torch.randn(tokens, HIDDEN, generator=draw).to("cuda", dtype) for _ in range(2)]
-        fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, exchange)
+        fetched = host_exchange.fetch(both.parts, ids, MAX_LISTED, FIRST, exchange)
         if not later:
             exchange.made[0] = both.count
         y = host_exchange.collect(*parts, Made(made), x, exchange, fetched, both.of_slots, FIRST)
@@ -106,12 +106,12 @@ def test_both_sides(dtype, late):
             exchange.made[0] = both.count
         torch.cuda.synchronize()
 
-        want = torch.full((tokens, K), MOST, dtype=torch.int32)
+        want = torch.full((tokens, K), MAX_LISTED, dtype=torch.int32)
         for place, expert in enumerate(experts):
             want[ids.cpu() == FIRST + expert] = place
         assert torch.equal(fetched.numbers.cpu(), want) and fetched.found.tolist() == [found]
-        assert fetched.of.tolist() == experts + [0] * (MOST - found)
-        assert fetched.slots.tolist() == slots + [-1] * (MOST - found)
+        assert fetched.of.tolist() == experts + [0] * (MAX_LISTED - found)
+        assert fetched.slots.tolist() == slots + [-1] * (MAX_LISTED - found)
         for mine, theirs in zip(both.here, both.there, strict=True):
             assert torch.equal(mine[:found].cpu(), theirs[experts])
         total = parts[0].float() + parts[1].float() + made.cuda()
@@ -249,7 +249,7 @@ def test_who_is_given_up_waits_no_more():
     jit.kernel("host_exchange", "host_collect", x.dtype, **host_exchange.sizes(None, x, made))
     both.count += 1
     host_exchange.send(x, ids, weights, both.of_slots.table, host, both.exchange)
-    fetched = host_exchange.fetch(both.parts, ids, MOST, FIRST, both.exchange)
+    fetched = host_exchange.fetch(both.parts, ids, MAX_LISTED, FIRST, both.exchange)
     host_exchange.collect(None, x, Made(made), x, both.exchange, fetched, both.of_slots, FIRST)
     both.exchange.service.give_up()
     torch.cuda.synchronize()

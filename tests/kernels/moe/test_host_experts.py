@@ -99,7 +99,7 @@ def test_layers_share_memory(tiled, isa):
 
 
 @pytest.mark.parametrize("isa", TILES)
-def test_few_tokens_are_not_brought_into_pairs(tiled, isa):
+def test_a_small_batch_is_not_interleaved_in_pairs(tiled, isa):
     tiled(isa)
     for tokens, times in ((7, 0), (8, 2)):
         names = [one.name for one, _ in calls_of(step_of(tokens))[0]]

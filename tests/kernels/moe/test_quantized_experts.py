@@ -173,7 +173,7 @@ def test_experts(launched, case, dtype):
 
 
 @pytest.mark.parametrize("case, dtype", in_types(GEMVS), ids=str)
-def test_experts_of_few_pairs(launched, case, dtype):
+def test_experts_of_few_routed_tokens(launched, case, dtype):
     """N-tiles of more packed tiles than warps, of fewer, and of a number that warps do not divide."""
     x, ids, weights, w13, w2, biases, want = given_of(case, dtype)
     got = quantized_experts.gemv(Inputs(x, ids, weights, w13, w2, "silu", biases, case.local_experts))
@@ -189,7 +189,7 @@ def test_experts_of_few_pairs(launched, case, dtype):
         ("int4 64", 14336, 8, 128, False),  # rows of eight experts do not fit in shared memory
     ],
 )  # fmt: skip
-def test_when_pairs_are_few(form, inner, routed, experts, taken):
+def test_when_routed_tokens_are_few(form, inner, routed, experts, taken):
     w13, w2 = (
         Stack(int8_codes.q8_0, make(16, 512, form)[0], (experts, *shape))
         for shape in ((2 * inner, 2048), (2048, inner))

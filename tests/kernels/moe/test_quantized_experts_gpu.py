@@ -143,7 +143,7 @@ def test_experts(tokens, up, down, dtype, bound):
 @pytest.mark.parametrize("local_experts", [None, LocalExperts(3, 12, 24)], ids=str)
 @pytest.mark.parametrize("elements", [1 << 27, 5 * 1536 * 2048])
 @pytest.mark.parametrize("up, down", FORMS)
-def test_experts_of_many_pairs_become_plain(monkeypatch, up, down, elements, local_experts):
+def test_experts_of_many_routed_tokens_become_plain(monkeypatch, up, down, elements, local_experts):
     monkeypatch.setattr(plain_experts, "AT_ONCE", elements)
     check(
         QWEN._replace(tokens=400),
@@ -276,7 +276,7 @@ def test_biases_and_activations(act):
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
 @pytest.mark.parametrize("up, down", FORMS)
-def test_experts_of_few_pairs(up, down, dtype, bound):
+def test_experts_of_few_routed_tokens(up, down, dtype, bound):
     """With biases, and where a rank has some of the experts, and none of the chosen ones."""
     for tokens, k, hidden, inner in ((1, 8, 2048, 768), (5, 3, 512, 256), (2, 4, 2816, 1280)):
         act = CLAMPED_SWIGLU if k == 4 else "silu"

@@ -124,7 +124,7 @@ def test_what_it_is_for():
 def test_cuts_are_what_the_kernel_takes():
     """Whole chunks of whole packed tiles and of whole boxes, and room for several of them."""
     tiles = {(rows, quantized_experts.OUTPUTS) for rows in quantized_experts.WGMMA_TILES.values()}
-    tiles |= {(rows, quantized_experts.MORE_OUTPUTS) for rows in (16, quantized_experts.MOST_ROWS_OF_MORE)}
+    tiles |= {(rows, quantized_experts.MORE_OUTPUTS) for rows in (16, quantized_experts.MAX_ROWS_OF_MORE)}
     for form in ("q8_0", "q4_k", "q6_k", "int4 32 zeros", "mxfp4", "e4m3"):
         for inputs in (64, 768, 2048, 2880, 4096, 7168, 14336):
             stack = stacks(form, form, inputs)[0]

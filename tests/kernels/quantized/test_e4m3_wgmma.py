@@ -44,7 +44,7 @@ def test_rows_and_weights_have_one_order():
     assert order.round().int().tolist()[:8] == [0, 8, 1, 9, 2, 10, 3, 11]
 
 
-def test_pieces_give_back_what_they_were_made_of():
+def test_packed_tiles_give_back_what_they_were_made_of():
     plain, packed = packed_of(37, 384)
     assert packed.tiles.shape == (3, 3, 2112)
     assert all(torch.equal(*pair) for pair in zip(packed.numbers().values(), plain, strict=True))
@@ -116,7 +116,7 @@ def test_choice_by_measured_times():
     assert e4m3_wgmma.choose(256, 4096, 14336, alike, False, 132) == E4m3Config(128, 128, 2, matmul=128)
 
 
-def test_pieces_of_128_inputs_go_by_tensor_cores_from_one_row_on():
+def test_packed_tiles_of_128_inputs_go_by_tensor_cores_from_one_row_on():
     layout, ampere = cuda_layouts.E4M3_WIDE, DeviceCaps(108, "sm_80", *[False] * 3)
     for rows in (1, 16):
         assert packed_gemm.choose(rows, 6144, 4096, layout, False, HOPPER) == packed_gemm.TileConfig(48, 512)

@@ -40,7 +40,7 @@ def test_linear(sizes, rows, gate, monkeypatch):
 
 
 @pytest.mark.parametrize("outputs, inputs, unit", [(16, 32, 32), (37, 384, 128), (40, 192, 64), (1, 96, 96)])
-def test_pieces_of_gpus_and_back(outputs, inputs, unit):
+def test_packed_tiles_of_gpus_and_back(outputs, inputs, unit):
     """Also where a lane finds its codes and scales, as the head of e4m3.cuh says."""
     plain = make(outputs, inputs, unit)
     by = plain.scales.repeat_interleave(unit // 32, 1)

@@ -43,7 +43,7 @@ def test_packs_as_torch_does(isa, threads, called, monkeypatch, name, outputs, i
     assert torch.equal(made.blocks, want.blocks)
 
 
-def test_q4_0_of_inputs_that_are_no_whole_pieces(isa, monkeypatch):
+def test_q4_0_of_inputs_that_are_no_whole_packed_tiles(isa, monkeypatch):
     module, blocks = codecs.find("q4_0"), random_blocks("q4_0", 19, 96)
     made = packed_by(module, blocks)
     in_torch(monkeypatch)

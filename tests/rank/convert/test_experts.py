@@ -78,7 +78,7 @@ def test_what_is_written_is_what_was_rounded(source, tmp_path, capsys, name):
     assert all(isinstance(one, torch.Tensor if scheme.ordered else Stack) for one in stacks) and len(stacks) == 2
 
 
-def test_experts_that_few_tokens_chose_are_rounded_to_the_nearest(source):
+def test_experts_of_a_small_batch_are_rounded_to_the_nearest(source):
     model = alone(source)
     experts = model.model.layers["0"].mlp.experts
     before = experts.gate_up_proj.weight.data.clone()

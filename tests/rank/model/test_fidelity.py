@@ -166,7 +166,7 @@ def test_through_mpirun(checkpoint, expected, tmp_path):
         assert distance(logits, threaded) < TOLERANCE / 10
 
 
-def test_long_prompts_span_several_pieces(checkpoint, expected, monkeypatch):
+def test_long_prompts_span_several_chunks(checkpoint, expected, monkeypatch):
     from phalanx.kernels.attention import reference
 
     monkeypatch.setattr(reference, "PIECE", 16)

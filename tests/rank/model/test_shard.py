@@ -16,7 +16,7 @@ from phalanx.rank.model.shard import in_groups
         (90, 2, 32, 45),
     ],
 )
-def test_groups_and_pieces_stay_whole(size, ranks, group, width):
+def test_groups_and_packed_tiles_stay_whole(size, ranks, group, width):
     parts = [in_groups(size, rank, ranks, group) for rank in range(ranks)]
     assert {part.width for part in parts} == {width}
     assert [n for part in parts for n in range(part.start, part.stop)] == list(range(size))

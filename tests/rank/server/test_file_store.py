@@ -102,7 +102,7 @@ def test_what_cannot_be_read_of_a_file_removes_no_bytes(make_store):
 
 @pytest.fixture
 def small(monkeypatch):
-    for name, value in {"MAX_FILES": 8, "MOST_BYTES": 800, "FLOOR_FILES": 1, "FLOOR_BYTES": 1}.items():
+    for name, value in {"MAX_FILES": 8, "MAX_BYTES": 800, "FLOOR_FILES": 1, "FLOOR_BYTES": 1}.items():
         monkeypatch.setattr(file_store, name, value)
 
 

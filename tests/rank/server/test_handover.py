@@ -174,7 +174,7 @@ def test_the_number_is_in_the_last_line_of_the_output(tmp_path, said, number):
 
 
 def test_successors_that_all_end_are_not_submitted_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(handover, "AGAIN_MOST", 0.05)
+    monkeypatch.setattr(handover, "MAX_AGAIN", 0.05)
     job = Job(tmp_path, SUBMIT, look=["true"])
 
     def most():

@@ -256,7 +256,7 @@ def test_what_is_borrowed_goes_with_who_borrowed_it(monkeypatch):
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-def test_a_function_between_pieces_reads_what_is_not_kept():
+def test_a_function_between_segments_reads_what_is_not_kept():
     """Rows that are apart, of a tensor whose memory later segments get."""
     x = torch.arange(48, device="cuda").view(4, 12).bfloat16()
     seen = []

@@ -75,7 +75,7 @@ class Graph:
         pass
 
 
-def test_pieces_are_posted_one_by_one(steps, monkeypatch):
+def test_segments_are_posted_one_by_one(steps, monkeypatch):
     """The host's part of a layer that is served otherwise drains, and the layers behind it are not launched then."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     segmented, layers, seen = segmented_graph.SegmentedGraph(None), [Few(name) for name in "abc"], []

@@ -130,7 +130,7 @@ def test_no_rank_pins_before_all_have_filled_their_parts(made, monkeypatch):
     assert early == [False] and first.is_set()
 
 
-def test_what_is_larger_than_foretold_stays_apart(made, monkeypatch):
+def test_what_is_larger_than_predicted_stays_apart(made, monkeypatch):
     monkeypatch.setattr(node_copy, "SPARE", 0)
     monkeypatch.setattr("phalanx.rank.model.experts.fused.StackedLinear.host_bytes", lambda *_: 1)
     (_, first), (_, second) = loaded(made, 2)

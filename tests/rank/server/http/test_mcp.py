@@ -172,7 +172,7 @@ def test_the_number_of_calls_is_limited(server, responses, says):
 
 
 def test_results_are_bounded(server, responses, says, monkeypatch):
-    monkeypatch.setattr(rounds, "MOST_TEXTS", 3)
+    monkeypatch.setattr(rounds, "MAX_TEXTS", 3)
     says(calls("local_add", a=1, b=99), calls("local_add", a=1, b=2), "I see.")
     entry = {"type": "mcp", "server_label": "local", "require_approval": "never"}
     made = [item for item in responses.create(model="m", input="hi", tools=[entry]).output if item.type == "mcp_call"]

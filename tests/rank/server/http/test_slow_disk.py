@@ -154,7 +154,7 @@ def test_a_long_file_that_has_changed_does_not_come_whole(store_server, monkeypa
 
 
 def test_an_upload_that_comes_is_counted_for_its_key(store_server, monkeypatch):
-    for name, value in {"MOST_BYTES": 8 << 20, "FLOOR_BYTES": 1}.items():
+    for name, value in {"MAX_BYTES": 8 << 20, "FLOOR_BYTES": 1}.items():
         monkeypatch.setattr(file_store, name, value)
     server = store_server(api_keys=["one", "two"])
     body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"x" * (3 << 20)
@@ -179,7 +179,7 @@ def test_an_upload_that_comes_is_counted_for_its_key(store_server, monkeypatch):
 def test_each_key_has_its_part_of_the_queue(store_server, monkeypatch):
     from phalanx.rank.server.batch import stored
 
-    monkeypatch.setattr(stored, "MOST_BATCHES", 6)
+    monkeypatch.setattr(stored, "MAX_BATCHES", 6)
     monkeypatch.setattr(stored, "FLOOR", 1)
     server = store_server(api_keys=["one", "two"], scheduler={"hold": True})
     with client_of(server, "one") as one, client_of(server, "two") as two:
@@ -200,7 +200,7 @@ def test_a_batch_waits_where_its_answers_have_no_room_in_the_key_s_quota(store_s
     from phalanx.rank.server.batch import stored
 
     monkeypatch.setattr(stored, "TRY_AGAIN", 0.05)
-    monkeypatch.setattr(file_store, "MOST_BYTES", 60_000)
+    monkeypatch.setattr(file_store, "MAX_BYTES", 60_000)
     server = store_server()
     with client_of(server) as client:
         large = put(client, "x" * 50_000)

@@ -247,7 +247,7 @@ def test_a_collector_that_fails_is_named_once_and_its_spans_are_counted(traced, 
 
 
 def test_too_many_spans_are_dropped(start_server, collector, monkeypatch):
-    monkeypatch.setattr(otel, "MOST_WAITING", 2)
+    monkeypatch.setattr(otel, "MAX_WAITING", 2)
     monkeypatch.setattr(otel, "EVERY", 60.0)
     server = start_server(otlp_endpoint=collector.url)
     for _ in range(3):
