@@ -36,7 +36,7 @@ from phalanx.kernels.quantized import (
     quantized_gemm,
     quantized_wgmma,
 )
-from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.codec import SuperBlock
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.ggml_types import Decoded
 from phalanx.kernels.quantized.packed_gemm import KernelConfig, Layout, Packed
@@ -73,7 +73,7 @@ def random_int4(outputs: int, inputs: int, zeros: bool = False) -> Packed:
     return cuda_layouts.pack_int4(codes, scales, at.to(torch.int16))
 
 
-def random_super_blocks(outputs: int, inputs: int, form: Form) -> Packed:
+def random_super_blocks(outputs: int, inputs: int, form: SuperBlock) -> Packed:
     codes = torch.randint(0, 2**form.bits, (outputs, inputs), dtype=torch.uint8, device="cuda")
     factors = (torch.rand(outputs, inputs // form.super, 2, device="cuda") / 9999).half()
     scales, minima = torch.randint(0, 64, (2, outputs, inputs // form.group), dtype=torch.int8, device="cuda")

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import jit
 
 
-class Form(NamedTuple):
-    """Super-blocks of one type, as kernels know them."""
+class SuperBlock(NamedTuple):
+    """How super-blocks of a type lie packed, as kernels read them."""
 
     super: int  # inputs of a super-block, 32 or 256
     group: int  # inputs of a group, 16 or 32
@@ -42,7 +42,7 @@ class Codec(StackCodec, Protocol):
     """The codec interface for linears."""
 
     @property
-    def FORM(self) -> Form | None:
+    def FORM(self) -> SuperBlock | None:
         """The form of super-blocks, if weights are packed into them."""
 
     @property
@@ -52,7 +52,7 @@ class Codec(StackCodec, Protocol):
 
     @property
     def variants(self) -> Callable[..., Iterator[jit.KernelVariant]]:
-        """(rows, packed, dtype, gate, bias, found): what GEMMs of so many rows, each, are compiled as on this GPU."""
+        """(rows, packed, dtype, gate, bias, caps): what GEMMs of so many rows, each, are compiled as on this GPU."""
 
 
 class Encoder(Codec, Protocol):

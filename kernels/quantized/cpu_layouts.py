@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cpp import ops
 from . import packing_cpu
-from .codec import Form
+from .codec import SuperBlock
 from .ggml_types import Decoded
 from .packed_layouts import OUTPUTS, Table, Tables
 
@@ -32,7 +32,7 @@ class Layout:
     inputs: int  # of a block
     zero: int  # what all codes have too much
     tables: Tables
-    form: Form | None = None  # of super-blocks
+    form: SuperBlock | None = None  # of super-blocks
 
     @property
     def bytes(self) -> int:
@@ -102,7 +102,7 @@ def int4(group: int, zeros: bool) -> Layout:
 
 
 @functools.cache
-def super_blocks(form: Form) -> Layout:
+def super_blocks(form: SuperBlock) -> Layout:
     """16 factors of scales and 16 of minima; of each 32 inputs the numbers of both, for each group, and the codes."""
     runs, groups = form.super // RUN, RUN // form.group
     numbers = Table("numbers", 8, f"r{runs} c{groups} k2", "r c k h g")
@@ -112,7 +112,7 @@ def super_blocks(form: Form) -> Layout:
     return Layout("super_blocks_cpu", f"super_blocks_{form.bits}_{groups}", form.super, form.zero, tables, form)
 
 
-def pack_super_blocks(decoded: Decoded, form: Form) -> Packed:
+def pack_super_blocks(decoded: Decoded, form: SuperBlock) -> Packed:
     codes, factors, scales, minima = decoded
     numbers = torch.stack((scales, minima), 2).view(torch.uint8).flatten(1)
     return pack(super_blocks(form), codes, factors=factors.flatten(1), numbers=numbers)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codec import Form
+from .codec import SuperBlock
 from .ggml_types import Decoded, weights
 from .packed_gemm import Layout, Packed, Plain
 from .packed_layouts import Table, Tables
@@ -63,7 +63,7 @@ def _plain_int4(tables: Mapping[str, Tensor]) -> Tensor:
     return scaled(groups.view(codes.shape).float(), scales)
 
 
-def _plain_super_blocks(form: Form, tables: Mapping[str, Tensor]) -> Tensor:
+def _plain_super_blocks(form: SuperBlock, tables: Mapping[str, Tensor]) -> Tensor:
     """form: whose super-blocks have at most the inputs of a tile."""
     factors, numbers = (tables[name].unflatten(1, (-1, 1 + form.minima)) for name in ("factors", "numbers"))
     numbers = numbers.view(torch.int8)
@@ -103,12 +103,12 @@ def int4(of_scale: int, zeros: bool) -> Layout:
     return _layout("int4", INT4_INPUTS, 0.48, Tables(tables[: 2 + zeros]), _plain_int4, sizes=sizes)
 
 
-def takes_super_blocks(inputs: int, form: Form) -> bool:
+def takes_super_blocks(inputs: int, form: SuperBlock) -> bool:
     return inputs > 0 and inputs % INT4_INPUTS == inputs % form.super == 0
 
 
 @functools.cache
-def super_blocks(form: Form) -> Layout:
+def super_blocks(form: SuperBlock) -> Layout:
     """Codes, the factors of scales and of minima, and the numbers of both, each more by 128."""
     each, groups, kinds = INT4_INPUTS // min(form.super, INT4_INPUTS), INT4_INPUTS // form.group, 1 + form.minima
     codes = {
@@ -175,7 +175,7 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, stored_zeros: bool =
     return pack(layout, codes, **tables)
 
 
-def pack_super_blocks(decoded: Decoded, form: Form) -> Packed:
+def pack_super_blocks(decoded: Decoded, form: SuperBlock) -> Packed:
     codes, factors, scales, minima = decoded
     kinds = 1 + form.minima
     wide = factors.repeat_interleave(max(1, form.super // INT4_INPUTS), 1)[..., :kinds].flatten(1)

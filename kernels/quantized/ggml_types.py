@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import Form
+from .codec import SuperBlock
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # what codes of IQ4_NL stand for
 
@@ -102,7 +102,7 @@ class Type(NamedTuple):
 
     name: str  # as C++ has it: in packing_cpu.cpp, and in scale_search.cpp or group_encoder.cpp
     code_bits: int  # of a code in files
-    form: Form  # of a code as it is kept in super-blocks
+    form: SuperBlock  # of a code as it is kept in super-blocks
     parts: tuple[Bits | Factors | KScales, ...]  # of a block, one behind the other
     scale_bits: int = 0  # of the scales of a super-block's groups; 0: its factors are the scales
     above: int = 0  # by which scales are stored larger than they are
@@ -155,7 +155,7 @@ class Type(NamedTuple):
         return Decoded(codes.flatten(1), factors.expand(*factors.shape[:2], 2), scales, minima)
 
 
-def weights(decoded: Decoded, form: Form) -> Tensor:
+def weights(decoded: Decoded, form: SuperBlock) -> Tensor:
     """f32 [O, I], as gguf-py computes them."""
     codes, factors, scales, minima = decoded
     each = form.super // form.group
@@ -171,38 +171,38 @@ _FOURS = Bits("codes", 16, 4, 16)  # the lower bits of 32 codes
 TYPES = {
     one.name: one
     for one in (
-        Type("q4_0", 4, Form(32, 32, 4, 8, minima=False), (Factors(1), _FOURS)),
-        Type("q4_1", 4, Form(32, 32, 4, 0), (Factors(2), _FOURS)),
-        Type("q5_0", 5, Form(32, 32, 8, 16, minima=False), (Factors(1), _FIFTHS, _FOURS)),
-        Type("q5_1", 5, Form(32, 32, 6, 0), (Factors(2), _FIFTHS, _FOURS)),
-        Type("q8_0", 8, Form(32, 32, 8, 0, minima=False), (Factors(1), Bits("codes", 32, 8, 32))),
-        Type("iq4_nl", 4, Form(32, 32, 8, 128, minima=False), (Factors(1), _FOURS), looked_up=True),
+        Type("q4_0", 4, SuperBlock(32, 32, 4, 8, minima=False), (Factors(1), _FOURS)),
+        Type("q4_1", 4, SuperBlock(32, 32, 4, 0), (Factors(2), _FOURS)),
+        Type("q5_0", 5, SuperBlock(32, 32, 8, 16, minima=False), (Factors(1), _FIFTHS, _FOURS)),
+        Type("q5_1", 5, SuperBlock(32, 32, 6, 0), (Factors(2), _FIFTHS, _FOURS)),
+        Type("q8_0", 8, SuperBlock(32, 32, 8, 0, minima=False), (Factors(1), Bits("codes", 32, 8, 32))),
+        Type("iq4_nl", 4, SuperBlock(32, 32, 8, 128, minima=False), (Factors(1), _FOURS), looked_up=True),
         Type(
-            "q2_k", 2, Form(256, 16, 4, 0), scale_bits=4,
+            "q2_k", 2, SuperBlock(256, 16, 4, 0), scale_bits=4,
             parts=(Bits("numbers", 16, 4, 16), Bits("codes", 64, 2, 32), Factors(2)),
         ),
         Type(
-            "q3_k", 3, Form(256, 16, 4, 4, minima=False), scale_bits=6, above=32,
+            "q3_k", 3, SuperBlock(256, 16, 4, 4, minima=False), scale_bits=6, above=32,
             parts=(
                 Bits("codes", 32, 1, 32, shift=2), Bits("codes", 64, 2, 32),
                 Bits("numbers", 8, 4, 8), Bits("numbers", 4, 2, 4, shift=4), Factors(1),
             ),
         ),
-        Type("q4_k", 4, Form(256, 32, 4, 0), (Factors(2), KScales(), Bits("codes", 128, 4, 32)), scale_bits=6),
+        Type("q4_k", 4, SuperBlock(256, 32, 4, 0), (Factors(2), KScales(), Bits("codes", 128, 4, 32)), scale_bits=6),
         Type(
-            "q5_k", 5, Form(256, 32, 6, 0), scale_bits=6,
+            "q5_k", 5, SuperBlock(256, 32, 6, 0), scale_bits=6,
             parts=(Factors(2), KScales(), Bits("codes", 32, 1, 32, shift=4), Bits("codes", 128, 4, 32)),
         ),
         Type(
-            "q6_k", 6, Form(256, 16, 6, 32, minima=False), scale_bits=8,
+            "q6_k", 6, SuperBlock(256, 16, 6, 32, minima=False), scale_bits=8,
             parts=(
                 Bits("codes", 128, 4, 64), Bits("codes", 64, 2, 32, shift=4), Bits("numbers", 16, 8, 16), Factors(1),
             ),
         ),
         Type(
-            "iq4_xs", 4, Form(256, 32, 8, 128, minima=False), scale_bits=6, above=32, looked_up=True,
+            "iq4_xs", 4, SuperBlock(256, 32, 8, 128, minima=False), scale_bits=6, above=32, looked_up=True,
             parts=(Factors(1), Bits("numbers", 2, 2, 1, shift=4), Bits("numbers", 4, 4, 1), Bits("codes", 128, 4, 16)),
         ),
-        Type("tq2_0", 2, Form(256, 32, 4, 1, minima=False), (Bits("codes", 64, 2, 32), Factors(1))),
+        Type("tq2_0", 2, SuperBlock(256, 32, 4, 1, minima=False), (Bits("codes", 64, 2, 32), Factors(1))),
     )
 }  # fmt: skip

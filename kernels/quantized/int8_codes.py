@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 from . import blocks_cpu, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
-from .codec import Form
+from .codec import SuperBlock
 from .ggml_types import TYPES, Type
 
 GROUP = 32  # inputs with one scale
@@ -96,7 +96,7 @@ def pack(codes: Tensor, scales: Tensor) -> Packed:
 class Int8Codes:
     """The codec of one of ggml's types."""
 
-    FORM: Form | None = None  # these are no super-blocks
+    FORM: SuperBlock | None = None  # these are no super-blocks
     GROUP = GROUP
     dequantize, linear = staticmethod(panels.dequantize), staticmethod(panels.linear)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import jit
 from ..cpp import ops
 from . import affine, cpu_layouts, cuda_layouts, ggml_encoders, packed_gemm, packing_cpu, panels, target
-from .codec import Form
+from .codec import SuperBlock
 from .ggml_types import TYPES, Decoded, Type, weights
 
 CHUNK = 1 << 23  # elements that are decoded at once: what that takes is small beside a matrix
@@ -44,7 +44,7 @@ class SuperBlocks:
 
     def __init__(self, type: Type):
         self.type, self.name = type, type.name
-        self.FORM: Form | None = type.form
+        self.FORM: SuperBlock | None = type.form
         self.GROUP = type.form.super
         self.FORMS: tuple[Callable[..., Any], ...] = (self.pack,)
 

@@ -24,7 +24,7 @@ from .text_process import Limits, TextProcess
 log = logging.getLogger(__name__)
 THREADS = 2  # that have images decoded
 LIMITS = Limits(seconds=20.0, seconds_per_byte=0.0, memory=1 << 30, memory_per_byte=4, counted=64 << 20)
-MOST_BYTES = 192 << 20  # pixels of a request: it goes to rank 0 as one message
+MAX_BYTES = 192 << 20  # pixels of a request: it goes to rank 0 as one message
 DETAILS = {"auto": 0, "high": 0, "original": 0, "low": 512 * 512}  # most pixels; 0: the model's own limit
 
 
@@ -101,8 +101,8 @@ class ImageReader:
             for task in tasks:
                 task.cancel()
         pixels = {image.digest: image for _, image in found}
-        if (size := sum(len(image.data) for image in pixels.values())) > MOST_BYTES:
-            most = MOST_BYTES // 3
+        if (size := sum(len(image.data) for image in pixels.values())) > MAX_BYTES:
+            most = MAX_BYTES // 3
             raise bad(first, f"the images have {size // 3} pixels together: at most {most} are taken, send fewer")
         assert not isinstance(request.messages, str)
         messages = list(request.messages)

@@ -81,7 +81,7 @@ def test_slurm(tmp_path, name, tasks):
 
 
 def test_a_service_of_slurm(tmp_path):
-    """What Slurm tells of the job is what the next one will be submitted with, and when."""
+    """Slurm's figures of the job decide what the next one is submitted with, and when."""
     with Job(tmp_path, ["sbatch", str(HOSTFILES / "slurm-service.sbatch")]) as job:
         assert {one["words"][0] for one in job.calls("scontrol")} == {"show", "write"}
         assert abs(job.registered["end"] - time.time() - LEFT) < 300 and job.ask() == 200

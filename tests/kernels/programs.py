@@ -9,7 +9,7 @@ from phalanx.kernels.gemm.pipelined_gemm import TileConfig
 from phalanx.kernels.moe import expert_mlp, group, host_exchange, plain_experts, quantized_experts, router
 from phalanx.kernels.moe.router import RouterParams
 from phalanx.kernels.quantized import cuda_layouts, int8_codes, packed_gemm
-from phalanx.kernels.quantized.codec import Form
+from phalanx.kernels.quantized.codec import SuperBlock
 from phalanx.kernels.quantized.e4m3_wgmma import E4m3Config
 from phalanx.kernels.quantized.quantized_gemm import GemvConfig, GroupedConfig
 from phalanx.kernels.quantized.quantized_gemm import TileConfig as QuantizedTiles
@@ -102,11 +102,11 @@ def expert_gemv_of(inputs, outputs, act, bias, layout, part=False):
 
 E4M3 = cuda_layouts.E4M3
 WIDE = cuda_layouts.E4M3_WIDE
-Q4_K = cuda_layouts.super_blocks(Form(256, 32, 4, 0))
-Q6_K = cuda_layouts.super_blocks(Form(256, 16, 6, 32, False))
-Q5_K = cuda_layouts.super_blocks(Form(256, 32, 6, 0))
-IQ4_XS = cuda_layouts.super_blocks(Form(256, 32, 8, 128, False))
-Q4_1 = cuda_layouts.super_blocks(Form(32, 32, 4, 0))
+Q4_K = cuda_layouts.super_blocks(SuperBlock(256, 32, 4, 0))
+Q6_K = cuda_layouts.super_blocks(SuperBlock(256, 16, 6, 32, False))
+Q5_K = cuda_layouts.super_blocks(SuperBlock(256, 32, 6, 0))
+IQ4_XS = cuda_layouts.super_blocks(SuperBlock(256, 32, 8, 128, False))
+Q4_1 = cuda_layouts.super_blocks(SuperBlock(32, 32, 4, 0))
 MXFP4 = cuda_layouts.MXFP4
 INT4, INT4_ZEROS = cuda_layouts.int4(64, False), cuda_layouts.int4(32, True)
 

@@ -57,7 +57,7 @@ class HybridArgs(llama.Args):
 
     @property
     def draft_layer(self) -> int:
-        """Those that predict further tokens have full attention, of which there may be none next to them."""
+        """Layers that predict further tokens have full attention, of which there may be none next to them."""
         full = (index for index in reversed(range(self.num_hidden_layers)) if not self.linear(index))
         return next(full, self.num_hidden_layers - 1)
 

@@ -84,7 +84,7 @@ def test_sigmoid_gate(isa, threads, called, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, width", [(0, 5), (1, 1), (3, 33), (16, 64)])
 def test_product(isa, threads, called, dtype, rows, width):
-    """Of parts of wider rows."""
+    """Parts of wider rows."""
     x, other = torch.randn(rows, 2 * width + 3).to(dtype)[:, : 2 * width].chunk(2, 1)
     close(product(x, other), x.float() * other.float(), dtype)
     assert called == [f"product_{'f32' if dtype == torch.float32 else 'bf16'}"]

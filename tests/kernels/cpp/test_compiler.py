@@ -207,7 +207,7 @@ def test_the_best_instruction_set_comes_first(monkeypatch):
 
 
 def test_kinds_of_aarch64(monkeypatch, tmp_path):
-    """What /proc/cpuinfo lists on Grace, Graviton 2 and a Cortex-A72."""
+    """Features that /proc/cpuinfo lists on Grace, Graviton 2 and a Cortex-A72."""
     grace = (
         "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 "
         "sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm sb dcpodp sve2 sveaes svepmull svebitperm svesha3 "

@@ -13,7 +13,7 @@ WEIGHTS = [*SIZES, (4096, 4096, 128)]
 
 
 def on_gpu(packed):
-    """As it is stored, and packed where it can be."""
+    """The weight as it is stored, and packed where it can be."""
     plain = Floats(*(one.cuda() for one in packed))
     return list({id(one): one for one in (plain, floats.pack_for_device(plain))}.values())
 

@@ -75,7 +75,7 @@ def test_each_rank_is_bound_beside_its_gpu(grace):
 
 @pytest.mark.parametrize("own, processor", [*zip(GPU_NODES, range(4), strict=True)])
 def test_a_node_of_memory_alone_stands_for_the_nearest_cores(grace, own, processor):
-    """Where MAP_NUMA_NODE or the driver names the GPU's own."""
+    """MAP_NUMA_NODE or the driver may name the GPU's own."""
     address = grace / "bus/pci/devices" / ADDRESSES[processor] / "numa_node"
     address.write_text(f"{own}\n")
     place = RankPlacement(processor, 4, processor, 4, "srun")

@@ -171,7 +171,7 @@ def whole(grid, model, shard):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2)])
 def test_logits_equal_the_definition(made, name, tp, pp):
-    """Of a prompt in chunks, token by token, and of tokens that the head goes on with."""
+    """A prompt in chunks, token by token, and tokens that the head goes on with."""
     published, ids, more = made(name), tokens(31), tokens(3, seed=5)
     (found,) = drafted(published.path, [(ids, 0, [13, 1, 12, 1, 1, 1, 1])], tp, pp, more=more)
     before, following = published.hidden(ids[:-1]), ids[1:]
