@@ -60,6 +60,7 @@ class Grammar:
         self.slot = -1  # in the worker's memory; -1 while it waits to be compiled
         self.compiled = False
         self.ready = False  # its mask is there, or it is over
+        self.forced: list[int] = []  # tokens of the text that has to follow, where it is ready
         self.over = ""  # why no token may follow: "stop", the text is complete, or "error"
         self.ended_at = 0  # with how many output tokens it was over
         self.error = ""
@@ -209,7 +210,7 @@ class Worker:
         if state.over:
             grammar.end(state.over, state.error)
             grammar.ended_at = state.count
-        grammar.ready = True
+        grammar.ready, grammar.forced = True, state.forced
         news, grammar.compiled = bool(state.over) or not grammar.compiled, True
         return news
 

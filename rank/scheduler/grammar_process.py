@@ -47,6 +47,7 @@ class State(msgspec.Struct, array_like=True, tag=0):
     count: int  # output tokens that it has taken
     over: str = ""  # why no token may follow: "stop", the text is complete, or "error"
     error: str = ""
+    forced: list[int] = []  # tokens of the text that has to follow, as far as there is no choice
 
 
 class Freed(msgspec.Struct, array_like=True, tag=1):
@@ -170,6 +171,12 @@ class Matcher:
             _set(bits, token, ends)
         if not self.over and not bits.any():  # complete, and it may not end by a token
             self.over = "stop"
+
+    def forced(self) -> list[int]:
+        """Tokens of the text that has to follow; other tokens may make the same text. Empty where it is over then."""
+        found = [] if self.over else self._matcher.compute_ff_tokens()
+        self._look()
+        return found[: MOST_DRAFTS + 1]  # the first of them may be on its way
 
     def masks_behind(self, drafts: list[int], bits: np.ndarray) -> None:
         """Write the masks behind each of these drafts into bits[1:], [drafts, words], where bits[0] is the next one.
@@ -311,8 +318,9 @@ class Worker:
             else:
                 matcher.take(tokens)
                 matcher.mask(self._bits[slot, 0])
+            forced = matcher.forced()
             self._progress.end(thread)
-            done.append(State(slot, matcher.count, matcher.over, matcher.error))
+            done.append(State(slot, matcher.count, matcher.over, matcher.error, forced))
         self._rank.send(*done)
 
     def _compile(self) -> None:
@@ -331,7 +339,8 @@ class Worker:
                 matcher.take(message.tokens)
                 matcher.mask(self._bits[message.slot, 0])
                 self._matchers[message.slot] = matcher
-                state = State(message.slot, matcher.count, matcher.over, matcher.error)
+                forced = matcher.forced()
+                state = State(message.slot, matcher.count, matcher.over, matcher.error, forced)
             self._progress.end(0)
             self._rank.send(state)
             self._compiler.trim()

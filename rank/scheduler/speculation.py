@@ -1,6 +1,7 @@
 """Speculation: which tokens sequences will probably have next, and how many of these a step verifies.
 
-Drafts come from what a sequence repeats (ngram.py), from the client's prediction, or from a model that the ranks run.
+Drafts come from what a sequence repeats (ngram.py), from the client's prediction, from a model that the ranks run, or
+from a grammar that leaves no choice.
 How many a step verifies is what gives the most tokens a second: by how often drafts of the sequence were right, and by
 how long steps of so many sequences and tokens took. Whether a repetition goes on is seen without verifying it, as the
 tokens come anyway: so text that matches nothing costs the looking alone, and that grows rare. A model that drafts rests
@@ -26,6 +27,8 @@ PRIOR = 2.0  # observations that what other sequences had counts for
 RUNS = 5, 9, 17  # equal tokens so far, by which drafts are told apart: longer repetitions go on more often
 FIRST_RATES = (0.2, 0.5, 0.7, 0.9)  # of each, until something was seen
 MODEL_RATES = (0.7,) * MOST_DRAFTS  # the same of a model's drafts, by position: where those before were right
+GRAMMAR = "grammar"  # the source of drafts that a grammar forces ...
+FORCED_RATE = 0.9  # ... and how often they are right at first: the same text may be other tokens
 TIMES = 15  # durations that are kept, of which the median counts
 FEW = 3  # of them, without drafts, that a number of sequences needs to be compared
 HOPED = 1.02  # times the duration without drafts that a step takes as long as it was not tried
@@ -139,6 +142,8 @@ class Drafter:
         """rates: of what ngrams find; model_rates: of what the ranks' model drafts."""
         self.ngrams = ngrams
         self.rates, self.model_rates = rates, model_rates
+        self.forced: list[int] = []  # tokens that its grammar forces next ...
+        self.forced_rate = Rates([FORCED_RATE])  # ... and how often these were right
         self.made: list[int] = []  # that model's newest drafts ...
         self.made_behind = 0  # ... behind so many tokens of the sequence
         self.count = 0  # tokens of the sequence when it was looked at last
@@ -158,6 +163,10 @@ class Drafter:
         found = itertools.accumulate((self.rates[kind_of_run(run + i)] for i in range(total)), operator.mul)
         return list(found)[ahead:]
 
+    def forced_chances(self, count: int) -> list[float]:
+        """`chances` of tokens that its grammar forces."""
+        return [self.forced_rate[0] ** (i + 1) for i in range(min(count, len(self.forced)))]
+
     def looked(self, promising: bool) -> None:
         """Set when to look next: at once where drafts promise much, else ever later."""
         self.rest = 0 if promising else min(max(1, 2 * self.rest), MOST_REST)
@@ -171,12 +180,13 @@ class Drafter:
 class Speculation:
     """One replica's."""
 
-    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = ""):
+    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = "", ngrams: bool = True):
         """query_lens: tokens of a sequence that a step may have, ascending from 1. most_tokens: of a step that has
-        drafts. model: the kind of the model that drafts on the ranks; empty: there is none."""
+        drafts. model: the kind of the model that drafts on the ranks; empty: there is none. ngrams: whether what
+        sequences repeat is drafted, also of those without a prediction."""
         self._query_lens = list(query_lens)[1:]
         self._most_tokens = most_tokens
-        self._model = model
+        self._model, self._ngrams = model, ngrams
         # Drafts that the ranks' model makes of each sequence after the step for which `choose` was asked; 0: it rests.
         self.model_drafts = self._query_lens[-1] - 1 if model else 0
         self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
@@ -212,16 +222,22 @@ class Speculation:
         chances: dict[str, tuple[Drafter, list[float]]] = {}
         due = MOST_REST
         for one in sequences:
+            grammar, repeats = one.grammar, self._ngrams or bool(one.prediction)
+            if not (repeats or model or grammar is not None):
+                continue
             drafter = self._drafters.get(one.id) or self._new(one)
             known = len(one.tokens)
-            if known < drafter.look_at and not model:
+            if known < drafter.look_at and not model and grammar is None:
                 due = min(due, drafter.look_at - known)
                 continue
-            if drafter.count != known:
+            if drafter.count != known and repeats:
                 drafter.follow(known)
-            if one.grammar is not None and not one.grammar.planned_ahead:
+            drafter.count = known
+            if grammar is not None:
                 due = 1
-                continue
+                if not grammar.planned_ahead:
+                    continue
+                drafter.forced = grammar.forced[one.in_flight :] if grammar.ready and not grammar.over else []
             found = self._chances(drafter, possible[-1] - 1, one.in_flight, model)
             drafter.looked(bool(found) and found[0] >= CLEAR)
             due = min(due, max(1, drafter.rest))
@@ -238,7 +254,9 @@ class Speculation:
         self.model_drafts = query_len - 1 if model else 0
         drafts = {}
         for name, (drafter, _) in chances.items():
-            if drafter.source:
+            if drafter.source == GRAMMAR:
+                guessed = drafter.forced[: query_len - 1]
+            elif drafter.source:
                 guessed = drafter.made[: query_len - 1] if drafter.made_behind == drafter.count else []
             else:
                 guessed, drafter.source = drafter.ngrams.draft(query_len - 1), drafter.ngrams.source
@@ -262,9 +280,12 @@ class Speculation:
         """The chances of a sequence's drafts, by the source that promises most; the model's also where it has yet to
         make them."""
         repeated = drafter.chances(count, ahead) if drafter.ngrams.run else []
-        made = drafter.model_chances(count) if model else []
-        drafter.source = model if sum(made) >= sum(repeated) else ""
-        return made if drafter.source else repeated
+        sources = {GRAMMAR: drafter.forced_chances(count)}
+        if model:
+            sources[model] = drafter.model_chances(count)
+        sources[""] = repeated
+        drafter.source = max(sources, key=lambda source: sum(sources[source]))
+        return sources[drafter.source]
 
     def _possible(self, count: int) -> list[int]:
         """Tokens of each of so many sequences that may pay: those tried, and of the others the fewest."""
@@ -314,6 +335,9 @@ class Speculation:
         if drafter is not None and self._model and drafter.source == self._model:
             for i in range(min(accepted + 1, drafted)):
                 drafter.model_rates.add(i, i < accepted)
+        elif drafter is not None and drafter.source == GRAMMAR:
+            for i in range(min(accepted + 1, drafted)):
+                drafter.forced_rate.add(0, i < accepted)
         if drafter is not None and drafted:
             self.counts.setdefault(drafter.source, Counts()).add(drafted, accepted)
 
@@ -325,7 +349,8 @@ class Speculation:
     def ended(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.id, None)
         self._look_at = 0  # another may have come
-        self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
+        if self._ngrams:
+            self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
 
     def took(self, sequences: int, query_len: int, tokens: int, seconds: float) -> None:
         """A step that decoded these sequences, and nothing else, ended so long after the one before."""

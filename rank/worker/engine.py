@@ -88,6 +88,7 @@ class Limits(NamedTuple):
     query_lens: tuple[int, ...] = (1,)  # tokens that a sequence may have verified in a step
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
     image_token_bytes: int = 1  # of the features that an image's token stands for
+    ngrams: bool = True  # whether what sequences repeat is drafted, also without a prediction
 
 
 class LoadRefused(errors.FatalError):
@@ -172,6 +173,7 @@ class Engine:
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
             self._query_lens, self.draft_kind, self.model.hidden_size * self.model.dtype.itemsize,
+            bool(self.draft_kind) or options.speculate != "auto",
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:
@@ -390,12 +392,21 @@ class Engine:
     def _query_lens(self) -> tuple[int, ...]:
         """How many tokens of a sequence a step may verify: some numbers, the least of which is one."""
         options = self.options
-        if options.speculate == "none" or (options.speculate == "auto" and not self.draft_kind):
+        if options.speculate == "none":
+            return (1,)
+        if options.speculate == "auto" and not self.draft_kind and not self._verifies_for_free:
             return (1,)
         most = 1 + (options.num_speculative_tokens or (MODEL_DRAFTS if self.draft_kind else DRAFTS))
         if self.place.device.type == "cuda":  # each number takes graphs of its own
             return 1, most
         return *(n for n in QUERY_LENS if n < most), most
+
+    @property
+    def _verifies_for_free(self) -> bool:
+        """Whether a step may have several tokens of a sequence without memory or a longer start for that: so forced
+        texts of grammars are verified, whatever was asked for. The same on all ranks."""
+        states = any(spec.row() for spec in self._cache_specs)
+        return self.place.device.type == "cpu" and self.place.mesh.stages == 1 and not states
 
     @property
     def _cache_dtype(self) -> torch.dtype:

@@ -240,16 +240,16 @@ def compare(plain, other, aborted, requests):
 
 def check(
     path, *, tp=1, pp=1, replays=True, requests=60, seed=0, host=0, mem=1, sequences=6, budget=64, blocks=0, real=False,
-    speculate="ngram", draft_model="",
+    speculate="ngram", draft_model="", texts=None, vocab=VOCAB,
 ):  # fmt: skip
     """Random requests get what they get without drafts. blocks: of the pool, if not all that fit. real: drafts are what
     sequences repeat, as users' are, of themselves and of earlier answers to the same requests, and what a model drafts
-    that the ranks have."""
+    that the ranks have. texts: requests instead of random ones, with their grammars."""
     torch.set_num_threads(1)
     draw = random.Random(seed)
-    texts = [random_request(draw, i) for i in range(requests)]
+    texts = texts or [random_request(draw, i) for i in range(requests)]
     grammars = Grammars()
-    grammars.know(Text(str(path)).vocabulary(VOCAB))
+    grammars.know(Text(str(path)).vocabulary(vocab))
     found = []
 
     def rank(world):
@@ -277,7 +277,7 @@ def check(
             wanted = {name: one.get("tokens", []) for name, one in plain.results.items()}
             drafts = Drafts(wanted, seed, limits.query_lens)
             if real:
-                drafts = Hasty(limits.query_lens, 64, limits.draft_model)
+                drafts = Hasty(limits.query_lens, 64, limits.draft_model, limits.ngrams)
                 for request, _ in texts:
                     drafts._answers.add(request.cache_salt, wanted.get(request.id, []))
             other = Server(limits, executor, pp, drafts)

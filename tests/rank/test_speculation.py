@@ -4,8 +4,11 @@ A table of ways to run: a model, how it is cut, and what makes room scarce.
 """
 
 import functools
+import json
 
 import pytest
+from phalanx.launcher.builtin_model import DIRECTORY
+from phalanx.rank import protocol
 
 from ..checkpoints import make_checkpoint, write_tokenizer
 from .model.hybrids import HYBRIDS
@@ -59,6 +62,22 @@ def test_some_ways(made, name):
 
 def test_drafts_of_what_was_answered_before(made):
     assert check(made("llama"), requests=40, seed=4, real=True).verified["answers"] > 100
+
+
+def test_forced_texts_of_grammars_are_drafted_whatever_is_asked_for(made):
+    told = check(made("llama"), requests=40, seed=6, real=True, speculate="auto")
+    assert set(told.verified) == {"grammar"} and told.verified["grammar"] > 5
+
+
+def test_forced_texts_of_a_trained_model():
+    """It spells them as they are drafted."""
+    names = {name: {"enum": [1, 2]} for name in ("temperature_of_the_room", "number_of_people")}
+    schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
+    grammar = json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": {"whitespace_flexible": False}}}]})
+    sampling = protocol.SamplingParams(max_tokens=100, temperature=0.0, stop_token_ids=(2,))
+    texts = [(protocol.Request(str(i), protocol.pack_u32([5, 6 + i]), sampling, grammar=grammar), "g") for i in (1, 2)]
+    told = check(DIRECTORY, texts=texts, vocab=4032, real=True, speculate="auto", mem=8)
+    assert set(told.verified) == {"grammar"} and told.steps < 0.6 * told.plain_steps
 
 
 @pytest.mark.long

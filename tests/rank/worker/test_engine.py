@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def engine(world, model=None, device=CPU, **options):
-    grid = SimpleNamespace(pipe=SimpleNamespace(rank=0))
+    grid = SimpleNamespace(pipe=SimpleNamespace(rank=0), stages=1)
     place = RankContext(world, ["here"] * world.size, grid, device, LocalWatchdog(world.rank))
     made = Engine(Options(**options), place)
     made.model = model
