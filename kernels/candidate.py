@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,17 @@ class Candidate(NamedTuple):
     # The kernel for so many rows, where the dispatcher would take this candidate; None: it would not.
     variant: Callable[..., KernelVariant | None] | None = None
     gain: str = ""  # where it gains under 3 % of a whole step, but is kept
+
+
+def imported_late(module: str, devices: str, takes: str) -> Candidate:
+    """The candidate that a module with `supports` and `run` is, which is imported when it is first asked: it imports
+    triton."""
+
+    def call(function: str, given: tuple[Any, ...]) -> Any:
+        return getattr(importlib.import_module(module), function)(*given)
+
+    name = module.rpartition(".")[2] + ".py"
+    return Candidate(name, devices, takes, lambda *given: call("supports", given), lambda *given: call("run", given))
 
 
 def choose(candidates: Sequence[Candidate], *given: Any) -> Candidate | None:

@@ -8,36 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import MODEL, FatalError
-from ..candidate import Candidate, choose
+from ..candidate import choose, imported_late
 from ..rope.fp8_cache import E4M3
 from ..rope.rope import CurrentKV, KVCache, rope_and_store_kv
 from . import cpu_decode, cudnn, decode, mla_decode, prefill, reference
 from .backend import AttentionMetadata, AttentionParams, Part
-
-
-def _mla_by_triton(part: Part) -> bool:
-    from . import mla_triton
-
-    return mla_triton.supports(part)
-
-
-def _run_mla_by_triton(part: Part) -> None:
-    from . import mla_triton
-
-    mla_triton.run(part, mla_triton.plan(part))
-
-
-def _by_triton(part: Part) -> bool:
-    from . import attention_triton
-
-    return attention_triton.supports(part)
-
-
-def _run_by_triton(part: Part) -> None:
-    from . import attention_triton
-
-    attention_triton.run(part, attention_triton.plan(part))
-
 
 # Candidates by kind of device: the first that supports a part computes it.
 CANDIDATES = {
@@ -46,8 +21,8 @@ CANDIDATES = {
         prefill.CANDIDATE,
         cudnn.CANDIDATE,
         mla_decode.CANDIDATE,
-        Candidate("mla_triton.py", "GPUs", "latents, all else", _mla_by_triton, _run_mla_by_triton),
-        Candidate("attention_triton.py", "GPUs", "values as wide as keys, all else", _by_triton, _run_by_triton),
+        imported_late(f"{__package__}.mla_triton", "GPUs", "latents, all else"),
+        imported_late(f"{__package__}.attention_triton", "GPUs", "values as wide as keys, all else"),
     ),
     "cpu": (cpu_decode.CANDIDATE, reference.CANDIDATE),
 }

@@ -241,28 +241,27 @@ def supports(part: Part) -> bool:
     return part.values.shape == part.keys.shape
 
 
-def plan(part: Part) -> int:
-    """The largest number of KV splits of a decoding sequence, or the maximum of a prompt's tokens."""
-    rows, window = part.rows, part.params.window
-    if not part.decodes:
-        return max(rows.query_lens[part.first : part.stop])
-    longest = max(rows.kv_lens[: part.stop])
+def run(part: Part) -> None:
+    keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
+    if part.decodes:
+        (q, out), query_len = part.decoding, part.rows.query_len
+        splits = _kv_splits(part)
+        decode(q, keys, values, tables, lengths, out, *part.params, splits, part.current_kv, part.scales, query_len)
+    else:
+        first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
+        longest = max(part.rows.query_lens[first : part.stop])
+        of = part.q, keys, values, tables, lengths, starts, part.out
+        prefill(*of, *part.params, first, count, longest, part.scales)
+
+
+def _kv_splits(part: Part) -> int:
+    """The largest number of KV splits of a decoding sequence."""
+    longest, window = max(part.rows.kv_lens[: part.stop]), part.params.window
     programs, num_sms = part.stop * part.keys.shape[2], device_caps(part.q.device).num_sms
     splits = choose_kv_splits(programs, min(longest, window or longest), num_sms)
     # Without `current_kv`, in a step with prompts: all that there may be, or none. Each number is a kernel of its own,
     # to be compiled in the middle of work.
     return MAX_KV_SPLITS if part.current_kv is None and splits > 1 else splits
-
-
-def run(part: Part, plan: int) -> None:
-    keys, values, tables, lengths = part.keys, part.values, part.rows.block_tables, part.rows.lengths
-    if part.decodes:
-        q, out = part.decoding
-        query_len = part.rows.query_len
-        decode(q, keys, values, tables, lengths, out, *part.params, plan, part.current_kv, part.scales, query_len)
-    else:
-        first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
-        prefill(part.q, keys, values, tables, lengths, starts, part.out, *part.params, first, count, plan, part.scales)
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:

@@ -58,8 +58,7 @@ def run(part: Part) -> None:
         if long:
             _whole_prompt(part, rows.block_tables[first], start, end)
         else:
-            rest = part._replace(first=first, stop=stop)
-            attention_triton.run(rest, attention_triton.plan(rest))
+            attention_triton.run(part._replace(first=first, stop=stop))
         start = end
 
 

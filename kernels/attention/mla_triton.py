@@ -277,23 +277,18 @@ def supports(part: Part) -> bool:
     return shared and plain and keys.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
 
 
-def plan(part: Part) -> int:
-    """The largest number of KV splits of a decoding sequence, or the maximum of a prompt's tokens."""
-    if not part.decodes:
-        return max(part.rows.query_lens[part.first : part.stop])
-    programs = part.stop * part.rows.query_len * triton.cdiv(part.q.shape[1], GROUP)
-    return choose_kv_splits(programs, max(part.rows.kv_lens[: part.stop]), device_caps(part.q.device).num_sms)
-
-
-def run(part: Part, plan: int) -> None:
+def run(part: Part) -> None:
     cache, latent, rows, scale = part.keys[:, :, 0], part.values.shape[3], part.rows, part.params.scale
+    tables, lengths = rows.block_tables, rows.lengths
     if part.decodes:
         q, out = part.decoding
-        decode(q, cache, latent, rows.block_tables, rows.lengths, out, scale, plan, part.scales, rows.query_len)
+        programs, longest = len(q) * triton.cdiv(q.shape[1], GROUP), max(rows.kv_lens[: part.stop])
+        splits = choose_kv_splits(programs, longest, device_caps(q.device).num_sms)
+        decode(q, cache, latent, tables, lengths, out, scale, splits, part.scales, rows.query_len)
     else:
-        starts, count = rows.query_starts, part.stop - part.first
-        tables, lengths = rows.block_tables, rows.lengths
-        prefill(part.q, cache, latent, tables, lengths, starts, part.out, scale, part.first, count, plan, part.scales)
+        first, count, starts = part.first, part.stop - part.first, rows.query_starts
+        longest = max(rows.query_lens[first : part.stop])
+        prefill(part.q, cache, latent, tables, lengths, starts, part.out, scale, first, count, longest, part.scales)
 
 
 def choose_kv_splits(programs: int, longest: int, num_sms: int) -> int:
