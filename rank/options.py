@@ -231,8 +231,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                help="mcp.json: tool servers, whose tools chats may call"),
     ] = ""  # fmt: skip
     images_per_prompt: Annotated[
-        int, server_or_batch("--images-per-prompt", group=_SERVER, metavar="N", low=0, high=1024,
-                             help="most images of a request; 0: none are taken"),
+        int, engine("--images-per-prompt", group=_SERVER, metavar="N", low=0, high=1024,
+                    help="most images of a request; 0: text alone, and no tower is loaded"),
     ] = 16  # fmt: skip
     allowed_media_hosts: Annotated[
         tuple[str, ...],

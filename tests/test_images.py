@@ -10,7 +10,7 @@ import torch
 from .rank.model import harness
 from .rank.model.shapes import IMAGE
 from .rank.model.vision.seeing import SEEING, add_text, data_url, picture, write_seeing
-from .rank.model.vision.test_towers import processed
+from .rank.model.vision.test_towers import of_images
 from .server import Server
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,7 +45,7 @@ def parts(*said):
 def generated(path, prompt, images, count):
     """Greedy tokens of transformers behind a prompt."""
     ids = torch.tensor([prompt])
-    given = dict(processed(path, images), mm_token_type_ids=(ids == IMAGE).int())
+    given = of_images(path, ids, images)
     with torch.no_grad():
         found = harness.reference(path).generate(
             ids, **given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0

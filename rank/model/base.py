@@ -438,6 +438,9 @@ class SeeingArgs(Args):
     """Of a model that takes images, where the checkpoint says how."""
 
     vision_config: dict[str, Any] | None = None
+    vision_feature_layer: int | list[int] = -1
+    multimodal_projector_bias: bool = True
+    projector_hidden_act: str = "gelu"
     rules: ImageRules | None = None  # no key of config.json
 
     @classmethod
@@ -450,16 +453,20 @@ class SeeingArgs(Args):
 class SeeingModel(TextOfMultimodal):
     """A model that takes images, where the checkpoint has the tower that makes features of them, under `vision.`."""
 
-    TOWER: ClassVar[type[Tower]]  # made of vision_config, rules and hidden size
+    TOWER: ClassVar[type[Tower]]  # made of Args; raises ValueError for values that cannot be
 
     def _tower(self, args: Args, mesh: Mesh, names: Collection[str]) -> Tower | None:
         assert isinstance(args, SeeingArgs)
-        if args.rules is None or (names and not any(name.startswith(TOWER) for name in names)):
+        if (
+            args.rules is None
+            or args.vision_config is None
+            or (names and not any(name.startswith(TOWER) for name in names))
+        ):
             return None
-        self.image_token = args.rules.token
         if self.image_positions is not None and not args.rope_parameters.get("mrope_section"):
-            raise FatalError("config.json: rope_parameters has no mrope_section, which this model type needs", MODEL)
+            return None  # as of files that were made for the text model
+        self.image_token = args.rules.token
         try:
-            return self.TOWER(args.vision_config or {}, args.rules, args.hidden_size) if mesh.first else None
+            return self.TOWER(args) if mesh.first else None
         except (TypeError, ValueError) as error:
-            raise FatalError(f"config.json: {error}", MODEL) from None
+            raise FatalError(f"config.json: {error}; --images-per-prompt 0 serves text alone", MODEL) from None

@@ -47,7 +47,8 @@ FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_att
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
 SHARED = (
     "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vision_config", "image_token_id",
-    "image_token_index",
+    "image_token_index", "image_break_token_id", "image_end_token_id", "spatial_merge_size", "vision_feature_layer",
+    "multimodal_projector_bias", "projector_hidden_act",
 )  # fmt: skip
 
 # The files of older quantised checkpoints that have what is in config.json's quantization_config otherwise: their

@@ -24,7 +24,7 @@ from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, choices, load_memory, stored_formats
-from .base import TOWER, Args, Model
+from .base import TOWER, Args, Model, SeeingArgs
 from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
@@ -84,6 +84,7 @@ def load(
     experts: OffloadOptions = ON_DEVICE,
     layers: int = 0,
     draft: ChooseClasses | None = None,
+    images: bool = True,
 ) -> Model:
     """This rank's shard of the model at `path`. Collective over the mesh's world.
 
@@ -91,7 +92,8 @@ def load(
     way: direct (each rank reads its own slices), striped (one reads each byte and sends it to others) or auto. progress
     gets this rank's bytes or, striped, the job's. room: bytes of the device for weights; None: unlimited. host_room: of
     a GPU's host. isq: what linears become. experts, layers: what is in host memory, and bytes. draft: of a draft model
-    (rank/model/drafts), whose experts stay on the device, and whose max_model_len is its target's. Raises FatalError.
+    (rank/model/drafts), whose experts stay on the device, and whose max_model_len is its target's. images: whether it
+    takes some, where it can. Raises FatalError.
     """
     config = read_config(path)
     check_degrees(config, mesh.tensor.size, mesh.pipe.size)
@@ -105,7 +107,7 @@ def load(
         way = choose_way(way, config.path, mesh.world)
         index = _share_index(config.path, mesh.world) if way == "striped" else read_index(config.path)
     length = model_length(max_model_len, config, speaks) if draft is None else max_model_len  # the target's
-    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype), device, draft=draft)
+    build = partial(_build, config, length, index, Wanted(isq, quantization, dtype, images), device, draft=draft)
     mesh, model = build_measured(build, mesh, DTYPES[chosen], device, bool(experts))
     if draft is None:
         _check_experts(model, mesh, experts)
@@ -136,11 +138,12 @@ def load(
 
 
 class Wanted(NamedTuple):
-    """Options of `load` by which formats are chosen."""
+    """Options of `load` by which formats are chosen, and whether there is a tower."""
 
     isq: str
     quantization: str
     dtype: str
+    images: bool = True
 
 
 def _build(
@@ -158,7 +161,10 @@ def _build(
     left = choices.without_codes(names, stored)
     format_of = choices.choose_format(config, wanted.isq, wanted.quantization, left, plain)
     table_of = format_of if compiled else dense
-    model = classes.model(classes.args.from_config(config), mesh, length, names, format_of, table_of)
+    args = classes.args.from_config(config)
+    if isinstance(args, SeeingArgs) and not wanted.images:
+        args = dataclasses.replace(args, rules=None)
+    model = classes.model(args, mesh, length, names, format_of, table_of)
     if device.type == "mps":  # which has no kernels for quantised weights
         for one in model.modules():
             if isinstance(one, PackedPart):
@@ -352,9 +358,10 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     if further:
         log.info("%d tensors of layers that predict further tokens are left to --speculate mtp", len(further))
     unread = [name for name in unread if name not in set(further)]
-    if left_out := [name for name in unread if name.startswith(model.LEFT_OUT)]:
+    others = (*model.LEFT_OUT, TOWER)
+    if left_out := [name for name in unread if name.startswith(others)]:
         log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
-    unread = [name for name in unread if not name.startswith(model.LEFT_OUT)]
+    unread = [name for name in unread if not name.startswith(others)]
     if unread:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])
 

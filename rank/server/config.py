@@ -43,6 +43,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
     reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     thinking: bool | None = None  # enable_thinking of requests that do not say
+    images_per_prompt: int = 16  # most images of a request; 0: the model takes text alone
 
 
 def named_alike(config: type[msgspec.Struct], options: Options) -> dict[str, Any]:
@@ -117,7 +118,6 @@ class ServerConfig(ModelSettings, forbid_unknown_fields=True, kw_only=True):
     timeout: float = 0.0  # seconds of silence after which rank 0 and this process give each other up; 0: never
     idle_exit: float = 0.0  # minutes without a request after which the job drains; 0: never
     registry_file: str = ""  # where to write how this server is found (server_registry.py); "": nowhere
-    images_per_prompt: int = 16  # most images of a request
     allowed_media_hosts: list[str] = []  # that images' URLs may name; "*": any public one. []: none
     allowed_media_dir: str = ""  # where the images lie that file: URLs may name; "": nowhere
     batch_job: str = ""  # the batch system's name for the job, for that file

@@ -303,6 +303,12 @@ class Engine:
         """The cache specs of this stage's layers, and of the draft model's behind them."""
         return [*self.model.cache_specs(), *(self.source.cache_specs() if self.source is not None else ())]
 
+    @property
+    def _sees(self) -> bool:
+        """Whether the model is to take images, where it can. Models that draft know texts alone."""
+        wanted = self.options.speculate in ("auto", "none", "ngram") and not self.options.draft_model
+        return wanted and self.options.images_per_prompt > 0
+
     def _load(self, directory: Path, free: int, free_of_host: int) -> Model:
         options, place = self.options, self.place
         started = time.monotonic()
@@ -315,7 +321,7 @@ class Engine:
                 options.load, self._progress("loading weights"), free, free_of_host, options.isq, options.quantization,
                 OffloadOptions(options.num_experts_offload_per_rank, options.expert_memory * kv_cache.MIB,
                            options.expert_placement, options.expert_deferral),
-                int(options.cpu_offload_gb * (1 << 30)),
+                int(options.cpu_offload_gb * (1 << 30)), images=self._sees,
             )  # fmt: skip
         self._say(f"loaded {model.weight_bytes / 1e6:.0f} MB on this rank in {time.monotonic() - started:.1f} s")
         return model

@@ -1,20 +1,34 @@
-"""Mistral Small 3.1 and Ministral 3 with vision (Mistral AI 2025), of which the text model is served."""
+"""Mistral Small 3.1 and Ministral 3 with vision (Mistral AI 2025)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ....errors import MODEL, FatalError
 from .. import base
 from ..config import Config
+from ..vision import mistral3
 from . import llama, ministral3, mistral
 
 CONFIG = {"text_type": "mistral"}
 
-TEXT: dict[str, type[mistral.Args]] = {"mistral": mistral.Args, "ministral3": ministral3.Args}
+
+@dataclass(frozen=True, kw_only=True)
+class MistralArgs(base.SeeingArgs, mistral.Args):
+    multimodal_projector_bias: bool = False
 
 
-class Args(mistral.Args):
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Args(base.SeeingArgs, ministral3.Args):
+    multimodal_projector_bias: bool = False
+
+
+TEXT: dict[str, type[MistralArgs] | type[Ministral3Args]] = {"mistral": MistralArgs, "ministral3": Ministral3Args}
+
+
+class Args(base.SeeingArgs, mistral.Args):
     @classmethod
-    def from_config(cls, config: Config) -> mistral.Args:  # type: ignore[override]
+    def from_config(cls, config: Config) -> MistralArgs | Ministral3Args:  # type: ignore[override]
         """The text model's Args: it may be of either type."""
         text = config.raw["model_type"]
         if text not in TEXT:
@@ -26,5 +40,10 @@ class Args(mistral.Args):
         return TEXT[text].from_config(config)
 
 
-class Model(base.TextOfMultimodal, llama.Model):
-    pass
+class Model(base.SeeingModel, llama.Model):
+    PREFIXES = base.SeeingModel.PREFIXES | {
+        f"{under}{theirs}.": f"vision.{ours}."
+        for under in ("", "model.")
+        for theirs, ours in (("vision_tower", "tower"), ("multi_modal_projector", "projector"))
+    }
+    TOWER = mistral3.Tower

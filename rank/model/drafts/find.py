@@ -67,12 +67,6 @@ def find(
     kind = kind_of(wanted, device)
     if not kind:
         return None
-    if target.image_positions is not None and target.image_token >= 0:
-        raise FatalError(
-            f"--speculate {kind}: models do not draft for one that takes images by positions of several axes: use "
-            "--speculate ngram or none",
-            USAGE,
-        )
     if kind != "mtp" and mesh.stages > 1:
         raise FatalError(f"--speculate {kind} with --pp {mesh.stages} is not supported: use --tp alone", USAGE)
     draft = path if kind == "mtp" else Path(wanted.draft_model)
@@ -83,7 +77,7 @@ def find(
         language_model.check_tokenizers(path, draft)
     model = load(
         draft, mesh, device, wanted.dtype, target.max_model_len, wanted.load_format, wanted.way, progress, room, None,
-        isq, wanted.quantization if kind == "mtp" else "auto", draft=choose,
+        isq, wanted.quantization if kind == "mtp" else "auto", draft=choose, images=False,
     )  # fmt: skip
     if mesh.world.rank == 0:
         log.info("%s drafts tokens: %.0f MB on this rank", LOG_TEXTS[kind].format(draft), model.weight_bytes / 1e6)

@@ -12,6 +12,8 @@ from ..layers.linear import ColumnParallel
 from ..shard import whole
 from ..weights.slicing import Field, Ratio, ShardedModule
 
+LARGEST = 1 << 16  # of a size in vision_config
+
 
 class Whole(ColumnParallel):
     """A linear of which this rank has all: of one output, or of several side by side."""
@@ -41,9 +43,10 @@ class PatchEmbedding(ShardedModule):
 
 
 class GatedFeedForward(nn.Module):
-    def __init__(self, hidden: int, inner: int, activation: str):
+    def __init__(self, hidden: int, inner: int, activation: str, bias: bool = True):
         super().__init__()
-        self.gate_up_proj, self.down_proj = Whole(hidden, inner, inner), Whole(inner, hidden)
+        self.gate_up_proj = Whole(hidden, inner, inner, bias=bias)
+        self.down_proj = Whole(inner, hidden, bias=bias)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ four neighbours become one token. M-RoPE tells the text model's tokens apart by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,10 +16,9 @@ from ...vision import whole
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import RMSNorm
-from ._tower import GatedFeedForward, PatchEmbedding, Whole, frequencies, normalised, rotated
+from ._tower import LARGEST, GatedFeedForward, PatchEmbedding, Whole, frequencies, normalised, rotated
 
 EPS = 1e-6
-LARGEST = 1 << 16  # of a size in vision_config
 
 
 class Attention(nn.Module):
@@ -72,9 +71,11 @@ class Merger(nn.Module):
 class Tower(base.Tower):
     rules: Rules
 
-    def __init__(self, config: dict[str, Any], rules: Rules, outputs: int):
-        """config: vision_config. outputs: the text model's hidden size. Raises ValueError for sizes that cannot be."""
+    def __init__(self, args: base.SeeingArgs):
+        """Raises ValueError for sizes that cannot be."""
         super().__init__()
+        config, outputs = args.vision_config or {}, args.hidden_size
+        rules = cast(Rules, args.rules)
         hidden, heads, inner = (
             whole(config, key, 0, LARGEST) for key in ("hidden_size", "num_heads", "intermediate_size")
         )
@@ -93,22 +94,13 @@ class Tower(base.Tower):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
-        patch, merge = self.rules.patch, self.rules.merge
         rows, columns = self.rules.grid(*pixels.shape[:2])
-        x = normalised(pixels, self.rules).view(3, rows, merge, patch, columns, merge, patch)
-        x = self.patch_embed["proj"](x.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch))
-        angles, windows = self._angles(rows, columns, x.device), self._windows(rows, columns).to(x.device)
+        x = self.patch_embed["proj"](patches(pixels, self.rules))
+        angles, windows = rotations(rows, columns, self.rules.merge, self.dim, x.device), self._windows(rows, columns)
+        windows = windows.to(x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, angles, None if index in self.whole_layers else windows)
         return self.merger(x)
-
-    def _angles(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """[patches, dim / 2]: half of them by the patch's row, half by its column."""
-        merge = self.rules.merge
-        grid = torch.stack(torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij"))
-        grid = grid.view(2, rows, merge, columns, merge).transpose(2, 3).reshape(2, -1).to(device)
-        turns = frequencies(1e4, self.dim // 2, device)
-        return (grid[..., None] * turns).transpose(0, 1).flatten(1)
 
     def _windows(self, rows: int, columns: int) -> Tensor:
         """[windows, patches] as Attention takes them."""
@@ -118,6 +110,27 @@ class Tower(base.Tower):
         tokens = tokens.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).reshape(-1, size * size, 1)
         patches = tokens * count + torch.arange(count)
         return torch.where(tokens < 0, -1, patches).flatten(1)
+
+
+def patches(pixels: Tensor, rules: Rules) -> Tensor:
+    """An image's patches [N, 3, patch, patch] f32: those that become one token follow each other."""
+    patch, merge = rules.patch, rules.merge
+    rows, columns = rules.grid(*pixels.shape[:2])
+    x = normalised(pixels, rules).view(3, rows, merge, patch, columns, merge, patch)
+    return x.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, patch, patch)
+
+
+def in_order(grid: Tensor, merge: int) -> Tensor:
+    """The values [rows of patches, columns of patches, …] of patches in their order, [N, …]."""
+    blocks = grid.unflatten(0, (-1, merge)).unflatten(2, (-1, merge))
+    return blocks.transpose(1, 2).flatten(0, 3)
+
+
+def rotations(rows: int, columns: int, merge: int, dim: int, device: torch.device) -> Tensor:
+    """Angles [patches, dim / 2] f32: half of them by the patch's row, half by its column."""
+    at = torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
+    turns = frequencies(1e4, dim // 2, device)
+    return (in_order(torch.stack(at, 2), merge).to(device)[..., None] * turns).flatten(1)
 
 
 def positions(length: int, pictures: Sequence[Picture]) -> np.ndarray:

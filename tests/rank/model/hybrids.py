@@ -5,7 +5,7 @@ HYBRID = dict(
     head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
     rms_norm_eps=0.1,
 )  # fmt: skip
-QWEN_VISION = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
+QWEN_VISION = dict(depth=2, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 LAYERS_OF_LFM2 = ["conv", "full_attention", "conv", "conv"]
 HYBRIDS = {
@@ -31,8 +31,15 @@ HYBRIDS = {
     ),
     "qwen3_5_text": HYBRID | dict(model_type="qwen3_5_text", attention_bias=True),
     "qwen3_5": dict(
-        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True,
-        text_config=HYBRID | dict(linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2),
+        model_type="qwen3_5", vision_config=QWEN_VISION, tie_word_embeddings=True, image_token_id=512,
+        vision_start_token_id=513, vision_end_token_id=514, video_token_id=515,
+        text_config=HYBRID | dict(
+            linear_num_value_heads=6, layer_types=["full_attention", "linear_attention"] * 2, vocab_size=520,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+                mrope_interleaved=True,
+            ),
+        ),
     ),
     "qwen3_5_moe_text": HYBRID | EXPERTS | dict(model_type="qwen3_5_moe_text"),
     "qwen3_5_moe": dict(

@@ -48,8 +48,9 @@ MODELS = {
     ),
     "ministral3": dict(model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE),
     "mistral3": dict(
-        model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,
-        tie_word_embeddings=False, text_config=dict(model_type="mistral", head_dim=16, sliding_window=13),
+        model_type="mistral3", vision_config=dict(model_type="pixtral", num_hidden_layers=2), image_token_index=IMAGE,
+        image_break_token_id=513, image_end_token_id=514, spatial_merge_size=2, tie_word_embeddings=False,
+        text_config=dict(model_type="mistral", head_dim=16, sliding_window=13, vocab_size=520),
     ),
     "mistral3 of ministral3": dict(
         model_type="mistral3", vision_config=dict(model_type="pixtral"), image_token_index=500,

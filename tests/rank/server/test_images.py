@@ -263,7 +263,7 @@ def test_a_bomb(seeing):
     began = time.monotonic()
     answer = chat(seeing, as_url(png(14_000, 14_000, (b"IDAT", bomb()))))
     assert answer.status == 400 and "at most 50000000" in answer.body["error"]["message"]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_damaged_images(seeing):

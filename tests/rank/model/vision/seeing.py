@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from ....checkpoints import write_tokenizer
 from ..harness import BLOCK, forward, make_batch, nan_caches
+from ..hybrids import HYBRIDS
 from ..shapes import IMAGE, MODELS
 from ..test_architectures import write
 
@@ -24,6 +25,13 @@ PREPROCESSOR = {
     "qwen2_5_vl": dict(
         image_processor_type="Qwen2VLImageProcessor", min_pixels=56 * 56, max_pixels=28 * 28 * 30, patch_size=14,
         merge_size=2, temporal_patch_size=2,
+    ),
+    "qwen3_5": dict(
+        image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
+        patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    ),
+    "mistral3": dict(
+        image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),
 }  # fmt: skip
 SEEING = tuple(PREPROCESSOR)  # of shapes.MODELS
@@ -39,7 +47,7 @@ SIZES = (100, 75), (30, 190), (640, 480), (13, 40), (61, 28)
 
 def write_seeing(directory, name):
     """A checkpoint of random weights with its preprocessor's settings."""
-    write(directory, **MODELS[name])
+    write(directory, **(MODELS | HYBRIDS)[name])
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR[name]))
     return directory
 

@@ -9,6 +9,7 @@ import transformers
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.load import load
 from phalanx.rank.model.vision._tower import normalised
+from phalanx.rank.model.vision.qwen2_5_vl import patches
 
 from .. import harness
 from ..harness import distance
@@ -29,18 +30,26 @@ def processed(path, images):
     return processor(images, return_tensors="pt")
 
 
+def of_images(path, ids, images):
+    """The arguments of transformers' models for images in ids."""
+    given = dict(processed(path, images))
+    return given | ({"mm_token_type_ids": (ids == IMAGE).int()} if "image_grid_thw" in given else {})
+
+
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_and_pixels(made, name, size):
     path, image = made(name), picture(*size)
     rules, theirs = rules_of(path), processed(path, [image])
     pixels = resized(rules, image)
-    rows, columns = rules.grid(*pixels.shape[:2])
-    assert theirs["image_grid_thw"].tolist() == [[1, rows * rules.merge, columns * rules.merge]]
-    own = normalised(pixels, rules).view(3, rows, rules.merge, rules.patch, columns, rules.merge, rules.patch)
-    own = own.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, 1, rules.patch**2)
-    want = theirs["pixel_values"].view(len(own), 3, 2, -1)
-    assert distance(own.expand_as(want), want) < 1e-5
+    own, want = normalised(pixels, rules), theirs["pixel_values"]
+    if "image_grid_thw" in theirs:  # patches, each of two frames
+        rows, columns = rules.grid(*pixels.shape[:2])
+        assert theirs["image_grid_thw"].tolist() == [[1, rows * rules.merge, columns * rules.merge]]
+        own = patches(pixels, rules).view(rows * columns * rules.merge**2, 3, 1, -1)
+        want = want.view(len(own), 3, 2, -1)
+        own = own.expand_as(want)
+    assert distance(own, want.view_as(own)) < 1e-5
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -62,7 +71,6 @@ def test_logits_of_several_images(made, name, tp):
     ids, got = seen_logits(path, images, tp)
     given = torch.tensor([ids])
     with torch.no_grad():
-        of = dict(processed(path, images), mm_token_type_ids=(given == IMAGE).int())
-        want = harness.reference(path)(given, **of).logits[0]
+        want = harness.reference(path)(given, **of_images(path, given, images)).logits[0]
     assert distance(got, want) < TOLERANCE
     assert np.isfinite(want.numpy()).all() and want.std() > 0.5

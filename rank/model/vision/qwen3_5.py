@@ -1,0 +1,95 @@
+"""Qwen3.5's tower (Qwen team 2026): a vision transformer, four of whose neighbours become one token. Learned positions
+of a square grid are interpolated."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu, interpolate
+
+from ...vision import whole as number
+from ...vision.qwen2_5_vl import Rules
+from .. import base
+from ..layers.embedding import PositionEmbedding
+from ..layers.norm import LayerNorm
+from ._tower import LARGEST, PatchEmbedding, Whole
+from .qwen2_5_vl import Attention, in_order, patches, rotations
+
+EPS = 1e-6
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = Whole(hidden, inner), Whole(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(gelu(self.linear_fc1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
+        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1.norm(x), angles, None)
+        return x + self.mlp(self.norm2.norm(x))
+
+
+class Merger(nn.Module):
+    def __init__(self, hidden: int, count: int, outputs: int):
+        super().__init__()
+        self.inner = hidden * count
+        self.norm = LayerNorm(hidden, EPS)
+        self.linear_fc1, self.linear_fc2 = Whole(self.inner, self.inner), Whole(self.inner, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(gelu(self.linear_fc1(self.norm.norm(x).view(-1, self.inner))))
+
+
+class Tower(base.Tower):
+    rules: Rules
+
+    def __init__(self, args: base.SeeingArgs):
+        """Raises ValueError for sizes that cannot be."""
+        super().__init__()
+        config, outputs = args.vision_config or {}, args.hidden_size
+        rules = cast(Rules, args.rules)
+        hidden, inner = number(config, "hidden_size", 1152, LARGEST), number(config, "intermediate_size", 4304, LARGEST)
+        heads, depth = number(config, "num_heads", 16, LARGEST), number(config, "depth", 27, 1 << 10)
+        if hidden % (4 * heads):
+            raise ValueError(f"hidden_size {hidden} of vision_config is no multiple of 4 times its {heads} heads")
+        if (made := number(config, "out_hidden_size", outputs, LARGEST)) != outputs:
+            raise ValueError(f"out_hidden_size {made} of vision_config is not the text model's {outputs}")
+        if config.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+            raise ValueError(f"hidden_act of vision_config is {config['hidden_act']!r}, expected 'gelu_pytorch_tanh'")
+        self.rules, self.dim = rules, hidden // heads
+        count = number(config, "num_position_embeddings", 2304, 1 << 24)
+        self.side = round(count**0.5)
+        if self.side**2 != count:
+            raise ValueError(f"num_position_embeddings {count} of vision_config is no square")
+        frames = number(config, "temporal_patch_size", 2, 16)
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, bias=True)})
+        self.pos_embed = PositionEmbedding(count, hidden)
+        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
+        self.merger = Merger(hidden, rules.merge**2, outputs)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
+        rows, columns = self.rules.grid(*pixels.shape[:2])
+        x = self.patch_embed["proj"](patches(pixels, self.rules))
+        x = x + self._positions(rows, columns).to(x.dtype)
+        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        for block in self.blocks:
+            x = block(x, angles)
+        return self.merger(x)
+
+    def _positions(self, rows: int, columns: int) -> Tensor:
+        """The learned positions [patches, hidden] f32: the outermost patches have those at the grid's border."""
+        merge, grid = self.rules.merge, self.pos_embed.weight.float().view(self.side, self.side, -1)
+        size = rows * merge, columns * merge
+        found = interpolate(grid.permute(2, 0, 1)[None], size=size, mode="bilinear", align_corners=True)
+        return in_order(found[0].permute(1, 2, 0), merge)
