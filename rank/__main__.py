@@ -41,7 +41,6 @@ from .worker.engine import Engine, Limits, LoadRefused, RankContext
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
-SAMPLED = 64  # tokens that a step with drafts may sample, however few sequences run: their logits take little memory
 Lines = dict[int, tuple[broadcast.PlanBroadcast, ResultChannel]]  # by replica: its plans, and the way back
 
 
@@ -122,7 +121,7 @@ class Rank:
         if len(limits.query_lens) == 1:
             return None
         model = limits.draft_model if stages == 1 else ""
-        return Speculation(limits.query_lens, max(limits.max_num_seqs, SAMPLED), model, limits.ngrams)
+        return Speculation(limits.query_lens, limits.verified_tokens, model, limits.ngrams)
 
     def _stopped(self, plan: protocol.Plan) -> int:
         self._switch = protocol.decode_switch(plan.switch) if plan.switch else None

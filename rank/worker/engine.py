@@ -52,6 +52,7 @@ MAX_COPIED = 0.01  # seconds of copies back after which a plan takes no further 
 SWAP_TIMED = {"cpu": 64, "cuda": 2048, "mps": 64}  # tokens of the step that says how fast blocks are computed
 DRAFTS = 7  # tokens that are guessed of a sequence, where no option says
 MODEL_DRAFTS = 3  # where a model guesses them
+VERIFIED = 64  # tokens that a step with drafts may sample, however few sequences run: their logits take little memory
 QUERY_LENS = 1, 2, 4, 8  # tokens of a sequence that steps verify, on a CPU
 TABLES = 1 << 16  # block tables of all rows and cache groups, as plans number them
 FEW = 4  # tokens that a step may have whatever the weights
@@ -88,6 +89,7 @@ class Limits(NamedTuple):
     query_lens: tuple[int, ...] = (1,)  # tokens that a sequence may have verified in a step
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
     image_token_bytes: int = 1  # of the features that an image's token stands for
+    verified_tokens: int = 0  # of all sequences in a step with drafts, those of prompts' ends apart
     ngrams: bool = True  # whether what sequences repeat is drafted, also without a prediction
 
 
@@ -161,7 +163,8 @@ class Engine:
         caches, pool = self._together(lambda: self._allocate(layout, blocks, block_size, max_num_seqs + snapshots))
         shares, may_swap = self._may_share(snapshots)
         swap, in_host = self._host_tier(layout, pool, block_size, budget) if may_swap else (None, HostBlocks())
-        limits = StepLimits(microbatch, budget, peak, self._query_lens)
+        verified = self._verified_tokens(max_num_seqs)
+        limits = StepLimits(microbatch, budget, peak, self._query_lens, verified)
         rows = BatchState(max_num_seqs, max_model_len, block_size, layout.groups, layout.layer_groups, blocks)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, limits, self.source)
@@ -173,7 +176,7 @@ class Engine:
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
             self._query_lens, self.draft_kind, self.model.hidden_size * self.model.dtype.itemsize,
-            bool(self.draft_kind) or options.speculate != "auto",
+            verified, bool(self.draft_kind) or options.speculate != "auto",
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:
@@ -379,20 +382,24 @@ class Engine:
         if device.type != "cuda":
             return 0
         jit.compile_ahead(graphs.gemm_variants(self.model, max_num_seqs, budget, device), device)
+        sampled = max_num_seqs + self._verified_tokens(max_num_seqs)  # beside prompts' ends
         advice = (
             f"Lower --max-num-batched-tokens (now {budget}) or --max-num-seqs (now {max_num_seqs}), or use more ranks"
         )
 
         def profile() -> int:
-            with errors.memory_for(f"a step of {budget} tokens that samples {max_num_seqs} sequences", advice):
-                return profile_run(
-                    self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
-                )
+            with errors.memory_for(f"a step of {budget} tokens that samples {sampled} tokens", advice):
+                of = self.model, self.place.mesh, sampler, budget, max_num_seqs, block_size, self._cache_dtype
+                return profile_run(*of, sampled, self._query_lens, self.source)
 
         # The others wait within the step where the memory of one rank of several runs out: that ends the job.
         peak = self._together(profile) if self.place.world.size == 1 else profile()
         self._say(f"a step of {budget} tokens takes {peak / kv_cache.MIB:.0f} MiB beside weights and cache")
         return peak
+
+    def _verified_tokens(self, max_num_seqs: int) -> int:
+        """Limits.verified_tokens; 0: no step has drafts."""
+        return max(max_num_seqs, VERIFIED) if len(self._query_lens) > 1 else 0
 
     @property
     def _query_lens(self) -> tuple[int, ...]:
@@ -411,8 +418,9 @@ class Engine:
     def _verifies_for_free(self) -> bool:
         """Whether a step may have several tokens of a sequence without memory or a longer start for that: so forced
         texts of grammars are verified, whatever was asked for. The same on all ranks."""
-        states = any(spec.row() for spec in self._cache_specs)
-        return self.place.device.type == "cpu" and self.place.mesh.stages == 1 and not states
+        if self.place.device.type != "cpu" or self.place.mesh.stages > 1:
+            return False
+        return not any(spec.row() for spec in self._cache_specs)
 
     @property
     def _cache_dtype(self) -> torch.dtype:

@@ -9,7 +9,6 @@ too, so all ranks must capture the same sizes in the same order, and must free t
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import cast
@@ -37,9 +36,10 @@ from .upload import Upload
 LARGEST = 512  # sequences; beyond, kernel launches are no bottleneck
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that are captured, close enough together that padding costs little."""
-    most = min(max_num_seqs, LARGEST)
+def capture_sizes(max_num_seqs: int, most: int = LARGEST) -> list[int]:
+    """The batch sizes that are captured, close enough together that padding costs little. most: sequences that such
+    steps have."""
+    most = max(1, min(max_num_seqs, most))
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST + 1, 16)]
     return [size for size in steps if size < most] + [most]
 
@@ -106,14 +106,21 @@ class DecodeGraphs:
 
     def __init__(
         self, model: Model, state: BatchState, last: Tensor, caches: Caches, upload: Upload,
-        query_lens: tuple[int, ...] = (1,),
+        query_lens: tuple[int, ...] = (1,), verified_tokens: int = 0,
     ):  # fmt: skip
-        """query_lens: of the steps that are captured."""
+        """query_lens: of the steps that are captured. verified_tokens: of all sequences, the most where these have
+        several; 0: any number."""
         self.model = model
         self.sizes = capture_sizes(len(state.length))
+        self._sizes = {
+            query_len: capture_sizes(len(state.length), verified_tokens // query_len)
+            if verified_tokens and query_len > 1
+            else self.sizes
+            for query_len in query_lens
+        }
         self._inputs: dict[int, DeviceDecodeBatch] = {}  # by query_len
         for query_len in query_lens:
-            of = state, last, caches, self.sizes[-1], upload, query_len
+            of = state, last, caches, self._sizes[query_len][-1], upload, query_len
             self._inputs[query_len] = DeviceDecodeBatch(*of, next(iter(self._inputs.values()), None))
         self._longest = min(model.max_model_len, state.table.shape[1] * state.block_size)
         self._captured: dict[tuple[int, int], tuple[SegmentedGraph, Tensor]] = {}  # by sequences, and tokens of each
@@ -121,7 +128,7 @@ class DecodeGraphs:
 
     def capture(self, reached: Callable[[int], None]) -> None:
         """Capture all sizes. The largest goes first, so that the others reuse its memory. Calls reached(sizes done)."""
-        wanted = sorted(itertools.product(self.sizes, self._inputs), key=math.prod)
+        wanted = sorted(((size, n) for n, sizes in self._sizes.items() for size in sizes), key=math.prod)
         for done, (size, query_len) in enumerate(reversed(wanted)):
             reached(done)
             # A warm-up: compiling, loading and first allocations must not happen in a capture.
@@ -136,15 +143,15 @@ class DecodeGraphs:
         self._captured.clear()
 
     def supports(self, scheduled: ScheduledBatch) -> bool:
-        n = len(scheduled.rows)
-        return n <= self.sizes[-1] and scheduled.query_len in self._inputs and scheduled.all_decode
+        sizes = self._sizes.get(scheduled.query_len)
+        return sizes is not None and len(scheduled.rows) <= sizes[-1] and scheduled.all_decode
 
     def replay(self, scheduled: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden] of a supported step, and the row of each token [T] int32. Valid until the
         next replay."""
         n, query_len = len(scheduled.rows), scheduled.query_len
         rows = self._inputs[query_len].send(scheduled)
-        segmented, hidden = self._captured[next(size for size in self.sizes if size >= n), query_len]
+        segmented, hidden = self._captured[next(size for size in self._sizes[query_len] if size >= n), query_len]
         segmented.replay(n)
         return hidden[: n * query_len], rows if query_len == 1 else rows.repeat_interleave(query_len)
 

@@ -221,12 +221,13 @@ def allocate(
 
 
 def allocate_shared(
-    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0
-) -> Caches:
+    specs: Sequence[CacheSpec], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, rows: int = 0,
+    query_len: int = 1,
+) -> Caches:  # fmt: skip
     """Allocates like `allocate`, but layers of one shape share their tensors: for steps whose results are unused."""
     kinds = [(spec.block(block_size, dtype), spec.row()) for spec in specs]
     of_kind = dict(zip(kinds, specs, strict=True))
-    made = {kind: _make(spec, blocks, rows, block_size, dtype, device) for kind, spec in of_kind.items()}
+    made = {kind: _make(spec, blocks, rows, block_size, dtype, device, query_len) for kind, spec in of_kind.items()}
     return [made[kind] for kind in kinds]
 
 

@@ -133,6 +133,7 @@ class StepLimits(NamedTuple):
     token_budget: int
     peak_bytes: int  # that the largest takes beside weights and cache
     query_lens: tuple[int, ...] = (1,)  # tokens of a sequence in steps that decode
+    verified_tokens: int = 0  # of all sequences in those that have several
 
 
 class ModelRunner:
@@ -268,7 +269,7 @@ class ModelRunner:
     def _capture(self) -> str:
         """The captured steps."""
         of = self.model, self.state, self._last, self.caches, self._upload
-        graphs = self._graphs = DecodeGraphs(*of, self._limits.query_lens)
+        graphs = self._graphs = DecodeGraphs(*of, self._limits.query_lens, self._limits.verified_tokens)
         graphs.capture(self.watch.reached)
         said = f"{len(graphs.sizes)} batch sizes"
         if len(self._limits.query_lens) > 1:

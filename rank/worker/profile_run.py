@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
 from ..model.cache_spec import E4M3, PagedKV, PagedLatent
+from ..model.drafts import DraftSource
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
 from .batch_builder import build_batches
@@ -45,12 +47,14 @@ SAMPLED = (
 @torch.no_grad()
 def profile_run(
     model: Model, mesh: Mesh, sampler: Sampler, tokens: int, sequences: int, block_size: int,
-    kept: torch.dtype | None = None,
+    kept: torch.dtype | None = None, sampled: int = 0, query_lens: tuple[int, ...] = (1,),
+    source: DraftSource | None = None,
 ) -> int:  # fmt: skip
     """Run the largest step and the small ones. Returns the peak bytes of the largest. Collective over the mesh.
 
     The largest step has `tokens` prompt tokens and samples `sequences` rows. Afterwards all kernels are compiled. kept:
-    the dtype of caches, as CacheSpec.block takes it; None: the model's.
+    the dtype of caches, as CacheSpec.block takes it; None: the model's. sampled: tokens that are sampled where these
+    are more, as with drafts. query_lens: tokens of a sequence in steps that decode. source: of drafts, on this rank.
     """
     device = sampler.device
     torch.cuda.synchronize()
@@ -63,13 +67,19 @@ def profile_run(
     upload = Upload(device)
     hidden = model.forward([prompts(model, tokens, block_size, upload, kept)], hidden)
     if mesh.last:
-        shard = model.logits(hidden[torch.arange(sequences, device=device) % tokens])
+        sampled = max(sampled, sequences)
+        shard = model.logits(hidden[torch.arange(sampled, device=device) % tokens])
         tp_argmax(shard, mesh.tensor)  # compiles what greedy sequences need
-        logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sequences, -1)[:, : model.vocab_size]
+        logits = mesh.tensor.all_gather(shard).permute(1, 0, 2).reshape(sampled, -1)[:, : model.vocab_size]
         if mesh.tensor.rank == 0:
-            for sampling in SAMPLED:
-                sample(sampler, logits, sampling)
-    small = list(small_steps(model, tokens, block_size, upload, kept))
+            penalised, drawn = SAMPLED
+            sample(sampler, logits[:sequences], penalised, sequences)  # a row's further tokens are sampled after it
+            sample(sampler, logits, drawn, sequences)
+        del shard, logits
+        if source is not None:
+            of = cast(Model, source), tokens, block_size, upload, kept or model.dtype
+            draft(source, hidden, sequences, prompts(*of))
+    small = list(small_steps(model, tokens, block_size, upload, kept, query_lens))
     if mesh.last:  # this stage's last layer computes sampled rows only
         small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
     for batch in small:
@@ -83,15 +93,23 @@ def profile_run(
     return found + context_bytes(model, tokens, kept or model.dtype)
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, sampling: protocol.SamplingParams) -> None:
-    """Sample all rows of logits [S, vocab] with the same parameters and with masks, and forget the rows again."""
+def draft(source: DraftSource, hidden: torch.Tensor, sequences: int, batch: Batch) -> None:
+    """Have a draft model read the largest step, whose hidden states are kept meanwhile, and choose."""
+    made = source.forward(batch, source.read(hidden) if source.FOLLOWS else None)
+    source.logits(made[torch.arange(sequences, device=made.device) % len(made)])
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, sampling: protocol.SamplingParams, most: int) -> None:
+    """Sample all of logits [S, vocab] with the same parameters and with masks, as tokens of up to so many rows, and
+    forget the rows again."""
     count, vocab = logits.shape
-    for row in range(count):
+    rows = np.sort(np.arange(count) % most)
+    for row in range(min(count, most)):
         sampler.enter(protocol.NewSequence(row, protocol.pack_u32([0]), 1, 0, b"", sampling))
     at = torch.arange(count, dtype=torch.int32, device=logits.device)
     masks = RowMasks(at, torch.full((count, -(-vocab // 32)), -1, dtype=torch.int32, device=logits.device))
-    sampler.sample(logits, np.arange(count), np.zeros(count, np.int64), masks)
-    for row in range(count):
+    sampler.sample(logits, rows, np.zeros(count, np.int64), masks)
+    for row in range(min(count, most)):
         sampler.leave(row)
 
 
@@ -133,8 +151,9 @@ def step_seconds(
 
 
 def small_steps(
-    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None
-) -> Iterator[Batch]:
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None = None,
+    query_lens: tuple[int, ...] = (1,),
+) -> Iterator[Batch]:  # fmt: skip
     """Steps that together use every kernel that a step of at most `tokens` tokens may choose, but for those of
     quantised weights that are compiled meanwhile (graphs.gemm_variants).
 
@@ -145,12 +164,16 @@ def small_steps(
         if count <= tokens:
             yield prompts(model, count, block_size, upload, kept)
     for longest in ATTENDED:
-        if longest <= model.max_model_len:
-            yield dataclasses.replace(_step(model, [1], block_size, upload, kept), kv_lens=[longest])
+        for count in query_lens:
+            if longest + count - 1 <= model.max_model_len:
+                step = _step(model, [count], block_size, upload, kept, query_len=count)
+                yield dataclasses.replace(step, kv_lens=[longest + count - 1])
     if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):
         yield from latent_steps(model, tokens, block_size, upload, kept)
-    for longest in (2, model.max_model_len):
-        yield dataclasses.replace(_step(model, [1, 2], block_size, upload, kept), kv_lens=[longest, 2])
+    for count in query_lens:
+        for longest in (count + 1, model.max_model_len):
+            step = _step(model, [count, count + 1], block_size, upload, kept, query_len=count)
+            yield dataclasses.replace(step, kv_lens=[longest, count + 1])
 
 
 def latent_steps(
@@ -190,25 +213,27 @@ def _prompts(
 
 
 def _step(
-    model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool = False
-) -> Batch:
-    (batch,) = _batches(model, counts, block_size, upload, kept, samples, 0)
+    model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool = False,
+    query_len: int = 1,
+) -> Batch:  # fmt: skip
+    (batch,) = _batches(model, counts, block_size, upload, kept, samples, 0, query_len)
     return batch
 
 
 def _batches(
     model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool,
-    min_tokens: int,
+    min_tokens: int, query_len: int = 1,
 ) -> list[Batch]:  # fmt: skip
     """A step of prompts with these token counts, all in the same blocks of the same caches. samples: of the last layer,
-    only their last tokens are computed. min_tokens: as in build_batches."""
+    only their last tokens are computed. min_tokens: as in build_batches. query_len: tokens of those that decode."""
     n = len(counts)
     state = BatchState(n, max(counts), block_size)
     blocks = state.table.shape[1]
     state.table[:] = np.arange(blocks)
     state.tokens, state.known[:] = [np.zeros(count, np.int64) for count in counts], counts
     zeros = np.zeros(n, np.int64)
-    work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros)
+    work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros, query_len)
     last = torch.zeros(n, dtype=torch.int64, device=upload.device)
-    caches = kv_cache.allocate_shared(model.cache_specs(), blocks, block_size, kept or model.dtype, upload.device, n)
+    of = blocks, block_size, kept or model.dtype, upload.device, n, query_len
+    caches = kv_cache.allocate_shared(model.cache_specs(), *of)
     return build_batches(state, work, last, caches, upload, samples, min_tokens)[0]

@@ -10,7 +10,7 @@ from phalanx.rank import protocol
 from phalanx.rank.cache_groups import CacheGroup
 from phalanx.rank.model.drafts import find
 from phalanx.rank.model.load import load
-from phalanx.rank.worker import kv_cache
+from phalanx.rank.worker import kv_cache, profile_run
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.drafting import Drafting, DraftStep
 from phalanx.rank.worker.sampler import Sampler, gumbel
@@ -202,3 +202,20 @@ def test_a_row_without_blocks_for_its_drafts_writes_nobody_elses(made, name):
 
     (drafts,) = threads.run(work, 1)
     assert drafts[1] and all(0 <= token < VOCAB for token in drafts[1])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "eagle3", "draft"])
+def test_the_steps_of_the_start(made, name):
+    """They run, with several tokens of a sequence, and a draft model reads the largest."""
+    torch.set_grad_enabled(False)
+    path, wanted = made(name)
+    grid = threads.run(lambda comm: mesh.build(comm, 1, 1, ep=1), 1)[0]
+    model, cpu = load(path, grid, max_model_len=LENGTH, dtype="f32"), torch.device("cpu")
+    source, upload = find.find(wanted, path, model, grid, cpu), Upload(cpu)
+    hidden = model.forward([profile_run.prompts(model, 50, BLOCK, upload)])
+    profile_run.draft(source, hidden, 3, profile_run.prompts(source, 50, BLOCK, upload, torch.float32))
+    steps = [*profile_run.small_steps(model, 50, BLOCK, upload, None, (1, 1 + WANTED))]
+    assert [1 + WANTED] in [step.query_lens for step in steps if step.query_len == 1 + WANTED]
+    for step in steps:
+        if step.kv_lens == step.lengths.tolist():  # else they choose a kernel alone
+            assert model.forward([step]).isfinite().all()

@@ -185,18 +185,19 @@ def no_memory(*_, **__):
 GPU = SimpleNamespace(device=torch.device("cuda"))  # a sampler there
 
 
-@pytest.mark.parametrize("options", [{}, {"mem": 100}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("options", [{"speculate": "none"}, {"mem": 100}, {"kv_cache_dtype": "fp8"}])
 def test_gpus_are_warmed_up_whatever_the_cache_gets(options, monkeypatch, caplog):
     """With --mem nothing has to be measured, but the first prompts would wait for compilers."""
     calls = []
     monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: ["programs"])
     monkeypatch.setattr(module.jit, "compile_ahead", lambda programs, device: calls.append(programs))
     monkeypatch.setattr(module, "profile_run", lambda *args: calls.append(args[3:]) or 5 << 20)
-    model = SimpleNamespace(dtype=torch.bfloat16)
+    model = SimpleNamespace(dtype=torch.bfloat16, cache_specs=list)
     with caplog.at_level(logging.INFO, "phalanx"):
         assert threads.run(lambda w: engine(w, model, **options)._warm_up(GPU, 8192, 64, 16), 1) == [5 << 20]
     kept = torch.float8_e4m3fn if "kv_cache_dtype" in options else torch.bfloat16
-    assert calls == [["programs"], (8192, 64, 16, kept)]
+    verified = (64, (1,)) if "speculate" in options else (128, (1, 2, 4, 8))
+    assert calls == [["programs"], (8192, 64, 16, kept, *verified, None)]
     (said,) = caplog.messages
     assert "8192 tokens" in said and "5 MiB" in said
 
@@ -212,7 +213,8 @@ def test_a_step_that_does_not_fit_names_its_options(monkeypatch):
     monkeypatch.setattr(module.graphs, "gemm_variants", lambda *_: [])
     monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
     with pytest.raises(errors.FatalError, match="enough.*99999 tokens") as caught:
-        threads.run(lambda w: engine(w, SimpleNamespace(dtype=torch.bfloat16))._warm_up(GPU, 99999, 77, 16), 1)
+        model = SimpleNamespace(dtype=torch.bfloat16, cache_specs=list)
+        threads.run(lambda w: engine(w, model)._warm_up(GPU, 99999, 77, 16), 1)
     assert caught.value.code == errors.MEMORY
     assert "--max-num-batched-tokens (now 99999)" in str(caught.value)
     assert "--max-num-seqs (now 77)" in str(caught.value)
@@ -226,7 +228,7 @@ def test_a_step_of_a_later_model_that_does_not_fit(ranks, refused, monkeypatch):
     monkeypatch.setattr(module.jit, "compile_ahead", lambda *_: None)
 
     def later(world):
-        made = engine(world, SimpleNamespace(dtype=torch.bfloat16))
+        made = engine(world, SimpleNamespace(dtype=torch.bfloat16, cache_specs=list))
         made._served = True
         with pytest.raises(errors.FatalError, match="enough.*99999 tokens") as caught:
             made._warm_up(GPU, 99999, 77, 16)

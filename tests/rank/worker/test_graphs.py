@@ -29,6 +29,8 @@ def model(tp=1, pp=1, **more):
 def test_captured_sizes():
     assert capture_sizes(3) == [1, 2, 3] and capture_sizes(100) == [1, 2, 4, *range(8, 65, 8), 80, 96, 100]
     assert capture_sizes(2000)[-3:] == [480, 496, 512]
+    assert capture_sizes(256, 256 // 4) == [1, 2, 4, *range(8, 65, 8)] and capture_sizes(4, 64 // 8) == [1, 2, 4]
+    assert capture_sizes(100, 0) == [1]
 
 
 def found(one, max_num_seqs):

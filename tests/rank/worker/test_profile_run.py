@@ -129,6 +129,28 @@ def test_latents_of_any_count_are_absorbed_by_kernels_of_the_start(monkeypatch, 
     assert asked == compiled
 
 
+class Source:
+    """A draft model: how many rows it was given."""
+
+    FOLLOWS, max_model_len = True, 300
+
+    def __init__(self):
+        self.ran = []
+
+    def cache_specs(self):
+        return [PagedKV(2, 8, 8)]
+
+    def read(self, hidden):
+        return hidden
+
+    def forward(self, batch, before):
+        self.ran.append(len(batch.ids))
+        return before
+
+    def logits(self, hidden):
+        self.ran.append(len(hidden))
+
+
 class Attention(torch.nn.Module):
     """A model of one layer of Triton's attention, as on a GPU whose cache no copy engine reads."""
 
@@ -240,10 +262,15 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     monkeypatch.setattr(profile_run, "tp_argmax", lambda *_: ran.append("argmax"))
     mesh = SimpleNamespace(first=first, last=last, tensor=SimpleNamespace(rank=0, all_gather=lambda x: x[None]))
     sampler = SimpleNamespace(
-        device=CPU, enter=lambda _: None, leave=lambda _: None, sample=lambda *_: ran.append("sample")
-    )
-    profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK)
-    small = [(b.query_lens, b.kv_lens, False) for b in profile_run.small_steps(one, 64, BLOCK, Upload(CPU))]
+        device=CPU, enter=lambda _: None, leave=lambda _: None,
+        sample=lambda logits, rows, *_: ran.append("sample") or rows_of.append(rows.tolist()),
+    )  # fmt: skip
+    rows_of, source = [], Source()
+    profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK, None, 6, (1, 3), source if last else None)
+    assert rows_of == last * [[0, 1, 2, 3], [0, 0, 1, 1, 2, 3]] and source.ran == last * [64, 4]
+    steps = profile_run.small_steps(one, 64, BLOCK, Upload(CPU), None, (1, 3))
+    small = [(b.query_lens, b.kv_lens, False) for b in steps]
+    assert ([3], [3], False) in small and ([3, 4], [4, 4], False) in small
     assert len(small) > 6 and all(step in ran for step in small)
     assert one.vision.call_args.args[0].shape == (28, 56, 3)
     assert ran.count("argmax") == last and ran.count("sample") == last * len(profile_run.SAMPLED)
@@ -255,7 +282,7 @@ def test_the_profile_samples_with_all_that_a_request_may_ask_for():
     sampled = sampler.sample
     sampler.sample = lambda *arguments: seen.append(sampled(*arguments)) or seen[-1]
     for sampling in profile_run.SAMPLED:
-        profile_run.sample(sampler, x.clone(), sampling)
+        profile_run.sample(sampler, x.clone(), sampling, 4)
     assert [one.logprobs is not None for one in seen] == [True, False]
     every = profile_run.SAMPLED[0]
     assert every.top_p < 1 and every.repetition_penalty != 1 and every.presence_penalty and every.logprobs == 20
