@@ -53,10 +53,10 @@ template <typename F> INLINE void items_of(const Decode& a, F visit) {
     }
 }
 
-struct Places {
+struct Positions {
     int64_t total = 0, parts;
 
-    Places(const Decode& a, int threads) {
+    Positions(const Decode& a, int threads) {
         for (int64_t b = 0; b < a.sequences; b++) {
             int64_t length = a.lengths[b];
             total += (length - a.unseen(length)) * a.kv_heads;
@@ -209,9 +209,9 @@ template <typename T> INLINE void finish(const Decode& a, const Item& item, int6
 }
 
 template <typename T, typename C> void decode(const Decode& a, int part, int threads) {
-    Places places(a, threads);
-    if (part >= places.parts) return;
-    int64_t low = places.of(part), high = places.of(part + 1), queries = a.queries();
+    Positions positions(a, threads);
+    if (part >= positions.parts) return;
+    int64_t low = positions.of(part), high = positions.of(part + 1), queries = a.queries();
     State<C> s;
     items_of(a, [&](const Item& item) {
         if (item.count == 0 && part == 0)
@@ -239,15 +239,15 @@ template <typename T, typename C> void decode(const Decode& a, int part, int thr
 
 // Who has the beginning of an item that others go on with adds up.
 template <typename T> void merge(const Decode& a, int part, int threads) {
-    Places places(a, threads);
-    if (part + 1 >= places.parts) return;
-    int64_t low = places.of(part), high = places.of(part + 1), queries = a.queries(), size = 2 + a.dim;
+    Positions positions(a, threads);
+    if (part + 1 >= positions.parts) return;
+    int64_t low = positions.of(part), high = positions.of(part + 1), queries = a.queries(), size = 2 + a.dim;
     items_of(a, [&](const Item& item) {
         int64_t end = item.begin + item.count;
         if (item.begin < low || item.begin >= high || end <= high) return;
         for (int64_t g = 0; g < queries; g++) {
             float* mine = a.partial + ((part * 2 + 1) * queries + g) * size;
-            for (int64_t other = part + 1; other < places.parts && places.of(other) < end; other++) {
+            for (int64_t other = part + 1; other < positions.parts && positions.of(other) < end; other++) {
                 const float* more = a.partial + (other * 2 * queries + g) * size;
                 if (more[1] == 0) continue;  // tokens that this query does not see
                 float top = mine[0] > more[0] ? mine[0] : more[0];

@@ -34,17 +34,17 @@ static void all_reduce(const AllReduce& a, int part, int) {
     }
 }
 
-struct Place {
+struct Copy {
     const float* x;
     float* y;  // [ranks, count]: x in this rank's row, zeros in the others
     int64_t count, rank, ranks;
 };
 
-static void place(const Place& a, int part, int) {
+static void copy(const Copy& a, int part, int) {
     if (part) return;
     memset(a.y, 0, a.ranks * a.count * sizeof(float));
     memcpy(a.y + a.rank * a.count, a.x, a.count * sizeof(float));
 }
 
-OP(place_f32, place, Place)
+OP(copy_f32, copy, Copy)
 OP(all_reduce_f32, all_reduce, AllReduce)

@@ -39,8 +39,8 @@ class ShmAllReduce:
         """All ranks' x, [ranks, *x.shape]: the sum of rows that are zeros but for the rank's own. x is contiguous."""
         ranks = self.slots.shape[1]
         out = x.new_empty(ranks, *x.shape)
-        place = ops.op("shm_allreduce", "place_f32"), (x, out, x.numel(), self.rank, ranks)
-        ops.run(place, self._call(out))
+        copy = ops.op("shm_allreduce", "copy_f32"), (x, out, x.numel(), self.rank, ranks)
+        ops.run(copy, self._call(out))
         return out
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:

@@ -12,13 +12,13 @@ __device__ inline void init_ring(Barrier (&full)[STAGES], Barrier (&empty)[STAGE
     fence_mbarrier_init();
 }
 
-// Position in the ring.
-struct Place {
-    int stage = 0, round = 0;
+// Position in the ring: the stage, and the phase of its barriers.
+struct PipelineState {
+    int stage = 0, phase = 0;
 
     __device__ inline void advance(int chunks = 1) {
-        stage += chunks % STAGES, round ^= chunks / STAGES & 1;
-        if (stage >= STAGES) stage -= STAGES, round ^= 1;
+        stage += chunks % STAGES, phase ^= chunks / STAGES & 1;
+        if (stage >= STAGES) stage -= STAGES, phase ^= 1;
     }
 };
 
@@ -34,7 +34,7 @@ __device__ inline void fill_ring(Walk& first, Walk& next, Barrier* empty, const 
     for (int n = 0; n < STAGES && next.more(); n++, next.advance()) ask_x(next);
 #pragma unroll 1
     for (; next.more(); next.advance()) {
-        mbarrier_wait(empty + next.place.stage, next.place.round ^ 1);
+        mbarrier_wait(empty + next.pipe.stage, next.pipe.phase ^ 1);
         ask(next);
         ask_x(next);
     }

@@ -16,10 +16,10 @@ constexpr int AHEAD = 8;  // pairs of rows that take the same outputs one after 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define PAIRED __cluster_dims__(2, 1, 1)
 
-struct Place {  // of a cluster's tile
+struct TilePosition {  // of a cluster's tile
     int row, out;
 
-    __device__ Place(int tile, int pairs) {
+    __device__ TilePosition(int tile, int pairs) {
         const int of_group = AHEAD * (OUTPUTS / OUTS), group = tile / of_group, within = tile % of_group;
         const int here = min(pairs - group * AHEAD, AHEAD);
         row = (group * AHEAD + within % here) * 2 * ROWS, out = within / here * OUTS;
@@ -30,14 +30,14 @@ struct Place {  // of a cluster's tile
 __device__ __forceinline__ void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full,
                                         Barrier* empty, int rank, int tiles, int pairs) {
     for (int tile = blockIdx.x / 2, n = 0; tile < tiles; tile += gridDim.x / 2) {
-        const Place place(tile, pairs);
+        const TilePosition position(tile, pairs);
         for (int c = 0; c < CHUNKS; c++, n++) {
             const int stage = n % STAGES;
             const unsigned to = ring + stage * STAGE;
             if (n >= STAGES) mbarrier_wait(empty + stage, n / STAGES - 1);
             mbarrier_expect(full + stage, STAGE);
-            tma_load(to, of_x, c * KC, place.row + rank * ROWS, full + stage);
-            tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, of_w, c * KC, rank * OUTPUTS + place.out,
+            tma_load(to, of_x, c * KC, position.row + rank * ROWS, full + stage);
+            tma_load_multicast(to + X_BYTES + rank * OUTS * KC * 2, of_w, c * KC, rank * OUTPUTS + position.out,
                                full + stage);
         }
     }
@@ -101,7 +101,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
         const int group = warp / 4 - 1, quarter = warp % 4;
         float sum[OUTS];  // of rows lane / 4 and 8 below, pairs of each eight gates, then of ups
         for (int tile = blockIdx.x / 2, n = 0; tile < tiles; tile += gridDim.x / 2) {
-            const Place place(tile, pairs);
+            const TilePosition position(tile, pairs);
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; c++, n++) {
                 const int stage = n % STAGES;
@@ -121,7 +121,7 @@ swiglu_gemm(const __grid_constant__ TensorMap of_x, const __grid_constant__ Tens
             wgmma_wait<0>();
             if (lane < 2) mbarrier_arrive_at(empty + (n - 1) % STAGES, lane);
             fence_registers(sum);
-            store(sum, bias, y, place.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4, place.out, rows);
+            store(sum, bias, y, position.row + rank * ROWS + group * 64 + quarter * 16 + lane / 4, position.out, rows);
         }
     }
     __syncwarp();

@@ -23,8 +23,8 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     const int column = cluster_rank() % SHARE;
     constexpr int ALONG = GATED ? 1 : 2;  // half packed tiles that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {      // for a chunk's weights
-        Barrier* const barrier = full + at.place.stage;
-        const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
+        Barrier* const barrier = full + at.pipe.stage;
+        const unsigned to = ring + at.pipe.stage * STAGE + X_BYTES;
         const int n_tile = at.item.first / 16;
         const int last = WIDTH % (OUTS * SHARE) ? N_TILES_OF_Y - 1 - n_tile : HALVES;  // what is past the end is not stored
         const long long first = (long long)(at.item.expert * N_TILES + n_tile) * K_TILES + at.chunk;
@@ -38,8 +38,8 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     };
     auto ask_x = [&](const Walk& at) {
         constexpr int PART = ROWS / SHARE;
-        Barrier* const barrier = full + at.place.stage;
-        const unsigned to = ring + at.place.stage * STAGE + column * PART * SPAN;
+        Barrier* const barrier = full + at.pipe.stage;
+        const unsigned to = ring + at.pipe.stage * STAGE + column * PART * SPAN;
         const int input = at.chunk * (SPAN / 2), row = at.item.row + column * PART;  // input: in elements of two bytes
         if constexpr (SHARE > 1)
             tma_load_multicast(to, of_x, input, row, barrier, (1 << SHARE) - 1);

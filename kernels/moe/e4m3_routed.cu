@@ -6,12 +6,12 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 e4m3_routed(const T* x, const int* sorted_ids, const int* offsets, const float* weights, uint4* codes, float* scales, float* sorted_weights) {
-    const int place = blockIdx.x;
+    const int position = blockIdx.x;
     grid_wait();
     launch_dependents();
-    const int last = offsets[EXPERTS], routed_id = sorted_ids[place];  // both under way at once
-    if (place >= last) return;
-    if (threadIdx.x == 0) sorted_weights[place] = weights[routed_id];
-    const long long row = TOP ? routed_id / max(TOP, 1) : place;
-    encode_row((const uint4*)x, row * RUNS, codes, (long long)place * RUNS, scales + place);
+    const int last = offsets[EXPERTS], routed_id = sorted_ids[position];  // both under way at once
+    if (position >= last) return;
+    if (threadIdx.x == 0) sorted_weights[position] = weights[routed_id];
+    const long long row = TOP ? routed_id / max(TOP, 1) : position;
+    encode_row((const uint4*)x, row * RUNS, codes, (long long)position * RUNS, scales + position);
 }

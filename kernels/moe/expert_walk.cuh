@@ -48,7 +48,7 @@ struct Walk {
     int index = blockIdx.x / SHARE, chunk = 0;
     Lookup next;
     Item item;
-    Place place;
+    PipelineState pipe;
 
     __device__ Walk(const Items& items) : items(items) {
         next = items.seek(index);
@@ -63,7 +63,7 @@ struct Walk {
         next = items.seek(index);
     }
     __device__ inline void advance() {
-        place.advance();
+        pipe.advance();
         if (++chunk == (CHUNKS + 1) / 2) items.find(next);
         if (chunk < CHUNKS) return;
         chunk = 0;

@@ -5,14 +5,14 @@ constexpr int VECTORS = I / 8, PER = (VECTORS + 31) / 32, LOADS = PER < 8 ? PER 
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 gather_routed(const T* x, const int* sorted_ids, const int* offsets, T* y, int routed) {
-    const int place = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int position = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     grid_wait();
     launch_dependents();
-    if (place >= routed) return;
-    const int last = offsets[EXPERTS], routed_id = sorted_ids[place];  // both under way at once
-    if (place >= last) return;
+    if (position >= routed) return;
+    const int last = offsets[EXPERTS], routed_id = sorted_ids[position];  // both under way at once
+    if (position >= last) return;
     const uint4* const from = (const uint4*)(x + (long long)(routed_id / TOP) * I);
-    uint4* const to = (uint4*)(y + (long long)place * I);
+    uint4* const to = (uint4*)(y + (long long)position * I);
 #pragma unroll 1
     for (int first = lane; first < VECTORS; first += LOADS * 32) {
         uint4 loaded[LOADS];

@@ -1,7 +1,7 @@
 // Experts computed one by one, wherever the weights of each lie: `at` decides which of a stack's
 // weights is each expert's. A routed token is a token and one of its k experts; routed token p is of token p / k.
 // Routed tokens get places in the order of their experts, so that each expert's rows stand side by side. Several rounds
-// may place routed tokens, of other stacks; what all of them have made is added up at the end, in the order of a
+// may position routed tokens, of other stacks; what all of them have made is added up at the end, in the order of a
 // token's experts.
 
 #include <math.h>
@@ -134,21 +134,21 @@ void choose(const Choose& a, int part, int) {
 }
 
 // Give the routed tokens whose experts have weights in this round's stack places, from the round before's last one on.
-struct Place {
+struct Assign {
     const int32_t* ids;  // [routed]
     const int64_t* at;  // [experts]; -1: not of this round
-    int32_t* place;  // [routed], of the routed tokens selected
-    int32_t* routed_id;  // [routed] by place
-    int32_t* starts;  // [experts + 1] first place of each expert's routed tokens, and where the last one's end
-    int64_t routed, experts, first, fresh;  // fresh: this round is the first one, and no routed token had a place before
+    int32_t* position;  // [routed], of the routed tokens selected
+    int32_t* routed_id;  // [routed] by position
+    int32_t* starts;  // [experts + 1] first position of each expert's routed tokens, and where the last one's end
+    int64_t routed, experts, first, fresh;  // fresh: this round is the first one, and no routed token had a position before
 };
 
-void place(const Place& a, int part, int) {
+void assign(const Assign& a, int part, int) {
     if (part) return;
     int32_t begin = a.fresh ? 0 : a.starts[a.experts];
     for (int64_t e = 0; e <= a.experts; e++) a.starts[e] = 0;
     if (a.fresh)
-        for (int64_t p = 0; p < a.routed; p++) a.place[p] = -1;
+        for (int64_t p = 0; p < a.routed; p++) a.position[p] = -1;
     for (int64_t p = 0; p < a.routed; p++) {
         int64_t e = a.ids[p] - a.first;
         if (e >= 0 && e < a.experts && a.at[e] >= 0) a.starts[e + 1]++;
@@ -158,15 +158,15 @@ void place(const Place& a, int part, int) {
     for (int64_t p = 0; p < a.routed; p++) {
         int64_t e = a.ids[p] - a.first;
         if (e < 0 || e >= a.experts || a.at[e] < 0) continue;
-        int32_t place = a.starts[e]++;  // and back below
-        a.place[p] = place;
-        a.routed_id[place] = (int32_t)p;
+        int32_t position = a.starts[e]++;  // and back below
+        a.position[p] = position;
+        a.routed_id[position] = (int32_t)p;
     }
     for (int64_t e = a.experts; e > 0; e--) a.starts[e] = a.starts[e - 1];
     a.starts[0] = begin;
 }
 
-// y [place] = x [token] of the routed tokens in this round.
+// y [position] = x [token] of the routed tokens in this round.
 struct Gather {
     const void* x;
     void* y;
@@ -190,7 +190,7 @@ void gather_halves(const Gather& a, int part, int parts) {
             ((float*)a.y)[i * a.row + j] = widen(((const f16*)a.x)[a.routed_id[i] / a.k * a.pitch + j]);
 }
 
-// y [place, outputs] of x [place, inputs] by each place's expert, of plain weights.
+// y [position, outputs] of x [position, inputs] by each position's expert, of plain weights.
 struct Grouped {
     const void *x, *paired;  // paired: x as pair_rows makes it; null: tiles are not used
     void* y;
@@ -202,7 +202,7 @@ struct Grouped {
 };
 
 #if defined(TILES)
-// x [place, inputs] of experts with enough rows for tiles: sixteens of an expert's rows, with inputs in pairs. Each
+// x [position, inputs] of experts with enough rows for tiles: sixteens of an expert's rows, with inputs in pairs. Each
 // expert's begin behind those that the rows before can have filled.
 struct PairRows {
     const void* x;
@@ -260,11 +260,11 @@ template <typename T, typename Out, typename W = T> void grouped(const Grouped& 
 #endif
 }
 
-// y [tokens, hidden] = the sum over a token's routed tokens that have a place of weight * made [place], in f32.
+// y [tokens, hidden] = the sum over a token's routed tokens that have a position of weight * made [position], in f32.
 struct Combine {
     const void* made;
     const float* weights;  // [routed]
-    const int32_t* place;  // -1: none
+    const int32_t* position;  // -1: none
     void* y;
     int64_t tokens, k, hidden;
 };
@@ -278,8 +278,8 @@ template <typename T, typename Out> void combine(const Combine& a, int part, int
             const int64_t count = last - i;
             Vec sum = {};
             for (int64_t p = t * a.k; p < (t + 1) * a.k; p++) {
-                if (a.place[p] < 0) continue;
-                const T* made = (const T*)a.made + a.place[p] * a.hidden + i;
+                if (a.position[p] < 0) continue;
+                const T* made = (const T*)a.made + a.position[p] * a.hidden + i;
                 sum += a.weights[p] * (count >= LANES ? load(made) : load(made, count));
             }
             if (count >= LANES)
@@ -291,7 +291,7 @@ template <typename T, typename Out> void combine(const Combine& a, int part, int
 }
 
 OP(choose_experts, choose, Choose)
-OP(assign_rows, place, Place)
+OP(assign_rows, assign, Assign)
 OP(gather_rows, gather, Gather)
 OP(gather_halves, gather_halves, Gather)
 OP(combine_routed_f32, (combine<float, float>), Combine)

@@ -43,8 +43,8 @@ constexpr int SHARE = 1;  // blocks of a cluster side by side
 __device__ inline void produce(const TensorMap* of_x, const unsigned char* weight, unsigned ring, Barrier* full,
                                Barrier* empty, const Items& items) {
     auto ask = [&](const Walk& at) {  // for a chunk's weights, a warp's n-tiles side by side
-        Barrier* const barrier = full + at.place.stage;
-        const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
+        Barrier* const barrier = full + at.pipe.stage;
+        const unsigned to = ring + at.pipe.stage * STAGE + X_BYTES;
         const int n_tile = at.item.first / 16, last = N_TILES_OF_Y - 1 - n_tile;  // what is past the end is not stored
         const long long first = (long long)(at.item.expert * (OUTPUTS / 16) + n_tile) * K_TILES + at.chunk * OF_CHUNK;
         mbarrier_expect(barrier, W_BYTES + X_BYTES);
@@ -56,10 +56,10 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
         }
     };
     auto ask_x = [&](const Walk& at) {
-        const unsigned to = ring + at.place.stage * STAGE;
+        const unsigned to = ring + at.pipe.stage * STAGE;
 #pragma unroll
         for (int b = 0; b < KC / 64; b++)
-            tma_load(to + b * ROWS * 128, of_x, at.chunk * KC + b * 64, at.item.row, full + at.place.stage);
+            tma_load(to + b * ROWS * 128, of_x, at.chunk * KC + b * 64, at.item.row, full + at.pipe.stage);
     };
     Walk first(items), next(items);
     fill_ring(first, next, empty, ask, ask_x);
@@ -96,14 +96,14 @@ struct Known {
 };
 
 // The sums of a warp's two n-tiles.
-__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, Place& at, const float* weights,
+__device__ inline void multiply(unsigned ring, Barrier* full, Barrier* empty, PipelineState& at, const float* weights,
                                 Known& known, float (&sum)[OF_WARP][ROWS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned a[2][2][4];
 #pragma unroll 1
     for (int n = 0; n < CHUNKS; n++) {
         const unsigned stage = ring + at.stage * STAGE;
-        mbarrier_wait(full + at.stage, at.round);
+        mbarrier_wait(full + at.stage, at.phase);
         multiply_chunk(stage, warp, lane, n > 0, a, sum, [&] {
             // The chunk before has been multiplied, so its stage has been read.
             mbarrier_arrive_if(n > 0 && lane == 0, empty + (at.stage ? at.stage : STAGES) - 1);
@@ -168,7 +168,7 @@ quantized_wgmma_experts(const __grid_constant__ TensorMap of_x, const unsigned c
         int index = blockIdx.x;
         Lookup next = items.seek(index);
         items.find(next);
-        Place at;
+        PipelineState at;
 #pragma unroll 1
         while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
             const Item item = items.item(index, next);

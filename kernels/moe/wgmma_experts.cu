@@ -33,15 +33,15 @@ constexpr int SHARE = 1;  // blocks of a cluster side by side
 __device__ inline void produce(const TensorMap* of_x, const TensorMap* of_w, unsigned ring, Barrier* full, Barrier* empty,
                                const Items& items) {
     auto ask = [&](const Walk& at) {  // for a chunk's weights, in two boxes
-        Barrier* const barrier = full + at.place.stage;
-        const unsigned to = ring + at.place.stage * STAGE + X_BYTES;
+        Barrier* const barrier = full + at.pipe.stage;
+        const unsigned to = ring + at.pipe.stage * STAGE + X_BYTES;
         const int first = at.item.expert * OUTPUTS + at.item.first;
         mbarrier_expect(barrier, STAGE);
         tma_load(to, of_w, at.chunk * KC, first, barrier);
         tma_load(to + M / 2 * ROW_BYTES, of_w, at.chunk * KC, first + (GATED ? WIDTH : M / 2), barrier);
     };
     auto ask_x = [&](const Walk& at) {
-        tma_load(ring + at.place.stage * STAGE, of_x, at.chunk * KC, at.item.row, full + at.place.stage);
+        tma_load(ring + at.pipe.stage * STAGE, of_x, at.chunk * KC, at.item.row, full + at.pipe.stage);
     };
     Walk first(items), next(items);
     fill_ring(first, next, empty, ask, ask_x);
@@ -49,11 +49,11 @@ __device__ inline void produce(const TensorMap* of_x, const TensorMap* of_w, uns
 
 // The sums of a warpgroup's 64 routed tokens: of rows lane / 4 of the warp's 16 and 8 below, pairs of each eight
 // outputs.
-__device__ inline void multiply(unsigned ring, int group, Barrier* full, Barrier* empty, Place& at,
+__device__ inline void multiply(unsigned ring, int group, Barrier* full, Barrier* empty, PipelineState& at,
                                 float (&sum)[PARTS][N / 2]) {
     auto begin = [&](bool add) {
         const unsigned x = ring + at.stage * STAGE + group * 64 * ROW_BYTES, weights = ring + at.stage * STAGE + X_BYTES;
-        mbarrier_wait(full + at.stage, at.round);
+        mbarrier_wait(full + at.stage, at.phase);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < KC / 16; k++)
@@ -141,7 +141,7 @@ wgmma_experts(const __grid_constant__ TensorMap of_x, const __grid_constant__ Te
         int index = blockIdx.x;
         Lookup next = items.seek(index);
         items.find(next);
-        Place at;
+        PipelineState at;
 #pragma unroll 1
         while (__shfl_sync(0xffffffffu, next.expert, 0) >= 0) {
             const Item item = items.item(index, next);

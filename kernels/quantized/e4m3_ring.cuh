@@ -58,7 +58,7 @@ struct Chunks {
     unsigned ring;
     int group;  // the warpgroup, which ptxas knows to be the same of all lanes
     Barrier *full, *empty;
-    Place next = {};  // the run to be multiplied
+    PipelineState next = {};  // the run to be multiplied
 
     // Warpgroups ask for their matmuls in turns: tensor cores do those of one while another adds up its sums. Else all
     // would wait for theirs at once, and then add up at once. The last one gives the first its first turn.
@@ -77,10 +77,10 @@ struct Chunks {
     // Has tensor cores begin with `part` of the rows of a run's chunk c. scales: as load_scales() has them, for its
     // first.
     template <int SUMS> __device__ inline void begin(int part, int c, float (&made)[SUMS], float (&scales)[2]) {
-        Place at = next;
+        PipelineState at = next;
         at.advance(c);
         const unsigned x = ring + at.stage * STAGE, weights = x + X_BYTES;
-        if (part == 0) mbarrier_wait(full + at.stage, at.round);
+        if (part == 0) mbarrier_wait(full + at.stage, at.phase);
         take_turn();
         if (c == 0) fence_registers(made);
         wgmma_fence();
@@ -102,7 +102,7 @@ struct Chunks {
     // run.
     template <int LEFT> __device__ inline void end(int part, int c) {
         wgmma_wait<LEFT>();
-        Place at = next;
+        PipelineState at = next;
         at.advance(c < 0 ? STAGES - 1 : c);
         if (part == PARTS - 1) release(empty + at.stage, c == 0 || RUN == 1);
     }

@@ -38,12 +38,12 @@ struct Walk {
     const Tiles& tiles;
     int index = 0, chunk = 0;
     Tile tile;
-    Place place;
+    PipelineState pipe;
 
     __device__ Walk(const Tiles& tiles) : tiles(tiles), tile(tiles[0]) {}
     __device__ inline bool more() const { return index < tiles.count; }
     __device__ inline void advance() {
-        place.advance();
+        pipe.advance();
         if (++chunk < CHUNKS) return;
         chunk = 0;
         if (++index < tiles.count) tile = tiles[index];
@@ -57,13 +57,13 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
     const int height = tiles.height;
     constexpr int RUN = GATED ? 1 : 2;  // half packed tiles that are consecutive in memory and in the ring
     auto ask = [&](const Walk& at) {  // for a chunk's part of W
-        Barrier* const barrier = full + at.place.stage;
+        Barrier* const barrier = full + at.pipe.stage;
         mbarrier_expect(barrier, W_BYTES + height * SPAN);
 #pragma unroll
         for (int i = over * (HALVES / OVER); i < (over + 1) * (HALVES / OVER); i += RUN) {
             const int half = at.tile.first / 8 + (GATED ? i / 2 : i);
             const int there = (GATED ? i % 2 * n_tiles : 0) + min(half / 2, n_tiles - 1);  // what is past the end is not stored
-            const unsigned to = ring + at.place.stage * STAGE + X_BYTES + i * HALF_BYTES;
+            const unsigned to = ring + at.pipe.stage * STAGE + X_BYTES + i * HALF_BYTES;
             const unsigned char* const from =
                 weight + ((long long)there * K_TILES + at.tile.rank * CHUNKS + at.chunk) * PACKED_BYTES + half % 2 * HALF_BYTES;
             if constexpr (OVER > 1)
@@ -73,9 +73,9 @@ __device__ inline void produce(const TensorMap* of_x, const unsigned char* weigh
         }
     };
     auto ask_x = [&](const Walk& at) {
-        Barrier* const barrier = full + at.place.stage;
+        Barrier* const barrier = full + at.pipe.stage;
         const int chunk = at.tile.rank * CHUNKS + at.chunk, part = height / SHARE;
-        const unsigned to = ring + at.place.stage * STAGE;
+        const unsigned to = ring + at.pipe.stage * STAGE;
         const int input = chunk * (SPAN / 2);  // in elements of two bytes
         if constexpr (SHARE > 1)
             tma_load_multicast(to + column * part * SPAN, of_x, input, at.tile.row + column * part, barrier, 3 << 2 * over);

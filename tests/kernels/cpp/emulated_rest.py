@@ -95,7 +95,7 @@ def test_ranks_add_up():
         x = torch.randn(ranks, size)
         made = [x[rank].clone() for rank in range(ranks)]
         rows = torch.full((ranks, ranks, size), float("nan"))
-        ops.run(*((ops.op("shm_allreduce", "place_f32"), (x[i], rows[i], size, i, ranks)) for i in range(ranks)))
+        ops.run(*((ops.op("shm_allreduce", "copy_f32"), (x[i], rows[i], size, i, ranks)) for i in range(ranks)))
         assert all(torch.equal(rows[i], torch.eye(ranks)[:, i : i + 1] * x[i]) for i in range(ranks))
         calls = [board._call(one) for board, one in zip(boards, made, strict=True)]
         listed = ops.call_array([(op.address, ops.pack(values)) for op, values in calls])
