@@ -67,7 +67,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
     if x.is_cuda:
         return activate_cuda(x, activation)
     if x.is_contiguous() and ops.takes(x):
-        ops.typed("activation", activation, x.dtype)(x, x, x.numel())
+        operation, values = activate_call(activation, x)
+        operation(*values)
         return x
     return activate_reference(x, activation)
 
@@ -131,6 +132,11 @@ def gated_cpu(act: str, x: Tensor) -> Tensor:
 def gated_call(act: str, x: Tensor, y: Tensor) -> tuple[ops.Op, tuple[ops.Value, ...]]:
     """The operation that makes y [T, I] of x [T, 2 I], both contiguous."""
     return ops.typed("activation", f"gated_{kind(act)}", x.dtype), (x, y, *y.shape, limit_units(act))
+
+
+def activate_call(act: str, x: Tensor) -> tuple[ops.Op, tuple[ops.Value, ...]]:
+    """The operation that makes act(x) of x, contiguous, in its place."""
+    return ops.typed("activation", act, x.dtype), (x, x, x.numel())
 
 
 def activate_cuda(x: Tensor, activation: str) -> Tensor:

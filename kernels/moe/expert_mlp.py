@@ -98,7 +98,7 @@ def stages(hidden: int, inner: int, tiles: int) -> tuple[int, int]:
 
 def experts(given: Inputs, tiles: int = 0, shared: SharedExperts | None = None) -> Tensor:
     """`expert_mlp` of these, which it supports, without biases. tiles: of 8 rows; chosen unless given."""
-    x, ids, weights, w13, w2, act, _, local_experts = given
+    x, ids, weights, w13, w2, act, _, local_experts, _ = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`supports` was not asked"
     tiles = tiles or choose_tiles(given.routed, given.experts)
     sort = local_experts is None and blocks_sort(given.routed, len(w13))

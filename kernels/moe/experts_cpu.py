@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..activation.activation import gated_call
+from ..activation.activation import activate_call, gated_call
 from ..cpp import ops
 from ..cpp.scratch import Scratch
 from ..quantized import blocks_cpu, cpu_layouts, e4m3_cpu, int8_planes_cpu
@@ -66,11 +66,11 @@ def experts(given: Inputs) -> Tensor:
 
 
 def _experts(given: Inputs) -> Tensor:
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, gated = given
     (tokens, hidden), top, routed = x.shape, ids.shape[1], ids.numel()
     count, both, _ = w13.shape
     routed_id, place, offsets = (torch.empty(n, dtype=torch.int32) for n in (routed, routed, count + 1))
-    rows, up, inner = x.new_empty(routed, hidden), x.new_empty(routed, both), x.new_empty(routed, both // 2)
+    rows, up, inner = x.new_empty(routed, hidden), x.new_empty(routed, both), x.new_empty(routed, w2.shape[2])
     down, y = x.new_empty(routed, hidden), x.new_empty(tokens, hidden)
     first, scratch, size = local_experts.first if local_experts else 0, Scratch(tokens), x.element_size()
     combine = "combine_routed_f32" if x.dtype == torch.float32 else "combine_routed_to_bf16"
@@ -78,7 +78,11 @@ def _experts(given: Inputs) -> Tensor:
         (ops.op(SOURCE, "assign_rows"), (ids, _every(count), place, routed_id, offsets, routed, count, first, 1)),
         (ops.op(SOURCE, "gather_rows"), (x, rows, routed_id, offsets, count, top, hidden * size, x.stride(0) * size)),
         *linear(rows, w13, (count, both), offsets, biases.up, up, scratch),
-        *gated_linear(Gated(act, up), inner, w2, (count, hidden), offsets, biases.down, down, scratch),
+        *(
+            gated_linear(Gated(act, up), inner, w2, (count, hidden), offsets, biases.down, down, scratch)
+            if gated
+            else (activate_call(act, up), *linear(up, w2, (count, hidden), offsets, biases.down, down, scratch))
+        ),
         (ops.op(SOURCE, combine), (down, weights, place, y, tokens, top, hidden)),
     )
     return y

@@ -1,6 +1,7 @@
 """Gated feed-forward layers of which each token visits a few, and the weighted sum of what they make.
 
-The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, w2 [E, H, I]. A routed token is a routed token: a
+The experts' matrices are stacked: w13 [E, 2 I, H] is gate over up, or [E, I, H] up alone where there is no gate; w2 is
+[E, H, I]. A routed token is a routed token: a
 token and one of its k experts; routed token p is of token p // k. On GPUs the router's choice stays on the device:
 grids are as large as the worst case asks for, and what is not needed ends at once. A routed token's weight scales what
 the first GEMM makes, so that the second one and the sum over a token's experts need it no more.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..activation.activation import activate
 from ..device import DeviceCaps, device_caps
 from ..gemm.linear import gated_linear, linear
 from ..quantized import floats
@@ -53,6 +55,7 @@ class Inputs(NamedTuple):
     local_experts: LocalExperts | None = (
         None  # which experts w13 and w2 are, where they are not all; then ids are below local_experts.total
     )
+    gated: bool = True  # else w13 is [E, I, H], and what is activated is multiplied with nothing
 
     @property
     def biased(self) -> bool:
@@ -207,7 +210,8 @@ CANDIDATES = (
 def choose(given: Inputs) -> tuple[ExpertCandidate, Callable[[], Tensor]]:
     """Which candidate computes these on their GPU, where weights are packed for it or plain, and how."""
     found = device_caps(given.x.device)
-    planned = ((one, one.plan(given, found)) for one in CANDIDATES if one.in_range(given.routed, given.experts))
+    takes = CANDIDATES if given.gated else CANDIDATES[-1:]  # the last one alone can do without a gate
+    planned = ((one, one.plan(given, found)) for one in takes if one.in_range(given.routed, given.experts))
     return next((one, run) for one, run in planned if run)
 
 
@@ -232,7 +236,7 @@ def expert_terms(given: Inputs) -> Tensor:
     given = given._replace(x=x, ids=ids, weights=weights)
     if len(x) == 0:
         return torch.empty_like(x).unsqueeze(1)
-    if not quantized_experts.takes(x, given.w13, given.w2):
+    if not given.gated or not quantized_experts.takes(x, given.w13, given.w2):
         given = given._replace(w13=plain(given.w13, x.dtype), w2=plain(given.w2, x.dtype))
     one, run = choose(given)
     return run().unsqueeze(1) if one.sums else apart(run(), ids, given.local_experts)
@@ -293,7 +297,7 @@ def plain(stack: Matrices, dtype: torch.dtype) -> Tensor:
 
 def on_cpu(given: Inputs) -> Tensor:
     """In one call where there are kernels for it; else expert by expert, each with all of its tokens."""
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, gated = given
     if experts_cpu.supports(x, ids, w13, w2):
         return experts_cpu.experts(given._replace(ids=ids.contiguous(), weights=weights.contiguous()))
     k, experts = ids.shape[1], w13.shape[0]
@@ -304,7 +308,11 @@ def on_cpu(given: Inputs) -> Tensor:
     for e, routed in enumerate(sorted_ids.split(counts)[:-1]):
         if len(routed):
             tokens = routed // k
-            inner = gated_linear(x[tokens], matrix(w13, e, x.dtype), act, of_expert(biases.up, e))
+            of_up = matrix(w13, e, x.dtype), of_expert(biases.up, e)
+            if gated:
+                inner = gated_linear(x[tokens], of_up[0], act, of_up[1])
+            else:
+                inner = activate(linear(x[tokens], *of_up), act)
             made = linear(inner, matrix(w2, e, x.dtype), of_expert(biases.down, e))
             y.index_add_(0, tokens, made * weights.flatten()[routed, None])
     return y.to(x.dtype)

@@ -66,8 +66,10 @@ def expert_up_kernel(
     x, w13, bias, sorted_ids, offsets, tile_expert, tile_start, weights, h,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
-    """h [routed, INNER] in the order of `sorted_ids`: weight of the routed token * act(gate) * up."""
+    """h [routed, INNER] in the order of `sorted_ids`: weight of the routed token * act(gate) * up. Without GATED w13
+    is up alone, which is activated."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -81,7 +83,7 @@ def expert_up_kernel(
     routed = tl.load(sorted_ids + rows, mask=valid, other=0)  # results of rows past the end are not stored
     outputs, inputs = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     from_x = x + (routed // TOP).to(tl.int64)[:, None] * HIDDEN + inputs[None, :]
-    gates = expert * 2 * INNER + outputs % INNER
+    gates = expert * (2 * INNER if GATED else INNER) + outputs % INNER
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for at in range(0, HIDDEN, INPUTS):
@@ -90,13 +92,17 @@ def expert_up_kernel(
         else:
             a = tl.load(from_x + at)
         b = _weight_tile(w13, gates, at, inputs, HIDDEN, INPUTS)
-        c = _weight_tile(w13, gates + INNER, at, inputs, HIDDEN, INPUTS)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
-        up = tl.dot(a, c, up, input_precision=PRECISION)
+        if GATED:
+            c = _weight_tile(w13, gates + INNER, at, inputs, HIDDEN, INPUTS)
+            up = tl.dot(a, c, up, input_precision=PRECISION)
     if BIAS:
         from_bias = bias + gates
         gate += tl.load(from_bias).to(tl.float32)[None, :]
-        up += tl.load(from_bias + INNER).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(from_bias + INNER).to(tl.float32)[None, :]
+    if not GATED:
+        up += 1.0
     y = _activated(gate, up, ACT) * tl.load(weights + routed)[:, None]
     to = h + rows.to(tl.int64)[:, None] * INNER + outputs[None, :]
     tl.store(to, y.to(h.dtype.element_ty), mask=valid[:, None] & (outputs < INNER)[None, :])
@@ -176,14 +182,15 @@ def expert_up(
     config: TileConfig,
     bias: Tensor | None,
     h: Tensor,
+    gated: bool = True,
 ) -> None:
     """Fill h [routed, I], in the order of the groups: the routed tokens' weights * act(gate) * up. bias [E, 2 I]: added
-    before."""
-    hidden, inner, overlap = x.shape[1], w13.shape[1] // 2, overlaps(x)
+    before. Not gated: w13 [E, I, H] and bias [E, I] are up's alone."""
+    hidden, inner, overlap = x.shape[1], h.shape[1], overlaps(x)
     grid = (len(groups.tile_expert) * triton.cdiv(inner, config.outputs),)
     expert_up_kernel[grid](
         x, w13, x if bias is None else bias, *groups, weights, h, hidden, inner, ids.shape[1], act,
-        config.rows, config.outputs, config.inputs, bias is not None, dot_precision(x), overlap,
+        config.rows, config.outputs, config.inputs, bias is not None, dot_precision(x), overlap, gated,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=overlap,
     )  # fmt: skip
 

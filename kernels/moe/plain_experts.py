@@ -38,7 +38,7 @@ def gemv_takes(x: Tensor, ids: Tensor, w13: object, w2: object) -> bool:
 
 def gemv(given: Inputs) -> Tensor:
     """[T, H], the weighted sums over each token's experts, without biases."""
-    x, ids, weights, w13, w2, act, _, local_experts = given
+    x, ids, weights, w13, w2, act, _, local_experts, _ = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor), "`gemv_takes` was not asked"
     (tokens, hidden), k, inner = x.shape, ids.shape[1], w2.shape[2]
     here = (local_experts.first, local_experts.size) if local_experts else (0, 0)
@@ -142,7 +142,7 @@ def wgmma_stages(rows: int) -> tuple[int, int]:
 
 def by_wgmma(given: Inputs, rows: int) -> Tensor:
     """[T * k, H], where `wgmma_takes` takes it. rows: routed tokens of a tile."""
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, _ = given
     groups = group(ids, w13.shape[0], rows, local_experts)
     gathered = gather(x, groups, ids.shape[1], rows)
     h, y = x.new_empty(len(gathered), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
@@ -210,13 +210,13 @@ def by_triton(given: Inputs, tiles: Tiling) -> Tensor:
     """[T * k, H]."""
     from . import moe_triton
 
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, gated = given
     groups = group(ids, w13.shape[0], tiles.up.rows, local_experts)
     kind, dtype = act_number(act), x.dtype
-    h, y = x.new_empty(ids.numel(), w13.shape[1] // 2), x.new_empty(ids.numel(), w2.shape[1])
+    h, y = x.new_empty(ids.numel(), w2.shape[2]), x.new_empty(ids.numel(), w2.shape[1])
     by_parts(
         w13, groups, biases.up, dtype,
-        lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, kind, tiles.up, bias, h),
+        lambda some, mine, bias: moe_triton.expert_up(x, ids, weights, some, mine, kind, tiles.up, bias, h, gated),
     )  # fmt: skip
     by_parts(
         w2, groups, biases.down, dtype,

@@ -111,7 +111,7 @@ def gemv_sizes(stack: Stack, act: str, top: int, bias: bool, part: bool) -> dict
 
 def gemv(given: Inputs) -> Tensor:
     """[T, H], the weighted sums over each token's experts."""
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, _ = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`takes` was not asked"
     (tokens, hidden), k = x.shape, ids.shape[1]
     h, y = x.new_empty(tokens * k, w2.shape[2]), x.new_empty(tokens, hidden)
@@ -422,7 +422,7 @@ def _by_tiles(gemm: Gemm, config: ExpertTileConfig) -> None:
 
 def experts(given: Inputs, configs: Configs) -> Tensor:
     """[T * k, H], what each routed token's expert makes."""
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, _ = given
     assert isinstance(w13, Stack) and isinstance(w2, Stack), "`takes` was not asked"
     groups = group(ids, w13.shape[0], configs.rows, local_experts)
     h = up(x, weights, w13, groups, ids.shape[1], act, configs.up, biases.up)

@@ -6,6 +6,7 @@
 
 #include "op.h"
 #include "simd.h"
+#include "softplus.h"
 
 struct DeltaStep {
     const void* qkv;                // [tokens, pitch]: query_len of each sequence
@@ -31,29 +32,10 @@ template <typename T> INLINE void unit(const T* x, float* y, int64_t size, doubl
     for (int64_t i = 0; i < size; i++) y[i] *= scale;
 }
 
-INLINE float exp(float x) { return exp(fill(x))[0]; }
-
-// log(1 + t), t >= 0: 2 atanh of t / (2 + t), by its series where that is small; else of what is left of a power of
-// two.
-INLINE float log1p(float t) {
-    float whole = 0;
-    if (t > 0.4f) {
-        float y = t + 1;
-        uint32_t bits;
-        memcpy(&bits, &y, 4);
-        int32_t power = (int32_t)((bits + 0x004afb0d) >> 23) - 127;  // what is left is between sqrt(1/2) and sqrt(2)
-        bits -= (uint32_t)power << 23;
-        memcpy(&y, &bits, 4);
-        whole = power * 0.69314718f, t = y - 1;
-    }
-    float s = t / (2 + t), z = s * s;
-    return whole + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z * (1.f / 9)))));
-}
-
 // The factor that is left of a state after a token: exp(g) of Gates.decays.
 INLINE float decay_of(float a, float a_log, float dt_bias) {
     float x = a + dt_bias;
-    return exp(-exp(a_log) * (x > 20 ? x : log1p(exp(x))));
+    return exp(-exp(a_log) * softplus(x));
 }
 
 // The `n` columns of a state that become `to`; returns what the query reads.

@@ -262,7 +262,7 @@ def chunked(
 
     Returns [T, H, value] and the new states, all f32.
     """
-    q, k, v, g, beta = (_in_chunks(x, chunks) for x in (q, k, v, g[..., None], beta[..., None]))
+    q, k, v, g, beta = (in_chunks(x, chunks) for x in (q, k, v, g[..., None], beta[..., None]))
     total = g.cumsum(2)  # [M, H, CHUNK, 1]: logarithms of what is left of a state after each token
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     decay = (total - total.mT).masked_fill(~lower, -torch.inf).exp()
@@ -287,7 +287,7 @@ def chunked(
     return out.transpose(1, 2).flatten(0, 1)[chunks.places], state
 
 
-def _in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+def in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
     """[T, H, d] → [M, H, CHUNK, d]; zeros where chunks are filled up, which leave states as they are."""
     filled = torch.cat((x, torch.zeros_like(x[:1])))[chunks.tokens]
     return filled.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()

@@ -33,7 +33,11 @@ from .layers.rope import Parameters, RotaryEmbeddings
 from .shard import Shard, stage_layers
 from .weights.slicing import ShardedModule, Slice, Source, slices
 
-STACKED = ".experts.gate_up_proj", ".experts.down_proj"  # of all experts in one tensor, whose name ends here
+STACKED = (
+    ".experts.gate_up_proj",
+    ".experts.up_proj",
+    ".experts.down_proj",
+)  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
 TOWER = "vision."  # how names begin of the tensors of what makes features of images
@@ -41,7 +45,9 @@ TOWER = "vision."  # how names begin of the tensors of what makes features of im
 POSITIVE = (
     "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
     "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "conv_L_cache",
+    "linear_key_head_dim", "linear_value_head_dim", "conv_L_cache", "mamba_n_heads",
+    "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
+    "n_groups", "ssm_state_size", "conv_kernel", "mamba_head_dim",
 )  # fmt: skip
 DIVIDE = "query_pre_attn_scalar", "logits_scaling"  # floats that are divided by
 

@@ -79,7 +79,7 @@ class PagedLatent(NamedTuple):
 
 
 class SharedCache(NamedTuple):
-    """No cache of its own: the layer reads that of another one."""
+    """No cache of its own: the layer reads that of another one, or of none."""
 
     @property
     def window(self) -> int:
@@ -126,6 +126,23 @@ class RecurrentState(NamedTuple):
         inputs, states = self.columns + query_len - 1, (query_len, self.heads, self.key_dim, self.value_dim)
         shapes = ((inputs, self.channels), states) if self.heads else ((inputs, self.channels),)
         return tuple(TensorSpec(shape, torch.float32) for shape in shapes)
+
+
+class KVAndState(NamedTuple):
+    """Both, of a layer that has attention and a recurrent sublayer side by side."""
+
+    kv: PagedKV
+    state: RecurrentState
+
+    @property
+    def window(self) -> int:
+        return self.kv.window
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return self.kv.block(tokens, dtype)
+
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        return self.state.row(query_len)
 
 
 def block_bytes(spec: CacheSpec, tokens: int, dtype: torch.dtype) -> int:

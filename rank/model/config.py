@@ -226,6 +226,8 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     keys = config_keys(model_type)
     given = {key: value for key, value in raw.items() if value is not None}
     renamed = {ours: given[theirs] for theirs, ours in keys.names.items() if theirs in given}
+    if isinstance(types := renamed.get("layer_types"), list):  # of such models it may be all that tells how many
+        renamed["num_hidden_layers"] = len(types)
     return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
 
 

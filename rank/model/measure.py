@@ -38,6 +38,7 @@ from .layer_offload import may_move
 from .layers.embedding import VocabParallelEmbedding
 from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
+from .layers.mamba2 import Mamba2
 from .layers.mla import LatentAttention
 from .layers.moe import Router
 from .shard import Shard, stage_layers
@@ -248,7 +249,7 @@ def widest(layer: nn.Module) -> int:
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
     plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
     experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
-    others = (one.inner for one in layer.modules() if isinstance(one, LatentAttention | GatedDeltaNet))
+    others = (one.inner for one in layer.modules() if isinstance(one, LatentAttention | GatedDeltaNet | Mamba2))
     return max((*plain, *experts, *others), default=0)
 
 

@@ -50,7 +50,7 @@ SHORT = "short"
 # One of each kind of cache, position and layer.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
-    "lfm2",
+    "lfm2", "granitemoehybrid",
 }  # fmt: skip
 # Three ranks give as many tokens of them and by two stages as by one rank.
 PROBES = {"qwen2", "gemma2", "phi3", "granite"}
@@ -107,8 +107,14 @@ def requests(tmp_path_factory, asked):
 
 EMBEDDING = re.compile("embed|wte|wpe")
 # Factors on embeddings; 0.05 unless given. Where sublayers' outputs are normed, they would drown the tokens.
-EMBEDDING_GAINS = {"olmo2 few keys": 3.0, "qwen3_5": 0.5, "qwen3_5_text": 0.5, "qwen3_next mixed": 0.5}
-FINAL_NORM = re.compile(r"(norm|ln_f|final_layernorm)\.(weight|bias)$")  # outside layers
+EMBEDDING_GAINS = {
+    "olmo2 few keys": 3.0,
+    "qwen3_5": 0.5,
+    "qwen3_5_text": 0.5,
+    "qwen3_next mixed": 0.5,
+    "nemotron_h": 0.5,
+}
+FINAL_NORM = re.compile(r"(norm|norm_f|ln_f|final_layernorm)\.(weight|bias)$")  # outside layers
 SPREAD = 2.0  # the standard deviation of a checkpoint's logits, which soft caps make less
 
 

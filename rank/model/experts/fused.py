@@ -205,8 +205,10 @@ class FusedExperts(nn.Module):
         mesh: Mesh,
         activation: str = "silu",
         layout: ExpertLayout = APART,
+        gated: bool = True,
     ):
-        """top_k: experts of a token. activation: the kernels' name. Raises FatalError where a rank would have none."""
+        """top_k: experts of a token. activation: the kernels' name. gated: whether experts have a gate; else
+        `gate_up_proj` is up alone. Raises FatalError where a rank would have none."""
         super().__init__()
         if mesh.ep > experts:
             raise FatalError(f"--ep {mesh.ep} is more than the model's {experts} experts", USAGE)
@@ -214,13 +216,20 @@ class FusedExperts(nn.Module):
         self.index, self.ranks = index, mesh.tensor.size // mesh.ep  # of those that share each expert
         here, cut = spread(experts, place, mesh.ep), even if layout == APART else in_groups
         part = cut(inner, index, self.ranks)
-        both = (scaled(part, 2),) if layout.interleaved else (part, part)
+        self.gated = gated
+        both = self._both(part, layout)
         self.gate_up_proj = StackedLinear(here, whole(hidden), both, layout)
         self.down_proj = StackedLinear(here, part, (whole(hidden),), layout._replace(interleaved=False))
         self.down_proj.adds_bias = index == 0
         self.top_k, self.activation, self.group = top_k, activation, mesh.tensor
         self.local_experts = LocalExperts(here.start, here.width, here.size) if mesh.ep > 1 else None
         self.host: HostExperts | None = None  # where they are in host memory
+
+    def _both(self, part: Shard, layout: ExpertLayout) -> tuple[Shard, ...]:
+        """Outputs of `gate_up_proj`, by those of either."""
+        if not self.gated:
+            return (part,)
+        return (scaled(part, 2),) if layout.interleaved else (part, part)
 
     def hold_apart(self) -> None:
         """Before `build`: the checkpoint has gate and up apart, and outputs before inputs, whatever the architecture's
@@ -239,7 +248,7 @@ class FusedExperts(nn.Module):
         of_down = of_experts(one, down, format_of, self.ranks)
         if unit := of_down.cut_unit:
             part = in_groups(one.inputs.size, self.index, self.ranks, unit)
-            both.cut(both.inputs, (scaled(part, 2),) if both.layout.interleaved else (part, part))
+            both.cut(both.inputs, self._both(part, both.layout))
             one.cut(part, one.outputs)
         both.build(tuple(up), of_up.stack(both, up))
         one.build(tuple(down), of_down.stack(one, down))
@@ -247,7 +256,13 @@ class FusedExperts(nn.Module):
     def takes_shared(self, x: Tensor, shared: SharedExperts) -> bool:
         """Whether `forward` takes these experts of all tokens x [T, H] and is faster than with them apart."""
         up, down = self.gate_up_proj, self.down_proj
-        if self.host is not None or self.local_experts or up.bias is not None or down.bias is not None:
+        if (
+            self.host is not None
+            or self.local_experts
+            or not self.gated
+            or up.bias is not None
+            or down.bias is not None
+        ):
             return False
         return takes_shared(x, self.top_k, up.matrices, down.matrices, shared)
 
@@ -274,7 +289,9 @@ class FusedExperts(nn.Module):
     def _terms(self, routed: Routed) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         biases = Biases(up.added_bias, down.added_bias)
-        given = Inputs(*routed.parts, up.matrices, down.matrices, self.activation, biases, self.local_experts)
+        given = Inputs(
+            *routed.parts, up.matrices, down.matrices, self.activation, biases, self.local_experts, self.gated
+        )
         return terms_with_shared(given, routed.shared) if routed.shared else expert_terms(given)
 
     @property

@@ -119,6 +119,10 @@ class Offload:
                 "`pip install phalanx[cpu]`",
                 USAGE,
             )
+        if not all(layer.gated for layer in self.layers):
+            raise FatalError(
+                "experts without a gate, as this model has, cannot be in host memory: use more ranks, or --isq", USAGE
+            )
         stacks = self._linears()
         sizes = [one.host_bytes(dtype, device) for one in stacks]
         self.all_bytes = self.host_bytes = sum(sizes)

@@ -70,16 +70,18 @@ class MoE(nn.Module):
         mesh: Mesh,
         act: str = "silu",
         layout: ExpertLayout = APART,
+        gated: bool = True,
     ):
-        """inner: of one expert. act: the activation's name in config.json. layout: of the experts' tensors. Raises
-        FatalError where a token is to visit more experts than there are, or than its groups have."""
+        """inner: of one expert. act: the activation's name in config.json. layout: of the experts' tensors. gated:
+        whether experts have a gate. Raises FatalError where a token is to visit more experts than there are, or than
+        its groups have."""
         super().__init__()
         if not 0 < params.top_k <= experts:
             raise FatalError(
                 f"config.json: num_experts_per_tok is {params.top_k}, but there are {experts} experts", MODEL
             )
         self.gate = Router(hidden, experts, params)
-        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act), layout)
+        self.experts = FusedExperts(hidden, inner, experts, params.top_k, mesh, activation(act), layout, gated)
 
     def forward(self, h: Normed | Tensor) -> Partial:
         """h [T, H] → this rank's part of [T, H]."""

@@ -63,6 +63,11 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     return Inputs(*(one.to(device) for one in found))
 
 
+def without_gate(given: Inputs) -> Inputs:
+    """The same experts with up alone."""
+    return given._replace(w13=given.w13[:, given.w2.shape[2] :].contiguous(), act="relu2", gated=False)
+
+
 def strided(given: Inputs) -> Inputs:
     """With other values between those of x, ids and weights."""
     wide = [torch.stack((one, torch.zeros_like(one)), -1) for one in given[:3]]
@@ -135,7 +140,8 @@ def main() -> None:
         dtype, bound = dtypes[1 - i // 2 % 2]
         given = make(sizes, dtype)._replace(act=acts[-1 - i % len(acts)])
         given = given._replace(biases=biases(given)._replace(**{"down": None} if i == 2 else {}))
-        for one in (given, share_of(given, shares(sizes.experts)[i % 3])):
+        apart = share_of(given, shares(sizes.experts)[i % 3])
+        for one in (given, apart, without_gate(make(sizes, dtype))):
             near(summed(plain_experts.by_triton(one, tiles), one), fused_experts_reference(one), bound * 4)
     check_dequantized(tilings[0])
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from phalanx.kernels.activation.activation import activate
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm.linear import gated_linear, linear
 from phalanx.kernels.moe import quantized_experts
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def fused_experts_reference(given: Inputs) -> Tensor:
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, gated = given
     rows, chosen, by = x.float().cpu(), ids.cpu(), weights.float().cpu()
     up, down = (None if bias is None else bias.float().cpu() for bias in biases)
     y = torch.zeros(x.shape, dtype=torch.float32)
@@ -24,7 +25,10 @@ def fused_experts_reference(given: Inputs) -> Tensor:
         tokens, places = (chosen == first + e).nonzero(as_tuple=True)
         if len(tokens):
             one, two = (matrix(w, e, x.dtype).float().cpu() for w in (w13, w2))
-            inner = gated_linear(rows[tokens], one, act, of_expert(up, e))
+            own = of_expert(up, e)
+            inner = (
+                gated_linear(rows[tokens], one, act, own) if gated else activate(linear(rows[tokens], one, own), act)
+            )
             made = linear(inner, two, of_expert(down, e))
             y.index_add_(0, tokens, made * by[tokens, places, None])
     return y.to(x)

@@ -55,7 +55,7 @@ def inputs_of(sizes, dtype, act="silu", biased=False, local_experts=None, unit=1
 
 def check(given, up, down, configs):
     """Each GEMM three times, and what lies between."""
-    x, ids, weights, w13, w2, act, biases, local_experts = given
+    x, ids, weights, w13, w2, act, biases, local_experts, _ = given
     groups, top = group(ids, w13.shape[0], configs[0].rows, local_experts), ids.shape[1]
     rows = encode_routed(x, groups, weights, top, configs[0].rows)
     check_codes(rows, x, groups, weights, top, e4m3_rows.encode_reference(x))

@@ -11,7 +11,7 @@ from phalanx.kernels.quantized.packed_gemm import Packed
 from phalanx.kernels.quantized.stack import Stack
 
 from ..interpreter import interpret
-from .cases import CASES, Sizes, biases, make, near, share_of, shares, strided
+from .cases import CASES, Sizes, biases, make, near, share_of, shares, strided, without_gate
 from .reference import fused_experts_reference
 
 
@@ -34,6 +34,13 @@ def test_biases_and_the_clamped_swiglu(sizes):
     for part in (added, added._replace(down=None)):
         one = given._replace(act=CLAMPED_SWIGLU, biases=part)
         near(moe.fused_experts(one), fused_experts_reference(one), 1e-5)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("sizes", [*CASES, Sizes(0, 2, 4, 16, 8), Sizes(99, 2, 4, 16, 8)])
+def test_experts_without_a_gate(sizes, dtype, bound):
+    given = without_gate(make(sizes, dtype))
+    near(moe.fused_experts(given), fused_experts_reference(given), bound)
 
 
 def test_strided_input():

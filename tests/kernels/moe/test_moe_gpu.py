@@ -27,6 +27,7 @@ from .cases import (
     strided,
     summed,
     with_shared_reference,
+    without_gate,
 )  # fmt: skip
 from .reference import fused_experts_reference
 
@@ -69,6 +70,12 @@ def test_biases(sizes, tokens):
     for part in (added, added._replace(down=None)):
         one = given._replace(act=CLAMPED_SWIGLU, biases=part)
         near(moe.fused_experts(one), fused_experts_reference(one), 8e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_without_a_gate(tokens):
+    given = without_gate(make(QWEN._replace(tokens=tokens), torch.bfloat16, "cuda"))
+    near(moe.fused_experts(given), fused_experts_reference(given), 8e-2)
 
 
 @needs_tma

@@ -8,7 +8,41 @@ HYBRID = dict(
 QWEN_VISION = dict(depth=2, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 LAYERS_OF_LFM2 = ["conv", "full_attention", "conv", "conv"]
+GRANITE = dict(
+    model_type="granitemoehybrid", mamba_n_heads=12, mamba_d_state=16, shared_intermediate_size=36, num_local_experts=6,
+    num_experts_per_tok=3, intermediate_size=20, embedding_multiplier=3.0, attention_multiplier=0.4,
+    residual_multiplier=0.7, logits_scaling=0.5, rms_norm_eps=0.1,
+)  # fmt: skip
+NEMOTRON = dict(
+    model_type="nemotron_h", head_dim=16, mamba_num_heads=12, mamba_head_dim=8, ssm_state_size=16,
+    layer_norm_epsilon=0.1, time_step_min=1e-30,  # transformers keeps prompts' time steps above that, and no others
+)  # fmt: skip
+FALCON = dict(
+    model_type="falcon_h1", head_dim=16, mamba_n_heads=12, mamba_d_ssm=96, mamba_d_head=8, mamba_d_state=16,
+    rms_norm_eps=0.1, embedding_multiplier=3.0, lm_head_multiplier=2.0, mlp_multipliers=[0.8, 0.3], key_multiplier=0.4,
+    attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_multipliers=[0.7, 1.3, 0.6, 0.8, 1.1],
+    ssm_in_multiplier=1.5, ssm_out_multiplier=0.6,
+)  # fmt: skip
 HYBRIDS = {
+    "falcon_h1": FALCON,
+    "falcon_h1 normed": FALCON | dict(
+        mamba_rms_norm=True, mamba_n_groups=6, num_key_value_heads=1, mamba_conv_bias=False, tie_word_embeddings=True,
+    ),
+    "falcon_h1 gated first": FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mlp_bias=True),
+    "nemotron_h": NEMOTRON | dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], n_groups=6, n_routed_experts=10,
+        num_experts_per_tok=3, moe_intermediate_size=20, moe_shared_expert_intermediate_size=36,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron_h dense": NEMOTRON | dict(
+        hybrid_override_pattern="M-*M", n_groups=1, use_bias=True, mlp_bias=True, use_conv_bias=False, conv_kernel=3,
+    ),
+    "granitemoehybrid": GRANITE | dict(layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2]),
+    "granitemoehybrid dense": GRANITE | dict(
+        layer_types=["full_attention", "linear_attention"] * 2, num_local_experts=0, mamba_n_groups=6,
+        mamba_d_conv=3, mamba_conv_bias=False, mamba_proj_bias=True, position_embedding_type="rope",
+        tie_word_embeddings=True, attention_bias=True,
+    ),
     "lfm2": dict(model_type="lfm2", layer_types=LAYERS_OF_LFM2, tie_word_embeddings=True, block_multiple_of=8),
     "lfm2 biased": dict(
         model_type="lfm2", full_attn_idxs=[3, 1], conv_bias=True, conv_L_cache=4, tie_word_embeddings=False,

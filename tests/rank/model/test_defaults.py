@@ -16,10 +16,17 @@ from .test_refused import TYPES
 # transformers has no class of the others, or one whose text_config must be whole.
 KNOWN = sorted(one for one in TYPES if one not in ("chatglm", "kimi_k2", "mimo") and "text_config" not in TYPES[one])
 # Tensors' shapes say these; and a context that config.json does not give is short here, whatever the class says.
-SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim"}
+SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm"}
 # Keys whose meaning is in the windows, the experts and the ropes of the layers.
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
-OF_LAYERS |= {"full_attn_idxs", "mlp_layer_types", "per_layer_config", "global_head_dim", "num_global_key_value_heads"}
+OF_LAYERS |= {
+    "full_attn_idxs",
+    "hybrid_override_pattern",
+    "mlp_layer_types",
+    "per_layer_config",
+    "global_head_dim",
+    "num_global_key_value_heads",
+}
 # Without experts a model is dense, and its checkpoint lacks tensors.
 NUMBERS = {"num_experts", "num_local_experts", "n_routed_experts"}
 

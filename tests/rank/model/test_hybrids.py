@@ -25,7 +25,19 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name, tp, pp, ep",
-    [("qwen3_next", 1, 1, 1), ("qwen3_next mixed", 2, 2, 2), ("lfm2", 1, 2, 1), ("lfm2_moe", 2, 1, 2)],
+    [
+        ("qwen3_next", 1, 1, 1),
+        ("qwen3_next mixed", 2, 2, 2),
+        ("lfm2", 1, 2, 1),
+        ("lfm2_moe", 2, 1, 2),
+        ("granitemoehybrid", 2, 2, 2),
+        ("granitemoehybrid dense", 1, 1, 1),
+        ("granitemoehybrid dense", 3, 1, 1),
+        ("nemotron_h", 2, 1, 2),
+        ("falcon_h1", 2, 2, 1),
+        ("falcon_h1 normed", 1, 1, 1),
+        ("nemotron_h dense", 1, 2, 1),
+    ],
 )
 def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
     """Chunks of prompts go on from the state before, beside sequences that decode; some begin with a single token."""
@@ -62,6 +74,13 @@ def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
     assert stop.value.code == USAGE
 
 
+def test_ranks_that_do_not_divide_groups_are_refused(made):
+    config = read_config(made("granitemoehybrid dense"))
+    with pytest.raises(FatalError, match="--tp 4 does not fit the 12 heads in 6 groups") as stop:
+        build(config, GroupRank(0, 4), GroupRank(0, 1))
+    assert stop.value.code == USAGE
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -74,6 +93,11 @@ def test_ranks_that_do_not_divide_delta_nets_are_refused(made):
         ({"full_attention_interval": 0}, "full_attention_interval is 0"),
         ({"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'"),
+        ({"model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_n_groups": 3}, "8 heads of Mamba-2.*3 groups"),
+        ({"model_type": "granitemoehybrid", "mamba_d_head": 7}, "mamba_d_head 7 is not supported"),
+        ({"model_type": "nemotron_h", "moe_latent_size": 64}, "moe_latent_size 64 is not supported"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*x-"}, "layer type 'x' is not supported"),
+        ({"model_type": "nemotron_h", "mamba_num_heads": 0}, "mamba_num_heads is 0"),
         ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache is 0"),
         ({"model_type": "lfm2", "layer_types": ["linear_attention"] * 4}, "supported are full_attention, conv"),
     ],

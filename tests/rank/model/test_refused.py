@@ -63,6 +63,7 @@ REFUSED = [
     ("stablelm", {"rope_pct": 0.5}, "rope_pct is 0.5, but partial_rotary_factor, which counts, is 0.25"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
+UNROTATED = "gpt_bigcode", "granitemoehybrid", "nemotron_h"  # types without a rope, or with none by default
 MISSING = [
     ("phi", "model.layers.1.self_attn.dense.bias"),
     ("phi", "model.layers.0.mlp.fc2.weight"),
@@ -161,7 +162,7 @@ def test_configs_as_they_are(tmp_path, model_type):
     changed(tmp_path, model_type, lambda text: None)
 
 
-@pytest.mark.parametrize("model_type", [one for one in TYPES if one != "gpt_bigcode"])  # which has no rope
+@pytest.mark.parametrize("model_type", [one for one in TYPES if one not in UNROTATED])
 def test_unknown_rope_types(tmp_path, model_type):
     def spiral(text):
         rope = text.setdefault("rope_parameters", {})
@@ -191,7 +192,7 @@ def test_ropes_that_differ_between_layers(tmp_path, model_type):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_unknown_activations(tmp_path, model_type):
-    keys = ("hidden_act", "hidden_activation", "activation_function")
+    keys = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 
     def sine(text):
         given = [key for key in keys if key in text] or ["hidden_act"]

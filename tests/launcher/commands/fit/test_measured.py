@@ -58,6 +58,9 @@ OTHERS = {
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 1}),
+    "falcon_h1": {"mamba_n_heads": 12, "mamba_d_ssm": 768, "mamba_d_state": 32},
+    "nemotron_h": {"mamba_num_heads": 12, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1},
+    "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_state": 32, "shared_intermediate_size": 100},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
     "ministral3": {
         "rope_parameters": {
@@ -66,7 +69,7 @@ OTHERS = {
         }
     },
 }  # fmt: skip
-REFUSED = [("phi", "tied")]
+REFUSED = [("phi", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased")]
 
 
 def config_of(model_type, **variant):
@@ -266,6 +269,12 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     if hybrid:
         keys, values = 3 * 16, 6 * 24
         widest = 2 * (2 * keys + 2 * values) + 2 * 6 * (4 * 16 + 4 * 24)
+    if model_type in (
+        "falcon_h1",
+        "granitemoehybrid",
+        "nemotron_h",
+    ):  # x, z, keys and queries, and what chunks take in f32
+        widest = 2 * (384 + 2 * 32 + 384) + 2 * 6 * (3 * 64 + 2 * 64)
     if model_type.startswith("lfm2"):  # a convolution's three inputs, and its output
         widest = 3 * 192 + 192
     assert {tp: rank.kinds[0].inner for tp, rank in shape.ranks.items()}[2] == widest

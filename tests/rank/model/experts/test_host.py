@@ -22,7 +22,7 @@ from ..test_architectures import MODELS, write
 NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
 OTHERS = (
     *("deepseek_v2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("kimi_k25", "dots1", "olmoe", "granitemoe", "gemma4_text"),
+    *("kimi_k25", "dots1", "olmoe", "granitemoe", "gemma4_text", "lfm2_moe", "granitemoehybrid"),
 )
 ALL = 1 << 20
 ROOMS = [
@@ -44,7 +44,12 @@ def test_names_are_all_model_types_with_experts():
         for options in MODELS.values()
         if any("experts" in key for key in options | options.get("text_config", {}))
     }
-    assert with_experts == {MODELS[name]["model_type"] for name in NAMES + OTHERS}
+    assert with_experts == {MODELS[name]["model_type"] for name in (*NAMES, *OTHERS, "nemotron_h")}
+
+
+def test_experts_without_a_gate_are_refused(made):
+    with pytest.raises(FatalError, match="experts without a gate"):
+        run_steps(made("nemotron_h"), [[1]], experts=ROOMS[0])
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
