@@ -57,7 +57,7 @@ part groups 150 "${tests[@]}" tests/comm/test_gpus.py tests/comm/test_symmetric_
     tests/comm/test_custom_allreduce.py
 part worker 300 "${several[@]}" $worker/test_{swap,batch_builder,decode_batch,piecewise_graphs,sampler_gpu,query_len_gpu}.py
 part models 540 "${tests[@]}" $rank/model/experts/*_gpu.py $rank/model/formats/*_gpu.py \
-    $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py
+    $rank/model/stored_formats/*_gpu.py $rank/model/layers/*_gpu.py $rank/model/*_gpu.py $rank/model/vision/*_gpu.py
 part shapes 540 "${tests[@]}" -rs $rank/test_gpus.py
 part generation 300 "${tests[@]}" -m "not long" $rank/test_generation.py
 part faults 300 "${tests[@]}" -m "not long" $rank/test_faults.py

@@ -165,8 +165,7 @@ class BatchState:
             self.length[rejected[::2]] -= rejected[1::2]
             self.computed[rejected[::2]] -= rejected[1::2]
         for row in protocol.unpack_u16(plan.freed) if self.axes else ():
-            self.axes.pop(row, None)
-            self.shift[row] = 0
+            self._forget_axes(row)
         for sequence in plan.new:
             self._enter(sequence)
         rows, ids = protocol.unpack_u16(plan.block_rows), protocol.unpack_u32(plan.block_ids)
@@ -186,11 +185,16 @@ class BatchState:
         self.length[row] = self.known[row] = len(self.tokens[row])
         self.computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
+        self._forget_axes(row)
         if new.pictures and self.image_positions is not None:
             self.axes[row] = axes = self.image_positions(new.prompt_len, new.pictures)
             self.shift[row] = axes[:, -1].max() + 1 - new.prompt_len
         for group, packed in enumerate((new.blocks, *new.further_blocks)):
             self._fill(group * len(self.length) + row, np.frombuffer(packed, np.uint32))
+
+    def _forget_axes(self, row: int) -> None:
+        if self.axes.pop(row, None) is not None:
+            self.shift[row] = 0
 
     def _fill(self, table: int, blocks: np.ndarray) -> None:
         """Let a table have these blocks of the pool alone."""

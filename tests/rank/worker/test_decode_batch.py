@@ -8,6 +8,7 @@ import torch
 from phalanx.kernels.sampling import decode_inputs
 from phalanx.rank import protocol
 from phalanx.rank.cache_groups import ONE_GROUP, CacheGroup
+from phalanx.rank.model.vision.qwen2_5_vl import positions
 from phalanx.rank.worker import decode_batch as module
 from phalanx.rank.worker.batch_builder import build_batches
 from phalanx.rank.worker.decode_batch import DeviceDecodeBatch, HostDecodeBatch
@@ -36,6 +37,7 @@ class Life:
         self.draw = random.Random(seed)
         self.groups = groups
         self.state = BatchState(ROWS, LENGTH, BLOCK, groups, range(len(groups)), POOL)
+        self.state.image_positions = positions
         self.free = list(range(POOL))
         self.draw.shuffle(self.free)
 
@@ -48,7 +50,10 @@ class Life:
         tokens = protocol.pack_u32([self.draw.randrange(1000) for _ in range(count)])
         sampling = protocol.SamplingParams(max_tokens=1)
         done = count - 1 if self.draw.random() < 0.5 else count  # or its newest token was sampled
-        new = protocol.NewSequence(row, tokens, count, done, blocks[0], sampling, further_blocks=blocks[1:])
+        shown = [protocol.Picture(b"", 3, 6, 2, 3)] if count > 12 and self.draw.random() < 0.5 else []
+        new = protocol.NewSequence(
+            row, tokens, count, done, blocks[0], sampling, further_blocks=blocks[1:], pictures=shown
+        )
         self.state.apply(protocol.Plan(step=0, new=[new]))
         self.state.length[row] += done == count
 
@@ -92,6 +97,7 @@ def test_captured_steps_read_what_other_steps_read(device, seed, groups, monkeyp
     on_host = HostDecodeBatch(life.state, last.cpu(), [], ROWS)
     for row in range(ROWS):
         life.enter(row)
+    assert life.state.shift.any()
     for _ in range(60):
         fits = [row for row in range(ROWS) if life.state.length[row] < LENGTH]
         rows = life.draw.sample(fits, life.draw.randint(1, len(fits)))

@@ -12,11 +12,12 @@ from phalanx.rank import vision
 from phalanx.rank.model.batch import EmbeddingOverride
 from phalanx.rank.model.load import load
 from phalanx.rank.protocol import Picture
+from phalanx.rank.worker import kv_cache
 from PIL import Image
 from tokenizers import Tokenizer
 
 from ....checkpoints import write_tokenizer
-from ..harness import BLOCK, forward, make_batch, nan_caches
+from ..harness import BLOCK, forward, make_batch, moved
 from ..hybrids import HYBRIDS
 from ..shapes import IMAGE, MODELS
 from ..test_architectures import write
@@ -97,21 +98,25 @@ def prompt(rules, images, between=(5, 7, 9)):
     return ids, pictures
 
 
-def seen_logits(path, images, tp=1):
+def seen_logits(path, images, tp=1, device="cpu", dtype="auto"):
     """Token ids of a prompt with these images, and their logits [tokens, vocab]."""
     rules = rules_of(path)
     ids, pictures = prompt(rules, images)
 
     def run(comm):
         grid = mesh.build(comm, tp, 1)
-        model = load(path, grid)
-        values = torch.cat([model.vision(resized(rules, image)) for image in images])
+        model = load(path, grid, device, dtype)
+        values = torch.cat([model.vision(resized(rules, image).to(device)) for image in images])
         blocks = -(-len(ids) // BLOCK)
-        batch = make_batch([(ids, 0, range(blocks))], BLOCK, nan_caches(model, blocks, 1))
-        at = torch.tensor([i for i, token in enumerate(ids) if token == model.image_token])
+        caches = kv_cache.allocate(model.cache_specs(), blocks, BLOCK, model.dtype, torch.device(device), 1)
+        for tensor in (tensor for layer in caches for tensor in layer):
+            tensor.fill_(float("nan"))
+        batch = moved(make_batch([(ids, 0, range(blocks))], BLOCK, caches), device)
+        at = torch.tensor([i for i, token in enumerate(ids) if token == model.image_token], device=device)
         batch = replace(batch, embeddings=EmbeddingOverride(at, values))
         if model.image_positions is not None:
-            batch.positions = torch.from_numpy(model.image_positions(len(ids), pictures))
+            batch.positions = torch.from_numpy(model.image_positions(len(ids), pictures)).to(device)
         return forward(model, grid, batch)
 
-    return ids, threads.run(run, tp)[0]
+    with torch.no_grad():
+        return ids, threads.run(run, tp)[0]
