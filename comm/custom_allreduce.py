@@ -79,8 +79,8 @@ class CustomAllReduceComm(NcclComm, FusedComm):
             return super().all_reduce_partial(x)
         if x.nbytes <= MAX_BYTES:
             return self._dma.exchange(x)
-        for piece in x.view(-1).split(MAX_BYTES // x.itemsize):
-            piece.add_(self._dma.exchange(piece))
+        for chunk in x.view(-1).split(MAX_BYTES // x.itemsize):
+            chunk.add_(self._dma.exchange(chunk))
         return None
 
     def all_reduce_add_norm(

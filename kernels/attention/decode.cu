@@ -738,7 +738,7 @@ __device__ __forceinline__ void prefetch_maps(const KVMaps& maps) {
 
 // Rows without a head stay so.
 __device__ __forceinline__ void clear_heads(Heads* heads, int thread) {
-    constexpr int CLEARED = ROWS * WIDE / 8;  // pieces of 16 bytes
+    constexpr int CLEARED = ROWS * WIDE / 8;  // vectors of 16 bytes
     for (int i = thread; i < 2 * CLEARED; i += ALL)
         ((uint4*)heads[i / CLEARED].rotated)[i % CLEARED] = make_uint4(0, 0, 0, 0);
 }

@@ -56,7 +56,7 @@ struct Rows {
         const char* const vec = cache + lane * 16;
         const int place = row * ROW, across = lane ^ (FP8 ? row / 2 % 4 : row % 8);
 #pragma unroll
-        for (int r = 0; r < 4; r++) {  // pieces `lane` and, but for FP8, lane + 32, as swizzled() has them
+        for (int r = 0; r < 4; r++) {  // vectors `lane` and, but for FP8, lane + 32, as swizzled() has them
             const int slot = __shfl_sync(~0u, slots, from + r);
             if (!(some >> r & 1)) continue;
             const char* x = vec + (long long)max(slot, 0) * ROW;
@@ -64,7 +64,7 @@ struct Rows {
             copy_async16(at, x, slot >= 0);
             if (!FP8) copy_async16(at + 512, x + 512, slot >= 0);
         }
-        constexpr int REST = ROW / 16 % 32;  // pieces of each row, that lanes have side by side
+        constexpr int REST = ROW / 16 % 32;  // vectors of each row, that lanes have side by side
         const int r = lane / REST % 4, slot = __shfl_sync(~0u, slots, from + r), last = ROW / 16 - REST + lane % REST;
         if (lane < 4 * REST && (some >> r & 1))
             copy_async16(to + swizzled(row + r, last), cache + (long long)max(slot, 0) * ROW + last * 16, slot >= 0);

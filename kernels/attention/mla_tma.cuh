@@ -167,7 +167,7 @@ __device__ inline void multiply_keys(const Queries& q, unsigned tile, float* sco
 
 // 16 heads' weights times a tile's values.
 __device__ inline void add_values(Values& values, unsigned weights, unsigned tile) {
-    const unsigned first = tile + Values::codes_at(0), second = first ^ 2 * 16;  // the piece two behind it
+    const unsigned first = tile + Values::codes_at(0), second = first ^ 2 * 16;  // the vector two behind it
     unsigned p[4];
 #pragma unroll
     for (int i = 0; i < PANELS; i++) {

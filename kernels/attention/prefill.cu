@@ -154,9 +154,9 @@ __device__ __forceinline__ void multiply_values(float (&o)[DIM / 2], unsigned (&
 // Values past the end of a tile of which `valid` tokens are there become zeros: whatever lies there, a NaN too, stays out. Both
 // groups may write them.
 __device__ __forceinline__ void clear_rest(unsigned values, int stage, int valid, int thread) {
-    const int pieces = (TILE - valid) * 8;
-    for (int k = thread % 128; k < pieces * RUNS; k += 128)
-        zero_smem(values + stage * TILE_BYTES + (k / pieces * TILE + valid) * 128 + k % pieces * 16);
+    const int vecs = (TILE - valid) * 8;
+    for (int k = thread % 128; k < vecs * RUNS; k += 128)
+        zero_smem(values + stage * TILE_BYTES + (k / vecs * TILE + valid) * 128 + k % vecs * 16);
     fence_async_proxy();
 }
 

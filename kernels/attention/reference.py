@@ -23,8 +23,8 @@ GATHER_BYTES = 1 << 20
 # which cost less than the calls of one more group.
 PADDING = 0.25
 SLACK = 256
-# Query rows of a prompt per call: the causal mask is [PIECE, keys], and keys after these are not touched.
-PIECE = 256
+# Query rows of a prompt per call: the causal mask is [QUERY CHUNK, keys], and keys after these are not touched.
+QUERY_CHUNK = 256
 
 
 def paged_attention_reference(
@@ -212,8 +212,8 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
     computed = len(k) - len(q)  # tokens before q's first
     by_hand = bool(params.softcap) or params.sinks is not None
     k, v = (c.transpose(0, 1)[None] for c in (k, v))  # [1, kv_heads, L, dim]
-    for start in range(0, len(q), PIECE):
-        vec = q[start : start + PIECE].transpose(0, 1)[None].float()
+    for start in range(0, len(q), QUERY_CHUNK):
+        vec = q[start : start + QUERY_CHUNK].transpose(0, 1)[None].float()
         last = computed + start + vec.shape[2]  # keys from here on are in the future of all rows
         first = max(0, computed + start + 1 - params.window) if params.window else 0
         shape = vec.shape[2], last - first
@@ -232,7 +232,7 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
             done = scaled_dot_product_attention(
                 vec, *seen, attn_mask=mask, scale=params.scale, enable_gqa=True, is_causal=causal
             )
-        out[start : start + PIECE] = done[0].transpose(0, 1)
+        out[start : start + QUERY_CHUNK] = done[0].transpose(0, 1)
 
 
 CANDIDATE = Candidate("reference.py", "CPUs", "all else", supports, run)

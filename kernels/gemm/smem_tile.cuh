@@ -2,7 +2,7 @@
 // with TMA's 128-byte swizzle. A warp has 16 of the outputs, and the rows as TILES tiles of eight. A stage of other
 // rows has one box: its lanes get that as an argument.
 
-struct TileLane {  // a lane's row of a box, and where its first piece of 16 bytes stands there
+struct TileLane {  // a lane's row of a box, and where its first vector of 16 bytes stands there
     unsigned w_from, w_piece, x_from, x_piece;
 
     __device__ TileLane(unsigned ring, int subtile, int lane, int boxes = BOXES, bool pairs = TILES > 1)

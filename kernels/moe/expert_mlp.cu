@@ -264,18 +264,18 @@ __device__ inline void bring_weights(const TensorMap* of_w, const Item& item, co
 // One warp: an item's rows of x, of which this lane knows `mine`, or all of x. Rows that the item lacks are zeros.
 template <class G>
 __device__ inline void bring_rows(const T* x, int mine, int rows, const Ring& ring, int& n) {
-    constexpr int PIECES = G::KC / 8;  // of a row
+    constexpr int VECS = G::KC / 8;  // of a row
     const int lane = threadIdx.x % 32;
     for (int c = 0; c < G::CHUNKS; c++, n++) {
         const int stage = n % STAGES;
         ring.wait_for_room(n);
         const unsigned to = ring.at + stage * STAGE + G::BOXES * M * 128;
 #pragma unroll
-        for (int i = 0; i < G::ROWS * PIECES / 32; i++) {
-            const int r = (i * 32 + lane) / PIECES, piece = (i * 32 + lane) % PIECES;
+        for (int i = 0; i < G::ROWS * VECS / 32; i++) {
+            const int r = (i * 32 + lane) / VECS, vec = (i * 32 + lane) % VECS;
             const int from = !G::SHARES ? __shfl_sync(0xffffffffu, mine, r) : r < rows ? r : 0;
             const T* row = x + (long long)from * G::INPUTS + c * G::KC;
-            copy_async16(to + (piece / 8 * G::ROWS + r) * 128 + (piece % 8 ^ r % 8) * 16, row + piece * 8, r < rows);
+            copy_async16(to + (vec / 8 * G::ROWS + r) * 128 + (vec % 8 ^ r % 8) * 16, row + vec * 8, r < rows);
         }
         arrive_when_copied(ring.full + stage);
     }

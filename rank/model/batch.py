@@ -109,10 +109,10 @@ class Batch:
         group = self.layer_groups[layer] if self.further else 0
         return self.further[group - 1] if group else self
 
-    def add_groups(self, places: Iterable[tuple[Tensor, Tensor]], layer_groups: Sequence[int]) -> None:
-        """Add cache groups. places: slots and block tables of each but the first group."""
+    def add_groups(self, mappings: Iterable[tuple[Tensor, Tensor]], layer_groups: Sequence[int]) -> None:
+        """Add cache groups. mappings: slots and block tables of each but the first group."""
         self.layer_groups = layer_groups
-        for group, (slots, tables) in enumerate(places):
+        for group, (slots, tables) in enumerate(mappings):
             sampled = None if self.sampled is None else self.sampled.further[group]
             one = replace(self, slots=slots, block_tables=tables, sampled=sampled, scratch={}, further=[])
             self.further.append(one)

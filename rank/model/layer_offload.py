@@ -86,9 +86,9 @@ class LayerOffload:
         for number, tensors in enumerate(whole):
             at, copies = 0, []
             for host, put in tensors:
-                piece = slots[number % self._slots][at : at + host.nbytes].view(host.dtype).view(host.shape)
-                copies.append(_Copy(host, piece))
-                put(piece)
+                slot_view = slots[number % self._slots][at : at + host.nbytes].view(host.dtype).view(host.shape)
+                copies.append(_Copy(host, slot_view))
+                put(slot_view)
                 at += host_memory.aligned(host.nbytes)
             self._copies.append(copies)
         if self.device.type == "cuda":

@@ -46,8 +46,8 @@ def build_batches(
     elif unknown.any():
         ids_ = torch.where(ids_ < 0, last[row_], ids_)
     left = iter(tensors)
-    pieces = ids_.split([batch.tokens for batch in batches])
-    return [batch.batch(piece, left, caches) for batch, piece in zip(batches, pieces, strict=True)], sampled_rows
+    split_ids = ids_.split([batch.tokens for batch in batches])
+    return [batch.batch(its_ids, left, caches) for batch, its_ids in zip(batches, split_ids, strict=True)], sampled_rows
 
 
 def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: int) -> int:
@@ -125,8 +125,8 @@ class HostBatch:
         self.layer_groups, further = state.layer_groups, further_slot_mappings(state, scheduled, made)
         self.arrays[0] = rotary_positions(state, scheduled, made.positions)
         self.num_further = len(further)
-        for places in further:
-            self.arrays += places
+        for mappings in further:
+            self.arrays += mappings
         self.sampled: HostBatch | None = None
         if last_token_only and len(made.sample_at) < self.tokens:
             self.sampled = HostBatch(state, scheduled.sampled_tokens, False)

@@ -42,7 +42,7 @@ PATIENCE = 30.0  # seconds after which a read without an answer is logged
 ALIGN = 16  # bytes: the alignment of a message's parts, so that they can be viewed as elements
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Rows first to last of a tensor, `offset` bytes into a chunk."""
 
     tensor: str
@@ -57,13 +57,13 @@ class Chunk(NamedTuple):
     file: str
     start: int
     size: int
-    pieces: list[Piece]
+    extents: list[Extent]
 
 
 class Move(NamedTuple):
     """Rows first to last of a segment's tensor, for the receiver's slice number `place` of that tensor."""
 
-    piece: Piece
+    extent: Extent
     place: int
     first: int
     last: int
@@ -93,7 +93,7 @@ def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHU
                 found[stripe].append(chunk)
             fit = max(1, (most - chunk.size) // width)
             take = min(count - first, fit, -(-(limit - done) // width))
-            chunk.pieces.append(Piece(name, first, first + take, chunk.size))
+            chunk.extents.append(Extent(name, first, first + take, chunk.size))
             found[stripe][-1] = chunk._replace(size=chunk.size + take * width)
             first += take
             done += take * width
@@ -102,11 +102,11 @@ def cut(tensors: Sequence[tuple[str, str, Entry]], stripes: int, most: int = CHU
 
 def moves(chunk: Chunk, wanted: dict[str, list[Ranges]]) -> Iterator[Move]:
     """The parts of a chunk that a rank with these slices needs, in the order of sending."""
-    for piece in chunk.pieces:
-        for place, ranges in enumerate(wanted.get(piece.tensor, ())):
-            first, last = max(piece.first, ranges[0][0]), min(piece.last, ranges[0][1])
+    for extent in chunk.extents:
+        for place, ranges in enumerate(wanted.get(extent.tensor, ())):
+            first, last = max(extent.first, ranges[0][0]), min(extent.last, ranges[0][1])
             if first < last:
-                yield Move(piece, place, first, last, ranges[1:])
+                yield Move(extent, place, first, last, ranges[1:])
 
 
 class Striped:
@@ -149,7 +149,7 @@ class Striped:
         for chunks in self._rounds():
             order = [chunks[me], *chunks[:me], *chunks[me + 1 :]]  # as _exchange stores them
             for move in (move for chunk in order if chunk is not None for move in moves(chunk, self._wanted[me])):
-                part = self._parts[move.piece.tensor][move.place]
+                part = self._parts[move.extent.tensor][move.place]
                 module = part.module
                 if not (count := self._kept(move, part)):
                     continue
@@ -219,7 +219,7 @@ class Striped:
 
     def _shape(self, move: Move) -> tuple[int, ...]:
         """The shape of a move's bytes: that of its elements, with the last axis in bytes."""
-        begin, end = span(self._entries[move.piece.tensor], *move.ranges[-1])
+        begin, end = span(self._entries[move.extent.tensor], *move.ranges[-1])
         inner = [stop - start for start, stop in move.ranges]
         return (move.last - move.first, *inner[:-1], end - begin)
 
@@ -229,13 +229,13 @@ class Striped:
 
     def _view(self, data: Tensor, move: Move) -> Tensor:
         """A view [rows, ..., bytes] of a move in the chunk's bytes."""
-        piece, entry = move.piece, self._entries[move.piece.tensor]
-        whole = data[piece.offset : piece.offset + (piece.last - piece.first) * entry.width]
-        return window(whole, entry, piece.first, ((move.first, move.last), *move.ranges))
+        extent, entry = move.extent, self._entries[move.extent.tensor]
+        whole = data[extent.offset : extent.offset + (extent.last - extent.first) * entry.width]
+        return window(whole, entry, extent.first, ((move.first, move.last), *move.ranges))
 
     def _store(self, move: Move, data: Tensor) -> None:
         """Copy bytes [rows, ..., bytes] into the slice that they belong to, as elements."""
-        name = move.piece.tensor
+        name = move.extent.tensor
         part = self._parts[name][move.place]
         if not (count := self._kept(move, part)):  # rows of others, among which this rank's could have been
             return
@@ -247,7 +247,7 @@ class Striped:
 
     def _kept(self, move: Move, part: Slice) -> int:
         """How many elements of a move the slice takes."""
-        return kept(self._entries[move.piece.tensor], move.first, move.last, _ranges(part))
+        return kept(self._entries[move.extent.tensor], move.first, move.last, _ranges(part))
 
 
 class Reader:

@@ -131,7 +131,7 @@ def test_block_sizes(block_size):
 
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
 def test_sliding_window(window, monkeypatch):
-    monkeypatch.setattr(reference, "PIECE", 5)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 5)
     check([1, 1, 1, 13, 2], [30, 4, 5, 21, 9], window=window)
 
 
@@ -149,7 +149,7 @@ def test_tiles_are_not_wider_than_blocks_are_kept_behind_a_window():
 
 @pytest.mark.parametrize("window, cap", [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_sinks(window, cap, monkeypatch):
-    monkeypatch.setattr(reference, "PIECE", 5)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 5)
     check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap, sinks=True)
     check([1, 1], [30, 4], window=window, cap=cap, sinks=True)
 
@@ -157,7 +157,7 @@ def test_sinks(window, cap, monkeypatch):
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("cap", [0.02, 1.5, 50.0])
 def test_soft_cap(cap, window, monkeypatch):
-    monkeypatch.setattr(reference, "PIECE", 5)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 5)
     check([1, 1, 1, 13, 2, 5], [30, 4, 5, 21, 9, 5], heads=6, window=window, cap=cap)
     check([1, 1], [30, 4], window=window, cap=cap)
 
@@ -225,7 +225,7 @@ def test_narrow_caches_accumulate_in_f32(dtype, bound):
 def test_random_shapes(monkeypatch):
     """Small limits, so that groups and pieces split in every way."""
     monkeypatch.setattr(reference, "SLACK", 4)
-    monkeypatch.setattr(reference, "PIECE", 6)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
     draw = random.Random(7)
     for _ in range(15):
         monkeypatch.setattr(reference, "GATHER_BYTES", draw.choice([500, 3000, 20000]))

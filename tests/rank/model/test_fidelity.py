@@ -169,7 +169,7 @@ def test_through_mpirun(checkpoint, expected, tmp_path):
 def test_long_prompts_span_several_chunks(checkpoint, expected, monkeypatch):
     from phalanx.kernels.attention import reference
 
-    monkeypatch.setattr(reference, "PIECE", 16)
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 16)
     path = checkpoint(num_hidden_layers=2)
     ids = tokens(100)
     want = expected(path, ids)

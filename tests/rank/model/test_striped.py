@@ -158,9 +158,9 @@ def test_stripes_are_equal_to_a_row_and_chunks_no_longer_than_asked():
     assert sum(sizes) == 4000 + 2000 + 24000
     # 30000 bytes: 7500 each, but a row of c has 8000, and whoever begins it reads it.
     assert sizes == [14000, 8000, 8000, 0]
-    assert stripes[0][-1] == striped.Chunk("y", 10, 8000, [striped.Piece("c", 0, 1, 0)])
+    assert stripes[0][-1] == striped.Chunk("y", 10, 8000, [striped.Extent("c", 0, 1, 0)])
     assert [chunk.size for chunk in stripes[0]] == [2000, 2048, 1952, 8000]
-    assert stripes[0][1].pieces == [striped.Piece("a", 5, 10, 0), striped.Piece("b", 0, 12, 2000)]
+    assert stripes[0][1].extents == [striped.Extent("a", 5, 10, 0), striped.Extent("b", 0, 12, 2000)]
 
 
 def test_many_ranks_read_smaller_chunks(checkpoint, monkeypatch):
