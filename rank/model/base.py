@@ -41,15 +41,8 @@ STACKED = (
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
 TOWER = "vision."  # how names begin of the tensors of what makes features of images
-# Keys of config.json that count tokens, layers or groups, of which there are some wherever the key is given.
-POSITIVE = (
-    "sliding_window", "sliding_window_pattern", "decoder_sparse_step", "moe_layer_freq", "n_group", "topk_group",
-    "full_attention_interval", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "conv_L_cache", "mamba_n_heads",
-    "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
-    "n_groups", "ssm_state_size", "conv_kernel", "mamba_head_dim",
-)  # fmt: skip
-DIVIDE = "query_pre_attn_scalar", "logits_scaling"  # floats that are divided by
+Count = int  # of tokens, layers, heads or groups, of which there are some wherever config.json has the key
+Divisor = float  # above 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +97,18 @@ class Args:
         values = {}
         for field in dataclasses.fields(cls):
             value = given.get(field.name)
-            kind = str(field.type).removesuffix(" | None")
+            annotated = str(field.type).removesuffix(" | None")
+            kind = {"Count": "int", "Divisor": "float"}.get(annotated, annotated)
             if value is not None:
                 values[field.name] = value
-                least = 1 if field.name in POSITIVE else 0
-                divides = field.name in DIVIDE
+                least, divides = int(annotated == "Count"), annotated == "Divisor"
                 off = kind == "int" and _is_of(value, kind) and not least <= value <= MOST
                 if not _is_of(value, kind) or off or (divides and not value > 0):
                     name = spelled(field.name, config.model_type)
                     expected = f"int, at least {least}" if kind == "int" else kind + ", above 0" * divides
                     expected += f" and at most {MOST}" if off else ""
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
-            elif field.name in given and kind != str(field.type):
+            elif field.name in given and annotated != str(field.type):
                 values[field.name] = None
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 name = spelled(field.name, config.model_type)

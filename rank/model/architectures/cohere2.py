@@ -8,6 +8,7 @@ from typing import Any
 
 from ....comm.mesh import Mesh
 from .. import base
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.mlp import GatedMLP
@@ -20,7 +21,7 @@ from . import llama, ministral, phi
 class Args(ministral.Args):
     layer_norm_eps: float = 1e-5
     logit_scale: float = 0.0625
-    sliding_window_pattern: int = 4
+    sliding_window_pattern: Count = 4
     use_parallel_block: bool = True
     use_gated_activation: bool = True
     tie_word_embeddings: bool = True

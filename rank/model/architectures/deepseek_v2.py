@@ -11,6 +11,7 @@ from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..layers.linear import Linear
 from ..layers.mla import LatentAttention, LatentSizes, LatentUp
 from ..layers.moe import SharedMoE
@@ -35,11 +36,11 @@ class Args(llama.Args):
     num_experts_per_tok: int
     moe_intermediate_size: int
     first_k_dense_replace: int = 0
-    moe_layer_freq: int = 1
+    moe_layer_freq: Count = 1
     scoring_func: str = "softmax"
     topk_method: str = "greedy"
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Count = 1
+    topk_group: Count = 1
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..layers.rope import Parameters
 from . import deepseek_v2
 
@@ -19,8 +20,8 @@ class Args(deepseek_v2.Args):
     topk_method: str = "noaux_tc"
     norm_topk_prob: bool = True
     first_k_dense_replace: int = 3
-    n_group: int = 8
-    topk_group: int = 4
+    n_group: Count = 8
+    topk_group: Count = 4
     routed_scaling_factor: float = 2.5
     rope_interleave: bool = True
 

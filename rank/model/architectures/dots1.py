@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..layers.moe import SharedMoE
 from . import deepseek_v3, qwen3
 
@@ -17,13 +18,13 @@ class Args(qwen3.Args):
     n_routed_experts: int
     n_shared_experts: int
     num_experts_per_tok: int
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Count = 1
+    topk_group: Count = 1
     norm_topk_prob: bool = False
     first_k_dense_replace: int = 0
     routed_scaling_factor: float = 1.0
     use_sliding_window: bool = True
-    sliding_window: int | None = 4096
+    sliding_window: Count | None = 4096
     max_window_layers: int = 62
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ....kernels.attention.attention import AttentionParams
 from .. import base
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.rope import NONE, Parameters
@@ -16,7 +17,7 @@ from . import llama, olmo2, qwen3
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = 4096
+    sliding_window: Count | None = 4096
     sliding_window_pattern: int | str | None = 4  # every so many layers attend to all; or "LLLG"
     layer_types: list[str] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ from ....kernels.activation.activation import gated_activation
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..cache_spec import KVAndState
 from ..layers import mamba2
@@ -27,12 +28,12 @@ from . import llama
 class Args(llama.Args):
     rms_norm_eps: float = 1e-5
     mamba_d_ssm: int | None = 1024
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
     mamba_d_head: int | str = "auto"
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     projectors_bias: bool = False

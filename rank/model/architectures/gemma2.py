@@ -10,6 +10,7 @@ from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count, Divisor
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
@@ -26,8 +27,8 @@ class Args(llama.Args):
     norm_offset: ClassVar[float] = 1.0
 
     hidden_activation: str = "gelu_pytorch_tanh"
-    query_pre_attn_scalar: float = 256.0
-    sliding_window: int | None = 4096
+    query_pre_attn_scalar: Divisor = 256.0
+    sliding_window: Count | None = 4096
     layer_types: list[str] = field(default_factory=list)
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....errors import MODEL, FatalError
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.rope import Parameters
@@ -27,7 +28,7 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(gemma2.Args):
-    sliding_window_pattern: int = 6
+    sliding_window_pattern: Count = 6
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool = False

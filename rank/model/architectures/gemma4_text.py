@@ -19,6 +19,7 @@ from ....kernels.attention.attention import AttentionParams
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin, QKNorm
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..cache_spec import CacheSpec, PagedKV, SharedCache
 from ..config import FULL, SLIDING
@@ -49,7 +50,7 @@ CONFIG = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(gemma3_text.Args):
-    sliding_window: int | None = 512
+    sliding_window: Count | None = 512
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
     per_layer_config: dict[str, Any] = field(default_factory=dict)

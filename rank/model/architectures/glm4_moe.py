@@ -9,6 +9,7 @@ from typing import ClassVar
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..layers.moe import SharedMoE
 from . import deepseek_v3, llama, qwen3
 
@@ -23,8 +24,8 @@ class Args(llama.Args):
     n_shared_experts: int = 1
     num_experts_per_tok: int
     moe_intermediate_size: int
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Count = 1
+    topk_group: Count = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1

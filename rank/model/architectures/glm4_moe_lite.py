@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .. import base
+from ..base import Count
 from . import deepseek_v3
 
 CONFIG = {"names": {"qk_rope_head_dim": "head_dim"}}
@@ -16,8 +17,8 @@ class Args(deepseek_v3.Args):
     rms_norm_eps: float = 1e-5
     q_lora_rank: int | None = 768
     n_shared_experts: int = 1
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Count = 1
+    topk_group: Count = 1
     routed_scaling_factor: float = 1.8
     first_k_dense_replace: int = 1
     mlp_layer_types: list[str] = field(default_factory=list)

@@ -14,6 +14,7 @@ from ....kernels.activation.activation import LIMIT, SLOPE, clamped_swiglu
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..experts.fused import ExpertLayout
@@ -45,7 +46,7 @@ class Args(ministral.Args):
     num_local_experts: int
     num_experts_per_tok: int
     attention_bias: bool = True
-    sliding_window: int | None = 128
+    sliding_window: Count | None = 128
     rms_norm_eps: float = 1e-5
     swiglu_limit: float = LIMIT
     swiglu_alpha: float = SLOPE

@@ -9,6 +9,7 @@ from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Divisor
 from ..batch import Batch
 from ..layers.residual import Normed, ResidualStream
 from . import llama
@@ -19,7 +20,7 @@ class Args(llama.Args):
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
+    logits_scaling: Divisor = 1.0
 
     @property
     def embed_scale(self) -> float:

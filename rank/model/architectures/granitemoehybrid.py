@@ -12,6 +12,7 @@ from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..config import FULL, LINEAR
 from ..layers import mamba2
@@ -36,12 +37,12 @@ class Args(granite.Args):
     num_experts_per_tok: int = 2
     position_embedding_type: str | None = None
     layer_types: list[str] = field(default_factory=list)
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
+    mamba_n_heads: Count = 128
+    mamba_n_groups: Count = 1
+    mamba_d_state: Count = 256
     mamba_d_head: int | str = "auto"
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
+    mamba_d_conv: Count = 4
+    mamba_expand: Count = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
 

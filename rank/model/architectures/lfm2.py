@@ -10,6 +10,7 @@ from torch import nn
 from ....comm.mesh import Mesh
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..config import CONV, FULL
 from ..layers.attention import layer_type
@@ -32,7 +33,7 @@ class ConvArgs(llama.Args):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     conv_bias: bool = False
-    conv_L_cache: int = 3  # tokens that the convolution reads, this one included
+    conv_L_cache: Count = 3  # tokens that the convolution reads, this one included
     layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....errors import MODEL, FatalError
+from ..base import Count
 from . import llama, mistral
 
 CONFIG = {"defaults": {"head_dim": 128}}
@@ -12,7 +13,7 @@ CONFIG = {"defaults": {"head_dim": 128}}
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     rms_norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:

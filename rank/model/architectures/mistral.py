@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....kernels.attention.attention import AttentionParams
+from ..base import Count
 from . import llama
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
-    sliding_window: int | None = 4096
+    sliding_window: Count | None = 4096
 
     def attention_params(self, index: int) -> AttentionParams:
         return AttentionParams(scale=self.head_dim**-0.5, window=self.sliding_window or 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..layers.moe import MoE
 from . import llama, mistral
 
@@ -17,7 +18,7 @@ CONFIG = {"defaults": {"rope_theta": 1000000.0}}
 class Args(mistral.Args):
     num_local_experts: int
     num_experts_per_tok: int
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     rms_norm_eps: float = 1e-5
 
 

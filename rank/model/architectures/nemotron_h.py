@@ -12,6 +12,7 @@ from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..cache_spec import CacheSpec, SharedCache
 from ..config import FULL, LINEAR
@@ -45,23 +46,23 @@ class Args(llama.Args):
     intermediate_size: int = 21504
     layer_types: list[str] = field(default_factory=list)
     hybrid_override_pattern: str = ""
-    mamba_num_heads: int = 128
-    mamba_head_dim: int = 64
+    mamba_num_heads: Count = 128
+    mamba_head_dim: Count = 64
     mamba_hidden_act: str = "silu"
-    n_groups: int = 8
-    ssm_state_size: int = 128
-    conv_kernel: int = 4
+    n_groups: Count = 8
+    ssm_state_size: Count = 128
+    conv_kernel: Count = 4
     use_conv_bias: bool = True
     use_bias: bool = False
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 7688
     moe_shared_expert_intermediate_size: int = 7688
     moe_latent_size: int | None = None
     routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Count = 1
+    topk_group: Count = 1
     norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base import Count
 from . import mistral
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     rms_norm_eps: float = 1e-5
 
 

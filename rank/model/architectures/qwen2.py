@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....kernels.attention.attention import AttentionParams
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from . import llama
@@ -13,7 +14,7 @@ from . import llama
 @dataclass(frozen=True, kw_only=True)
 class Args(llama.Args):
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
+    sliding_window: Count | None = 4096
     max_window_layers: int = 28
     layer_types: list[str] = field(default_factory=list)
 

@@ -12,6 +12,7 @@ from ....comm.mesh import Mesh
 from ....kernels.activation.activation import scale_by_gate, scale_by_sigmoid
 from ....kernels.moe.router import RouterParams
 from .. import base
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.linear import ColumnParallel
@@ -31,7 +32,7 @@ class ExpertArgs:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
+    decoder_sparse_step: Count = 1
     mlp_only_layers: list[int] = field(default_factory=list)
 
     @property

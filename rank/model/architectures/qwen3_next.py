@@ -13,6 +13,7 @@ from ....comm.mesh import Mesh
 from ....kernels.activation.activation import sigmoid_gate
 from ....kernels.rope.rope import CosSin, QKNorm
 from .. import base
+from ..base import Count
 from ..batch import Batch
 from ..config import FULL, LINEAR
 from ..layers.attention import layer_type
@@ -33,13 +34,13 @@ class HybridArgs(llama.Args):
 
     norm_offset: ClassVar[float] = 1.0
 
-    full_attention_interval: int = 4
+    full_attention_interval: Count = 4
     layer_types: list[str] = field(default_factory=list)
-    linear_conv_kernel_dim: int = 4
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: Count = 4
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
     attn_output_gate: bool = True
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
+from ..base import Count
 from ..config import FULL, SLIDING
 from ..layers.attention import layer_type
 from ..layers.rope import NONE, Parameters
@@ -19,7 +20,7 @@ class Args(llama.Args):
     no_rope_layers: list[int] = field(default_factory=list)  # of each layer: 1 where it rotates, 0 where it does not
     no_rope_layer_interval: int = 4
     use_sliding_window: bool = False
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     layer_types: list[str] = field(default_factory=list)
     tie_word_embeddings: bool = True
 

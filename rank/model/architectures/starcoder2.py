@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ....comm.mesh import Mesh
 from .. import base
+from ..base import Count
 from ..layers.mlp import MLP
 from ..layers.norm import AddLayerNorm
 from . import llama, mistral, phi
@@ -15,7 +16,7 @@ CONFIG = {"names": {"norm_epsilon": "layer_norm_eps", "use_bias": "attention_bia
 
 @dataclass(frozen=True, kw_only=True)
 class Args(mistral.Args):
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-5
     attention_bias: bool = True
