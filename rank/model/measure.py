@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import itertools
 import json
 import sys
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -36,9 +36,7 @@ from .formats._in_situ import InSituPart
 from .formats._stacks import StackOfParts
 from .layer_offload import may_move
 from .layers.embedding import VocabParallelEmbedding
-from .layers.gated_delta_net import GatedDeltaNet
 from .layers.linear import Linear, QKVParallel, RowParallel
-from .layers.mamba2 import Mamba2
 from .layers.mla import LatentAttention
 from .layers.moe import Router
 from .shard import Shard, stage_layers
@@ -242,6 +240,15 @@ def _is_packed(weight: nn.Parameter, dtype: torch.dtype, device: torch.device) -
     return large and device.type == "cpu" and torch.backends.mkldnn.is_available() and not any(compiler.compilers())
 
 
+@runtime_checkable
+class Mixer(Protocol):
+    """A module that makes more of a token than its linears do."""
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token between its linears, on this rank."""
+
+
 def widest(layer: nn.Module) -> int:
     """Elements of a token between two linears of a sublayer: what the one makes and what the row-parallel one takes; of
     experts those of all that it visits."""
@@ -249,7 +256,7 @@ def widest(layer: nn.Module) -> int:
     pairs = ((a, b) for a, b in itertools.pairwise(linears) if isinstance(b, RowParallel))
     plain = (sum(output.width for output in a.outputs) + b.inputs.width for a, b in pairs)
     experts = (3 * one.down_proj.inputs.width * one.top_k for one in layer.modules() if isinstance(one, FusedExperts))
-    others = (one.inner for one in layer.modules() if isinstance(one, LatentAttention | GatedDeltaNet | Mamba2))
+    others = (one.inner for one in layer.modules() if isinstance(one, Mixer))
     return max((*plain, *experts, *others), default=0)
 
 
