@@ -100,13 +100,17 @@ def test_codes_come_32_at_a_time(launcher):
         assert decode.supports_decode(5, q, keys.to(E4M3), None, scales) is (dim % 32 == 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_sequence_in_many_parts(fp8, launcher, monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([2500], 2, 1, 128), Case([1300, 1, 900, 300], 2, 1, sinks=True), Case([1100, 700], 2, 1, 96),
+        Case([5, 900], 2, 1, 160),
+    ],
+)  # fmt: skip
+def test_a_sequence_in_many_parts(case, fp8, launcher, monkeypatch):
     """More than a warp has lanes."""
     monkeypatch.setattr(decode, "LEAST", 1)
     launcher.sms = 20
-    check(launcher, Case([2500], 2, 1, 128, fp8=fp8), torch.float16)
-    check(launcher, Case([1300, 1, 900, 300], 2, 1, fp8=fp8, sinks=True), torch.float16)
-    check(launcher, Case([1100, 700], 2, 1, 96, fp8=fp8), torch.float16)
-    check(launcher, Case([5, 900], 2, 1, 160, fp8=fp8), torch.float16)
+    check(launcher, case._replace(fp8=fp8), torch.float16)
