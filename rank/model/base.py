@@ -183,9 +183,11 @@ class Decoder(nn.Module):
 
 
 class Tower(nn.Module):
-    """Makes features [tokens, the text model's hidden size] of an image [height, width, 3] u8."""
+    """Makes features [tokens, (1 + levels) * the text model's hidden size] of an image [height, width, 3] u8: what
+    enters the first layer, and what is added behind each of the first `levels` layers."""
 
     rules: ImageRules
+    levels = 0
 
 
 class Model(nn.Module):
@@ -301,7 +303,15 @@ class Model(nn.Module):
                 if len(stream) == 0:  # the last layer samples no row
                     return
                 yield normed
+            self._add_deeper(int(index), stream, batch)
         self._keep_aux(len(self.model.layers), stream, kept)
+
+    @staticmethod
+    def _add_deeper(layer: int, stream: ResidualStream, batch: Batch) -> None:
+        """Add what images have for the tokens behind a layer."""
+        override = batch.embeddings
+        if override is not None and override.deeper is not None and layer < override.deeper.shape[1]:
+            stream.read().index_add_(0, override.at, override.deeper[:, layer])
 
     def _keep_aux(self, layer: int, stream: ResidualStream, kept: list[Tensor]) -> None:
         if layer in self.aux_layers:
@@ -466,6 +476,10 @@ class SeeingModel(TextOfMultimodal):
             return None  # as of files that were made for the text model
         self.image_token = args.rules.token
         try:
-            return self.TOWER(args) if mesh.first else None
+            tower = self.TOWER(args) if mesh.first else None
+            layers = min(len(self.model.layers), args.num_hidden_layers - 1)
+            if tower is not None and tower.levels > layers:
+                raise ValueError(f"images go to {tower.levels} layers, the first stage has {layers}: lower --pp")
+            return tower
         except (TypeError, ValueError) as error:
             raise FatalError(f"config.json: {error}; --images-per-prompt 0 serves text alone", MODEL) from None

@@ -67,6 +67,7 @@ class EmbeddingOverride(NamedTuple):
 
     at: Tensor  # [E] int64 indices into T, none twice
     values: Tensor  # [E, hidden] of the model's dtype, as they enter the first layer
+    deeper: Tensor | None = None  # [E, layers, hidden] what is added to these tokens behind each of the first layers
 
 
 @dataclass(slots=True)

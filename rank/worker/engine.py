@@ -175,7 +175,7 @@ class Engine:
         self._served = True
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
-            self._query_lens, self.draft_kind, self.model.hidden_size * self.model.dtype.itemsize,
+            self._query_lens, self.draft_kind, self._image_token_bytes,
             verified, bool(self.draft_kind) or options.speculate != "auto",
         )  # fmt: skip
 
@@ -305,6 +305,13 @@ class Engine:
     def _cache_specs(self) -> list[cache_spec.CacheSpec]:
         """The cache specs of this stage's layers, and of the draft model's behind them."""
         return [*self.model.cache_specs(), *(self.source.cache_specs() if self.source is not None else ())]
+
+    @property
+    def _image_token_bytes(self) -> int:
+        """Bytes of the features of an image's token, the same on all ranks."""
+        levels = self.model.vision.levels if self.model.vision is not None else 0
+        levels = int(self.place.world.all_gather(torch.tensor([levels])).max())
+        return (1 + levels) * self.model.hidden_size * self.model.dtype.itemsize
 
     @property
     def _sees(self) -> bool:

@@ -20,7 +20,7 @@ class Images:
         self._model, self._state, self._device = model, state, device
         state.image_positions = model.image_positions
         self._pixels: dict[bytes, protocol.Pixels] = {}
-        self._features: dict[bytes, Tensor] = {}  # [tokens, hidden], on the host
+        self._features: dict[bytes, Tensor] = {}  # as towers make them, on the host
         self._rows: dict[int, list[protocol.Picture]] = {}  # of prompts that are not computed yet
 
     def take(self, image: protocol.Pixels) -> None:
@@ -56,8 +56,9 @@ class Images:
                 del self._rows[row]
         if not at:
             return None
-        places, features = torch.from_numpy(np.concatenate(at)), torch.cat(values)
-        return EmbeddingOverride(places.to(self._device), features.to(self._device))
+        places, hidden = torch.from_numpy(np.concatenate(at)).to(self._device), self._model.hidden_size
+        own, *deeper = torch.cat(values).to(self._device).split(hidden, 1)
+        return EmbeddingOverride(places, own.contiguous(), torch.stack(deeper, 1) if deeper else None)
 
     def _features_of(self, digest: bytes) -> Tensor:
         if digest not in self._features:

@@ -1,10 +1,12 @@
-"""Qwen3.5's tower (Qwen team 2026): a vision transformer, four of whose neighbours become one token. Learned positions
-of a square grid are interpolated."""
+"""The tower of Qwen3-VL (Qwen team 2025, arXiv 2511.21631) and Qwen3.5: a vision transformer, four of whose neighbours
+become one token. Learned positions of a square grid are interpolated. Qwen3-VL hands the outputs of some layers on to
+the text model's first layers."""
 
 from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate
 
@@ -40,14 +42,16 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    def __init__(self, hidden: int, count: int, outputs: int):
+    def __init__(self, hidden: int, count: int, outputs: int, joined: bool = False):
+        """joined: the norm is over what becomes a token, not over a patch."""
         super().__init__()
         self.inner = hidden * count
-        self.norm = LayerNorm(hidden, EPS)
+        self.norm = LayerNorm(self.inner if joined else hidden, EPS)
         self.linear_fc1, self.linear_fc2 = Whole(self.inner, self.inner), Whole(self.inner, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(gelu(self.linear_fc1(self.norm.norm(x).view(-1, self.inner))))
+        x = self.norm.norm(x.view(-1, self.norm.outputs[0].size)).view(-1, self.inner)
+        return self.linear_fc2(gelu(self.linear_fc1(x)))
 
 
 class Tower(base.Tower):
@@ -76,16 +80,28 @@ class Tower(base.Tower):
         self.pos_embed = PositionEmbedding(count, hidden)
         self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
         self.merger = Merger(hidden, rules.merge**2, outputs)
+        self.handed_on: list[int] = list(config.get("deepstack_visual_indexes") or ())  # layers, for the first levels
+        self.levels = len(self.handed_on)
+        if not {*self.handed_on} <= {*range(depth)}:
+            raise ValueError(
+                f"deepstack_visual_indexes {self.handed_on} of vision_config are not of its {depth} layers"
+            )
+        deeper = [Merger(hidden, rules.merge**2, outputs, joined=True) for _ in self.handed_on]
+        self.deepstack_merger_list = nn.ModuleList(deeper)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
+        """Features [tokens, (1 + levels) * outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
         x = x + self._positions(rows, columns).to(x.dtype)
         angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
-        for block in self.blocks:
+        found: list[Tensor] = [x] * self.levels
+        for index, block in enumerate(self.blocks):
             x = block(x, angles)
-        return self.merger(x)
+            if index in self.handed_on:
+                level = self.handed_on.index(index)
+                found[level] = self.deepstack_merger_list[level](x)
+        return torch.cat((self.merger(x), *found), 1)
 
     def _positions(self, rows: int, columns: int) -> Tensor:
         """The learned positions [patches, hidden] f32: the outermost patches have those at the grid's border."""

@@ -5,7 +5,7 @@ HYBRID = dict(
     head_dim=16, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=8, linear_value_head_dim=12,
     rms_norm_eps=0.1,
 )  # fmt: skip
-QWEN_VISION = dict(depth=2, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
+QWEN_VISION = dict(num_hidden_layers=2, out_hidden_size=48, num_position_embeddings=16)
 EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=36)
 LAYERS_OF_LFM2 = ["conv", "full_attention", "conv", "conv"]
 GRANITE = dict(

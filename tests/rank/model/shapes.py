@@ -37,7 +37,15 @@ MODELS = {
         video_token_id=515,
         text_config=dict(hidden_size=96, vocab_size=520, rope_parameters=MROPE, tie_word_embeddings=False),
         vision_config=dict(
-            depth=3, num_heads=2, intermediate_size=40, out_hidden_size=96, window_size=56, fullatt_block_indexes=[1],
+            num_hidden_layers=3, intermediate_size=40, out_hidden_size=96, window_size=56, fullatt_block_indexes=[1],
+        ),
+    ),
+    "qwen3_vl": dict(
+        model_type="qwen3_vl", image_token_id=IMAGE, vision_start_token_id=513, vision_end_token_id=514,
+        video_token_id=515, tie_word_embeddings=False,
+        text_config=dict(head_dim=8, vocab_size=520, rope_parameters=MROPE | {"mrope_interleaved": True}),
+        vision_config=dict(
+            num_hidden_layers=3, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0, 1],
         ),
     ),
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),

@@ -247,7 +247,7 @@ def test_a_cache_that_does_not_fit_names_its_option(options, named, monkeypatch)
 
 
 def test_weights_that_the_host_has_no_memory_for(monkeypatch):
-    monkeypatch.setattr(module, "load_model", lambda *_: torch.empty(1 << 50))
+    monkeypatch.setattr(module, "load_model", lambda *_, **__: torch.empty(1 << 50))
     with pytest.raises(errors.FatalError, match="weights.*allocate memory") as caught:
         threads.run(lambda w: engine(w)._load(engine(w)._directory(), 0, 0), 1)
     assert caught.value.code == errors.MEMORY and "--tp" in str(caught.value)

@@ -31,6 +31,10 @@ PREPROCESSOR = {
         image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
         patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
     ),
+    "qwen3_vl": dict(
+        image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
+        patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    ),
     "mistral3": dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),
@@ -113,7 +117,9 @@ def seen_logits(path, images, tp=1, device="cpu", dtype="auto"):
             tensor.fill_(float("nan"))
         batch = moved(make_batch([(ids, 0, range(blocks))], BLOCK, caches), device)
         at = torch.tensor([i for i, token in enumerate(ids) if token == model.image_token], device=device)
-        batch = replace(batch, embeddings=EmbeddingOverride(at, values))
+        own, *deeper = values.split(model.hidden_size, 1)
+        override = EmbeddingOverride(at, own, torch.stack(deeper, 1) if deeper else None)
+        batch = replace(batch, embeddings=override)
         if model.image_positions is not None:
             batch.positions = torch.from_numpy(model.image_positions(len(ids), pictures)).to(device)
         return forward(model, grid, batch)

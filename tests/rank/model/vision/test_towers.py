@@ -58,7 +58,9 @@ def test_features(made, name, size):
     path, image = made(name), picture(*size)
     model = harness.reference(path)
     with torch.no_grad():
-        want = torch.cat(tuple(model.model.get_image_features(**processed(path, [image])).pooler_output))
+        found = model.model.get_image_features(**processed(path, [image]))
+        deeper = getattr(found, "deepstack_features", None) or ()
+        want = torch.cat([torch.cat(tuple(one)) for one in (found.pooler_output, *deeper)], 1)
         (got,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision(resized(rules_of(path), image)), 1)
     assert want.std() > 0.1
     assert distance(got, want) < TOLERANCE
