@@ -150,6 +150,8 @@ class LatentAttention(nn.Module):
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q, latents = self._project(h)
+        if cos_sin.q_scale is not None:
+            q.mul_(cos_sin.q_scale)
         cache, *scales = batch.caches[self.local]
         norm, up = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS), self.kv_b_proj.plain
         if batch.replayed is not None:

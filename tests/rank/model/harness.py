@@ -150,7 +150,9 @@ def reference(path: Path) -> Any:
 
 def auto_model(config: Any) -> Any:
     """transformers' class that makes a model of this config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # which finds it by itself not
 
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 

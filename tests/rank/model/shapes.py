@@ -195,6 +195,33 @@ MODELS = {
         tie_word_embeddings=False,
         text_config=DEEPSEEK | dict(model_type="deepseek_v3", q_lora_rank=40, n_group=1, topk_group=1),
     ),
+    "hunyuan_v1_dense": dict(
+        model_type="hunyuan_v1_dense", head_dim=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan_v1_dense biased": dict(
+        model_type="hunyuan_v1_dense", head_dim=8, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "hunyuan_v1_moe": dict(
+        model_type="hunyuan_v1_moe", head_dim=16, num_experts=6, moe_topk=[3, 1, 2, 3], intermediate_size=20,
+    ),
+    "ernie4_5_moe": dict(
+        model_type="ernie4_5_moe", moe_num_experts=10, moe_k=3, moe_intermediate_size=20, tie_word_embeddings=False,
+    ),
+    "ernie4_5_moe in some": dict(
+        model_type="ernie4_5_moe", moe_num_experts=6, moe_k=2, moe_intermediate_size=20, moe_num_shared_experts=0,
+        moe_layer_interval=2, moe_layer_start_index=0, moe_layer_end_index=2,
+    ),
+    "mistral4": DEEPSEEK | dict(
+        model_type="mistral4", q_lora_rank=40, first_k_dense_replace=1, n_group=4, topk_group=2,
+        routed_scaling_factor=1.5, rope_parameters=DEEPSEEK_YARN | dict(
+            llama_4_scaling_beta=0.2, original_max_position_embeddings=16,
+        ),
+    ),
+    "mistral4 plain": DEEPSEEK | dict(
+        model_type="mistral4", q_lora_rank=None, norm_topk_prob=False, rope_interleave=False,
+        rope_parameters=TEMPERATURE, tie_word_embeddings=True,
+    ),
     "dots1": dict(
         model_type="dots1", num_key_value_heads=6, head_dim=16, n_routed_experts=8, n_shared_experts=2,
         num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1, norm_topk_prob=True, n_group=4,

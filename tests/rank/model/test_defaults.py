@@ -21,6 +21,7 @@ SIZES = {"max_position_embeddings", "num_key_value_heads", "head_dim", "mamba_n_
 OF_LAYERS = {"layer_types", "max_window_layers", "no_rope_layers", "sliding_window_pattern", "rope_parameters"}
 OF_LAYERS |= {
     "full_attn_idxs",
+    "moe_layer_end_index",
     "hybrid_override_pattern",
     "mlp_layer_types",
     "per_layer_config",

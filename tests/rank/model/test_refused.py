@@ -52,6 +52,8 @@ REFUSED = [
     ("qwen2_moe", {"mlp_only_layers": [0, "1"]}, "mlp_only_layers is [0, '1'], expected list[int]"),
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
     ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for this model type"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias True is not supported for this model type"),
+    ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk has 1 entries, and none for layer 1"),
     ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
     ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported for this model type; supported: True"),
     ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported"),

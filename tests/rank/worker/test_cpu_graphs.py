@@ -25,8 +25,19 @@ MODELS = {
     "biased": dict(attention_bias=True, mlp_bias=True),
     "windows": dict(model_type="qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
 }
-# Model types whose decode steps are not recorded: torch computes latent attention, and Gemma 4's norm of values.
-EAGER = {"deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "kimi_k25"}
+# Model types whose decode steps are not recorded: torch computes latent attention, Gemma 4's norm
+# of values, and what Hunyuan norms behind the rotation.
+EAGER = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4",
+    "gemma4_text",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "mistral4",
+}
 RECORDED = {name: one for name, one in test_architectures.MODELS.items() if one["model_type"] not in EAGER}
 
 

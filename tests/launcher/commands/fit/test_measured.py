@@ -53,11 +53,12 @@ HYBRID = {
 # Keys that some model types need besides, or have in other places.
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4"), DEEPSEEK),
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 1}),
+    "ernie4_5_moe": {"moe_num_experts": 7, "moe_k": 2},
     "falcon_h1": {"mamba_n_heads": 12, "mamba_d_ssm": 768, "mamba_d_state": 32},
     "nemotron_h": {"mamba_num_heads": 12, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1},
     "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_state": 32, "shared_intermediate_size": 100},
@@ -69,7 +70,7 @@ OTHERS = {
         }
     },
 }  # fmt: skip
-REFUSED = [("phi", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased")]
+REFUSED = [("phi", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"), ("ernie4_5_moe", "biased")]
 
 
 def config_of(model_type, **variant):

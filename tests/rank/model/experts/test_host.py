@@ -22,7 +22,18 @@ from ..test_architectures import MODELS, write
 NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
 OTHERS = (
     *("deepseek_v2", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"),
-    *("kimi_k25", "dots1", "olmoe", "granitemoe", "gemma4_text", "lfm2_moe", "granitemoehybrid"),
+    *(
+        "kimi_k25",
+        "dots1",
+        "olmoe",
+        "granitemoe",
+        "gemma4_text",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "ernie4_5_moe",
+        "hunyuan_v1_moe",
+        "mistral4",
+    ),
 )
 ALL = 1 << 20
 ROOMS = [

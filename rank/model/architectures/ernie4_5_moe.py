@@ -1,0 +1,74 @@
+"""ERNIE 4.5 with experts: 21B-A3B, 300B-A47B (Baidu 2025): ERNIE 4.5 with experts in most layers, chosen by a softmax
+with a bias that is for the choice alone, and some that all tokens visit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....kernels.moe.router import RouterParams, route
+from .. import base
+from ..layers.moe import MoE, Router, SharedMoE
+from ..weights.slicing import Field
+from . import ernie4_5, llama
+
+CONFIG = {
+    "names": {"use_bias": "mlp_bias", "moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"},
+    "defaults": {"rope_theta": 500000.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ernie4_5.Args):
+    moe_intermediate_size: int = 1536
+    num_experts: int = 64
+    num_experts_per_tok: int = 6
+    moe_num_shared_experts: int = 2
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: float | None = None  # a whole number, also -1: the last layer
+    moe_layer_interval: int = 1
+
+    def __post_init__(self) -> None:
+        base.expect("use_bias", self.mlp_bias, False)
+
+    def sparse(self, index: int) -> bool:
+        """Whether a layer has experts."""
+        given, last = self.moe_layer_end_index, self.num_hidden_layers - 1
+        end = last if given is None or given == -1 else given
+        return (index + 1) % self.moe_layer_interval == 0 and self.moe_layer_start_index <= index <= end
+
+    @property
+    def router(self) -> RouterParams:
+        return RouterParams(self.num_experts_per_tok, corrected=True)
+
+
+class CorrectedRouter(Router):
+    """A router whose checkpoints hold the bias as a row."""
+
+    fields = Router.fields[0], Field("e_score_correction_bias", "bo", torch.float32), Router.fields[2]
+
+    def __init__(self, hidden: int, experts: int, params: RouterParams):
+        super().__init__(hidden, experts, params)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(1, experts, device="meta"), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.e_score_correction_bias is not None
+        return route(x, self.weight, self.e_score_correction_bias[0], self.params)
+
+
+class Layer(llama.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        if args.sparse(index):
+            hidden, inner, of = args.hidden_size, args.moe_intermediate_size, (args.num_experts, args.router, mesh)
+            shared, act = inner * args.moe_num_shared_experts, args.hidden_act
+            self.mlp = SharedMoE(hidden, inner, shared, *of, act) if shared else MoE(hidden, inner, *of, act)
+            self.mlp.gate = CorrectedRouter(hidden, args.num_experts, args.router)
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = {".gate.moe_statics.": ".gate.", ".mlp.moe_statics.": ".mlp.gate."}

@@ -1,0 +1,41 @@
+"""Hunyuan with experts: A13B (Tencent 2025): dense Hunyuan's layers with experts, and one that all tokens visit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.moe.router import RouterParams
+from .. import base
+from ..layers.moe import SharedMoE
+from . import hunyuan_v1_dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(hunyuan_v1_dense.Args):
+    num_experts: int = 1
+    moe_topk: int | list[int] = 1  # of all layers, or of each
+
+    def router(self, index: int) -> RouterParams:
+        top = self.moe_topk
+        if isinstance(top, int):
+            return RouterParams(top)
+        if index >= len(top):
+            raise FatalError(f"config.json: moe_topk has {len(top)} entries, and none for layer {index}", MODEL)
+        return RouterParams(top[index])
+
+
+class Layer(hunyuan_v1_dense.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        inner, router = args.intermediate_size, args.router(index)
+        self.mlp = SharedMoE(args.hidden_size, inner, inner, args.num_experts, router, mesh, args.hidden_act)
+
+
+class Model(base.Model):
+    LAYER = Layer
+    RENAMED = hunyuan_v1_dense.Model.RENAMED | {
+        ".mlp.gate.wg.": ".mlp.gate.",
+        ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    }
