@@ -222,6 +222,7 @@ def main() -> None:
                 isq=asked.isq,
                 kv_cache_dtype=asked.kv_cache_dtype,
                 load_format="dummy",
+                speculate="none",
                 max_num_seqs=max(asked.sequences, asked.at_once),
                 mem=pool,
                 kvcache_mem_cpu=memory,

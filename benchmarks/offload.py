@@ -246,6 +246,7 @@ def main() -> None:
                 device=asked.device,
                 load_format="dummy",
                 prefix_cache=False,
+                speculate="none",
                 max_num_seqs=max(batches),
                 num_experts_offload_per_rank=out,
                 isq=asked.isq,

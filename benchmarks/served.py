@@ -86,7 +86,8 @@ def write_model(name: str, folder: Path) -> None:
 def served(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     results = os.path.join(folder, "results.jsonl")
     longest = str(min(LONGEST, CONFIGS[asked.config]["max_position_embeddings"]))
-    flags = ["--load-format", "dummy", "--max-model-len", longest, "--disable-prefix-cache", "--np", str(asked.tp)]
+    flags = ["--load-format", "dummy", "--max-model-len", longest, "--disable-prefix-cache", "--speculate", "none"]
+    flags += ["--np", str(asked.tp)]
     with server(["serve", folder, *flags, "--max-num-seqs", "1024", *asked.args.split()]) as port:
         command = [sys.executable, str(HERE / "serve.py"), "--port", str(port), "--token-ids", "--ignore-eos"]
         command += ["--num-prompts", str(asked.requests), "--concurrency", str(asked.clients), "--json", results]

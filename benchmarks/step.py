@@ -251,6 +251,7 @@ def main() -> None:
             device=asked.device,
             load_format="dummy" if asked.shape else "auto",
             prefix_cache=False,
+            speculate="none",  # a step has one token of each
             max_num_seqs=max(batches),
         )
         lines = start(options, Ask(batches, asked.prompt, asked.steps, asked.prefill))

@@ -180,13 +180,12 @@ class Drafter:
 class Speculation:
     """One replica's."""
 
-    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = "", ngrams: bool = True):
+    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = ""):
         """query_lens: tokens of a sequence that a step may have, ascending from 1. most_tokens: of a step that has
-        drafts. model: the kind of the model that drafts on the ranks; empty: there is none. ngrams: whether what
-        sequences repeat is drafted, also of those without a prediction."""
+        drafts. model: the kind of the model that drafts on the ranks; empty: there is none."""
         self._query_lens = list(query_lens)[1:]
         self._most_tokens = most_tokens
-        self._model, self._ngrams = model, ngrams
+        self._model = model
         # Drafts that the ranks' model makes of each sequence after the step for which `choose` was asked; 0: it rests.
         self.model_drafts = self._query_lens[-1] - 1 if model else 0
         self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
@@ -222,17 +221,14 @@ class Speculation:
         chances: dict[str, tuple[Drafter, list[float]]] = {}
         due = MOST_REST
         for one in sequences:
-            grammar, repeats = one.grammar, self._ngrams or bool(one.prediction)
-            if not (repeats or model or grammar is not None):
-                continue
+            grammar = one.grammar
             drafter = self._drafters.get(one.id) or self._new(one)
             known = len(one.tokens)
             if known < drafter.look_at and not model and grammar is None:
                 due = min(due, drafter.look_at - known)
                 continue
-            if drafter.count != known and repeats:
+            if drafter.count != known:
                 drafter.follow(known)
-            drafter.count = known
             if grammar is not None:
                 due = 1
                 if not grammar.planned_ahead:
@@ -349,8 +345,7 @@ class Speculation:
     def ended(self, sequence: Sequence) -> None:
         self._drafters.pop(sequence.id, None)
         self._look_at = 0  # another may have come
-        if self._ngrams:
-            self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
+        self._answers.add(sequence.salt, sequence.tokens[sequence.prompt_len :])
 
     def took(self, sequences: int, query_len: int, tokens: int, seconds: float) -> None:
         """A step that decoded these sequences, and nothing else, ended so long after the one before."""

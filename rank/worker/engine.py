@@ -90,7 +90,6 @@ class Limits(NamedTuple):
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
     image_token_bytes: int = 1  # of the features that an image's token stands for
     verified_tokens: int = 0  # of all sequences in a step with drafts, those of prompts' ends apart
-    ngrams: bool = True  # whether what sequences repeat is drafted, also without a prediction
 
 
 class LoadRefused(errors.FatalError):
@@ -175,8 +174,7 @@ class Engine:
         self._served = True
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
-            self._query_lens, self.draft_kind, self._image_token_bytes,
-            verified, bool(self.draft_kind) or options.speculate != "auto",
+            self._query_lens, self.draft_kind, self._image_token_bytes, verified,
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:
@@ -423,8 +421,8 @@ class Engine:
 
     @property
     def _verifies_for_free(self) -> bool:
-        """Whether a step may have several tokens of a sequence without memory or a longer start for that: so forced
-        texts of grammars are verified, whatever was asked for. The same on all ranks."""
+        """Whether a step may have several tokens of a sequence without memory or a longer start for that: then what
+        sequences repeat is verified, unless options say otherwise. The same on all ranks."""
         if self.place.device.type != "cpu" or self.place.mesh.stages > 1:
             return False
         return not any(spec.row() for spec in self._cache_specs)

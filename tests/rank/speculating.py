@@ -277,7 +277,7 @@ def check(
             wanted = {name: one.get("tokens", []) for name, one in plain.results.items()}
             drafts = Drafts(wanted, seed, limits.query_lens)
             if real:
-                drafts = Hasty(limits.query_lens, 64, limits.draft_model, limits.ngrams)
+                drafts = Hasty(limits.query_lens, 64, limits.draft_model)
                 for request, _ in texts:
                     drafts._answers.add(request.cache_salt, wanted.get(request.id, []))
             other = Server(limits, executor, pp, drafts)

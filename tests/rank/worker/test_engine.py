@@ -329,3 +329,20 @@ def test_weights_whose_memory_is_taken_meanwhile(gpu, monkeypatch):
         return made.kept
 
     assert threads.run(one, 2) == [False, False]
+
+
+@pytest.mark.parametrize("options, pp, states, device, found", [
+    ({}, 1, False, "cpu", (1, 2, 4, 8)), ({"speculate": "none"}, 1, False, "cpu", (1,)), ({}, 1, True, "cpu", (1,)),
+    ({}, 2, False, "cpu", (1,)), ({}, 1, False, "cuda", (1,)), ({"speculate": "ngram"}, 2, True, "cuda", (1, 8)),
+    ({"num_speculative_tokens": 2}, 1, False, "cpu", (1, 2, 3)),
+])  # fmt: skip
+def test_tokens_that_steps_verify(options, pp, states, device, found):
+    """Where that takes neither memory nor graphs, no option has to ask for it."""
+    spec = RecurrentState(3, 7, 2, 4, 5) if states else PagedKV(2, 8, 8)
+
+    def rank(world):
+        made = engine(world, SimpleNamespace(cache_specs=lambda: [spec]), **options)
+        made.place = made.place._replace(device=torch.device(device), mesh=SimpleNamespace(stages=pp))
+        return made._query_lens
+
+    assert threads.run(rank, 1) == [found]
