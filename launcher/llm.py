@@ -20,6 +20,7 @@ from ..rank.flags import SERVER
 from ..rank.options import Options, specs
 from ..rank.server.generation import chat_generation, completion_generation
 from ..rank.server.schema import ChatRequest, CompletionRequest
+from .image_parts import with_image_urls
 from .job import mpi_env
 from .llm_host import Fields, JobError, JobHost
 from .llm_types import Completion, Message, Output, Piece, Prompt, SamplingParams
@@ -191,4 +192,4 @@ def _chat(messages: Sequence[Message], params: SamplingParams | None, more: Fiel
     fields = _fields(params)
     if (likeliest := fields.pop("logprobs", None)) is not None:
         fields |= {"logprobs": True, "top_logprobs": likeliest}
-    return {"messages": list(messages), **fields, **more}
+    return {"messages": [with_image_urls(message) for message in messages], **fields, **more}

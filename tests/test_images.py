@@ -4,6 +4,7 @@ image costs no tower."""
 import json
 import urllib.request
 
+import phalanx
 import pytest
 import torch
 
@@ -76,3 +77,19 @@ def test_equal_images_are_cached(served):
         assert tokens == generated(path, answer["prompt_token_ids"], [image], 8)
         found.append(answer["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0))
     assert found[1] > found[0] and found[2] < found[1]
+
+
+def test_the_library(tmp_path):
+    """An image of Pillow's, and a file."""
+    path = add_text(write_seeing(tmp_path / "model", SEEING[0]))
+    image = picture(100, 75)
+    image.save(tmp_path / "a.png")
+    with phalanx.LLM(str(path), np=1, device="cpu", mem=64) as llm:
+        found = []
+        for one in (image, tmp_path / "a.png", str(tmp_path / "a.png")):
+            content = [{"type": "image", "image": one}, {"type": "text", "text": "What is it?"}]
+            params = phalanx.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+            (answer,) = llm.chat([{"role": "user", "content": content}], params)
+            found.append(answer)
+    assert len({one.outputs[0].text for one in found}) == 1
+    assert IMAGE in found[0].prompt_token_ids

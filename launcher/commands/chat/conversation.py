@@ -36,6 +36,7 @@ class Conversation:
         self.system = system
         self.messages: list[Message] = []
         self.files: list[tuple[str, str]] = []  # names and texts that go along with the next message
+        self.images: list[str] = []  # URLs that do
         self.context = 0  # tokens that prompt and answer may have; 0: not known
         self.usage: Message | None = None  # of the last answer
         self._display = display
@@ -45,8 +46,10 @@ class Conversation:
     def say(self, text: str) -> None:
         """A message of the user, and the answer to it. Without an answer the message is dropped."""
         files = "".join(f"`{name}`:\n\n~~~~\n{content}\n~~~~\n\n" for name, content in self.files)
-        self._exchange([{"role": "user", "content": files + text}])
-        self.files = []
+        shown = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        content = [*shown, {"type": "text", "text": files + text}] if shown else files + text
+        self._exchange([{"role": "user", "content": content}])
+        self.files, self.images = [], []
 
     def again(self) -> None:
         """Another answer to the last message of the user."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .... import errors
 from ....rank import json_decoding
+from ...image_parts import data_url
 from .conversation import Conversation
 from .options import sampling
 
@@ -26,7 +27,7 @@ def run(conversation: Conversation, line: str) -> bool:
 
 def _new(conversation: Conversation, rest: str) -> None:
     """start over"""
-    conversation.messages, conversation.files = [], []
+    conversation.messages, conversation.files, conversation.images = [], [], []
 
 
 def _again(conversation: Conversation, rest: str) -> None:
@@ -93,6 +94,16 @@ def _file(conversation: Conversation, rest: str) -> None:
     print(f"{os.path.basename(path)}, {len(content)} bytes, goes along with your next message")
 
 
+def _image(conversation: Conversation, rest: str) -> None:
+    """PATH: an image that goes along with your next message"""
+    path = os.path.expanduser(rest)
+    try:
+        conversation.images.append(data_url(path))
+    except OSError as error:
+        raise errors.FatalError(f"/image {rest}: {error.strerror}", errors.USAGE) from None
+    print(f"{os.path.basename(path)} goes along with your next message")
+
+
 def _save(conversation: Conversation, rest: str) -> None:
     """FILE: write the conversation, as JSON that a request may have as `messages`"""
     path = os.path.expanduser(rest)
@@ -143,6 +154,7 @@ COMMANDS: dict[str, Callable[[Conversation, str], bool | None]] = {
     "set": _set,
     "thinking": _thinking,
     "file": _file,
+    "image": _image,
     "save": _save,
     "load": _load,
     "exit": _end,

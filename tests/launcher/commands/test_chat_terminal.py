@@ -26,7 +26,8 @@ def said(server, number=-1):  # noqa: F811
 def test_help_lists_every_command(server, monkeypatch, capsys):  # noqa: F811
     assert chat(server, monkeypatch, "/help\n/exit\nnever\n") == 0
     out = capsys.readouterr().out
-    assert all(f"/{name}" in out for name in ("new", "again", "undo", "system", "set", "file", "save", "load", "quit"))
+    names = "new", "again", "undo", "system", "set", "file", "image", "save", "load", "quit"
+    assert all(f"/{name}" in out for name in names)
     assert not server.seen
 
 
@@ -56,6 +57,7 @@ def test_sampling_is_set(server, monkeypatch, capsys):  # noqa: F811
         ("/undo", "nothing to forget"),
         ("/again", "nothing to answer again"),
         ("/file /nowhere", "No such file"),
+        ("/image /nowhere", "No such file"),
         ("/load /nowhere", "No such file"),
     ],
 )
@@ -77,6 +79,14 @@ def test_files_go_along_and_conversations_are_saved(server, monkeypatch, capsys,
     kept.write_text("[]")
     assert chat(server, monkeypatch, f"/load {kept}\n") == 2
     assert "/save has not written" in capsys.readouterr().err
+
+
+def test_images_go_along(server, monkeypatch, tmp_path):  # noqa: F811
+    (tmp_path / "a.png").write_bytes(b"png")
+    assert chat(server, monkeypatch, f"/image {tmp_path}/a.png\nwhat?\nand now?\n") == 0
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
+    assert said(server)[0] == ("user", [image, {"type": "text", "text": "what?"}])
+    assert said(server)[2] == ("user", "and now?")
 
 
 def test_a_text_of_several_lines(server, monkeypatch):  # noqa: F811
