@@ -240,6 +240,7 @@ WRITTEN = [  # a call; whether another one may follow
     ("minimax_m2", MINIMAX, None),
     ("gemma", GEMMA, ""),
     ("harmony", HARMONY, None),
+    ("lfm2", '<|tool_call_start|>[get_weather(city="{}"), clock()]<|tool_call_end|>', None),
     ("pythonic", '[get_weather(city="{}"), clock()]', None),
     ("pythonic", '<function_calls>\nget_weather(city="{}")\nclock()\n</function_calls>', None),
     ("json", '{{"name": "get_weather", "arguments": {{"city": "{}"}}}}', None),
@@ -272,7 +273,7 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma", "lfm2", "pythonic"])
 def test_calls_of_tools_with_random_schemas(text, grammars, name, count):
     """Formats that do not write arguments as JSON."""
     form, draws = of_format(text, name), random.Random(count)
@@ -372,6 +373,7 @@ def test_custom_tools_with_a_grammar(text, takes, name):
     calls = {
         "gemma": "<start_function_call>call:sql{{input:<escape>{}<escape>}}<end_function_call>",
         "hermes": '<tool_call>\n{{"name": "sql", "arguments": {{"input": "{}"}}}}\n</tool_call>',
+        "lfm2": '<|tool_call_start|>[sql(input="{}")]<|tool_call_end|>',
         "pythonic": '[sql(input="{}")]',
         "qwen3_coder": QWEN.replace("get_weather", "sql").replace("city", "input"),
         "seed": SEED.replace("get_weather", "sql").replace("city", "input"),

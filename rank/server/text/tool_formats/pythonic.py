@@ -96,16 +96,20 @@ class PythonArguments:
         return self._write(self._text) if self._text.strip() else ""
 
 
-def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
+def calls(marker: str, index: int, tools: Tools, close: tuple[str, ...]) -> ToolCallParser:
     return HeadedCalls(
         marker,
         index,
         HEAD,
         lambda name: PythonArguments(tools.get(name, {})),
-        close=ENDS,
+        close=close,
         between=(",", "]"),
         known=() if marker else tools,
     )
+
+
+def parser(marker: str, index: int, tools: Tools) -> ToolCallParser:
+    return calls(marker, index, tools, ENDS)
 
 
 def _string(lark: Lark, tool: CallableTool, plain: Schema) -> str:

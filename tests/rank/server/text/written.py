@@ -24,6 +24,7 @@ TEMPLATES = {
     "hermes": "... <tool_call> ...",
     "jamba": "<tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|>",
+    "lfm2": "List of tools: <|tool_list_start|>",
     "llama3": "<|python_tag|>",
     "llama_functions": "<function=example_function_name>",
     "minimax_m2": "<minimax:tool_call>",
@@ -57,10 +58,11 @@ def _named(before, after):
     return lambda name, arguments: before.format(name) + json.dumps(arguments) + after
 
 
-def _python(name, arguments):
-    return (
-        f"<|python_start|>[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]<|python_end|>"
-    )
+def _python(opening, closing):
+    def write(name, arguments):
+        return f"{opening}[{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]{closing}"
+
+    return write
 
 
 def _gemma(name, arguments):
@@ -97,7 +99,8 @@ WRITE = {
     ),
     "mistral": _named("[TOOL_CALLS]{}[ARGS]", ""),
     "phi4": _objects("functools", "", listed=True),
-    "pythonic": _python,
+    "lfm2": _python("<|tool_call_start|>", "<|tool_call_end|>"),
+    "pythonic": _python("<|python_start|>", "<|python_end|>"),
     "qwen3_coder": _tagged(
         "<tool_call>\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>"
     ),
@@ -134,6 +137,7 @@ PARTS = {
     ],
     "mistral": ["[TOOL_CALLS]f", "[TOOL_CALLS]f{", '[TOOL_CALLS][{"name": "f", ', '"arguments": {', "[ARGS]", "{", "}"],
     "phi4": ["functools", "functools[", "<|tool_call|>", "<|/tool_call|>", "funct", *_OBJECT],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[f(", "[f(k=", "k=", "'", '"', ")", "]", ",", "5", "{"],
     "pythonic": ["<|python_start|>", "<|python_end|>", "[f(", "[f(k=", "f(", "k=", "'", '"', ")", "]", ",", "5", "{"],
     "qwen3_coder": ["<tool_call>", "<tool_call>\n<function=f>\n", "</tool_call>", *_TAGGED],
     "seed": ["<seed:tool_call>", "<seed:tool_call><function=f>", "</seed:tool_call>", *_TAGGED],
