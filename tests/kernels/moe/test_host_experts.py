@@ -18,7 +18,7 @@ from .reference import fused_experts_reference
 
 def rounds(case, cuts):
     """The sum where experts are computed in so many rounds, each from a stack of its own."""
-    x, ids, weights, w13, w2, act, biases, local_experts = case
+    x, ids, weights, w13, w2, act, biases, local_experts, _ = case
     first = local_experts.first if local_experts else 0
     routed = HostRouted(x, ids, weights, act, biases, first)
     local = ids.flatten().numpy() - first

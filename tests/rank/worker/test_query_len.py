@@ -148,6 +148,7 @@ def test_a_step_of_four_tokens_is_four_steps_of_one(made, wanted, name, tp, repl
     assert distance(found, wanted(name)[:, :17]) < TOLERANCE
 
 
+@pytest.mark.long  # test_served.py replays steps of two ranks in the short run
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 def test_replayed_steps_of_two_ranks(made, wanted, tmp_path):
     """Under mpirun, where all-reduces are C++ and are recorded with the rest."""

@@ -301,6 +301,7 @@ def test_the_degree_that_is_asked_for_is_measured_too(tmp_path):
     assert sorted(map(int, answer["ranks"])) == [1, 2, 6]
 
 
+@pytest.mark.long
 def test_another_process_refuses(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON})
     with pytest.raises(FatalError) as stop:
