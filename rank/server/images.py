@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import weakref
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -24,8 +25,39 @@ from .text_process import Limits, TextProcess
 log = logging.getLogger(__name__)
 THREADS = 2  # that have images decoded
 LIMITS = Limits(seconds=20.0, seconds_per_byte=0.0, memory=1 << 30, memory_per_byte=4, counted=64 << 20)
+MAX_OPEN = 4 << 30  # bytes of pixels of all requests that are being answered: small files may have many pixels
 MAX_BYTES = 192 << 20  # pixels of a request: it goes to rank 0 as one message
 DETAILS = {"auto": 0, "high": 0, "original": 0, "low": 512 * 512}  # most pixels; 0: the model's own limit
+
+
+class ShownPixels(list[protocol.Pixels]):
+    """Pixels of a request. While it lives, also once it is empty, their bytes count among those of open requests."""
+
+    def __init__(self, open: OpenBytes):
+        super().__init__()
+        self._open, self._mine = open, OpenBytes()
+        weakref.finalize(self, open.give, self._mine)
+
+    def take(self, size: int) -> None:
+        """Count so many bytes more. Raises ApiError 429 where open requests hold as many as they may."""
+        if self._open.size and self._open.size + size > MAX_OPEN:
+            raise ApiError(
+                429,
+                "the images of requests that are being answered hold all the memory that they may: try again later",
+                code="busy",
+                retry_after=1,
+            )
+        self._open.size += size
+        self._mine.size += size
+
+
+class OpenBytes:
+    """A number of bytes."""
+
+    size = 0
+
+    def give(self, other: OpenBytes) -> None:
+        self.size -= other.size
 
 
 class Place(NamedTuple):
@@ -72,6 +104,7 @@ class ImageReader:
         self._rules, self._most = rules, config.images_per_prompt
         self._sources = ImageSources(config.allowed_media_hosts, config.allowed_media_dir)
         self._lanes = Lanes(THREADS, THREADS, "images")
+        self._open = OpenBytes()
         self._process = ImageProcess(None, LIMITS) if importlib.util.find_spec("PIL") is not None else None
         if self._process is None:
             log.warning("images are refused, as Pillow is not installed: pip install 'phalanx[images]'")
@@ -82,9 +115,7 @@ class ImageReader:
         if self._process is not None:
             self._process.close()
 
-    async def read(
-        self, request: ChatRequest, places: list[Place], owner: str
-    ) -> tuple[ChatRequest, list[protocol.Pixels]]:
+    async def read(self, request: ChatRequest, places: list[Place], owner: str) -> tuple[ChatRequest, ShownPixels]:
         """The request with images that were read, and their pixels, each once. Raises ApiError."""
         first = places[0].field
         if self._process is None:
@@ -94,7 +125,8 @@ class ImageReader:
                 places[self._most].field,
                 f"the messages have {len(places)} images: at most {self._most} are taken (--images-per-prompt)",
             )
-        tasks = [asyncio.ensure_future(self._read(place, owner)) for place in places]
+        found_pixels = ShownPixels(self._open)
+        tasks = [asyncio.ensure_future(self._read(place, owner, found_pixels)) for place in places]
         try:
             found = await asyncio.gather(*tasks)
         finally:
@@ -108,9 +140,10 @@ class ImageReader:
         messages = list(request.messages)
         for place, (shown, _) in zip(places, found, strict=True):
             messages[place.message] = _with_part(messages[place.message], place.part, shown)
-        return msgspec.structs.replace(request, messages=messages), list(pixels.values())
+        found_pixels += pixels.values()
+        return msgspec.structs.replace(request, messages=messages), found_pixels
 
-    async def _read(self, place: Place, owner: str) -> tuple[ShownImage, protocol.Pixels]:
+    async def _read(self, place: Place, owner: str, pixels: ShownPixels) -> tuple[ShownImage, protocol.Pixels]:
         image, at, process, rules = place.image, place.field, self._process, self._rules
         assert process is not None
         name = image.named if isinstance(image, NamedImage) else f"{at}.image_url"
@@ -133,6 +166,7 @@ class ImageReader:
             return protocol.Pixels(digest, height, width, pixels)
 
         read = await self._lanes.run(owner, decoded)
+        pixels.take(len(read.data))
         rows, columns = rules.grid(read.height, read.width)
         shown = ShownImage(
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,

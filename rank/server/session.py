@@ -187,6 +187,7 @@ class Session:
         self.choices: list[Choice] = []
         self._by_id: dict[str, Choice] = {}
         self._stream: Stream | None = None
+        self.pixels: object = None  # of its images, for as long as the session lives
 
     def open(self, stream: Stream, choices: dict[str, Choice]) -> None:
         self._stream, self.submitted = stream, time.monotonic()

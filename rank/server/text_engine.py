@@ -24,7 +24,7 @@ from .config import ServerConfig
 from .decoding import nested_too_deeply
 from .engine_client import EngineClient
 from .generation import Generation, LoadedModel, Make, Unchecked
-from .images import ImageReader, Place, images_of, text_only
+from .images import ImageReader, Place, ShownPixels, images_of, text_only
 from .prompts import Prompt
 from .sampling_params import SEED_MASK, resolve_defaults
 from .schema import ChatRequest
@@ -157,8 +157,9 @@ class TextEngine:
 
     async def generate(self, request: Sized, make: Make, owner: str = "") -> Session:
         """Start what `make` gives for a request. owner: whose it is, as Call.owner has it."""
-        pixels: list[protocol.Pixels] = []
-        made = await self.prepare(request, make, owner, pixels)
+        shown: list[ShownPixels] = []
+        made = await self.prepare(request, make, owner, shown)
+        pixels = shown[0] if shown else None
         generation = made if isinstance(made, Generation) else await self._checked(made, owner)
         return self._start(generation, owner, pixels)
 
@@ -172,16 +173,16 @@ class TextEngine:
 
     async def prepare(
         self, request: Sized, make: Callable[[LoadedModel, Any], Made], owner: str = "",
-        pixels: list[protocol.Pixels] | None = None,
+        shown: list[ShownPixels] | None = None,
     ) -> Made:  # fmt: skip
         """The result of `make`, called in a pool. The request has its place in the queue from here on, or is
-        refused now. One that is cancelled while it waits there is not tokenised. pixels: gets those of its images.
+        refused now. One that is cancelled while it waits there is not tokenised. shown: gets the pixels of its images.
         """
         self.check_model(request.model)
         text, ready = self.ready()
         self.admit(1)
         if places := images_of(request):
-            request = await self._read_images(request, places, owner, pixels)
+            request = await self._read_images(request, places, owner, shown)
         large = request.characters() > LARGE
 
         def made() -> Made:
@@ -198,7 +199,7 @@ class TextEngine:
                 self.trim_soon()
 
     async def _read_images(
-        self, request: Sized, places: list[Place], owner: str, pixels: list[protocol.Pixels] | None
+        self, request: Sized, places: list[Place], owner: str, shown: list[ShownPixels] | None
     ) -> ChatRequest:
         """The request with its images as tokens."""
         _, ready = self.ready()
@@ -210,8 +211,8 @@ class TextEngine:
             request, found = await self._images.read(request, places, owner)
         finally:
             self._tokenising -= 1
-        if pixels is not None:
-            pixels += found
+        if shown is not None:
+            shown.append(found)
         return request
 
     def next_id(self) -> str:
@@ -232,11 +233,14 @@ class TextEngine:
         with contextlib.suppress(RuntimeError):  # the pool was shut down in the meantime
             self._prompts.pool.submit(heap.trim)
 
-    def _start(self, generation: Generation, owner: str, pixels: list[protocol.Pixels]) -> Session:
+    def _start(self, generation: Generation, owner: str, pixels: ShownPixels | None = None) -> Session:
         text, _ = self.ready()
         n = generation.n
         self.admit(n * len(generation.prompts))
         session = Session(self.names[0], generation, self.fingerprint)
+        if pixels is not None:  # every choice's request has them
+            pixels.take((n - 1) * sum(len(image.data) for image in pixels))
+            session.pixels = pixels
         requests: list[protocol.Request] = []
         choices: dict[str, Choice] = {}
         for prompt, shared in zip(generation.prompts, generation.sampling, strict=True):
@@ -246,10 +250,12 @@ class TextEngine:
                 id = self.next_id()
                 rest = generation.priority, generation.cache_salt, generation.grammar
                 owned = owner if generation.grammar else ""
-                shown = prompt.pictures, pixels if prompt.pictures else []
+                shown = prompt.pictures, list(pixels or ())
                 requests.append(protocol.Request(id, packed, own, *rest, owned, prediction, *shown))
                 choices[id] = _choice(len(choices), prompt, generation, text, own.min_tokens)
             prompt.tokens = protocol.unpack_u32(packed)
+        if pixels is not None:
+            pixels.clear()
         session.open(self.link.submit(requests, generation.vocabulary), choices)
         if (trace := tracing.current()) is not None:
             trace.sessions.append(session)

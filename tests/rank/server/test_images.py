@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server import image_fetcher, image_sources
+from phalanx.rank.server import images as images_module
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -365,6 +366,28 @@ def test_names_of_private_addresses(seeing, hosts):
         assert "no public address" in said or "cannot be fetched" in said, said
     assert "/hidden" not in hosts[1]
     assert "cannot be fetched" in seeing.call(get("http://localtest.invalid/"))
+
+
+def test_pixels_of_open_requests_are_bounded(start_server, model, monkeypatch):
+    """A file of some kilobytes may become many megabytes, which are there until the answer is."""
+    monkeypatch.setattr(images_module, "MAX_OPEN", 2 * 560 * 280 * 3)
+    server = start_server(model=model, scheduler={"ready": READY, "hold": True})
+    url = url_of(Image.new("RGB", (560, 280)))
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(chat(server, url))) for _ in range(2)]
+    for one in threads:
+        one.start()
+    server.wait(lambda: len(server.scheduler.requests) == 2)
+    refused = chat(server, url)
+    assert refused.status == 429 and refused.body["error"]["code"] == "busy"
+    server.scheduler.hold = False
+    for one in threads:
+        one.join()
+    assert [one.status for one in answers] == [200, 200]
+    for _ in range(3):
+        assert chat(server, url, n=2).status == 200
+    assert chat(server, url, n=3).status == 429
+    assert chat(server, url).status == 200
 
 
 def test_too_many(seeing):
