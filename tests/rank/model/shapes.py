@@ -222,6 +222,16 @@ MODELS = {
         model_type="mistral4", q_lora_rank=None, norm_topk_prob=False, rope_interleave=False,
         rope_parameters=TEMPERATURE, tie_word_embeddings=True,
     ),
+    "minicpm3": dict(
+        model_type="minicpm3", num_key_value_heads=12, q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=12, scale_emb=3.0, dim_model_base=96, rope_parameters=LONGROPE | dict(
+            short_factor=[1.0, 1.2, 1.5, 1.7], long_factor=[2.0, 3.0, 6.0, 8.0], original_max_position_embeddings=512,
+        ),
+    ),
+    "minicpm3 unscaled": dict(
+        model_type="minicpm3", num_key_value_heads=12, q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, scale_emb=1.0, scale_depth=None, dim_model_base=None, tie_word_embeddings=False,
+    ),
     "dots1": dict(
         model_type="dots1", num_key_value_heads=6, head_dim=16, n_routed_experts=8, n_shared_experts=2,
         num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1, norm_topk_prob=True, n_group=4,

@@ -36,6 +36,7 @@ EAGER = {
     "kimi_k25",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "minicpm3",
     "mistral4",
 }
 RECORDED = {name: one for name, one in test_architectures.MODELS.items() if one["model_type"] not in EAGER}

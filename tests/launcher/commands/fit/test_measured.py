@@ -53,7 +53,8 @@ HYBRID = {
 # Keys that some model types need besides, or have in other places.
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25", "mistral4"), DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    **dict.fromkeys(("minicpm3", "mistral4"), DEEPSEEK),
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
