@@ -44,20 +44,20 @@ def execute(self, plan, real=ModelRunner._execute):
     return real(self, plan)
 
 
-def load(path, grid, *rest, real=engine.load_model):
+def load(path, grid, *rest, real=engine.load_model, **options):
     if grid.world.rank == int(rank):
         if int(step):
             time.sleep(1000)  # longer than the test runs: it never loads
         raise ZeroDivisionError("made to fail")
-    return real(path, grid, *rest)
+    return real(path, grid, *rest, **options)
 
 
-def load_slowly(path, grid, *rest, real=engine.load_model):
+def load_slowly(path, grid, *rest, real=engine.load_model, **options):
     if grid.world.rank == int(rank):
         for done in range(int(step)):
             rest[5](done, int(step))  # progress
             time.sleep(0.25)  # a file takes so long from a slow network file system, and it gets on
-    return real(path, grid, *rest)
+    return real(path, grid, *rest, **options)
 
 
 def read(self, real=Reader.next):
