@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .. import base
 from ..vision import qwen2_5_vl
@@ -18,5 +19,5 @@ class Args(base.SeeingArgs, qwen2.Args):
 
 class Model(base.SeeingModel, qwen2.Model):
     PREFIXES = base.SeeingModel.PREFIXES | {"visual.": "vision.", "model.visual.": "vision."}
-    TOWER = qwen2_5_vl.Tower
+    TOWER: ClassVar[type[base.Tower]] = qwen2_5_vl.Tower
     image_positions = staticmethod(qwen2_5_vl.positions)

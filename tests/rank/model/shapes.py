@@ -40,6 +40,12 @@ MODELS = {
             num_hidden_layers=3, intermediate_size=40, out_hidden_size=96, window_size=56, fullatt_block_indexes=[1],
         ),
     ),
+    "qwen2_vl": dict(
+        model_type="qwen2_vl", image_token_id=IMAGE, vision_start_token_id=513, vision_end_token_id=514,
+        video_token_id=515,
+        text_config=dict(hidden_size=96, vocab_size=520, rope_parameters=MROPE, tie_word_embeddings=False),
+        vision_config=dict(num_hidden_layers=2, embed_dim=32, hidden_size=96),
+    ),
     "qwen3_vl": dict(
         model_type="qwen3_vl", image_token_id=IMAGE, vision_start_token_id=513, vision_end_token_id=514,
         video_token_id=515, tie_word_embeddings=False,

@@ -70,7 +70,7 @@ def test_distillations_of_deepseek_r1(tmp_path, size, model_type, theta, biases)
     "model_type",
     [
         "llama4", "phimoe", "phi4mm", "deepseek_v32", "gemma3n", "glm_moe_dsa",
-        "qwen3_vl_moe", "qwen2_vl", "cohere", "mamba", "gpt2", None,
+        "qwen3_vl_moe", "paligemma", "cohere", "mamba", "gpt2", None,
     ],
 )  # fmt: skip
 def test_what_is_not_served(tmp_path, model_type):

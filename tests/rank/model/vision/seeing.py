@@ -31,6 +31,10 @@ PREPROCESSOR = {
         image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
         patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
     ),
+    "qwen2_vl": dict(
+        image_processor_type="Qwen2VLImageProcessor", min_pixels=56 * 56, max_pixels=28 * 28 * 30, patch_size=14,
+        merge_size=2, temporal_patch_size=2,
+    ),
     "qwen3_vl": dict(
         image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
         patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,

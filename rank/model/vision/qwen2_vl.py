@@ -1,0 +1,80 @@
+"""Qwen2-VL's tower (Qwen team 2024, arXiv 2409.12191): all patches attend to each other, and four neighbours become one
+token."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from ...vision import whole
+from ...vision.qwen2_5_vl import Rules
+from .. import base
+from ..layers.norm import LayerNorm
+from ._tower import LARGEST, PatchEmbedding, Whole
+from .qwen2_5_vl import EPS, Attention, patches, rotations
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        return self.fc2(x * (1.702 * x).sigmoid())  # GELU's quick approximation, arXiv 1606.08415
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
+        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles, None)
+        return x + self.mlp(self.norm2(x))
+
+
+class Merger(nn.Module):
+    def __init__(self, hidden: int, count: int, outputs: int):
+        super().__init__()
+        self.inner = hidden * count
+        self.ln_q = LayerNorm(hidden, EPS)
+        self.mlp = nn.ModuleDict({"0": Whole(self.inner, self.inner), "2": Whole(self.inner, outputs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp["2"](gelu(self.mlp["0"](self.ln_q(x).view(-1, self.inner))))
+
+
+class Tower(base.Tower):
+    rules: Rules
+
+    def __init__(self, args: base.SeeingArgs):
+        """Raises ValueError for values that cannot be."""
+        super().__init__()
+        config, outputs, rules = args.vision_config or {}, args.hidden_size, cast(Rules, args.rules)
+        hidden, heads = whole(config, "embed_dim", 1280, LARGEST), whole(config, "num_heads", 16, LARGEST)
+        inner = int(hidden * float(config.get("mlp_ratio", 4)))
+        if hidden % (4 * heads) or not 1 <= inner <= LARGEST:
+            raise ValueError(f"embed_dim {hidden} of vision_config does not go with its num_heads and mlp_ratio")
+        if (made := whole(config, "hidden_size", outputs, LARGEST)) != outputs:
+            raise ValueError(f"hidden_size {made} of vision_config is not the text model's {outputs}")
+        if config.get("hidden_act", "quick_gelu") != "quick_gelu":
+            raise ValueError(f"hidden_act of vision_config is {config['hidden_act']!r}, expected 'quick_gelu'")
+        self.rules, self.dim = rules, hidden // heads
+        frames = whole(config, "temporal_patch_size", 2, 16)
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
+        depth = whole(config, "depth", 32, 1 << 10)
+        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
+        self.merger = Merger(hidden, rules.merge**2, outputs)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
+        rows, columns = self.rules.grid(*pixels.shape[:2])
+        x = self.patch_embed["proj"](patches(pixels, self.rules))
+        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        for block in self.blocks:
+            x = block(x, angles)
+        return self.merger(x)
