@@ -59,7 +59,10 @@ class ImageSources:
             found = await self._fetcher.get(url, at)
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found.url)
+            try:
+                url = urljoin(url, found.url)
+            except ValueError:
+                raise bad(at, f"{at}: the URL leads to {show(found.url)}, which is none") from None
         raise bad(at, f"{at}: the URL leads to more than {REDIRECTS} others")
 
     def _check(self, url: str, at: str) -> None:
@@ -82,8 +85,11 @@ class ImageSources:
         if not self._directory:
             raise bad(at, f"{at}: this server reads no files (--allowed-media-dir): send the image as a data: URL")
         root = Path(os.path.realpath(self._directory))
-        parts = urlsplit(url)
         wrong = bad(at, f"{at} is {show(url)}: there is no such file within --allowed-media-dir")
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise wrong from None
         if parts.netloc not in LOCAL_NAMES or "\0" in unquote(parts.path):
             raise wrong
         try:

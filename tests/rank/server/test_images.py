@@ -296,6 +296,7 @@ def test_damaged_images(seeing):
     ("file://DIR/none.png", "no such file within"),
     ("file://elsewhereDIR/red.png", "no such file within"),
     ("file://DIR/red%00.png", "no such file within"),
+    ("file://[/red.png", "no such file within"),
     ("http://169.254.169.254/latest/meta-data", "not among those"),
     ("http://[::1]/a.png", "not among those"),
     ("http://[::ffff:127.0.0.1]/a.png", "not among those"),
@@ -330,6 +331,7 @@ def test_fetched_images(seeing, hosts):
         ("/to/http://localhost:1/", "not among those"),
         ("/to/http://[::1]:1/", "not among those"),
         ("/to/file:///red.png", "expected http or https"),
+        ("/to/http://[", "which is none"),
         (f"/to/{base}/to/{base}/to/{base}/to/{base}/x.png", "more than 3 others"),
     ):
         answer = chat(seeing, base + path)
@@ -341,7 +343,8 @@ def test_fetched_images(seeing, hosts):
     ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False), ("192.168.1.1", False),
     ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::1", False),
     ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::a00:1", False),
-    ("2002:a00:1::", False), ("::", False), ("::ffff:8.8.8.8", True),
+    ("2002:a00:1::", False), ("::", False), ("::ffff:8.8.8.8", True), ("64:ff9b::808:808", True), ("::a00:1", False),
+    ("fec0::1", False), ("64:ff9b:1::a00:1", False), ("::ffff:0:a00:1", False), ("ff0e::1", False),
 ])  # fmt: skip
 def test_public_addresses(address, public):
     assert image_fetcher.is_public(address) == public
