@@ -19,6 +19,7 @@ from .api_error import bad
 from .version import version
 
 SECONDS = 20.0  # for a fetch
+NAT64, UNICAST = (ipaddress.IPv6Network(network) for network in ("64:ff9b::/96", "2000::/3"))
 FOUND = 301, 302, 303, 307, 308
 
 
@@ -52,10 +53,12 @@ def is_public(address: str) -> bool:
     one = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(one, ipaddress.IPv6Address):
         inner = one.ipv4_mapped or one.sixtofour or (one.teredo[1] if one.teredo else None)
-        if inner is None and one in ipaddress.ip_network("64:ff9b::/96"):
+        if one in NAT64:
             inner = ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if one not in UNICAST:  # is_global knows neither fec0::/10 nor the older ways to write IPv4 addresses
+            return False
     return one.is_global and not one.is_multicast
 
 
