@@ -20,44 +20,33 @@ from .conversation import IMAGE_PARTS, TEXT_ONLY, ImageUrl, Message, NamedImage,
 from .decoding import show
 from .image_sources import ImageSources, data_of, is_data
 from .schema import ChatRequest
+from .shares import Budget
 from .text_process import Limits, TextProcess
 
 log = logging.getLogger(__name__)
 THREADS = 2  # that have images decoded
+REQUESTS, AT_ONCE = 4, 2  # of a key, whose images are read at a time, and images of each: what is read is in memory
 LIMITS = Limits(seconds=20.0, seconds_per_byte=0.0, memory=1 << 30, memory_per_byte=4, counted=64 << 20)
 MAX_OPEN = 4 << 30  # bytes of pixels of all requests that are being answered: small files may have many pixels
-MAX_BYTES = 192 << 20  # pixels of a request: it goes to rank 0 as one message
+MAX_BYTES = 192 << 20  # pixels of a request, for each of its choices: they go to rank 0 as one message each
 DETAILS = {"auto": 0, "high": 0, "original": 0, "low": 512 * 512}  # most pixels; 0: the model's own limit
 
 
 class ShownPixels(list[protocol.Pixels]):
     """Pixels of a request. While it lives, also once it is empty, their bytes count among those of open requests."""
 
-    def __init__(self, open: OpenBytes):
-        super().__init__()
-        self._open, self._mine = open, OpenBytes()
-        weakref.finalize(self, open.give, self._mine)
-
-    def take(self, size: int) -> None:
-        """Count so many bytes more. Raises ApiError 429 where open requests hold as many as they may."""
-        if self._open.size and self._open.size + size > MAX_OPEN:
+    def take(self, size: int, open: Budget, owner: str) -> None:
+        """Count so many bytes more. Raises ApiError 429 where open requests hold as many as they may, the owner's or
+        all."""
+        if not open.take(owner, size):
             raise ApiError(
                 429,
-                "the images of requests that are being answered hold all the memory that they may: try again later",
+                f"{size >> 20} MiB more of images would exceed the {open.quota >> 20} MiB that are kept for requests "
+                "that are being answered: try again later",
                 code="busy",
                 retry_after=1,
             )
-        self._open.size += size
-        self._mine.size += size
-
-
-class OpenBytes:
-    """A number of bytes."""
-
-    size = 0
-
-    def give(self, other: OpenBytes) -> None:
-        self.size -= other.size
+        weakref.finalize(self, open.give, owner, size)
 
 
 class Place(NamedTuple):
@@ -103,8 +92,10 @@ class ImageReader:
         """Raises ValueError where the decoder cannot be started."""
         self._rules, self._most = rules, config.images_per_prompt
         self._sources = ImageSources(config.allowed_media_hosts, config.allowed_media_dir)
-        self._lanes = Lanes(THREADS, THREADS, "images")
-        self._open = OpenBytes()
+        keys = max(1, len(config.api_keys))
+        self._lanes = Lanes(THREADS, THREADS // min(THREADS, keys), "images")
+        self._turns: dict[str, asyncio.Semaphore] = {}  # by key
+        self._open = Budget(MAX_OPEN, keys, MAX_BYTES)
         self._process = ImageProcess(None, LIMITS) if importlib.util.find_spec("PIL") is not None else None
         if self._process is None:
             log.warning("images are refused, as Pillow is not installed: pip install 'phalanx[images]'")
@@ -125,25 +116,42 @@ class ImageReader:
                 places[self._most].field,
                 f"the messages have {len(places)} images: at most {self._most} are taken (--images-per-prompt)",
             )
-        found_pixels = ShownPixels(self._open)
-        tasks = [asyncio.ensure_future(self._read(place, owner, found_pixels)) for place in places]
+        choices, pixels = request.sequences(), ShownPixels()
+        async with self._turns.setdefault(owner, asyncio.Semaphore(REQUESTS)):
+            shown, found = await self._read_all(places, choices, owner)
+            pixels += found
+            pixels.take(choices * sum(len(one.data) for one in found), self._open, owner)
+        assert not isinstance(request.messages, str)
+        messages = list(request.messages)
+        for place, part in zip(places, shown, strict=True):
+            messages[place.message] = _with_part(messages[place.message], place.part, part)
+        return msgspec.structs.replace(request, messages=messages), pixels
+
+    async def _read_all(
+        self, places: list[Place], choices: int, owner: str
+    ) -> tuple[list[ShownImage], list[protocol.Pixels]]:
+        """Images as they stand in the request, and their pixels, each once. Raises ApiError, as soon as they are too
+        many for so many choices."""
+        at_once = asyncio.Semaphore(AT_ONCE)
+        found: dict[bytes, protocol.Pixels] = {}
+
+        async def read(place: Place) -> ShownImage:
+            async with at_once:
+                shown, pixels = await self._read(place, owner)
+            found[pixels.digest] = pixels
+            if choices * sum(len(one.data) for one in found.values()) > MAX_BYTES:
+                most, of = MAX_BYTES // 3 // choices, f" with {choices} choices" if choices > 1 else ""
+                raise bad(place.field, f"the images have more than {most} pixels together{of}: send fewer or smaller")
+            return shown
+
+        tasks = [asyncio.ensure_future(read(place)) for place in places]
         try:
-            found = await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks), list(found.values())
         finally:
             for task in tasks:
                 task.cancel()
-        pixels = {image.digest: image for _, image in found}
-        if (size := sum(len(image.data) for image in pixels.values())) > MAX_BYTES:
-            most = MAX_BYTES // 3
-            raise bad(first, f"the images have {size // 3} pixels together: at most {most} are taken, send fewer")
-        assert not isinstance(request.messages, str)
-        messages = list(request.messages)
-        for place, (shown, _) in zip(places, found, strict=True):
-            messages[place.message] = _with_part(messages[place.message], place.part, shown)
-        found_pixels += pixels.values()
-        return msgspec.structs.replace(request, messages=messages), found_pixels
 
-    async def _read(self, place: Place, owner: str, pixels: ShownPixels) -> tuple[ShownImage, protocol.Pixels]:
+    async def _read(self, place: Place, owner: str) -> tuple[ShownImage, protocol.Pixels]:
         image, at, process, rules = place.image, place.field, self._process, self._rules
         assert process is not None
         name = image.named if isinstance(image, NamedImage) else f"{at}.image_url"
@@ -156,17 +164,16 @@ class ImageReader:
         if (detail or "auto") not in DETAILS:
             raise bad(f"{at}.detail", f"{at}.detail is {show(detail)}: expected one of {', '.join(DETAILS)}")
         most = DETAILS[detail or "auto"]
-        data = b"" if is_data(url) else await self._sources.get(url, name)
+        data = None if is_data(url) else await self._sources.get(url, name)
 
         def decoded() -> protocol.Pixels:
             from .image_decoding import decode  # it needs Pillow, which may be missing
 
-            height, width, pixels = process.run(decode, data or data_of(url, name), rules, most, name)
+            height, width, pixels = process.run(decode, data_of(url, name) if data is None else data, rules, most, name)
             digest = blake2b(pixels, digest_size=16, salt=b"%d" % width).digest()
             return protocol.Pixels(digest, height, width, pixels)
 
         read = await self._lanes.run(owner, decoded)
-        pixels.take(len(read.data))
         rows, columns = rules.grid(read.height, read.width)
         shown = ShownImage(
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,

@@ -238,9 +238,7 @@ class TextEngine:
         n = generation.n
         self.admit(n * len(generation.prompts))
         session = Session(self.names[0], generation, self.fingerprint)
-        if pixels is not None:  # every choice's request has them
-            pixels.take((n - 1) * sum(len(image.data) for image in pixels))
-            session.pixels = pixels
+        session.pixels = pixels
         requests: list[protocol.Request] = []
         choices: dict[str, Choice] = {}
         for prompt, shared in zip(generation.prompts, generation.sampling, strict=True):
@@ -250,7 +248,7 @@ class TextEngine:
                 id = self.next_id()
                 rest = generation.priority, generation.cache_salt, generation.grammar
                 owned = owner if generation.grammar else ""
-                shown = prompt.pictures, list(pixels or ())
+                shown = prompt.pictures, list(pixels or ())  # every choice's request has them
                 requests.append(protocol.Request(id, packed, own, *rest, owned, prediction, *shown))
                 choices[id] = _choice(len(choices), prompt, generation, text, own.min_tokens)
             prompt.tokens = protocol.unpack_u32(packed)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -397,6 +398,36 @@ def test_too_many(seeing):
     answer = chat(seeing, *[PIXEL] * 4)
     assert answer.status == 400 and answer.body["error"]["param"] == "messages[0].content[3]"
     assert "at most 3 are taken (--images-per-prompt)" in answer.body["error"]["message"]
+
+
+def test_pixels_of_a_request(seeing, monkeypatch):
+    """Each choice has its own. It is refused before all is decoded; an image that stands twice counts once."""
+    monkeypatch.setattr(images_module, "MAX_BYTES", 2 * 56 * 56 * 3)
+    urls = [url_of(Image.new("RGB", (56, 56), colour)) for colour in ("red", "green", "blue")]
+    assert chat(seeing, urls[0], urls[1], urls[0]).status == 200
+    assert chat(seeing, urls[0], n=2).status == 200
+    for answer in (chat(seeing, *urls), chat(seeing, *urls[:2], n=2)):
+        assert answer.status == 400 and "pixels together" in answer.body["error"]["message"]
+
+
+def test_keys_share_what_open_requests_may_have(start_server, model, monkeypatch):
+    for name, count in (("MAX_OPEN", 2), ("MAX_BYTES", 1)):
+        monkeypatch.setattr(images_module, name, count * 56 * 56 * 3)
+    server = start_server(model=model, scheduler={"ready": READY, "hold": True}, api_keys=["a", "b"])
+    image = {"type": "image_url", "image_url": {"url": url_of(Image.new("RGB", (56, 56)))}}
+    body = {"messages": [{"role": "user", "content": [image]}], "max_tokens": 2}
+
+    def ask(key):
+        return server.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}"}).status
+
+    with ThreadPoolExecutor(2) as pool:
+        open_now = [pool.submit(ask, "a")]
+        server.wait(lambda: len(server.scheduler.requests) == 1)
+        assert ask("a") == 429
+        open_now.append(pool.submit(ask, "b"))
+        server.wait(lambda: len(server.scheduler.requests) == 2)
+        server.scheduler.hold = False
+        assert [one.result() for one in open_now] == [200, 200]
 
 
 def test_other_roles_and_endpoints(seeing):
