@@ -89,16 +89,21 @@ class ImageReader:
     """Reads the images of one model's requests."""
 
     def __init__(self, config: ServerConfig, rules: ImageRules):
-        """Raises ValueError where the decoder cannot be started."""
         self._rules, self._most = rules, config.images_per_prompt
         self._sources = ImageSources(config.allowed_media_hosts, config.allowed_media_dir)
         keys = max(1, len(config.api_keys))
         self._lanes = Lanes(THREADS, THREADS // min(THREADS, keys), "images")
         self._turns: dict[str, asyncio.Semaphore] = {}  # by key
         self._open = Budget(MAX_OPEN, keys, MAX_BYTES)
-        self._process = ImageProcess(None, LIMITS) if importlib.util.find_spec("PIL") is not None else None
+        self._process: ImageProcess | None = None
+        self._why = "it has no Pillow: pip install 'phalanx[images]'"
+        if importlib.util.find_spec("PIL") is not None:
+            try:
+                self._process = ImageProcess(None, LIMITS)
+            except ValueError as error:  # as of a Pillow whose libraries are missing
+                self._why = f"its Pillow does not start: {error}"
         if self._process is None:
-            log.warning("images are refused, as Pillow is not installed: pip install 'phalanx[images]'")
+            log.warning("this server takes no images: %s", self._why)
 
     def close(self) -> None:
         self._sources.close()
@@ -110,7 +115,7 @@ class ImageReader:
         """The request with images that were read, and their pixels, each once. Raises ApiError."""
         first = places[0].field
         if self._process is None:
-            raise ApiError(400, f"{first}: this server takes no images, as it has no Pillow", first)
+            raise ApiError(400, f"{first}: this server takes no images: {self._why}", first)
         if len(places) > self._most:
             raise bad(
                 places[self._most].field,

@@ -107,7 +107,7 @@ class TextEngine:
         # The first request should not wait for this. Rank 0 has the last word, and refuses sizes that cannot be.
         if isinstance(size, int) and 2 * size > text.tokenizer.end:
             text.within(size)
-        rules = vision.find(Path(config.model_dir), said)
+        rules = vision.find(Path(config.model_dir), said) if config.images_per_prompt else None
         return text, None if rules is None else ImageReader(config, rules)
 
     @property

@@ -301,7 +301,7 @@ class TextProcess:
         most = f"{self.limits.loading_seconds:g} s"
         if not late and ended != -signal.SIGPROF:
             most = f"{self.limits.loading_memory >> 20} MiB of memory, or fails (exit code {ended})"
-        raise ValueError(f"reading its tokenizer and chat template takes more than {most}")
+        raise ValueError(f"starting {self.WORKS} takes more than {most}")
 
     def _stop(self) -> None:
         while self._idle:

@@ -2,6 +2,7 @@
 
 import base64
 import http.server
+import importlib.util
 import io
 import json
 import os
@@ -459,3 +460,23 @@ def test_no_url_without_options(start_server, model, hosts):
     for url, option in ((f"{hosts[0]}/a.png", "--allowed-media-hosts"), ("file:///red.png", "--allowed-media-dir")):
         answer = chat(server, url)
         assert answer.status == 400 and option in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_no_pillow(start_server, model, monkeypatch, missing):
+    """It is an extra: without it, or with one that does not start, texts are answered and images refused."""
+    if missing:
+        find = importlib.util.find_spec
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: None if name == "PIL" else find(name, *of))
+    else:
+        monkeypatch.setattr("phalanx.rank.server.images.ImageProcess.MODULE", "no_such_worker")
+    server = start_server(model=model, scheduler={"ready": READY})
+    answer = chat(server, PIXEL)
+    assert answer.status == 400 and "Pillow" in answer.body["error"]["message"]
+    assert chat(server).status == 200
+
+
+def test_no_images_at_all(start_server, model):
+    """Their decoder is not started."""
+    server = start_server(model=model, scheduler={"ready": READY}, images_per_prompt=0)
+    assert server.engine._images is None and chat(server, PIXEL).status == 400
