@@ -40,6 +40,11 @@ class FramedSocket:
         """Whether the buffer holds something."""
         return bool(self._out)
 
+    @property
+    def partial(self) -> bool:
+        """Whether a message has begun to come and is not complete."""
+        return self._frames.partial
+
     def send(self, *messages: object) -> None:
         with self._lock:
             for message in messages:

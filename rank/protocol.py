@@ -385,6 +385,11 @@ class Frames:
         self._reject = reject
         self._buffer = bytearray()
 
+    @property
+    def partial(self) -> bool:
+        """Whether a message has begun and is not complete."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> list:
         """Add received bytes; return the messages that are complete now."""
         self._buffer += data

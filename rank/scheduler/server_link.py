@@ -23,6 +23,8 @@ from ..framed_socket import FramedSocket
 
 log = logging.getLogger(__name__)
 UNREAD = 2048  # bytes that nobody has read, above which later heartbeats may not fit into the socket's buffer
+# The socket's buffer holds 200 KB: images, which are megabytes, would take many steps if each read one such buffer.
+READ_ON, READ_PATIENCE = 16 << 20, 1  # bytes, and milliseconds without any
 KILL_PATIENCE = 2.0  # seconds for a killed server process to end
 
 
@@ -91,12 +93,22 @@ class ServerLink:
                 self._wakeup.recv(64)
         if self._socket.fileno() not in readable:
             return []
-        messages = self._messages.receive()
+        most, messages = self._messages.received + READ_ON, self._messages.receive()
+        while messages is not None and self._messages.partial and self._messages.received < most:
+            if not self._readable(READ_PATIENCE):
+                break
+            more = self._messages.receive()
+            messages = None if more is None else messages + more
         if messages is None:
             raise self._ended or errors.FatalError(
                 "the server process has gone, so nobody is left to answer to", errors.RANK_FAILED
             )
         return [one for one in messages if not isinstance(one, protocol.Heartbeat)]
+
+    def _readable(self, milliseconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(milliseconds))
 
     def watch(self, timeout: float, fail: Callable[[BaseException], None]) -> None:
         """Have a thread send heartbeats, and kill the server process where none of its own come for `timeout` seconds.

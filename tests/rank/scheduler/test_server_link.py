@@ -49,6 +49,29 @@ def test_requests_arrive_however_the_bytes_are_cut(ends):
     assert got == sent
 
 
+def test_a_large_request_does_not_take_a_step_for_each_of_the_sockets_buffers(ends):
+    """Other requests wait behind one with images."""
+    link, server = ends
+    images = [protocol.Pixels(b"d", 2048, 4096, bytes(24 << 20))]
+    sent = [msgspec.structs.replace(request("a", [1, 2], 5), pixels=images), protocol.Abort(["b"])]
+    sending = threading.Thread(target=server.sendall, args=(b"".join(map(protocol.frame, sent)),))
+    sending.start()
+    got, steps = [], 0
+    while len(got) < 2:
+        got += link.receive(1)
+        steps += 1
+        time.sleep(0.005)  # a step
+    sending.join()
+    assert got == sent and steps < 50
+
+
+def test_half_a_request_holds_nobody_up(ends):
+    link, server = ends
+    server.sendall(protocol.frame(request("a", [1, 2], 5))[:-1])
+    start = time.monotonic()
+    assert link.receive(1) == [] and time.monotonic() - start < 0.5
+
+
 def test_nothing_to_read_returns_at_once_or_after_the_time_given(ends):
     link, _ = ends
     start = time.monotonic()
