@@ -113,6 +113,7 @@ EMBEDDING_GAINS = {
     "qwen3_5_text": 0.5,
     "qwen3_next mixed": 0.5,
     "nemotron_h": 0.5,
+    "gpt_neox": 0.5,
 }
 FINAL_NORM = re.compile(r"(norm|norm_f|ln_f|final_layernorm)\.(weight|bias)$")  # outside layers
 SPREAD = 2.0  # the standard deviation of a checkpoint's logits, which soft caps make less

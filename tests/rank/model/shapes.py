@@ -238,6 +238,12 @@ MODELS = {
         model_type="minicpm3", num_key_value_heads=12, q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=16,
         qk_rope_head_dim=8, scale_emb=1.0, scale_depth=None, dim_model_base=None, tie_word_embeddings=False,
     ),
+    "gpt_neox": dict(model_type="gpt_neox", num_attention_heads=6, num_key_value_heads=None),
+    "gpt_neox in turn": dict(
+        model_type="gpt_neox", num_attention_heads=6, num_key_value_heads=None, use_parallel_residual=False,
+        attention_bias=False, hidden_act="gelu_new", tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    ),
     "dots1": dict(
         model_type="dots1", num_key_value_heads=6, head_dim=16, n_routed_experts=8, n_shared_experts=2,
         num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1, norm_topk_prob=True, n_group=4,

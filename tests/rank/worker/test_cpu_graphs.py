@@ -33,6 +33,7 @@ EAGER = {
     "gemma4",
     "gemma4_text",
     "glm4_moe_lite",
+    "gpt_neox",
     "kimi_k25",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
