@@ -481,5 +481,5 @@ class SeeingModel(TextOfMultimodal):
             if tower is not None and tower.levels > layers:
                 raise ValueError(f"images go to {tower.levels} layers, the first stage has {layers}: lower --pp")
             return tower
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise FatalError(f"config.json: {error}; --images-per-prompt 0 serves text alone", MODEL) from None

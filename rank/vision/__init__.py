@@ -65,7 +65,7 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
     read = importlib.import_module(f".{kind}", __name__).read
     try:
         return read(config, given or (nested if isinstance(nested, dict) else {}))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the first: a list where keys are expected
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
 
 
@@ -84,6 +84,8 @@ def colours(values: dict[str, Any], key: str, default: tuple[float, float, float
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise ValueError(f"{key} is {value!r}, expected three numbers")
     red, green, blue = (float(one) for one in value)
+    if key == "image_std" and min(red, green, blue) < 1e-6:
+        raise ValueError(f"{key} is {value!r}, by which colours cannot be divided")
     return red, green, blue
 
 
