@@ -26,6 +26,7 @@ WAYS = {
     "windows": ("gemma3_text", {}),
     "recurrent states": ("qwen3_next", {}),
     "recurrent states of two ranks": ("qwen3_next", dict(tp=2)),
+    "states of Mamba-2": ("nemotron_h", {}),
     "experts": ("qwen3_moe", {}),
     "sinks": ("gpt_oss", {}),
 }
