@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import gated_activation
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from .. import base
-from ..base import Count
+from ..base import Count, Divisor
 from ..batch import Batch
 from ..cache_spec import KVAndState
 from ..layers import mamba2
@@ -47,9 +48,12 @@ class Args(llama.Args):
     attention_out_multiplier: float = 1.0
     ssm_multipliers: list[float] = field(default_factory=lambda: [1.0] * 5)  # of z, x, keys, queries and time steps
     ssm_in_multiplier: float = 1.0
-    ssm_out_multiplier: float = 1.0
+    ssm_out_multiplier: Divisor = 1.0
 
     def __post_init__(self) -> None:
+        for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            if len(given := getattr(self, key)) != count:
+                raise FatalError(f"config.json: {key} is {given}, expected {count} numbers", MODEL)
         base.expect("hidden_act", self.hidden_act, "silu")
         for key in ("attention_bias", "mamba_proj_bias", "projectors_bias"):
             base.expect(key, getattr(self, key), False)

@@ -20,6 +20,9 @@ from . import test_chatglm
 from .test_architectures import COMMON, MODELS, options_of, write
 
 REFUSED = [
+    ("falcon_h1", {"ssm_out_multiplier": 0}, "ssm_out_multiplier is 0, expected float, above 0"),
+    ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0], expected 2 numbers"),
+    ("falcon_h1", {"ssm_multipliers": []}, "ssm_multipliers is [], expected 5 numbers"),
     ("phi", {"qk_layernorm": True}, "config.json: qk_layernorm True is not supported for this model type"),
     ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
     ("phi", {"layer_norm_eps": "small"}, "layer_norm_eps is 'small', expected float"),
