@@ -216,7 +216,7 @@ def test_fewer_of_a_models_drafts_are_wanted_where_later_ones_are_wrong():
 
 
 def test_a_model_rests_ever_longer_where_its_drafts_are_wrong():
-    made = speculation(lambda n, q: 1 + 0.5 * (q - 1), model="mtp")
+    made = speculation(lambda n, q: 1 + 0.4 * (q - 1), model="mtp")
     scheduler = sequences(made, list(range(40)))
     (one,) = scheduler._by_id.values()
     made.choose([])
