@@ -21,30 +21,33 @@ class ImageStore:
     def send(self, sequence: Sequence, running: Iterable[Sequence]) -> list[Pixels]:
         """The images that the ranks lack to compute what is left of a sequence's prompt. running: all sequences that
         have a row, this one included, whose images stay."""
-        found = []
+        found, used = [], set[bytes]()
         for picture in sequence.pictures:
             if picture.start + picture.length <= sequence.num_computed:
                 continue
             if picture.digest in self._held:
                 self._held.move_to_end(picture.digest)
                 continue
-            size = picture.rows * picture.columns * self._token_bytes
-            dropped = self._make_room(size, running)
+            size, dropped = picture.rows * picture.columns * self._token_bytes, list[bytes]()
+            if self._bytes + size > self._memory:
+                used = used or {picture.digest for one in running for picture in one.pictures}
+                dropped = self._make_room(size, used)
             self._held[picture.digest] = size
             self._bytes += size
             image = sequence.pixels[picture.digest]
             found.append(Pixels(image.digest, image.height, image.width, image.data, dropped))
         return found
 
-    def _make_room(self, size: int, running: Iterable[Sequence]) -> list[bytes]:
-        """Forget images that no running sequence has until there is memory for so many bytes, as far as possible."""
-        if self._bytes + size <= self._memory:
-            return []
-        used = {picture.digest for one in running for picture in one.pictures}
+    def _make_room(self, size: int, used: set[bytes]) -> list[bytes]:
+        """Forget images that no running sequence has until there is memory for so many bytes, as far as possible. There
+        may be tens of thousands, so only the first are looked at."""
         dropped = []
-        for digest in [one for one in self._held if one not in used]:
+        for digest, held in self._held.items():
             if self._bytes + size <= self._memory:
                 break
-            self._bytes -= self._held.pop(digest)
-            dropped.append(digest)
+            if digest not in used:
+                dropped.append(digest)
+                self._bytes -= held
+        for digest in dropped:
+            del self._held[digest]
         return dropped

@@ -46,6 +46,22 @@ def test_images_of_running_sequences_stay():
     assert sent(store, sequence(b"d")) == [(b"d", [b"a", b"c"])]
 
 
+def test_a_full_store_costs_a_request_little():
+    """Its images may be tens of thousands, and running sequences thousands: neither is gone through for each image."""
+    store, looked = ImageStore(100 * 20_000, 10), []
+
+    class Running(list):
+        def __iter__(self):
+            looked.append(1)
+            return super().__iter__()
+
+    for i in range(20_000):
+        store.send(one := sequence(b"%d" % i), [one])
+    new = sequence(*[b"new %d" % i for i in range(16)])
+    found = store.send(new, Running([new]))
+    assert [image.dropped for image in found] == [[b"%d" % i] for i in range(16)] and looked == [1]
+
+
 def chain(*pictures, salt=""):
     hashes = []
     extend_chain(hashes, [7] * 20, 4, salt, pictures)
