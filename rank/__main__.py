@@ -41,6 +41,7 @@ from .worker.engine import Engine, Limits, LoadRefused, RankContext
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
+CPU_IMAGE_PIXELS = 1 << 19  # a tower runs within a step, which may not take longer than --timeout
 Lines = dict[int, tuple[broadcast.PlanBroadcast, ResultChannel]]  # by replica: its plans, and the way back
 
 
@@ -231,6 +232,7 @@ class Rank:
             hosts=self.hosts,
             model=self._model,
             images=model.image_token >= 0,
+            image_pixels=CPU_IMAGE_PIXELS if self.job.device_index < 0 else 0,
         )
         self.link.send(self._ready)
         loop = StepLoop(replicas, self.link, self._accepts)

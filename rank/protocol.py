@@ -222,7 +222,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pids: list[int] = []  # of each rank, in rank order
     hosts: list[str] = []
     model: int = 0  # the number that Switch had; 0: the one that the job began with
-    images: bool = False  # the model takes images
+    images: bool = False  # the model takes images ...
+    image_pixels: int = 0  # ... which are scaled down to so many pixels; 0: as many as the model takes
 
 
 class Unloaded(msgspec.Struct, frozen=True, tag="unloaded"):

@@ -37,6 +37,7 @@ HEAD = mmap.PAGESIZE  # bytes before the first slot: a Progress
 MAX_THREADS = 8  # that compute masks, one of them the main thread
 CACHE_BYTES = 128 << 20  # resident memory above which a worker drops grammars that no sequence uses
 MAX_BYTES = 1 << 30  # of memory of its own that a worker may have
+KEPT_FORCED = 1024  # tokens of a text that has to follow
 COMPILE_NICE = 10  # compiling waits for masks, and for the ranks
 
 
@@ -143,6 +144,7 @@ class Matcher:
         self._ends, self._stops, self._min_tokens = ends, stops, min_tokens
         self.count = 0  # tokens taken
         self.over = self.error = ""  # as State has them
+        self._forced: list[int] = []  # the rest of the text that had to follow; long ones are not computed twice
         self._look()
 
     def take(self, tokens: list[int]) -> None:
@@ -150,6 +152,7 @@ class Matcher:
             if self.over:
                 return
             self.count += 1
+            self._forced = self._forced[1:] if self._forced[:1] == [token] else []
             self._matcher.consume_token(token)
             self._look()
             if not self.over and self._matcher.is_stopped():
@@ -174,9 +177,12 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """Tokens of the text that has to follow; other tokens may make the same text. Empty where it is over then."""
-        found = [] if self.over else self._matcher.compute_ff_tokens()
-        self._look()
-        return found[: MOST_DRAFTS + 1]  # the first of them may be on its way
+        if self.over:
+            return []
+        if not self._forced:
+            self._forced = self._matcher.compute_ff_tokens()[:KEPT_FORCED]
+            self._look()
+        return self._forced[: MOST_DRAFTS + 1]
 
     def masks_behind(self, drafts: list[int], bits: np.ndarray) -> None:
         """Write the masks behind each of these drafts into bits[1:], [drafts, words], where bits[0] is the next one.

@@ -111,8 +111,11 @@ class ImageReader:
         if self._process is not None:
             self._process.close()
 
-    async def read(self, request: ChatRequest, places: list[Place], owner: str) -> tuple[ChatRequest, ShownPixels]:
-        """The request with images that were read, and their pixels, each once. Raises ApiError."""
+    async def read(
+        self, request: ChatRequest, places: list[Place], owner: str, max_pixels: int = 0
+    ) -> tuple[ChatRequest, ShownPixels]:
+        """The request with images that were read, and their pixels, each once. max_pixels: of an image, which is scaled
+        down to so many; 0: the model's own limit. Raises ApiError."""
         first = places[0].field
         if self._process is None:
             raise ApiError(400, f"{first}: this server takes no images: {self._why}", first)
@@ -123,7 +126,7 @@ class ImageReader:
             )
         choices, pixels = request.sequences(), ShownPixels()
         async with self._turns.setdefault(owner, asyncio.Semaphore(REQUESTS)):
-            shown, found = await self._read_all(places, choices, owner)
+            shown, found = await self._read_all(places, choices, owner, max_pixels)
             pixels += found
             pixels.take(choices * sum(len(one.data) for one in found), self._open, owner)
         assert not isinstance(request.messages, str)
@@ -133,7 +136,7 @@ class ImageReader:
         return msgspec.structs.replace(request, messages=messages), pixels
 
     async def _read_all(
-        self, places: list[Place], choices: int, owner: str
+        self, places: list[Place], choices: int, owner: str, max_pixels: int
     ) -> tuple[list[ShownImage], list[protocol.Pixels]]:
         """Images as they stand in the request, and their pixels, each once. Raises ApiError, as soon as they are too
         many for so many choices."""
@@ -142,7 +145,7 @@ class ImageReader:
 
         async def read(place: Place) -> ShownImage:
             async with at_once:
-                shown, pixels = await self._read(place, owner)
+                shown, pixels = await self._read(place, owner, max_pixels)
             found[pixels.digest] = pixels
             if choices * sum(len(one.data) for one in found.values()) > MAX_BYTES:
                 most, of = MAX_BYTES // 3 // choices, f" with {choices} choices" if choices > 1 else ""
@@ -156,7 +159,7 @@ class ImageReader:
             for task in tasks:
                 task.cancel()
 
-    async def _read(self, place: Place, owner: str) -> tuple[ShownImage, protocol.Pixels]:
+    async def _read(self, place: Place, owner: str, max_pixels: int) -> tuple[ShownImage, protocol.Pixels]:
         image, at, process, rules = place.image, place.field, self._process, self._rules
         assert process is not None
         name = image.named if isinstance(image, NamedImage) else f"{at}.image_url"
@@ -168,7 +171,8 @@ class ImageReader:
             raise bad(name, f"{name} is missing: it has the image, as data:image/png;base64,…")
         if (detail or "auto") not in DETAILS:
             raise bad(f"{at}.detail", f"{at}.detail is {show(detail)}: expected one of {', '.join(DETAILS)}")
-        most = DETAILS[detail or "auto"]
+        limits = [limit for limit in (DETAILS[detail or "auto"], max_pixels) if limit]
+        most = min(limits, default=0)
         data = None if is_data(url) else await self._sources.get(url, name)
 
         def decoded() -> protocol.Pixels:

@@ -208,7 +208,7 @@ class TextEngine:
         assert isinstance(request, ChatRequest)
         self._tokenising += 1
         try:
-            request, found = await self._images.read(request, places, owner)
+            request, found = await self._images.read(request, places, owner, ready.image_pixels)
         finally:
             self._tokenising -= 1
         if shown is not None:

@@ -106,6 +106,25 @@ def test_a_complete_text_is_over_at_once(compiler):
     assert endless.over == "stop"
 
 
+def test_a_text_that_has_to_follow_is_computed_once(compiler, monkeypatch):
+    one, computed = matcher(compiler, "(abc){40}1*"), []
+
+    class Counting:
+        def __getattr__(self, name):
+            if name == "compute_ff_tokens":
+                computed.append(one.count)
+            return getattr(inner, name)
+
+    inner, one._matcher = one._matcher, Counting()
+    abc = PIECES.index("abc")
+    for left in range(40, 0, -1):
+        assert one.forced() == [abc] * min(left, protocol.MOST_DRAFTS + 1)
+        one.take([abc])
+    assert one.forced() == [] and computed == [0, 40]
+    one.take([PIECES.index("1")])
+    assert one.forced() == [] and computed[-1] == 41  # another text may follow behind a choice
+
+
 def test_a_token_that_is_not_allowed_is_an_error(compiler):
     one = matcher(compiler, "a+")
     one.take([1, 0])

@@ -13,6 +13,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 from phalanx.rank import protocol
@@ -186,6 +187,18 @@ def test_detail(seeing):
             assert most * 0.8 < height * width <= most
         else:  # 800 tokens do not fit
             assert most > 512 * 512 and answer.body["error"]["code"] == "context_length_exceeded"
+
+
+def test_what_the_ranks_take(start_server, model):
+    """On CPUs a tower takes so long that images are scaled down further."""
+    ready = msgspec.structs.replace(READY, image_pixels=60_000)
+    server = start_server(model=model, scheduler={"ready": ready})
+    for detail in ("auto", "low"):
+        image = {"url": url_of(Image.new("RGB", (560, 280))), "detail": detail}
+        content = [{"type": "image_url", "image_url": image}]
+        assert server.post("chat/completions", messages=[{"role": "user", "content": content}]).status == 200
+        height, width, _ = shown(server)[0].shape
+        assert 40_000 < height * width <= 60_000
 
 
 def test_the_other_apis(seeing):
