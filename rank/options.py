@@ -18,7 +18,7 @@ from .flags import BATCH, ENGINE, LAUNCHER, SERVER, read
 from .flags import Spec as Spec
 from .flags import flag as flag
 from .gguf import mixes
-from .protocol import MOST_DRAFTS
+from .protocol import MAX_DRAFTS
 
 LONGEST = 1e6  # seconds of --timeout: Linux polls for 24 days at most
 
@@ -364,7 +364,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                     help="guesses tokens: an EAGLE-3 head, or a smaller model"),
     ] = ""  # fmt: skip
     num_speculative_tokens: Annotated[
-        int, engine("--num-speculative-tokens", group=_MEMORY, metavar="N", low=0, high=MOST_DRAFTS,
+        int, engine("--num-speculative-tokens", group=_MEMORY, metavar="N", low=0, high=MAX_DRAFTS,
                     help="most guessed tokens of a sequence in a step; 0: automatic"),
     ] = 0  # fmt: skip
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-MOST_DRAFTS = 7  # of a sequence in a step
+MAX_DRAFTS = 7  # of a sequence in a step
 NO_DRAFT = -1  # equals no sampled token
 FRAME = struct.Struct("<I")
 MAX_FRAME = 256 << 20

@@ -55,7 +55,7 @@ def generated(path, prompt, images, count):
 
 
 def test_greedy_texts(served):
-    """Of several images, whose tokens are computed in chunks."""
+    """Several images, whose tokens are computed in chunks."""
     server, path = served
     images = [picture(100, 75), picture(200, 300, seed=1)]
     fields = dict(max_tokens=40, ignore_eos=True, return_token_ids=True)
@@ -66,7 +66,7 @@ def test_greedy_texts(served):
 
 
 def test_equal_images_are_cached(served):
-    """By what they show: the same prompt about another image of the same size is computed."""
+    """They are equal by what they show: the same prompt about another image of the same size is computed."""
     server, path = served
     fields = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
     found = []

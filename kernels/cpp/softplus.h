@@ -19,5 +19,5 @@ INLINE float log1p(float t) {
     return whole + 2 * s * (1 + z * (1.f / 3 + z * (1.f / 5 + z * (1.f / 7 + z * (1.f / 9)))));
 }
 
-// As torch's.
+// log(1 + exp(x)), with torch's threshold.
 INLINE float softplus(float x) { return x > 20 ? x : log1p(exp(x)); }

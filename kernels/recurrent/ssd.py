@@ -129,7 +129,7 @@ def chunked(c: Tensor, b: Tensor, v: Tensor, decay: Tensor, state: Tensor, chunk
     each, dim = v.shape[2:]
     c, b = (in_chunks(x, chunks) for x in (c, b))  # [M, G, CHUNK, state]
     v = in_chunks(v.flatten(2), chunks).unflatten(3, (each, dim))  # [M, G, CHUNK, E, head dim]
-    # Of heads that forget fast the sums are large, and in f32 little would be left of their differences.
+    # In f64: heads that forget fast have large sums, of whose differences f32 would keep little.
     total = in_chunks(decay, chunks).double().cumsum(2)  # [M, G, CHUNK, E]
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=c.device).tril()
     spans = (total.mT[..., None] - total.mT[..., None, :]).float()  # [M, G, E, CHUNK, CHUNK]

@@ -217,7 +217,7 @@ class Model(nn.Module):
     # The layers before which the residual stream is kept for a draft model (rank/model/drafts/eagle3.py); the number of
     # all layers stands for the end. `forward` has what it keeps side by side behind the residual stream itself.
     aux_layers: tuple[int, ...] = ()
-    # Of a model that takes images: the token that their features stand for, and how they move positions, if they do.
+    # The token that images' features stand for, and how images move positions; in models that take images alone.
     image_token = -1
     image_positions: Callable[[int, Sequence[Picture]], np.ndarray] | None = None
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
@@ -249,7 +249,7 @@ class Model(nn.Module):
         return args.tie_word_embeddings
 
     def _tower(self, args: Args, mesh: Mesh, names: Collection[str]) -> Tower | None:
-        """What makes features of images, on the first stage of a model that takes some."""
+        """The tower that makes features of images, on the first stage of a model that takes some."""
         return None
 
     @staticmethod
@@ -444,7 +444,7 @@ class TextOfMultimodal(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class SeeingArgs(Args):
-    """Of a model that takes images, where the checkpoint says how."""
+    """Args of a model that takes images, where the checkpoint says how."""
 
     vision_config: dict[str, Any] | None = None
     vision_feature_layer: int | list[int] = -1

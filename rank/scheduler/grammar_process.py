@@ -27,7 +27,7 @@ import psutil
 from ... import linux_calls
 from .. import fork_server, protocol
 from ..framed_socket import FramedSocket
-from ..protocol import MOST_DRAFTS
+from ..protocol import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -97,14 +97,14 @@ def mask_words(vocabulary: protocol.Vocabulary) -> int:
 
 def memory_size(words: int) -> int:
     """Bytes of a worker's memory file. Its pages take memory when they are first written."""
-    return HEAD + SLOTS * (1 + MOST_DRAFTS) * words * 4
+    return HEAD + SLOTS * (1 + MAX_DRAFTS) * words * 4
 
 
 def masks_in(memory: mmap.mmap, words: int) -> np.ndarray:
-    """The masks in a worker's memory file, [SLOTS, 1 + MOST_DRAFTS, words] int32: the next one, and those behind each
+    """The masks in a worker's memory file, [SLOTS, 1 + MAX_DRAFTS, words] int32: the next one, and those behind each
     draft."""
-    masks = np.frombuffer(memory, np.int32, SLOTS * (1 + MOST_DRAFTS) * words, HEAD)
-    return masks.reshape(SLOTS, 1 + MOST_DRAFTS, words)
+    masks = np.frombuffer(memory, np.int32, SLOTS * (1 + MAX_DRAFTS) * words, HEAD)
+    return masks.reshape(SLOTS, 1 + MAX_DRAFTS, words)
 
 
 class Progress:
@@ -182,7 +182,7 @@ class Matcher:
         if not self._forced:
             self._forced = self._matcher.compute_ff_tokens()[:KEPT_FORCED]
             self._look()
-        return self._forced[: MOST_DRAFTS + 1]
+        return self._forced[: MAX_DRAFTS + 1]
 
     def masks_behind(self, drafts: list[int], bits: np.ndarray) -> None:
         """Write the masks behind each of these drafts into bits[1:], [drafts, words], where bits[0] is the next one.

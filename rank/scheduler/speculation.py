@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from ..protocol import MOST_DRAFTS
+from ..protocol import MAX_DRAFTS
 from .ngram import Answers, Ngrams
 from .sequence import Sequence
 
@@ -26,7 +26,7 @@ DECAY = 0.9  # of what was seen, at each further observation
 PRIOR = 2.0  # observations that what other sequences had counts for
 RUNS = 5, 9, 17  # equal tokens so far, by which drafts are told apart: longer repetitions go on more often
 FIRST_RATES = (0.2, 0.5, 0.7, 0.9)  # of each, until something was seen
-MODEL_RATES = (0.7,) * MOST_DRAFTS  # the same of a model's drafts, by position: where those before were right
+MODEL_RATES = (0.7,) * MAX_DRAFTS  # the same of a model's drafts, by position: where those before were right
 GRAMMAR = "grammar"  # the source of drafts that a grammar forces ...
 FORCED_RATE = 0.9  # ... and how often they are right at first: the same text may be other tokens
 TIMES = 15  # durations that are kept, of which the median counts
@@ -34,8 +34,8 @@ FEW = 3  # of them, without drafts, that a number of sequences needs to be compa
 HOPED = 1.02  # times the duration without drafts that a step takes as long as it was not tried
 GAIN = 1.15  # that drafts must promise, as times and chances are estimates
 TRY_AGAIN = 32  # steps that were too slow with drafts before it is tried again: the first time, then twice as many ...
-MOST_PAUSE = 1 << 14  # ... up to so many
-MOST_REST = 32  # tokens between two looks at what a sequence repeats
+MAX_PAUSE = 1 << 14  # ... up to so many
+MAX_REST = 32  # tokens between two looks at what a sequence repeats
 CLEAR = 0.5  # chance of a first draft for which a sequence is looked at again at once
 PAUSE = 64  # steps without a model's drafts once these do not pay: the first time, then twice as many
 
@@ -103,7 +103,7 @@ class StepTimes:
         self._passed[key] = passed = self._passed.get(key, 0) + 1
         patience = self._patience.get(key, TRY_AGAIN)
         if passed >= patience:
-            self._passed[key], self._patience[key] = 0, min(2 * patience, MOST_PAUSE)
+            self._passed[key], self._patience[key] = 0, min(2 * patience, MAX_PAUSE)
             self._seconds.pop(key, None)
             self._median.pop(key, None)
 
@@ -169,7 +169,7 @@ class Drafter:
 
     def looked(self, promising: bool) -> None:
         """Set when to look next: at once where drafts promise much, else ever later."""
-        self.rest = 0 if promising else min(max(1, 2 * self.rest), MOST_REST)
+        self.rest = 0 if promising else min(max(1, 2 * self.rest), MAX_REST)
         self.look_at = self.count + self.rest
 
     def model_chances(self, count: int) -> list[float]:
@@ -219,7 +219,7 @@ class Speculation:
             return 1, {}
         model = self._model if self._steps >= self._resumes else ""
         chances: dict[str, tuple[Drafter, list[float]]] = {}
-        due = MOST_REST
+        due = MAX_REST
         for one in sequences:
             grammar = one.grammar
             drafter = self._drafters.get(one.id) or self._new(one)
@@ -267,7 +267,7 @@ class Speculation:
                 self._pause = PAUSE
             return
         self._began, self._resumes = self._steps, self._steps + self._pause
-        self._pause = min(2 * self._pause, MOST_PAUSE)
+        self._pause = min(2 * self._pause, MAX_PAUSE)
         self._model_rates = Rates(list(MODEL_RATES))
         for drafter in self._drafters.values():
             drafter.model_rates = Rates(self._model_rates)

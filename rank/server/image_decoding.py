@@ -10,7 +10,7 @@ from ..vision import ImageRules
 from .api_error import ApiError
 
 FORMATS = "PNG", "JPEG", "WEBP", "GIF"
-MOST_PIXELS = 50_000_000
+MAX_PIXELS = 50_000_000
 WHITE = 255, 255, 255
 Image.MAX_IMAGE_PIXELS = None  # which warns first: the size is checked here
 
@@ -20,8 +20,8 @@ def decode(_: object, data: bytes, rules: ImageRules, most: int, at: str) -> tup
     own limit. Raises ApiError 400 about the field `at`."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise _bad(at, f"it has {image.width} x {image.height} pixels: at most {MOST_PIXELS} are taken")
+            if image.width * image.height > MAX_PIXELS:
+                raise _bad(at, f"it has {image.width} x {image.height} pixels: at most {MAX_PIXELS} are taken")
             pixels = _opaque(ImageOps.exif_transpose(image))
     except ApiError:
         raise

@@ -73,7 +73,7 @@ class ImageFetcher:
         )
 
     async def get(self, url: str, at: str) -> bytes | Redirect:
-        """What a URL gives. at: its field, for errors. Raises ApiError 400."""
+        """The bytes behind a URL, or where it redirects. at: its field, for errors. Raises ApiError 400."""
         request = HTTPRequest(
             url, follow_redirects=False, connect_timeout=SECONDS / 4, request_timeout=SECONDS,
             decompress_response=False, headers={"User-Agent": f"phalanx/{version()}", "Accept": "image/*"},

@@ -1,4 +1,4 @@
-"""Where the bytes of images come from: data: URLs, and where the operator allows it http, https and file: URLs.
+"""Sources of images' bytes: data: URLs, and where the operator allows it http, https and file: URLs.
 
 A URL makes this host ask another one, or read a file: what a client can reach by itself, and no more, is what a server
 may fetch for it. So hosts have to be named (`--allowed-media-hosts`), and a redirect is a URL like the first.

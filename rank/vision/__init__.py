@@ -14,7 +14,7 @@ from ...errors import MODEL, FatalError
 from .. import untrusted_files
 from ..json_decoding import decode_object
 
-MOST_EDGE = 1 << 16  # pixels of an edge of what a model takes
+MAX_EDGE = 1 << 16  # pixels of an edge of what a model takes
 BICUBIC = 3  # of Pillow's filters
 
 
@@ -69,7 +69,7 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
 
 
-def whole(values: dict[str, Any], key: str, default: int, most: int = MOST_EDGE) -> int:
+def whole(values: dict[str, Any], key: str, default: int, most: int = MAX_EDGE) -> int:
     """A positive whole number. Raises ValueError."""
     value = values.get(key)
     value = default if value is None else value

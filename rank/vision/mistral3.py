@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import MOST_EDGE, ImageRules, colours, whole
+from . import MAX_EDGE, ImageRules, colours, whole
 from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 
@@ -44,12 +44,12 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     return Rules(
         placeholder=token,
         token=token,
-        # Of Mistral's tokenizers, which all have them there.
+        # All of Mistral's tokenizers have them there.
         row_end=whole(config, "image_break_token_id", 12, 1 << 24),
         end=whole(config, "image_end_token_id", 13, 1 << 24),
         mean=colours(processor, "image_mean", CLIP_MEAN),
         std=colours(processor, "image_std", CLIP_STD),
         patch=whole(config["vision_config"], "patch_size", 16),
         merge=whole(config, "spatial_merge_size", 1),
-        longest=whole(processor.get("size") or {}, "longest_edge", 1024, MOST_EDGE),
+        longest=whole(processor.get("size") or {}, "longest_edge", 1024, MAX_EDGE),
     )

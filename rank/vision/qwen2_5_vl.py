@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import MOST_EDGE, ImageRules, colours, whole
+from . import MAX_EDGE, ImageRules, colours, whole
 
-MOST_RATIO = 200  # of the longer edge to the shorter
-MOST_PIXELS = 1 << 28
+MAX_RATIO = 200  # of the longer edge to the shorter
+MAX_PIXELS = 1 << 28
 CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
 CLIP_STD = 0.26862954, 0.26130258, 0.27577711
 
@@ -20,8 +20,8 @@ class Rules(ImageRules, frozen=True, kw_only=True):
     most: int
 
     def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
-        if max(height, width) > MOST_RATIO * min(height, width):
-            raise ValueError(f"its longer edge is more than {MOST_RATIO} times the shorter")
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise ValueError(f"its longer edge is more than {MAX_RATIO} times the shorter")
         most = max(min(most or self.most, self.most), self.least)
         unit = self.patch * self.merge
         rounded = round(height / unit) * unit, round(width / unit) * unit
@@ -34,7 +34,7 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return rounded
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        return self.size(MOST_EDGE, MOST_EDGE, tokens * (self.patch * self.merge) ** 2)
+        return self.size(MAX_EDGE, MAX_EDGE, tokens * (self.patch * self.merge) ** 2)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.merge
@@ -48,8 +48,8 @@ def _down(length: float, unit: int) -> int:
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     vision, token = config["vision_config"], whole(config, "image_token_id", 151655, 1 << 24)
     size = processor.get("size") or {}
-    least = whole(processor, "min_pixels", whole(size, "shortest_edge", 56 * 56, MOST_PIXELS), MOST_PIXELS)
-    most = whole(processor, "max_pixels", whole(size, "longest_edge", 28 * 28 * 1280, MOST_PIXELS), MOST_PIXELS)
+    least = whole(processor, "min_pixels", whole(size, "shortest_edge", 56 * 56, MAX_PIXELS), MAX_PIXELS)
+    most = whole(processor, "max_pixels", whole(size, "longest_edge", 28 * 28 * 1280, MAX_PIXELS), MAX_PIXELS)
     if least > most:
         raise ValueError(f"min_pixels {least} are more than max_pixels {most}")
     return Rules(

@@ -134,7 +134,7 @@ def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     ("qwen3", dict(sequences=12, blocks=60)), ("deepseek_v3", dict(tp=2)), ("eagle3", {}), ("draft", {}),
 ])  # fmt: skip
 def test_random_requests_get_the_same_tokens(made, name, how):
-    """Whatever a model of random weights drafts, with all fields, grammars, aborts and preemptions."""
+    """A model of random weights drafts, with all fields, grammars, aborts and preemptions."""
     path, options = made(name)
     write_tokenizer(path)
     found = check(path, requests=12, seed=5, real=True, mem=8, **options, **how)

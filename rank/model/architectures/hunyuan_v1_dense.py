@@ -22,7 +22,7 @@ class Args(llama.Args):
     rms_norm_eps: float = 1e-5
 
     def rope(self, index: int) -> Parameters:
-        """What checkpoints call dynamic stretches the base by a fixed alpha."""
+        """Rope of a layer. `dynamic` in these checkpoints stretches the base by a fixed alpha."""
         rope, dim = self.rope_parameters, self.head_dim
         if rope["rope_type"] != "dynamic" or not (alpha := rope.get("alpha")):
             return rope
@@ -36,7 +36,7 @@ class Attention(llama.Attention):
         self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps)
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
-        """What stores keys rotates them, by no angle where that has been done."""
+        """Rotate before the norm; the kernel that stores keys then rotates by no angle."""
         q, k, v = self.qkv_proj.split(self.qkv_proj(h))
         q, k = (
             rms_norm(apply_rotary(x, cos_sin), norm.weight, norm.eps)

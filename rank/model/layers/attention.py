@@ -101,7 +101,7 @@ class PagedAttention:
 
 
 def _kv(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a layer keeps of keys and values: all but what it may keep of whole sequences behind that, in f32."""
+    """The keys and values of a layer's cache, without the states of whole sequences that may follow, in f32."""
     return cache[: 3 if len(cache) > 2 and cache[2].dtype == torch.uint8 else 2]
 
 

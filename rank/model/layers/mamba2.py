@@ -54,7 +54,7 @@ class Scan(ShardedModule):
         )
 
 
-# What checkpoints name them → where they are here.
+# Names in checkpoints → names here.
 RENAMED = {f"mamba.{field.name}": f"mamba.scan.{field.name}" for field in Scan.fields}
 
 
@@ -125,7 +125,7 @@ class Mamba2(nn.Module):
         return self.out(y, z)
 
     def mix(self, h: Normed, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What heads read of the states, and what gates it: [T, values] each."""
+        """The heads' outputs and their gates: [T, values] each."""
         sizes, projected = self.sizes, self.in_proj(h)
         if self.factors is not None:
             projected = self.factors(projected)

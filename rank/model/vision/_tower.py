@@ -1,4 +1,4 @@
-"""What towers share. Every rank of a pipeline's first stage has a whole one and computes the same features."""
+"""Parts that towers share. Every rank of a pipeline's first stage has a whole one and computes the same features."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 
 def without_gate(given: Inputs) -> Inputs:
-    """The same experts with up alone."""
+    """These experts with up alone."""
     return given._replace(w13=given.w13[:, given.w2.shape[2] :].contiguous(), act="relu2", gated=False)
 
 

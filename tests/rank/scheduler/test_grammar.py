@@ -118,7 +118,7 @@ def test_a_text_that_has_to_follow_is_computed_once(compiler, monkeypatch):
     inner, one._matcher = one._matcher, Counting()
     abc = PIECES.index("abc")
     for left in range(40, 0, -1):
-        assert one.forced() == [abc] * min(left, protocol.MOST_DRAFTS + 1)
+        assert one.forced() == [abc] * min(left, protocol.MAX_DRAFTS + 1)
         one.take([abc])
     assert one.forced() == [] and computed == [0, 40]
     one.take([PIECES.index("1")])

@@ -12,8 +12,8 @@ from phalanx.rank.scheduler.speculation import (
     FEW,
     FIRST_RATES,
     GAIN,
-    MOST_PAUSE,
-    MOST_REST,
+    MAX_PAUSE,
+    MAX_REST,
     PAUSE,
     TRY_AGAIN,
     Rates,
@@ -155,7 +155,7 @@ def test_a_number_that_was_slow_is_tried_again_ever_more_rarely():
         while times.tried(1, 4):
             times.passed_over(1, 4)
             waited[-1] += 1
-    assert waited == [min(TRY_AGAIN << i, MOST_PAUSE) for i in range(12)]
+    assert waited == [min(TRY_AGAIN << i, MAX_PAUSE) for i in range(12)]
 
 
 def test_more_tokens_are_tried_behind_fewer():
@@ -246,10 +246,10 @@ def test_text_that_never_matches_is_looked_at_ever_more_rarely():
         for one in found:
             one.tokens.append(1000 + i)
             one.length += 1
-    assert looked <= 6 + 200 // MOST_REST
+    assert looked <= 6 + 200 // MAX_REST
     for one in found:  # it is found all the same
         one.tokens += DOCUMENT + DOCUMENT[:20]
         one.length += 70
-    for _ in range(MOST_REST):
+    for _ in range(MAX_REST):
         query_len, drafts = made.choose(found)
     assert query_len == 8 and drafts["0"][0] == 120

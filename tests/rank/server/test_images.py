@@ -283,7 +283,7 @@ def test_a_bomb(seeing):
 
 
 def test_damaged_images(seeing):
-    """What is decoded all the same, and what is refused: nothing else happens."""
+    """Damaged images are decoded or refused: nothing else happens."""
     draw, made = random.Random(0), Image.effect_mandelbrot((120, 90), (-2, -1, 1, 1), 50).convert("RGB")
     for form in ("PNG", "JPEG", "WEBP", "GIF"):
         whole = base64.b64decode(url_of(made, form).partition(",")[2])

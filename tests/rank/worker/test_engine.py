@@ -337,7 +337,7 @@ def test_weights_whose_memory_is_taken_meanwhile(gpu, monkeypatch):
     ({"num_speculative_tokens": 2}, 1, False, "cpu", (1, 2, 3)),
 ])  # fmt: skip
 def test_tokens_that_steps_verify(options, pp, states, device, found):
-    """Where that takes neither memory nor graphs, no option has to ask for it."""
+    """No option has to ask for steps that take neither memory nor graphs."""
     spec = RecurrentState(3, 7, 2, 4, 5) if states else PagedKV(2, 8, 8)
 
     def rank(world):

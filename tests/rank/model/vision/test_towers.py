@@ -25,7 +25,7 @@ def made(tmp_path_factory):
 
 
 def processed(path, images):
-    """What transformers' image processor makes of them, without torchvision."""
+    """Images by transformers' image processor, without torchvision."""
     processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")
     return processor(images, return_tensors="pt")
 
