@@ -357,7 +357,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     speculate: Annotated[
         str, engine("--speculate", group=_MEMORY, choices=("auto", "none", "ngram", "mtp", "eagle3", "draft"),
                     spellings={"off": "none"},
-                    help="how tokens are guessed; auto: by --draft-model, if any; else ngram on CPUs"),
+                    help="how tokens are guessed; auto: by --draft-model, else ngram on CPUs"),
     ] = "auto"  # fmt: skip
     draft_model: Annotated[
         str, engine("--draft-model", group=_MEMORY, metavar="DIR",

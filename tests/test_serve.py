@@ -87,8 +87,10 @@ def test_a_stream_says_the_same_as_the_whole(client):
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(update=dict(
-        prompt_tokens_details=chunks[-1].usage.prompt_tokens_details))  # fmt: skip
+    # How many tokens came from the cache or were guessed depends on the requests before.
+    details = {"prompt_tokens_details", "completion_tokens_details"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.model_dump(exclude=details) == whole.usage.model_dump(exclude=details)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert len(chunks) > 2
 
