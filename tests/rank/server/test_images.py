@@ -499,8 +499,8 @@ def test_clients(seeing):
     """OpenAI's, Anthropic's and LangChain's write images as their own documents show."""
     import anthropic
     import openai
-    from langchain_openai import ChatOpenAI
 
+    langchain = pytest.importorskip("langchain_openai")  # not among what test_python_312.py installs
     base, url = f"http://127.0.0.1:{seeing.port}", url_of(Image.new("RGB", (56, 56), "red"))
     client = openai.OpenAI(base_url=f"{base}/v1", api_key="EMPTY", max_retries=0)
     content = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
@@ -516,6 +516,6 @@ def test_clients(seeing):
     with pytest.raises(anthropic.BadRequestError, match="is no image of a known format"):
         wrong = [{"type": "image", "source": source | {"data": "aGVsbG8="}}]
         other.messages.create(model="m", messages=[{"role": "user", "content": wrong}], max_tokens=2)
-    chain = ChatOpenAI(base_url=f"{base}/v1", api_key="EMPTY", model="m", max_tokens=2, max_retries=0)
+    chain = langchain.ChatOpenAI(base_url=f"{base}/v1", api_key="EMPTY", model="m", max_tokens=2, max_retries=0)
     assert chain.invoke([("user", content)]).usage_metadata["input_tokens"] > 4
     assert [len(request.pictures) for request in seeing.scheduler.requests[-4:]] == [1] * 4
