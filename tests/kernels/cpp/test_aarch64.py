@@ -22,7 +22,7 @@ EVERYTHING = (
     "norm/test_layer_norm_cpu.py", "norm/test_norm_cpu.py", "quantized/test_blocks_cpu.py",
     "quantized/test_e4m3_cpu.py", "quantized/test_half_floats.py", "quantized/test_packing_cpu.py",
     "quantized/test_q8_0.py", "quantized/test_super_blocks.py", "recurrent/test_gated_delta.py",
-    "rope/test_rope_cpu.py", "sampling/test_argmax_cpu.py", "sampling/test_logits_cpu.py",
+    "recurrent/test_ssd.py", "rope/test_rope_cpu.py", "sampling/test_argmax_cpu.py", "sampling/test_logits_cpu.py",
 )  # fmt: skip
 LEFT_OUT = "-k", "not whoever_is_late"  # it calls operations itself, by their addresses
 

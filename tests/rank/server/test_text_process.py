@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ...processes import wait
 from .conftest import make_model
+from .printing import printing
 
 pytestmark = pytest.mark.timeout(120)
 READY = protocol.Ready(max_model_len=512, vocab_size=400, kv_tokens=4096, block_size=16, max_num_seqs=4, ranks=1)
@@ -333,11 +334,6 @@ def test_what_it_prints_is_logged(tmp_path, opened, caplog):
     opened(make_model(tmp_path / "m")).run(printing, 20)
     assert not wait(lambda: sum(one.count("a line") for one in caplog.messages) < 20, 10)
     assert len(caplog.records) < 20
-
-
-def printing(text: Text, lines: int) -> None:
-    for _ in range(lines):
-        print("a line", file=sys.stderr)
 
 
 def test_the_server_keeps_its_memory(attacked):
