@@ -23,6 +23,7 @@ from ..gguf.architectures import _common
 from ..gguf.checkpoint import NUMBER, added_to, orders_of, part_of
 from ..gguf.types import BY_NAME
 from ..model import architectures
+from ..model.base import TOWER, Args, SeeingArgs
 from ..model.choices import sizes_of
 from ..model.config import Config, read_config
 from ..model.load import FURTHER, HARMLESS
@@ -109,7 +110,8 @@ def differences(source: Path, file: Path) -> list[str]:
     there, here = (architectures.find(one.model_type).Args.from_config(one) for one in configs)
     name = gguf_architectures.of_model(configs[0].model_type)
     assert name is not None  # the file is there
-    anew = (*SPELLED_ANEW, *REACHES, *getattr(gguf_architectures.find(name), "SPELLED_ANEW", ()))
+    of_tower = {one.name for one in dataclasses.fields(SeeingArgs)} - {one.name for one in dataclasses.fields(Args)}
+    anew = (*of_tower, *SPELLED_ANEW, *REACHES, *getattr(gguf_architectures.find(name), "SPELLED_ANEW", ()))
     for one in dataclasses.fields(there):
         mine, its = getattr(there, one.name), getattr(here, one.name, None)
         if not mine or one.name in anew:
@@ -143,6 +145,8 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
     found = []
     by_ours = {model.rename(source): source for source in index.files}
     for ours, source in by_ours.items():
+        if ours.startswith(TOWER):  # llama.cpp has towers in files of their own
+            continue
         if ours.endswith(HARMLESS) or source.startswith((*FURTHER, *model.LEFT_OUT)):
             continue
         if (tied and ours == "lm_head.weight") or known.is_number(ours):

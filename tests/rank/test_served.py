@@ -62,7 +62,9 @@ OF_OTHERS = {
     "ep2-pp2 of threads": Layout(tp=2, pp=2, ep=2, threads=True),
 }
 LAYOUTS = {SHORT: Layout(tp=2)} | OF_ALL | OF_KINDS | OF_OTHERS
-TOLERANCE = 1e-4  # of log-probabilities; logits that are nearer than that are a tie
+# Of logits: nearer ones are a tie. Twice that of log-probabilities, whose last digits depend on how many drafts a step
+# verifies.
+TOLERANCE = 1e-4
 LENGTH = 60
 PROMPTS = torch.randint(3, 512, (4, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
 OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=288, dtype="f32", timeout=60.0)
@@ -261,7 +263,7 @@ def check_answers(title, want, found, asked):
         ids, values = zip(*top, strict=True)
         assert sorted(ids) == list(range(logprobs.shape[-1]))
         far = (torch.tensor(values) - logprobs[place, list(ids)]).abs().max()
-        assert far < TOLERANCE, f"{title}: log-probabilities of token {place} are {far:.2g} off"
+        assert far < 2 * TOLERANCE, f"{title}: log-probabilities of token {place} are {far:.2g} off"
 
 
 def check(title, want, prompt, got, count):
