@@ -1,5 +1,6 @@
 """Every architecture: f32 logits equal transformers' within 1e-4, however the model is cut; greedy tokens are equal."""
 
+import copy
 import functools
 import json
 import shutil
@@ -31,7 +32,8 @@ def of_short(names, short):
 
 
 def options_of(**options):
-    """An entry of MODELS with what all have."""
+    """An entry of MODELS with what all have: a copy, as transformers' configs write into the dicts they get."""
+    options = copy.deepcopy(options)
     if "text_config" in options:
         whole = {"text_config": COMMON | options["text_config"], "vision_config": VISION | options["vision_config"]}
         return options | whole
