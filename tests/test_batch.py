@@ -15,10 +15,13 @@ import time
 import pytest
 from safetensors.torch import load_file, save_file
 
+from . import retries
 from .batch import Job, answers, files, finished, read, requests
 from .checkpoints import make_checkpoint
 from .processes import kill
 from .ranks import under_mpirun
+
+pytestmark = retries.KILLS
 
 RANKS = ("--device", "cpu", "--mem", "64", "--timeout", "20")
 SLOW = ("--max-num-seqs", "1")  # what is to be interrupted is not over before

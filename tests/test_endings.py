@@ -7,10 +7,13 @@ import time
 
 import pytest
 
+from . import retries
 from .checkpoints import make_checkpoint
 from .processes import kill, wait
 from .ranks import under_mpirun
 from .server import Server, Stream
+
+pytestmark = retries.KILLS
 
 ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "10")
 HOST = socket.gethostname()

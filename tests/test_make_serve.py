@@ -12,11 +12,12 @@ from pathlib import Path
 import phalanx
 import pytest
 
+from . import retries
 from .processes import Started
 
 ROOT = Path(phalanx.__file__).resolve().parent
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), retries.CLOCKS]
 
 
 def tracked():

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from . import retries
 from .checkpoints import make_checkpoint
 from .ranks import under_mpirun
 from .server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(900), retries.KILLS]
 
 
 def test_thirty_two_ranks_on_a_few_cores(tmp_path):

@@ -9,11 +9,12 @@ import urllib.request
 
 import pytest
 
+from . import retries
 from .checkpoints import make_checkpoint
 from .processes import wait
 from .server import Server
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), retries.CLOCKS]
 QUICK = "The quick brown"
 
 

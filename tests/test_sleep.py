@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from . import retries
 from .checkpoints import make_checkpoint
 from .server import Server, Stream
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180), retries.CLOCKS]
 BODY = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
 WEIGHTS = 60_000  # KB that the weights of both ranks take at least
 

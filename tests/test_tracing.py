@@ -5,11 +5,12 @@ import time
 
 import pytest
 
+from . import retries
 from .collector import Collector
 from .processes import wait
 from .server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180), retries.CLOCKS]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20, "ignore_eos": True}
 

@@ -10,10 +10,11 @@ from contextlib import closing
 
 import pytest
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(100), retries.CLOCKS]
 SECONDS = 3
 ASK = json.dumps({"prompt": [5, 6, 7], "max_tokens": 1}).encode()
 MANY = 12 << 20

@@ -12,10 +12,11 @@ import urllib.parse
 import psutil
 import pytest
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..server import Server, Stream
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(100), retries.CLOCKS]
 LIMIT = 128
 FEW = ("bash", "-c", f'ulimit -n {LIMIT}; exec "$@"', "bash")
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from phalanx.launcher.builtin_model import DIRECTORY
 
+from .. import retries
 from ..server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120), retries.CLOCKS]
 SECONDS = 6
 MULTIPLE = {"type": "integer", "multipleOf": 999983}  # compiles for seconds
 JSON = {"Content-Type": "application/json"}

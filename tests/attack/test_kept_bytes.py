@@ -4,10 +4,11 @@ import time
 
 import pytest
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120), retries.CLOCKS]
 SIZE = 20 << 20
 MANY = 7  # more than a half of what there is room for; a large body takes seconds, as it is read slowly
 

@@ -11,13 +11,14 @@ from phalanx import errors
 from phalanx.launcher.job import mpirun
 from phalanx.rank.server import server_registry
 
+from .. import retries
 from ..batch import Job, requests
 from ..checkpoints import make_checkpoint
 from ..processes import wait
 from ..ranks import AS_ROOT
 from ..server import Server, Stream
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(100), retries.KILLS]
 TIMEOUT = 5  # seconds: two ranks have to join within it, on a machine that others use too
 OPTIONS = ("--device", "cpu", "--mem", "64", "--timeout", f"{TIMEOUT}")
 

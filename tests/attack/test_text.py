@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from phalanx.launcher import builtin_model
 
+from .. import retries
 from ..server import Server, Stream
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150), retries.CLOCKS]
 TEMPLATE = (
     "{% if attack == 'time' %}{% set t = 'x' * m %}{% for a in t %}{% for b in t %}{% for c in t %}{% endfor %}"
     "{% endfor %}{% endfor %}{% elif attack == 'memory' %}{% set s = namespace(t='x') %}{% for i in range(40) %}"

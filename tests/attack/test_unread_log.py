@@ -9,12 +9,13 @@ import threading
 
 import pytest
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..processes import kill, wait
 from ..ranks import under_mpirun
 from ..server import Server, Stream
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, retries.CLOCKS]
 
 ARGUMENTS = ("--np", "2", "--device", "cpu", "--mem", "64", "--timeout", "10")
 MALFORMED = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Odd: " + b"\x01\x9b" * 30_000 + b"\r\n\r\n"

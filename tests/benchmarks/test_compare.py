@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from phalanx.benchmarks import compare
 
+from .. import retries
+
+pytestmark = retries.CLOCKS
+
 FAKE = """
 import json, os, sys
 flags = dict(one[2:].split("=") for one in sys.argv[1:] if "=" in one)

@@ -9,9 +9,9 @@ import pytest
 from phalanx.benchmarks import crowd
 from phalanx.benchmarks.serving import misbehaving
 
-from .. import word_server
+from .. import retries, word_server
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), retries.CLOCKS]
 
 
 @pytest.mark.long

@@ -5,6 +5,10 @@ import json
 import pytest
 from phalanx.benchmarks import kills
 
+from .. import retries
+
+pytestmark = retries.KILLS
+
 
 def test_lost_and_twice_are_seen(tmp_path):
     (tmp_path / "out.jsonl").write_text("".join(json.dumps({"custom_id": name}) + "\n" for name in ("a", "b", "b")))

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from phalanx.benchmarks.serving import paced
 
+from .. import retries
 from ..processes import Started
+
+pytestmark = retries.CLOCKS
 
 
 @pytest.mark.timeout(60)

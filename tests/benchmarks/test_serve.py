@@ -15,8 +15,11 @@ import pytest
 from phalanx.benchmarks import serve
 from phalanx.launcher.commands.bench import client, report, run, workload
 
+from .. import retries
 from ..word_server import IDS, count
 from .conftest import SMALL
+
+pytestmark = retries.CLOCKS
 
 ROOT = Path(__file__).parents[2]
 

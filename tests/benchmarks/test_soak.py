@@ -6,6 +6,10 @@ import random
 import pytest
 from phalanx.benchmarks import soak
 
+from .. import retries
+
+pytestmark = retries.CLOCKS
+
 
 def sample(requests, **changes):
     kinds = {what: {"rank 0": 3} for what in soak.TOLERANCE} | {

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from .. import retries
 from ..batch import Job, answers, finished, requests
 from ..checkpoints import make_checkpoint
 from ..processes import gone
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(180), retries.CLUSTER]
 
 TIMEOUT = 10  # also what ranks that import torch side by side may take to meet
 PATIENT = ("--device", "cpu", "--mem", "64")

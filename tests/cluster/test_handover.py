@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from phalanx.rank.server import server_registry
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..processes import wait
 from ..server import PHALANX
 from . import clients
 from . import slurm as real
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500), retries.CLUSTER]
 
 # The long proof of docs/measurements/handover.md sets these: it takes a quarter of an hour.
 CLIENTS = int(os.environ.get("HANDOVER_CLIENTS", "20"))

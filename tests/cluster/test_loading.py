@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180), retries.CLUSTER]
 
 ARGUMENTS = ("--device", "cpu", "--mem", "64", "--timeout", "20")
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}

@@ -15,12 +15,12 @@ import phalanx
 import pytest
 import yaml
 
-from .. import ranks
+from .. import ranks, retries
 from ..server import PHALANX, Server
 from . import stand_ins
 from .stand_ins import GPUS, LEFT
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180), retries.CLUSTER]
 HOSTFILES = Path(phalanx.__file__).resolve().parent / "hostfiles"
 
 

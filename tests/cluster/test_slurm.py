@@ -10,12 +10,13 @@ from pathlib import Path
 import phalanx
 import pytest
 
+from .. import retries
 from ..batch import answers, requests
 from ..checkpoints import make_checkpoint
 from ..processes import wait
 from .hosts import HostsServer
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), retries.CLUSTER]
 
 HOSTFILES = Path(phalanx.__file__).parent / "hostfiles"
 SCRIPT = HOSTFILES / "slurm-batch.sh"

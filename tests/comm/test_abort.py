@@ -6,6 +6,10 @@ import time
 
 import pytest
 
+from .. import retries
+
+pytestmark = retries.KILLS
+
 END = """
 import sys, time
 from phalanx.comm.watchdog import LocalWatchdog

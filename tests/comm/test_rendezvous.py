@@ -14,6 +14,10 @@ from phalanx.comm.broadcast import broadcast_bytes
 from phalanx.comm.rendezvous import _addresses, _listener, _search, gather_connections
 from phalanx.comm.watchdog import Watchdog
 
+from .. import retries
+
+pytestmark = retries.CLOCKS
+
 HOSTS = ["one", "two"]
 HELLO, ANSWER = b"h" * 16 + (1).to_bytes(4, "little"), b"a" * 16
 

@@ -7,6 +7,10 @@ from phalanx.comm import threads
 from phalanx.comm.broadcast import broadcast_bytes
 from phalanx.comm.watchdog import Watchdog, _Peer, _StepStall
 
+from .. import retries
+
+pytestmark = retries.KILLS
+
 
 @pytest.fixture(autouse=True)
 def not_the_end(monkeypatch):

@@ -17,11 +17,12 @@ from phalanx.launcher.llm_types import collect
 from phalanx.rank.server.session import Update
 from phalanx.rank.server.text.events import Reasoning, Text, ToolCallArguments, ToolCallEnd, ToolCallStart
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..processes import gone, kill
 from ..ranks import clean
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), retries.KILLS]
 SMALL = {"device": "cpu", "mem": 64, "dtype": "f32", "max_num_seqs": 16}
 
 

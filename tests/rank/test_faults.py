@@ -20,12 +20,13 @@ from phalanx.comm.watchdog import LocalWatchdog
 from phalanx.rank.__main__ import Rank
 from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
+from .. import retries
 from ..checkpoints import make_checkpoint
 from ..engine import Engine, greedy
 from ..processes import gone, kill, wait
 from ..ranks import MEMORY, environment, quick
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), retries.KILLS]
 HOST = socket.gethostname()
 IDLE_OR_NOT = [pytest.param(False, id="idle", marks=pytest.mark.long), pytest.param(True, id="load")]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from phalanx.rank.fork_server import ForkServer
 
+from .. import retries
 from ..processes import wait
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), retries.KILLS]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from phalanx import errors
 from phalanx.rank import protocol
 
+from .. import retries
 from ..checkpoints import make_checkpoint, write_tokenizer
 from ..engine import Engine, greedy
 from ..processes import gone
@@ -17,7 +18,7 @@ from .model.test_architectures import MODELS, write
 from .test_loading import ended
 from .test_swapping import COUNT, OPTIONS, SIZES, prompt
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), retries.KILLS]
 
 HOST = socket.gethostname()
 FAULTY = (str(Path(__file__).parent / "faulty.py"),)

@@ -10,9 +10,10 @@ import pytest
 from phalanx.launcher import cli
 from phalanx.launcher.commands.chat import conversation, display
 
+from ... import retries
 from .test_chat import Server, chat, server  # noqa: F401
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), retries.CLOCKS]
 PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "Hello"}}]}\n\n'
 BROKEN_OFF = "ended the answer before it was whole"
 FORMAT = "answers in another format than OpenAI's"

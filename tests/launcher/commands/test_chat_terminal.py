@@ -14,9 +14,10 @@ from phalanx.launcher.commands.chat import loading
 from phalanx.launcher.commands.chat.display import Live, finished
 from rich.console import Console
 
+from ... import retries
 from .test_chat import Server, chat, server  # noqa: F401
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), retries.CLOCKS]
 
 
 def said(server, number=-1):  # noqa: F811

@@ -12,9 +12,10 @@ from phalanx.launcher.commands.doctor import command
 from phalanx.launcher.commands.doctor.check import OK
 from phalanx.launcher.job.mpirun import Mpi
 
+from ... import retries
 from ...ranks import environment, run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, retries.CLOCKS]
 DOCTOR = [sys.executable, "-m", "phalanx.launcher.cli", "doctor"]
 
 

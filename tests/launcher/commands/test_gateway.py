@@ -15,12 +15,13 @@ import pytest
 from phalanx import errors
 from phalanx.rank.server import server_registry
 
+from ... import retries
 from ...checkpoints import make_checkpoint
 from ...processes import wait
 from ...ranks import clean
 from ...server import PHALANX, Server, Stream
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), retries.KILLS]
 SERVE = ("--device", "cpu", "--mem", "64")
 
 

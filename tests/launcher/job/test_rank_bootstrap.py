@@ -14,12 +14,13 @@ from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
 from phalanx.launcher.job.mpi_env import RankPlacement
 from phalanx.rank.options import Options
 
+from ... import retries
 from ...processes import gone, kill, tree
 from ...ranks import AS_ROOT
 from ..jobs import PHALANX, Launched, under_mpirun
 from .test_supervisor import parent_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), retries.KILLS]
 
 
 @pytest.fixture(scope="module")

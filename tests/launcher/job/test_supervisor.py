@@ -12,10 +12,11 @@ import pytest
 from phalanx.launcher.job import supervisor
 from phalanx.rank.options import JOB_ENV, Options, decode_job
 
+from ... import retries
 from ...processes import table, tree
 from ..jobs import serve
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), retries.KILLS]
 ALONE = pytest.param(1, marks=pytest.mark.long)  # without mpirun, as many other tests
 
 

@@ -23,11 +23,12 @@ from phalanx.rank.server.__main__ import ready_line
 from phalanx.rank.server.api_error import NOT_TAKEN
 from phalanx.rank.server.config import ServerConfig
 
+from ... import retries
 from ...config_pipe import config_pipe
 from ...processes import wait
 from .conftest import make_model
 
-pytestmark = pytest.mark.timeout(40)
+pytestmark = [pytest.mark.timeout(40), retries.KILLS]
 
 
 class Process:

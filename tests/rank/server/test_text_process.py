@@ -24,11 +24,12 @@ from phalanx.rank.server.text.load import Text, TextSettings
 from phalanx.rank.server.text_process import Limits, RemoteText
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from ... import retries
 from ...processes import wait
 from .conftest import make_model
 from .printing import printing
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), retries.CLOCKS]
 READY = protocol.Ready(max_model_len=512, vocab_size=400, kv_tokens=4096, block_size=16, max_num_seqs=4, ranks=1)
 LIMITS = Limits(seconds=0.5, seconds_when_killing=0.2, memory=128 << 20, loading_seconds=5.0, loading_memory=1 << 30)
 # Each is rendered where `attack` is its name; `n` is 10 ** 9, `m` 10 ** 5. What has no variable is folded when parsed.

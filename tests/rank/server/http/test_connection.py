@@ -11,7 +11,9 @@ import time
 import pytest
 from phalanx.rank.server.http import app, handler
 
-pytestmark = pytest.mark.timeout(30)
+from .... import retries
+
+pytestmark = [pytest.mark.timeout(30), retries.CLOCKS]
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
 
 

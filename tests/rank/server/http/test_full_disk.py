@@ -10,12 +10,13 @@ from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.batch import journal, output, stored
 from phalanx.rank.server.http import upload
 
+from .... import retries
 from ....late import Late
 from .batching import begin, client_of, line, put, read, until
 
 openai = Late("openai")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), retries.CLOCKS]
 CHAT = "/v1/chat/completions"
 
 

@@ -11,7 +11,9 @@ import pytest
 from phalanx.rank.server.http import connection, handler, listener
 from phalanx.rank.server.http.listener import LOCAL, Descriptors, Listener, name_of
 
-pytestmark = pytest.mark.timeout(60)
+from .... import retries
+
+pytestmark = [pytest.mark.timeout(60), retries.CLOCKS]
 HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: local"
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b'{"prompt": "x'
 ASK = json.dumps({"prompt": "x", "stream": True, "max_tokens": 5}).encode()

@@ -15,9 +15,10 @@ from phalanx.rank.server.http import handler
 from phalanx.rank.server.text_engine import LARGE, THREADS
 from phalanx.rank.server.text_process import text_facts
 
+from .... import retries
 from .test_server import read_all, send
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(60), retries.CLOCKS]
 ROOM = protocol.Ready(
     max_model_len=4_000_000, vocab_size=400, kv_tokens=4_000_000, block_size=16, max_num_seqs=4, ranks=1
 )

@@ -11,11 +11,11 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.http import page
 
-from .... import browser
+from .... import browser, retries
 from ...mcp_servers import STDIO, free_port, written
 from ..conftest import LiveServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), retries.BROWSER]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}}}
 RICH = """\

@@ -10,12 +10,13 @@ import pytest
 from phalanx.rank.server import file_store, kept_files
 from phalanx.rank.server.http import endpoint
 
+from .... import retries
 from ....late import Late
 from .batching import begin, client_of, line, put, until
 
 openai = Late("openai")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), retries.CLOCKS]
 CHAT = "/v1/chat/completions"
 
 
