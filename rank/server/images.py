@@ -105,6 +105,14 @@ class ImageReader:
         if self._process is None:
             log.warning("this server takes no images: %s", self._why)
 
+    def limits(self, ready: protocol.Ready) -> dict[str, int] | None:
+        """The images that a request may have, and the pixels that are left of each; None: this server takes none."""
+        if self._process is None or not ready.images:
+            return None
+        height, width = self._rules.largest(ready.max_model_len)
+        pixels = min(height * width, ready.image_pixels or height * width)
+        return {"per_prompt": self._most, "pixels": pixels}
+
     def close(self) -> None:
         self._sources.close()
         self._lanes.pool.shutdown(wait=False, cancel_futures=True)

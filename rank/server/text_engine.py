@@ -116,6 +116,14 @@ class TextEngine:
         return self.text is not None and self.text.takes_tools
 
     @property
+    def image_limits(self) -> dict[str, int] | None:
+        """What ImageReader.limits says; None: the model takes no images, or is not loaded."""
+        ready = self.link.ready
+        if self._images is None or ready is None or ready.model != self.model:
+            return None
+        return self._images.limits(ready)
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: equal where seeds give equal answers, as far as this process knows."""
         ready = self.link.ready

@@ -28,7 +28,8 @@ class SelectRequest(Body):
 
 
 def models(call: Call) -> dict[str, Any]:
-    """The models that there are, with `max_model_len`; of several with their `status`. In Anthropic's shape where the
+    """The models that there are, with `max_model_len` and `input_modalities`, and what `images` they take once they are
+    loaded; of several with their `status`. In Anthropic's shape where the
     client sends `anthropic-version`."""
     assert call.server is not None
     data = [_shown(call, *one) for one in _names(call.server)]
@@ -99,6 +100,7 @@ def _shown(call: Call, name: str, engine: TextEngine) -> dict[str, Any]:
 def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, Any]:
     """A model's entry."""
     real, ready = engine.names[0], state.link.ready
+    images = engine.image_limits
     entry = {
         "id": name,
         "object": "model",
@@ -108,7 +110,10 @@ def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, An
         "root": real,
         "parent": None if name == real else real,
         "permission": [],
+        "input_modalities": ["text", "image"] if images is not None else ["text"],
     }
+    if images is not None:
+        entry["images"] = images
     if state.models is not None:
         entry["status"] = state.models.status(engine)
         if notes := state.config.models[engine.model].notes:

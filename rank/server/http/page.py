@@ -1,7 +1,8 @@
 """A web page to talk to the model with: files of `ui/`, served as they are.
 
 Nothing comes from elsewhere, and no script or style stands in the page itself, so the policy that browsers are given
-allows this server's own files alone. Paths are relative: the page works behind a proxy's prefix, too.
+allows this server's own files alone, and as data: URLs the images that users attach. Paths are relative: the page works
+behind a proxy's prefix, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KINDS = {
     ".svg": "image/svg+xml",
 }
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

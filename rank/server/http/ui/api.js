@@ -144,6 +144,9 @@ function items(messages) {
   return messages.flatMap((one) => {
     if (one.role === "tool") return [{ type: "function_call_output", call_id: one.tool_call_id, output: one.content }];
     const calls = (one.tool_calls ?? []).map((call) => ({ type: "function_call", call_id: call.id, ...call.function }));
-    return one.content ? [{ role: one.role, content: one.content }, ...calls] : calls;
+    return one.content ? [{ role: one.role, content: inputs(one.content) }, ...calls] : calls;
   });
 }
+
+const inputs = (content) => typeof content === "string" ? content : content.map((part) => (
+  part.type === "text" ? { type: "input_text", text: part.text } : { type: "input_image", image_url: part.image_url.url }));

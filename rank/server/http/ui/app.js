@@ -3,8 +3,9 @@
 import * as api from "./api.js";
 import * as chats from "./chats.js";
 import { copyText, el } from "./dom.js";
+import { isPicture, readImage } from "./images.js";
 import { defaults, showSettings } from "./settings.js";
-import { edit, fileChip, messageView, updateAnswer, welcome } from "./view.js";
+import { edit, fileChip, messageView, thumbnail, updateAnswer, welcome } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_FILE = 1 << 20; // characters
@@ -15,7 +16,7 @@ let known = []; // conversations, the newest first
 let chat = chats.newChat(defaults());
 let models = [];
 let servers = {}; // tool servers
-let files = []; // attached to the message that is written
+let files = [], images = []; // attached to the message that is written
 let running = null; // {chat, node, control}
 
 // The state that is shown.
@@ -34,6 +35,7 @@ function showChats() {
 function show(which) {
   chat = which;
   files = [];
+  images = [];
   $("input").value = "";
   showAll();
   toEnd(true);
@@ -57,7 +59,12 @@ function showComposer() {
   const busy = running?.chat === chat;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
-  $("files").replaceChildren(...files.map((file) => fileChip(file, () => { files = files.filter((one) => one !== file); showComposer(); })));
+  $("files").replaceChildren(
+    ...images.map((image) => thumbnail(image, () => { images = images.filter((one) => one !== image); showComposer(); $("input").focus(); })),
+    ...files.map((file) => fileChip(file, () => { files = files.filter((one) => one !== file); showComposer(); $("input").focus(); })),
+  );
+  $("attach-image").hidden = !takesImages();
+  $("drop-text").textContent = takesImages() ? "Drop images or text files" : "Drop text files";
   $("think").textContent = `Thinking: ${THINKING[chat.settings.thinking ?? ""]}`;
   $("think").classList.toggle("on", chat.settings.thinking === "on");
   const off = chat.settings.servers_off ?? [];
@@ -71,6 +78,9 @@ function showComposer() {
       } }, `🔧 ${name}`);
   }));
 }
+
+const served = () => models.find((one) => one.id === (chat.settings.model || $("model").value)) ?? models[0];
+const takesImages = () => served()?.images; // {per_prompt, pixels}, once the model is loaded
 
 function showGauge() {
   // The usage of an answer with calls of tool servers is that of several prompts together.
@@ -115,7 +125,8 @@ async function keep(of = chat) {
   try {
     await chats.save(of);
   } catch (error) {
-    toast(`The conversation cannot be kept in this browser: ${error.message}`);
+    if (error.name === "QuotaExceededError") toast("This browser's storage is full, so the conversation is not kept: delete some that have images");
+    else toast(`The conversation cannot be kept in this browser: ${error.message}`);
   }
 }
 
@@ -196,11 +207,12 @@ const reply = (parent) => answer(chats.add(chat, parent, { role: "assistant", it
 
 function submit() {
   const text = $("input").value.trim();
-  if ((!text && !files.length) || running) return;
+  if ((!text && !files.length && !images.length) || running || reading) return;
   const parent = chats.path(chat).at(-1)?.id;
-  const node = chats.add(chat, parent, { role: "user", text, ...(files.length ? { files } : {}) });
-  chat.title ||= (text || files[0].name).replace(/\s+/g, " ").slice(0, 60);
+  const node = chats.add(chat, parent, { role: "user", text, ...(files.length ? { files } : {}), ...(images.length ? { images } : {}) });
+  chat.title ||= (text || (files[0] ?? images[0]).name).replace(/\s+/g, " ").slice(0, 60);
   files = [];
+  images = [];
   $("input").value = "";
   grow();
   reply(node.id);
@@ -212,8 +224,9 @@ const actions = {
   again: (node) => { if (!running) reply(node.parent); },
   goOn: (node) => { if (!running) answer(node, true); },
   edit(node, text) {
-    if (running || !text.trim()) return;
-    const made = chats.add(chat, node.parent, { role: "user", text: text.trim(), ...(node.files ? { files: node.files } : {}) });
+    const { files: given, images: shown } = node;
+    if (running || !(text.trim() || shown)) return;
+    const made = chats.add(chat, node.parent, { role: "user", text: text.trim(), ...(given && { files: given }), ...(shown && { images: shown }) });
     reply(made.id);
   },
   remove(node) {
@@ -230,10 +243,13 @@ const actions = {
   },
 };
 
-// Files.
+// Files and images.
 
+let reading = 0; // images that are being scaled down
 async function attach(list) {
+  const into = chat; // images take a while, in which one may go to another conversation
   for (const file of list) {
+    if (isPicture(file)) { await attachImage(file, into); continue; }
     if (file.size > 4 * MAX_FILE) { toast(`${file.name} is too large: up to ${MAX_FILE >> 20} million characters`); continue; }
     const text = await file.text();
     if (text.includes("\0") || text.includes("\ufffd")) toast(`${file.name} is no text`);
@@ -241,6 +257,22 @@ async function attach(list) {
     else files.push({ name: file.name, text });
   }
   showComposer();
+}
+
+async function attachImage(file, into) {
+  const limits = takesImages();
+  const had = [{ images }, ...chats.path(chat)].flatMap((node) => node.images ?? []).length;
+  if (!limits) return toast(`${served()?.id ?? "The model"} takes no images`);
+  if (had >= limits.per_prompt) return toast(`A conversation with ${served().id} has at most ${limits.per_prompt} images`);
+  reading++;
+  try {
+    const image = await readImage(file, limits.pixels);
+    if (chat === into) images.push(image);
+  } catch (error) {
+    toast(`${file.name} cannot be shown: ${error.message}`);
+  } finally {
+    reading--;
+  }
 }
 
 let dragged = 0;
@@ -255,6 +287,8 @@ addEventListener("drop", (event) => {
 });
 $("attach").addEventListener("click", () => $("pick").click());
 $("pick").addEventListener("change", () => { attach([...$("pick").files]); $("pick").value = ""; });
+$("attach-image").addEventListener("click", () => $("pick-image").click());
+$("pick-image").addEventListener("change", () => { attach([...$("pick-image").files]); $("pick-image").value = ""; $("input").focus(); });
 $("input").addEventListener("paste", (event) => { if (event.clipboardData.files.length) attach([...event.clipboardData.files]); });
 
 $("export").addEventListener("click", () => {
@@ -303,7 +337,7 @@ async function readModels() {
   showComposer();
   showGauge();
 }
-$("model").addEventListener("change", () => { chat.settings.model = $("model").value; keep(); showGauge(); });
+$("model").addEventListener("change", () => { chat.settings.model = $("model").value; keep(); showGauge(); showComposer(); });
 
 let was = "";
 async function watch() {

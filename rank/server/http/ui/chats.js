@@ -11,7 +11,7 @@ export function newChat(settings) {
   return { id: newId(), title: "", created: now, updated: now, settings: { ...settings }, nodes: {}, chosen: {} };
 }
 
-// Add a message below another one, and show it. An assistant's has `items`, a user's `text` and `files`.
+// Add a message below another one, and show it. An assistant's has `items`, a user's `text`, `files` and `images`.
 export function add(chat, parent, node) {
   const made = { id: newId(), parent: parent ?? ROOT, time: Date.now(), ...node };
   chat.nodes[made.id] = made;
@@ -51,11 +51,19 @@ export function userText(node) {
   return [...files, node.text].filter(Boolean).join("\n\n");
 }
 
+// A user's message as OpenAI has it: images first, as templates of most models expect them.
+function userContent(node) {
+  const text = userText(node);
+  if (!node.images?.length) return text;
+  const shown = node.images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+  return text ? [...shown, { type: "text", text }] : shown;
+}
+
 // The messages for the server. Reasoning of earlier turns is left out, as templates do.
 export function messagesOf(nodes, system) {
   const made = system ? [{ role: "system", content: system }] : [];
   for (const node of nodes) {
-    if (node.role === "user") made.push({ role: "user", content: userText(node) });
+    if (node.role === "user") made.push({ role: "user", content: userContent(node) });
     else made.push(...assistantMessages(node.items));
   }
   return made;
@@ -120,11 +128,11 @@ const opened = new Promise((resolve, reject) => {
 });
 
 async function run(mode, work) {
-  const store = (await opened).transaction("chats", mode).objectStore("chats");
+  const transaction = (await opened).transaction("chats", mode);
   return new Promise((resolve, reject) => {
-    const request = work(store);
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
+    const request = work(transaction.objectStore("chats"));
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onabort = () => reject(transaction.error ?? request.error); // a full disk shows here alone
   });
 }
 
@@ -133,6 +141,8 @@ export const save = (chat) => run("readwrite", (store) => store.put(structuredCl
 export const forget = (chat) => run("readwrite", (store) => store.delete(chat.id));
 
 export const asFile = (chats) => JSON.stringify({ format: "phalanx-chats", version: 1, chats }, null, 1);
+
+const isImage = (image) => typeof image.name === "string" && /^data:image\/(png|jpeg|webp|gif);base64,/.test(image.url);
 
 // The conversations of a file that was exported. Throws an Error with a message for users.
 export function fromFile(text) {
@@ -146,7 +156,7 @@ export function fromFile(text) {
   for (const chat of read.chats) {
     const nodes = Object.values(chat.nodes ?? {});
     const good = typeof chat.id === "string" && chat.chosen && nodes.every((node) => typeof node.id === "string" &&
-      (node.role === "user" ? typeof node.text === "string" : node.role === "assistant" && Array.isArray(node.items)));
+      (node.role === "user" ? typeof node.text === "string" && (node.images ?? []).every(isImage) : node.role === "assistant" && Array.isArray(node.items)));
     if (!good) throw new Error("a conversation in this file is damaged");
   }
   return read.chats.map((chat) => ({ ...newChat({}), ...chat }));

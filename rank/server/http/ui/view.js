@@ -38,7 +38,8 @@ export function messageView(chat, node, actions, running) {
   if (node.role === "user") {
     const text = el("div", { class: "bubble" });
     if (node.files?.length) text.append(el("div", { class: "files" }, node.files.map((file) => fileChip(file))));
-    text.append(el("div", { class: "plain" }, node.text));
+    if (node.images?.length) text.append(el("div", { class: "images" }, node.images.map((image) => thumbnail(image))));
+    if (node.text) text.append(el("div", { class: "plain" }, node.text));
     made.append(text, el("div", { class: "under" }, branches(chat, node, actions), tools(node, [
       ["copy", "Copy", () => actions.copy(plainText(node))],
       ["edit", "Edit: makes a branch", () => edit(made, node, actions)],
@@ -54,6 +55,18 @@ export function messageView(chat, node, actions, running) {
 export const fileChip = (file, remove) => el("span", { class: "file" }, "📄 ", el("span", {}, file.name),
   el("small", {}, file.text.length < 1024 ? `${file.text.length} B` : `${(file.text.length / 1024).toFixed(1)} KB`),
   remove && el("button", { type: "button", class: "x", title: "Remove", "aria-label": `Remove ${file.name}`, onclick: remove }, "✕"));
+
+// An image in small, which shows it in large; with `remove` in the message that is written.
+export const thumbnail = (image, remove) => el("span", { class: "thumbnail" },
+  el("button", { type: "button", title: `${image.name}: show it`, "aria-label": `Show ${image.name}`, onclick: () => enlarge(image) },
+    el("img", { src: image.url, alt: image.name })),
+  remove && el("button", { type: "button", class: "x", title: "Remove", "aria-label": `Remove ${image.name}`, onclick: remove }, "✕"));
+
+function enlarge(image) {
+  const dialog = document.getElementById("picture");
+  dialog.querySelector("button").replaceChildren(el("img", { src: image.url, alt: image.name }));
+  dialog.showModal();
+}
 
 const tools = (node, buttons) => el("span", { class: "tools" }, buttons.filter(Boolean).map((one) => button(...one)));
 

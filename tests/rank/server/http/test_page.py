@@ -12,7 +12,9 @@ from phalanx.rank import protocol
 from phalanx.rank.server.http import page
 
 from .... import browser, retries
+from ....server import Server
 from ...mcp_servers import STDIO, free_port, written
+from ...model.vision.seeing import SEEING, add_text, write_seeing
 from ..conftest import LiveServer
 
 pytestmark = [pytest.mark.timeout(120), retries.BROWSER]
@@ -66,7 +68,12 @@ def test_each_file_with_its_kind_and_policy(server):
     index = server.request("GET", "/")
     assert index.status == 200 and b"<title>Phalanx" in index.body
     policy = index.headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    assert (
+        "default-src 'none'" in policy
+        and "img-src 'self' data:;" in policy
+        and "script-src 'self'" in policy
+        and "unsafe" not in policy
+    )
     named = set(re.findall(rb'(?:src|href)="(ui/[^"]+)"', index.body))
     scripts = b"".join(content for name, (content, _) in page.files().items() if name.endswith(".js"))
     named |= {b"ui/" + name for name in re.findall(rb'from "\./([\w.]+)"', scripts)}
@@ -491,6 +498,99 @@ def test_a_dropped_file_goes_along(window, server, says):
     finished(window, 1)
     assert "notes.txt" in server.asked and "secret words" in server.asked
     assert "notes.txt" in window.texts(".user .file")[0]
+
+
+# A picture of so many pixels, as a File: from the clipboard, or dropped.
+GIVE = """const [how, name, width, height] = arguments;
+const canvas = document.createElement("canvas");
+canvas.width = width;
+canvas.height = height;
+const context = canvas.getContext("2d");
+const colours = context.createLinearGradient(0, 0, width, height);
+["crimson", "gold", "teal", "navy"].forEach((colour, i) => colours.addColorStop(i / 3, colour));
+context.fillStyle = colours;
+context.fillRect(0, 0, width, height);
+return new Promise((resolve) => canvas.toBlob((blob) => {
+  const data = new DataTransfer();
+  data.items.add(new File([blob], name, { type: "image/png" }));
+  if (how === "paste") {
+    const paste = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+    document.getElementById("input").dispatchEvent(paste);
+  } else if (how === "drop") dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+  else {
+    const pick = document.getElementById("pick-image");
+    pick.files = data.files;
+    pick.dispatchEvent(new Event("change"));
+  }
+  resolve();
+}));"""
+CONTENT = """return new Promise((resolve) => { const request = indexedDB.open("phalanx");
+  request.onsuccess = () => { const read = request.result.transaction("chats").objectStore("chats").getAll();
+    read.onsuccess = () => { request.result.close(); resolve(read.result); }; }; });"""
+
+
+@browsed
+def test_pictures_go_along_and_are_kept(chromium, tmp_path):
+    """A model that sees, on a live server: pasted, dropped and chosen pictures, scaled down to what it takes."""
+    path = add_text(write_seeing(tmp_path / "model", SEEING[0]))
+    options = "--np", "1", "--device", "cpu", "--mem", "64", "--ui-server", "--images-per-prompt", "3"
+    with Server(str(path), *options) as server:
+        entry = server.request("/v1/models")[1]["data"][0]
+        assert entry["input_modalities"] == ["text", "image"] and entry["images"]["per_prompt"] == 3
+        chromium.size(1280, 860)
+        chromium.scheme("light")
+        chromium.open(server.url)
+        chromium.js("localStorage.setItem('phalanx.settings', '{\"max_tokens\": 20}')")
+        chromium.open(server.url)
+        chromium.wait("return !document.getElementById('attach-image').hidden")
+        chromium.js(GIVE, "paste", "sunset.png", 1200, 800)
+        chromium.wait("return document.querySelectorAll('#files .thumbnail').length === 1")
+        for how in ("drop", "pick"):
+            chromium.js(GIVE, how, f"{how}.png", 60, 90)
+        chromium.wait("return document.querySelectorAll('#files .thumbnail').length === 3")
+        chromium.js(GIVE, "paste", "one more.png", 60, 60)
+        chromium.wait("return document.getElementById('toast').innerText.includes('at most 3')")
+        names = chromium.js("return [...document.querySelectorAll('#files button')].map((b) => b.ariaLabel)")
+        assert names[:2] == ["Show sunset.png", "Remove sunset.png"] and len(names) == 6
+        chromium.js("document.querySelector('#files [aria-label=\"Remove pick.png\"]').click()")
+        if place := os.environ.get("TEST_SHOTS"):
+            chromium.shot(Path(place) / "test_pictures_attached.png")
+        chromium.js("document.getElementById('input').focus()")
+        send(chromium, "What is this?")
+        finished(chromium, 1)
+        assert not chromium.texts(".error")
+        (chat,) = chromium.js(CONTENT)
+        (node,) = (one for one in chat["nodes"].values() if one["role"] == "user")
+        assert [one["name"] for one in node["images"]] == ["sunset.png", "drop.png"]
+        assert [one["url"][:16] for one in node["images"]] == ["data:image/jpeg;", "data:image/png;b"]
+        assert node["images"][0]["width"] * node["images"][0]["height"] <= entry["images"]["pixels"]
+        answered = next(one for one in chat["nodes"].values() if one["role"] == "assistant")
+        assert answered["usage"]["prompt"] > 20
+        chromium.open(server.url)
+        chromium.click(".item .open")
+        loaded = "return [...document.querySelectorAll('.user .thumbnail img')].filter((i) => i.naturalWidth).length"
+        chromium.wait(f"{loaded} === 2")
+        chromium.click(".user .thumbnail button")
+        chromium.wait("return document.querySelector('#picture[open] img')?.naturalWidth > 1")
+        chromium.keys("escape")
+        chromium.wait("return !document.querySelector('#picture').open")
+        if place:
+            chromium.shot(Path(place) / "test_pictures_go_along_and_are_kept.png")
+        chromium.js(
+            "IDBObjectStore.prototype.put = () => { throw new DOMException('no space', 'QuotaExceededError'); }"
+        )
+        send(chromium, "And now?")
+        chromium.wait("return document.getElementById('toast').innerText.includes('storage is full')")
+        finished(chromium, 2)
+        assert not [line for line in chromium.log() if "mcp/tools" not in line]
+
+
+@browsed
+def test_a_text_model_is_given_no_picture(window):
+    assert window.js("return document.getElementById('attach-image').hidden")
+    window.js(GIVE, "paste", "a.png", 60, 60)
+    window.wait("return document.getElementById('toast').innerText.includes('takes no images')")
+    assert not window.texts("#files .thumbnail")
 
 
 @browsed
