@@ -84,6 +84,7 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
     length: int  # of its tokens, those that only frame its rows included
     rows: int  # of the tokens that its features stand for
     columns: int
+    spans: tuple[tuple[int, int], ...] = ()  # (first, end) of tokens of the prompt that attend to each other
 
 
 class Pixels(msgspec.Struct, frozen=True, array_like=True, tag=2):

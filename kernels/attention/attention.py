@@ -67,8 +67,8 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, params: AttentionParams,
     scales: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale q k^T) v for every token of the step, causal within its sequence: [T, heads * value_dim], q's
-    dtype.
+    """softmax(scale q k^T) v for every token of the step, causal within its sequence, or up to rows.reach: [T, heads *
+    value_dim], q's dtype.
 
     q: [T, heads, head_dim]. keys, values: [blocks, block_size, kv_heads, head_dim or value_dim], with this step's
     tokens written; scales: of those in e4m3. Query head h reads key head h // (heads / kv_heads) (grouped queries:

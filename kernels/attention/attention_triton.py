@@ -150,11 +150,12 @@ def _decode_tiles(
 
 @triton.jit
 def _tiles(
-    acc, total, best, x, keys, values, scales, table, head, start, stop, positions, length,
+    acc, total, best, x, keys, values, scales, table, head, start, stop, positions, ends, length,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys start:stop, in whole tiles, for query rows x at `positions`. Unless MASKED, every row sees them all."""
+    """Keys start:stop, in whole tiles, for query rows x at `positions`, which see keys up to `ends`. Unless MASKED,
+    every row sees them all."""
     dims, tile = tl.arange(0, PADDED), tl.arange(0, TILE)
     for at in range(start, stop, TILE):
         valid = at + tile < length
@@ -165,7 +166,7 @@ def _tiles(
             k = widen(k, scales_at(scales, at_slots, head, 0, valid, KV_HEADS, BLOCK)[None, :], x.dtype)
         s = apply_softcap(tl.dot(x, k, input_precision=PRECISION), SOFTCAP)
         if MASKED:
-            seen = positions[:, None] >= (at + tile)[None, :]
+            seen = ends[:, None] >= (at + tile)[None, :]
             if WINDOW > 0:
                 seen &= positions[:, None] < (at + tile)[None, :] + WINDOW
             s = tl.where(seen, s, float("-inf"))
@@ -186,14 +187,15 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["first", "table_row"])
 def prefill_kernel(
-    q, keys, values, scales, tables, lengths, starts, out, sinks, scale, first, q_row, table_row,
+    q, keys, values, scales, tables, lengths, starts, reach, out, sinks, scale, first, q_row, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    FP8: tl.constexpr, PRECISION: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens of one sequence, the `first + program_id(2)`-th, for one query head.
 
-    Its tokens of this step are rows starts[i]:starts[i + 1] of q and the last ones of its `lengths`.
+    Its tokens of this step are rows starts[i]:starts[i + 1] of q and the last ones of its `lengths`. With REACH, they
+    see the keys up to those that `reach` has; without, up to themselves.
     """
     head, i = tl.program_id(1), first + tl.program_id(2)
     begin, end = tl.load(starts + i), tl.load(starts + i + 1)
@@ -213,6 +215,10 @@ def prefill_kernel(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         group: tl.constexpr = HEADS // KV_HEADS
         stop = tl.minimum(computed + row + ROWS, length)
+        ends = positions
+        if REACH:
+            ends = tl.load(reach + begin + rows, mask=begin + rows < end, other=0)
+            stop = tl.maximum(stop, tl.max(ends, 0) + 1)
         middle = (computed + row + 1) // TILE * TILE  # keys before are seen by all rows
         from_ = 0
         if WINDOW > 0:
@@ -220,11 +226,11 @@ def prefill_kernel(
             middle = from_
         else:
             acc, total, best = _tiles(
-                acc, total, best, x, keys, values, scales, table, head // group, 0, middle, positions, length,
+                acc, total, best, x, keys, values, scales, table, head // group, 0, middle, positions, ends, length,
                 KV_HEADS, DIM, PADDED, BLOCK, TILE, 0, SOFTCAP, False, FP8, PRECISION,
             )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, x, keys, values, scales, table, head // group, middle, stop, positions, length,
+            acc, total, best, x, keys, values, scales, table, head // group, middle, stop, positions, ends, length,
             KV_HEADS, DIM, PADDED, BLOCK, TILE, WINDOW, SOFTCAP, True, FP8, PRECISION,
         )  # fmt: skip
         if SINKS:
@@ -251,7 +257,7 @@ def run(part: Part) -> None:
         first, count, starts = part.first, part.stop - part.first, part.rows.query_starts
         longest = max(part.rows.query_lens[first : part.stop])
         of = part.q, keys, values, tables, lengths, starts, part.out
-        prefill(*of, *part.params, first, count, longest, part.scales)
+        prefill(*of, *part.params, first, count, longest, part.scales, part.reach)
 
 
 def _kv_splits(part: Part) -> int:
@@ -317,9 +323,10 @@ def decode(
 def prefill(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, starts: Tensor, out: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None, first: int, count: int, longest: int,
-    scales: Tensor | None = None, rows: int = 0, tile: int = 0,
+    scales: Tensor | None = None, reach: Tensor | None = None, rows: int = 0, tile: int = 0,
 ) -> None:  # fmt: skip
-    """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim]."""
+    """Sequences first:first + count of the tables, with up to `longest` tokens each; q and out [T, heads, head_dim].
+    reach: as Part has it."""
     heads, dim = q.shape[1:]
     padded = max(16, triton.next_power_of_2(dim))
     narrow = q.element_size() == 2
@@ -329,10 +336,10 @@ def prefill(
     if scales is not None:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     prefill_kernel[triton.cdiv(longest, rows), heads, count](
-        q, keys, values, lengths if scales is None else scales, tables, lengths, starts, out,
-        q if sinks is None else sinks,
+        q, keys, values, lengths if scales is None else scales, tables, lengths, starts,
+        lengths if reach is None else reach, out, q if sinks is None else sinks,
         scale * LOG2_E, first, q.stride(0), tables.stride(0),
         heads, keys.shape[2], dim, padded, rows, keys.shape[1], tile, window, softcap * LOG2_E,
-        int(sinks is not None), int(scales is not None), dot_precision(q),
+        int(sinks is not None), int(scales is not None), dot_precision(q), int(reach is not None),
         num_warps=8 if rows >= 128 else 4, num_stages=3 if narrow and padded <= 128 else 2,
     )  # fmt: skip

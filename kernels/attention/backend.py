@@ -22,6 +22,7 @@ class AttentionMetadata(Protocol):
     query_len: int
     query_lens: list[int]
     kv_lens: list[int]
+    reach: Tensor | None
     scratch: dict[Any, Any]
 
 
@@ -57,6 +58,11 @@ class Part(NamedTuple):
     def decodes(self) -> bool:
         """Each of the sequences has query_len tokens, one sequence behind the other from q's first row on."""
         return self.first < self.rows.num_decodes
+
+    @property
+    def reach(self) -> Tensor | None:
+        """[T] int32, the last token of its sequence that each token attends to; None: each attends up to itself."""
+        return None if self.decodes else self.rows.reach
 
     @property
     def decoding(self) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def supports(part: Part) -> bool:
     q, params = part.q, part.params
     if params.window or params.softcap or params.sinks is not None:
         return False
-    if part.decodes or part.scales is not None or part.keys.shape != part.values.shape:
+    if part.decodes or part.reach is not None or part.scales is not None or part.keys.shape != part.values.shape:
         return False
     fits = q.element_size() == 2 and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_DIM
     return fits and any(_is_long(part.rows, i) for i in range(part.first, part.stop))
@@ -82,6 +82,6 @@ def _whole_prompt(part: Part, table: Tensor, start: int, stop: int) -> None:
 
 
 CANDIDATE = Candidate(
-    "cudnn.py", "GPUs", f"whole prompts from {FROM} tokens on, heads of up to {MAX_DIM} elements, f16 or bf16",
+    "cudnn.py", "GPUs", f"whole prompts from {FROM} tokens on, causal, heads of up to {MAX_DIM} elements, f16 or bf16",
     supports, run,
 )  # fmt: skip

@@ -273,7 +273,7 @@ def supports(part: Part) -> bool:
     q, keys, values, params = part.q, part.keys, part.values, part.params
     shared = keys.shape[2] == 1 and keys.data_ptr() == values.data_ptr() and values.shape[3] < keys.shape[3]
     same = keys.dtype == (q.dtype if part.scales is None else E4M3)
-    plain = part.current_kv is None and same and params == AttentionParams(params.scale)
+    plain = part.current_kv is None and part.reach is None and same and params == AttentionParams(params.scale)
     return shared and plain and keys.is_contiguous() and q.stride()[1:] == (q.shape[2], 1)
 
 

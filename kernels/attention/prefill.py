@@ -25,7 +25,7 @@ WIDENED_BYTES = 1 << 28  # of keys and values in e4m3 that prompts' steps have i
 
 
 def supports(part: Part) -> bool:
-    if part.decodes or part.values.shape != part.keys.shape:
+    if part.decodes or part.reach is not None or part.values.shape != part.keys.shape:
         return False
     return supports_prefill(part.q, part.keys) if part.scales is None else supports_widened(part)
 
@@ -163,7 +163,7 @@ def _made(
 
 CANDIDATE = Candidate(
     "prefill.cu", "sm_90",
-    f"prompts; heads of {DIMS[0]} to {DIMS[-1]} elements, a multiple of {DIMS.step}; f16 or bf16, caches of the same, "
-    f"or of e4m3 from {ROWS} tokens on, up to {WIDENED_BYTES >> 20} MiB of them widened",
+    f"prompts, causal; heads of {DIMS[0]} to {DIMS[-1]} elements, a multiple of {DIMS.step}; f16 or bf16, caches of "
+    f"the same, or of e4m3 from {ROWS} tokens on, up to {WIDENED_BYTES >> 20} MiB of them widened",
     supports, run,
 )  # fmt: skip

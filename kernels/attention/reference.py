@@ -101,7 +101,8 @@ def run(part: Part) -> None:
     if not part.decodes:
         for one in made.groups:
             k, v = made.gather(part, one.slots)
-            attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop])
+            reach = None if part.reach is None else part.reach[one.start : one.stop]
+            attend_prompt(part.q[one.start : one.stop], k, v, part.params, part.out[one.start : one.stop], reach)
         return
     n = part.stop * part.rows.query_len
     rows_q = part.q[:n] if made.order is None else part.q.index_select(0, made.order)
@@ -207,8 +208,11 @@ def _softmax(
     return torch.cat((s, sinks.expand(*s.shape[:-1], 1)), -1).softmax(-1)[..., :-1] @ v
 
 
-def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor) -> None:
-    """q [n, heads, head_dim] are the last n tokens of a sequence with k, v [L, kv_heads, dim]."""
+def attend_prompt(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out: Tensor, reach: Tensor | None = None
+) -> None:
+    """q [n, heads, head_dim] are the last n tokens of a sequence with k, v [L, kv_heads, dim]. reach: [n], the last
+    token that each attends to; None: itself."""
     computed = len(k) - len(q)  # tokens before q's first
     by_hand = bool(params.softcap) or params.sinks is not None
     k, v = (c.transpose(0, 1)[None] for c in (k, v))  # [1, kv_heads, L, dim]
@@ -216,9 +220,19 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, out:
         vec = q[start : start + QUERY_CHUNK].transpose(0, 1)[None].float()
         last = computed + start + vec.shape[2]  # keys from here on are in the future of all rows
         first = max(0, computed + start + 1 - params.window) if params.window else 0
+        ends = None if reach is None else reach[start : start + QUERY_CHUNK, None]
+        if ends is not None:
+            last = max(last, int(ends.max()) + 1)
         shape = vec.shape[2], last - first
         mask = None
-        if shape[0] > 1 and (shape[0] < shape[1] or params.window or by_hand):
+        if ends is not None:
+            at = torch.arange(first, last, device=q.device)
+            hidden = at > ends
+            if params.window:
+                own = torch.arange(computed + start, computed + start + shape[0], device=q.device)[:, None]
+                hidden |= at <= own - params.window
+            mask = torch.zeros(shape, device=q.device).masked_fill_(hidden, float("-inf"))
+        elif shape[0] > 1 and (shape[0] < shape[1] or params.window or by_hand):
             mask = torch.full(shape, float("-inf"), device=q.device).triu_(1 + shape[1] - shape[0])
             if params.window:
                 behind = torch.ones(shape, dtype=torch.bool, device=q.device).tril_(shape[1] - shape[0] - params.window)

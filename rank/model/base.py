@@ -219,6 +219,7 @@ class Model(nn.Module):
     aux_layers: tuple[int, ...] = ()
     # The token that images' features stand for, and how images move positions; in models that take images alone.
     image_token = -1
+    image_span = 0  # the most tokens of an image that attend to each other, and not only to those before; 0: none do
     image_positions: Callable[[int, Sequence[Picture]], np.ndarray] | None = None
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 
@@ -474,7 +475,7 @@ class SeeingModel(TextOfMultimodal):
             return None
         if self.image_positions is not None and not args.rope_parameters.get("mrope_section"):
             return None  # as of files that were made for the text model
-        self.image_token = args.rules.token
+        self.image_token, self.image_span = args.rules.token, args.rules.span
         try:
             tower = self.TOWER(args) if mesh.first else None
             layers = min(len(self.model.layers), args.num_hidden_layers - 1)

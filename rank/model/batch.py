@@ -93,6 +93,9 @@ class Batch:
     caches: Caches  # per local layer: the tensors that its cache_spec() asks for
     query_len: int = 1
     embeddings: EmbeddingOverride | None = None
+    # [T] int32: the last token of its sequence that each attends to; None: each attends up to itself, as those of rows
+    # that decode always do.
+    reach: Tensor | None = None
     layer_inputs: Tensor | None = None  # [T, layers, size]: further embeddings, which the model's embedding leaves here
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.
@@ -121,13 +124,14 @@ class Batch:
     @classmethod
     def of(
         cls, ids: Tensor, arrays: StepArrays, query_lens: list[int], kv_lens: list[int], caches: Caches,
-        query_len: int = 1, **optional: Any,
+        query_len: int = 1, reach: Tensor | None = None, **optional: Any,
     ) -> Self:  # fmt: skip
         """The batch of these tensors. Sequences with exactly `query_len` tokens, which decode, come first."""
-        decodes = query_lens.count(query_len)
+        # A chunk of several tokens that reach beyond themselves may be as long as those that decode.
+        decodes = query_lens.count(query_len) if reach is None or query_len == 1 else 0
         return cls(
             ids, *arrays, num_decodes=decodes, query_lens=query_lens, kv_lens=kv_lens, caches=caches,
-            query_len=query_len, **optional,
+            query_len=query_len, reach=reach, **optional,
         )  # fmt: skip
 
 

@@ -180,12 +180,11 @@ class Scheduler:
                         budget -= step.query_len
                     continue
                 reserved -= 1
-            count = min(remaining, budget - reserved)
-            if count > 1:
-                count = sequence.chunk(sequence.num_computed, count)
+            most = min(remaining, budget - reserved)
+            count = sequence.chunk(sequence.num_computed, most) if most > 0 else 0
             if count > 0 and self._grow(sequence, count, step):
                 self._add_chunk(sequence, count, step)
-                budget -= count
+                budget -= min(count, most)  # where an image goes beyond, others decode all the same
         return budget - reserved
 
     def _decode_group(self) -> list[Sequence]:

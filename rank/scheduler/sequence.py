@@ -96,8 +96,11 @@ class Sequence:
         return (len(self.tokens) - 1) // block_size  # the last token is always computed: its logits are needed
 
     def chunk(self, computed: int, most: int) -> int:
-        """Tokens of its next chunk, up to `most`, where so many are computed."""
-        return min([most, *(border - computed for border in self.borders if border > computed)])
+        """Tokens of its next chunk, up to `most`, where so many are computed. It has more where it would end within
+        tokens that attend to each other."""
+        count = min([most, *(border - computed for border in self.borders if border > computed)])
+        spans = (span for picture in self.pictures for span in picture.spans)
+        return next((end - computed for first, end in spans if first < computed + count < end), count)
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash those full blocks of the known tokens that are not hashed yet."""

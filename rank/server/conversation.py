@@ -59,6 +59,7 @@ class ShownImage(Part, kw_only=True):
     columns: int
     placeholder: int  # the token that the template writes in its place ...
     tokens: list[int]  # ... and those that take that one's place
+    spans: tuple[tuple[int, int], ...] = ()  # (first, end) of these that attend to each other
 
 
 class Function(msgspec.Struct):

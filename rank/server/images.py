@@ -192,9 +192,10 @@ class ImageReader:
 
         read = await self._lanes.run(owner, decoded)
         rows, columns = rules.grid(read.height, read.width)
+        tokens = rules.tokens(rows, columns)
         shown = ShownImage(
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,
-            tokens=rules.tokens(rows, columns),
+            tokens=tokens, spans=rules.spans(tokens),
         )  # fmt: skip
         return shown, read
 

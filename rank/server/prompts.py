@@ -184,7 +184,8 @@ def _with_images(tokens: list[int], images: list[ShownImage]) -> tuple[list[int]
     begin = 0
     for place, one in zip(at, images, strict=True):
         made += tokens[begin:place]
-        pictures.append(protocol.Picture(one.digest, len(made), len(one.tokens), one.rows, one.columns))
+        spans = tuple((len(made) + first, len(made) + end) for first, end in one.spans)
+        pictures.append(protocol.Picture(one.digest, len(made), len(one.tokens), one.rows, one.columns, spans))
         made += one.tokens
         begin = place + 1
     return made + tokens[begin:], pictures

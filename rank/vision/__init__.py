@@ -4,7 +4,9 @@ named after the `model_type` of config.json; rank/model/vision has the towers. N
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,19 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     def tokens(self, rows: int, columns: int) -> list[int]:
         """The tokens that take the placeholder's place."""
         return [self.token] * (rows * columns)
+
+    @property
+    def span(self) -> int:
+        """The most tokens of an image that attend to each other; 0: each attends to those before alone."""
+        return 0
+
+    def spans(self, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(first, end) of those of an image's tokens that attend to each other: of features that stand side by
+        side."""
+        if not self.span:
+            return ()
+        shown = [-1, *(i for i, token in enumerate(tokens) if token != self.token), len(tokens)]
+        return tuple((a + 1, b) for a, b in itertools.pairwise(shown) if b > a + 1)
 
 
 def kinds() -> list[str]:

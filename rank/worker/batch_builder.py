@@ -61,6 +61,8 @@ def microbatch_split(state: BatchState, scheduled: ScheduledBatch, min_tokens: i
         # A prompt's single token, which stands among the decoding rows: a later row of the same step may write the
         # prefix-cache blocks that it reads. In the second microbatch that would be too late.
         return 0
+    if state.spans and reach_of(state, scheduled) is not None:
+        return 0  # the first microbatch's tokens would attend to keys of the second
     total = int(scheduled.counts.sum())
     at = (total + TILE) // (2 * TILE) * TILE
     ends = np.cumsum(scheduled.counts)
@@ -100,6 +102,20 @@ def rotary_positions(state: BatchState, scheduled: ScheduledBatch, positions: np
     return found
 
 
+def reach_of(state: BatchState, scheduled: ScheduledBatch) -> np.ndarray | None:
+    """The last token of its sequence that each of a step's tokens attends to, [T] int32; None: all attend up to
+    themselves."""
+    found = None
+    for row, start, count, first, _ in scheduled.spans() if state.spans else ():
+        for begin, end in state.spans.get(row, ()):
+            if begin < start + count and start < end - 1:  # the last token reaches no further than itself
+                if found is None:
+                    before = scheduled.starts - np.cumsum(scheduled.counts) + scheduled.counts
+                    found = np.repeat(before, scheduled.counts) + np.arange(scheduled.counts.sum())
+                found[first + max(0, begin - start) : first + min(count, end - start)] = end - 1
+    return None if found is None else found.astype(np.int32)
+
+
 def further_slot_mappings(
     state: BatchState, scheduled: ScheduledBatch, arrays: StepArrays
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -127,6 +143,10 @@ class HostBatch:
         self.num_further = len(further)
         for mappings in further:
             self.arrays += mappings
+        reach = reach_of(state, scheduled)
+        self.reaches = reach is not None
+        if reach is not None:
+            self.arrays.append(reach)
         self.sampled: HostBatch | None = None
         if last_token_only and len(made.sample_at) < self.tokens:
             self.sampled = HostBatch(state, scheduled.sampled_tokens, False)
@@ -136,9 +156,11 @@ class HostBatch:
         """The batch on the device. Consumes the uploaded `arrays` from `tensors`."""
         arrays = StepArrays(*itertools.islice(tensors, len(StepArrays._fields)))
         further = [(next(tensors), next(tensors)) for _ in range(self.num_further)]
+        reach = next(tensors) if self.reaches else None
         sampled = self.sampled.batch(ids[:0], tensors, caches) if self.sampled else None
         counts = self.scheduled.counts.tolist()
-        batch = Batch.of(ids, arrays, counts, self.kv_lens, caches, self.scheduled.query_len, sampled=sampled)
+        of = ids, arrays, counts, self.kv_lens, caches, self.scheduled.query_len, reach
+        batch = Batch.of(*of, sampled=sampled)
         batch.add_groups(further, self.layer_groups)
         return batch
 

@@ -81,7 +81,7 @@ class Limits(NamedTuple):
     block_size: int
     max_model_len: int
     max_num_seqs: int
-    token_budget: int  # of a step
+    token_budget: int  # of a step, which an image's tokens may exceed where they attend to each other
     prefix_cache: bool  # whether prompts may begin with blocks of others
     snapshots: int = 0  # of sequences' states; 0: no layer keeps any, or there is no prefix cache
     host_blocks: HostBlocks = HostBlocks()
@@ -150,20 +150,21 @@ class Engine:
         block_size = options.block_size or BLOCK_SIZE
         watch.begin("measuring a step")
         budget, max_num_seqs = self._token_budget()
-        self._expect(budget)
+        largest = budget + max(0, self.model.image_span - 1)  # of a step: a chunk does not end within an image
+        self._expect(largest)
         samples = place.mesh.last and place.mesh.tensor.rank == 0
         sampler = Sampler(max_num_seqs, self.model.vocab_size, device, samples)
-        peak = self._warm_up(sampler, budget, max_num_seqs, block_size)
-        sizes = budget, block_size, device, self._cache_dtype
+        peak = self._warm_up(sampler, largest, max_num_seqs, block_size)
+        sizes = largest, block_size, device, self._cache_dtype
         microbatch = microbatch_tokens(self.model, place.mesh, world, self._say, *sizes)
         watch.begin("making room for the KV cache")
         layout = self._layout(max_num_seqs, block_size)
-        blocks, max_model_len, snapshots = self._size_cache(layout, max_num_seqs, block_size, budget, peak)
+        blocks, max_model_len, snapshots = self._size_cache(layout, max_num_seqs, block_size, largest, peak)
         caches, pool = self._together(lambda: self._allocate(layout, blocks, block_size, max_num_seqs + snapshots))
         shares, may_swap = self._may_share(snapshots)
-        swap, in_host = self._host_tier(layout, pool, block_size, budget) if may_swap else (None, HostBlocks())
+        swap, in_host = self._host_tier(layout, pool, block_size, largest) if may_swap else (None, HostBlocks())
         verified = self._verified_tokens(max_num_seqs)
-        limits = StepLimits(microbatch, budget, peak, self._query_lens, verified)
+        limits = StepLimits(microbatch, largest, peak, self._query_lens, verified)
         rows = BatchState(max_num_seqs, max_model_len, block_size, layout.groups, layout.layer_groups, blocks)
         watch.begin("preparing steps")
         self.runner = ModelRunner(self.model, place.mesh, rows, sampler, caches, watch, swap, limits, self.source)

@@ -154,6 +154,7 @@ class BatchState:
         self.image_positions: ImagePositions | None = None
         self.axes: dict[int, np.ndarray] = {}  # by row
         self.shift = np.zeros(max_num_seqs, np.int64)
+        self.spans: dict[int, list[tuple[int, int]]] = {}  # by row: (first, end) of tokens that attend to each other
 
     def rows_of(self, rows: np.ndarray, group: int) -> np.ndarray:
         """Indices of these rows' block tables of a cache group in `table`."""
@@ -164,8 +165,10 @@ class BatchState:
             rejected = np.frombuffer(plan.rejected, np.uint16).astype(np.int64)
             self.length[rejected[::2]] -= rejected[1::2]
             self.computed[rejected[::2]] -= rejected[1::2]
-        for row in protocol.unpack_u16(plan.freed) if self.axes else ():
-            self._forget_axes(row)
+        for row in protocol.unpack_u16(plan.freed) if self.axes or self.spans else ():
+            self._forget_images(row)
+        for row in [row for row, spans in self.spans.items() if self.computed[row] >= spans[-1][1]]:
+            del self.spans[row]
         for sequence in plan.new:
             self._enter(sequence)
         rows, ids = protocol.unpack_u16(plan.block_rows), protocol.unpack_u32(plan.block_ids)
@@ -185,14 +188,17 @@ class BatchState:
         self.length[row] = self.known[row] = len(self.tokens[row])
         self.computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
-        self._forget_axes(row)
+        self._forget_images(row)
+        if spans := [span for picture in new.pictures for span in picture.spans if span[1] > new.num_computed]:
+            self.spans[row] = spans
         if new.pictures and self.image_positions is not None:
             self.axes[row] = axes = self.image_positions(new.prompt_len, new.pictures)
             self.shift[row] = axes[:, -1].max() + 1 - new.prompt_len
         for group, packed in enumerate((new.blocks, *new.further_blocks)):
             self._fill(group * len(self.length) + row, np.frombuffer(packed, np.uint32))
 
-    def _forget_axes(self, row: int) -> None:
+    def _forget_images(self, row: int) -> None:
+        self.spans.pop(row, None)
         if self.axes.pop(row, None) is not None:
             self.shift[row] = 0
 

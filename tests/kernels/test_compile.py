@@ -173,8 +173,9 @@ def test_prompt_kernel_compiles(dtype, dim, window, cap, fp8, arch, monkeypatch)
     tables, ends = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sinks = torch.zeros(8) if window and not cap else None
     cache, scales = as_stored(cache, fp8)
+    reach = torch.zeros(200, dtype=torch.int32) if window and cap else None
     attention_triton.prefill(
-        q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, sinks, 0, 2, 200, scales
+        q, *cache, tables, ends, ends, torch.empty_like(q), dim**-0.5, window, cap, sinks, 0, 2, 200, scales, reach
     )
     assert compile_launch(kernel, *launches.found[0], arch).metadata.shared <= (227 if arch >= 90 else 163) << 10
 

@@ -315,19 +315,21 @@ def check(case: Case, dtype: torch.dtype, bound: float, device: str = "cpu", by_
 
 
 def check_prompts(
-    window: int, cap: float, dtype: torch.dtype, bound: float, sinks: bool = False, fp8: bool = False
-) -> None:
+    window: int, cap: float, dtype: torch.dtype, bound: float, sinks: bool = False, fp8: bool = False,
+    spans: list[tuple[int, int, int]] | None = None,
+) -> None:  # fmt: skip
     from phalanx.kernels.attention import attention_triton
 
-    rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16)
+    rows = make_rows([40, 1, 7, 33], [40, 5, 60, 70], 16, 16, spans=spans)
     keys, values, scales = make_kv_cache(rows, Case([], dim=40, fp8=fp8), 16, dtype)
     q = torch.randn(81, 6, 40).to(dtype)
     scores = AttentionParams(40**-0.5, window, cap, torch.randn(6) * 3 if sinks else None)
     out = torch.full_like(q, NAN)
     starts = rows.query_starts
     attention_triton.prefill(
-        q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, scales, rows=16, tile=16
-    )
+        q, keys, values, rows.block_tables, rows.lengths, starts, out, *scores, 0, 4, 40, scales, rows.reach, rows=16,
+        tile=16,
+    )  # fmt: skip
     want = paged_attention_reference(q, keys, values, rows, scores, scales)
     torch.testing.assert_close(out.flatten(1), want, atol=bound, rtol=bound)
 
@@ -383,6 +385,9 @@ def main() -> None:
     for window in (0, 20):
         check_prompts(window, 0.0, torch.float32, 3e-6, sinks=True)
         check_prompts(window, 0.0, torch.float16, 2e-3, fp8=True)
+        spans = [(0, 0, 3), (0, 5, 39), (2, 50, 60), (3, 41, 64)]  # over tiles, and one that is in the cache in part
+        check_prompts(window, 0.0, torch.float32, 3e-6, spans=spans)
+        check_prompts(window, 1.5, torch.float16, 2e-3, fp8=True, spans=spans)
     check_widened(torch.float16)
     assert not jit.counters(torch.device("cpu"), 0).any()
 

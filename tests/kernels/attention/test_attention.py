@@ -16,8 +16,9 @@ from phalanx.rank import cache_groups
 from ..interpreter import interpret
 
 
-def make_rows(query_lens, kv_lens, block_size, blocks, spare=1, query_len=1):
-    """Block tables in random order; unused entries are 0, and block 0 is nobody's."""
+def make_rows(query_lens, kv_lens, block_size, blocks, spare=1, query_len=1, spans=None):
+    """Block tables in random order; unused entries are 0, and block 0 is nobody's. spans: (sequence, first token, end)
+    of tokens that attend to each other."""
     free = list(range(1, blocks))
     random.Random(1).shuffle(free)
     tables = [[free.pop() for _ in range(-(-n // block_size))] for n in kv_lens]
@@ -34,6 +35,12 @@ def make_rows(query_lens, kv_lens, block_size, blocks, spare=1, query_len=1):
     rows.num_decodes = next((i for i, n in enumerate(query_lens) if n != query_len), len(query_lens))
     rows.query_len = query_len
     rows.query_lens, rows.kv_lens, rows.scratch = list(query_lens), list(kv_lens), {}
+    rows.reach = None
+    if spans is not None:
+        found = [torch.arange(kv - n, kv) for n, kv in zip(query_lens, kv_lens, strict=True)]
+        for i, first, end in spans:
+            found[i][(found[i] >= first) & (found[i] < end)] = end - 1
+        rows.reach = torch.cat(found).int()
     return rows
 
 
@@ -55,7 +62,8 @@ def plain(q, keys, values, rows, scores):
         table = rows.block_tables[i].tolist()
         for p in range(length - count, length):
             first = max(0, p - scores.window + 1) if scores.window else 0
-            seen = [(table[j // block_size], j % block_size) for j in range(first, p + 1)]
+            end = p if rows.reach is None else int(rows.reach[t])
+            seen = [(table[j // block_size], j % block_size) for j in range(first, end + 1)]
             for h in range(q.shape[1]):
                 k = torch.stack([keys[b, o, h // group] for b, o in seen]).double()
                 v = torch.stack([values[b, o, h // group] for b, o in seen]).double()
@@ -81,10 +89,11 @@ def check(
     dtype=torch.float32,
     bound=2e-6,
     sinks=False,
+    spans=None,
 ):
     torch.manual_seed(len(query_lens) + dim)
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
-    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    rows = make_rows(query_lens, kv_lens, block_size, blocks, spans=spans)
     keys, values = make_caches(rows, block_size, blocks, kv_heads, dim, dtype, window)
     whole = torch.randn(sum(query_lens), heads + 3, dim).to(dtype)
     q = whole[:, :heads]  # strided, as it is when it comes out of the merged projection
@@ -112,6 +121,24 @@ def test_prompts_and_chunks(query_lens, kv_lens):
 
 def test_mixed():
     check([1, 1, 1, 6, 1, 12], [33, 2, 17, 6, 5, 20])
+
+
+SPANS = [(1, 0, 9), (2, 20, 33), (2, 40, 47), (3, 5, 6)]  # one that is in the cache in part, two, one of one token
+
+
+@pytest.mark.parametrize("window, cap, sinks", [(0, 0.0, False), (6, 0.0, False), (0, 1.5, True), (40, 1.5, False)])
+def test_spans_of_tokens_that_attend_to_each_other(window, cap, sinks, monkeypatch):
+    monkeypatch.setattr(reference, "QUERY_CHUNK", 10)
+    check([1, 9, 30, 12, 2], [33, 9, 51, 12, 20], window=window, cap=cap, sinks=sinks, spans=SPANS)
+
+
+def test_kernels_that_know_causal_prompts_alone_leave_spans(monkeypatch):
+    monkeypatch.setattr(prefill, "supports_prefill", lambda *_: True)
+    q, keys = torch.zeros(cudnn.FROM, 4, 64, dtype=torch.float16), torch.zeros(3, 16, 2, 64, dtype=torch.float16)
+    for spans in (None, [(0, 3, 9)]):
+        rows = make_rows([len(q)], [len(q)], 16, 200, spans=spans)
+        part = Part(q, keys, keys, rows, AttentionParams(1.0), 0, 1, q)
+        assert prefill.supports(part) == cudnn.supports(part) == (spans is None)
 
 
 def test_nothing_at_all():

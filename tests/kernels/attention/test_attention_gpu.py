@@ -19,12 +19,12 @@ require_gpu()
 
 
 def check_attention(
-    query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, window=0, block_size=16, cap=0.0, sinks=False
+    query_lens, kv_lens, heads, kv_heads, dim, dtype, bound, window=0, block_size=16, cap=0.0, sinks=False, spans=None
 ):
     blocks = sum(-(-n // block_size) for n in kv_lens) + 2
-    rows = make_rows(query_lens, kv_lens, block_size, blocks)
+    rows = make_rows(query_lens, kv_lens, block_size, blocks, spans=spans)
     keys, values = (c.cuda() for c in make_caches(rows, block_size, blocks, kv_heads, dim, dtype))
-    for name in ("block_tables", "lengths", "query_starts"):
+    for name in ("block_tables", "lengths", "query_starts", *(["reach"] if spans else [])):
         setattr(rows, name, getattr(rows, name).cuda())
     q = torch.randn(sum(query_lens), heads + 2 * kv_heads, dim, device="cuda").to(dtype)[:, :heads]
     scores = AttentionParams(dim**-0.5, window, cap, torch.randn(heads, device="cuda") * 3 if sinks else None)
@@ -53,6 +53,14 @@ def test_attention_sinks(window, cap, dim, dtype, bound):
     lengths = [17, 1, 300, 5000, 40, 333]
     check_attention([1, 1, 1, 1, 40, 130], lengths, 16, 2, dim, dtype, bound, window, cap=cap, sinks=True)
     check_attention([2560], [2560], 4, 1, dim, dtype, bound, window, cap=cap, sinks=True)
+
+
+@pytest.mark.parametrize("dtype, bound", KINDS)
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("window", [0, 128])
+def test_attention_in_spans(window, dim, dtype, bound):
+    spans = [(2, 10, 266), (3, 200, 301), (3, 310, 340)]
+    check_attention([1, 1, 300, 133], [17, 5000, 300, 366], 8, 4, dim, dtype, max(bound, 5e-5), window, spans=spans)
 
 
 def test_attention_random_shapes():

@@ -49,6 +49,25 @@ def test_a_long_prompt_is_computed_in_chunks_and_does_not_stall_a_running_sequen
     assert all(len(p.rows) // 2 == 2 for p in chunked[1:])  # the short one decodes beside every chunk
 
 
+def test_chunks_end_with_images_whose_tokens_attend_to_each_other():
+    """Beyond the budget, if need be, which sequences that decode do not pay for."""
+    engine = Engine(blocks=64, budget=8)
+    engine.scheduler.add(request("short", [1, 2], 20))
+    engine.step()
+    picture = protocol.Picture(b"a", 10, 26, 5, 5, ((12, 25), (26, 35)))
+    long = msgspec.structs.replace(request("long", range(40), 4), pictures=[picture])
+    engine.scheduler.add(msgspec.structs.replace(long, pixels=[protocol.Pixels(b"a", 1, 1, b"   ")]))
+    before = len(engine.ranks.plans)
+    engine.run()
+    assert engine.tokens == {"short": alone([1, 2], 20), "long": alone(range(40), 4)}
+    counts = [protocol.unpack_u32(p.counts).tolist() for p in engine.ranks.plans[before:] if p.counts]
+    assert counts == [[7], [18], [10], [5]]  # 7, to the first span's end, to the second's, and the rest
+    assert all(len(p.rows) // 2 == 2 for p in engine.ranks.plans[before + 1 : before + 4])
+    engine.scheduler.add(msgspec.structs.replace(long, id="again", pixels=[]))  # from block 9 on
+    engine.run()
+    assert engine.tokens["again"] == engine.tokens["long"]
+
+
 def test_tokens_under_way_count_until_their_ids_have_come():
     engine = Engine(budget=4)
     engine.scheduler.add(request("a", range(6), 3))

@@ -82,6 +82,9 @@ class ToyRanks:
         self.states: list[list[int]] = [[] for _ in range(max_num_seqs + snapshots)]
         self.plans: list[protocol.Plan] = []
 
+    def show(self, image: protocol.Pixels) -> None:
+        """Ranks without a model look at no image."""
+
     def start(self, plan: protocol.Plan) -> Done:
         plan = protocol.decode_plan(protocol.encode_plan(plan))
         self.plans.append(plan)

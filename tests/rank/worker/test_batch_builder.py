@@ -7,7 +7,7 @@ import pytest
 import torch
 from phalanx.rank.worker import batch_builder as module
 from phalanx.rank.worker import graphs
-from phalanx.rank.worker.batch_builder import build_batches, given_ids, microbatch_split
+from phalanx.rank.worker.batch_builder import build_batches, given_ids, microbatch_split, reach_of
 from phalanx.rank.worker.state import BatchState, ScheduledBatch
 from phalanx.rank.worker.upload import Upload
 
@@ -81,6 +81,33 @@ def test_prepare(device):
             batch.block_tables: torch.int32,
         }
         assert all(tensor.dtype == dtype for tensor, dtype in kinds.items())
+
+
+def test_tokens_of_images_reach_beyond_themselves(monkeypatch):
+    """Token by token; such a step is not cut, and no row of it decodes where rows that do have several tokens."""
+    monkeypatch.setattr(module, "TILE", 4)
+    upload, draw, found = Upload(torch.device("cpu")), random.Random(5), 0
+    for seed in range(60):
+        rows, work, _ = make(seed)
+        for row in range(8):
+            begin = draw.randint(0, 20)
+            rows.spans[row] = [(begin, begin + draw.randint(1, 9)), (begin + 10, begin + 30)]
+        want = [
+            next((end - 1 for first, end in rows.spans[row] if first <= p < end), p)
+            for row, start, count in zip(work.rows, work.starts, work.counts, strict=True)
+            for p in range(start, start + count)
+        ]
+        plain = [p for start, count in zip(work.starts, work.counts, strict=True) for p in range(start, start + count)]
+        got = reach_of(rows, work)
+        assert (want if got is None else got.tolist()) == want and (got is None) == (want == plain)
+        (batch, *more), _ = build_batches(rows, work, torch.arange(8), [], upload, min_tokens=0 if got is None else 5)
+        assert not more and (batch.reach is None) == (got is None) and batch.num_decodes == work.num_decodes
+        found += got is not None
+        if got is not None:
+            assert batch.reach.tolist() == want and batch.reach.dtype == torch.int32
+            several = type(batch).of(batch.ids, module.batch_arrays(rows, work), [3], [3], [], 3, batch.reach)
+            assert several.num_decodes == 0
+    assert found > 20
 
 
 def test_a_step_is_cut_like_chunks_of_prompts(monkeypatch):
