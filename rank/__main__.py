@@ -41,7 +41,7 @@ from .worker.engine import Engine, Limits, LoadRefused, RankContext
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
-CPU_IMAGE_PIXELS = 1 << 19  # a tower runs within a step, which may not take longer than --timeout
+CPU_IMAGE_PIXELS = 1 << 20  # sequences that decode wait for each of a tower's layers
 Lines = dict[int, tuple[broadcast.PlanBroadcast, ResultChannel]]  # by replica: its plans, and the way back
 
 
@@ -109,9 +109,9 @@ class Rank:
         executors: list[Executor] = [LocalExecutor(lines[0][0], engine.runner)]
         executors += [RemoteExecutor(*line) for replica, line in lines.items() if replica]
         most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
-        memory = int(engine.options.mm_cache_gb * (1 << 30)), limits.image_token_bytes
+        images = int(engine.options.mm_cache_gb * (1 << 30)), *limits.images
         schedulers = [
-            Scheduler(pool, *most, self._speculation(limits, grid.stages), ImageStore(*memory)) for pool in pools
+            Scheduler(pool, *most, self._speculation(limits, grid.stages), ImageStore(*images)) for pool in pools
         ]
         return self.run_scheduler([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 

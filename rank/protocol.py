@@ -307,6 +307,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     rejected: bytes = b""  # u16: a row, and how many of the newest tokens that ranks count it has not, in turn
     # Drafts that the ranks' model makes of each row that samples. 0: it does not run, and never sees the step's tokens.
     wanted: int = 0
+    tower: int = 0  # pieces of work on images that the tower does before the step
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):

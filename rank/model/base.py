@@ -188,6 +188,31 @@ class Tower(nn.Module):
 
     rules: ImageRules
     levels = 0
+    hidden: int  # size of a patch's hidden state
+    depth: int  # its layers
+
+    def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
+        """Computes a layer at a time, so that other work can go on between them. Returns the features."""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """The features, all at once."""
+        work = self.pieces(pixels)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                return done.value
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of its linears."""
+        return sum(one.num_weights for one in self.modules() if isinstance(one, Linear))
+
+    def multiplications(self) -> tuple[float, float]:
+        """About how many an image takes for each of its pixels, and for each pair of them."""
+        patch = self.rules.patch**2
+        return self.num_weights / patch, 2 * self.depth * self.hidden / patch**2
 
 
 class Model(nn.Module):

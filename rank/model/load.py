@@ -191,6 +191,8 @@ def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
     model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
+    if model.vision is not None:
+        model.num_weights -= model.vision.num_weights
     if speaks:
         _tell_without_kernel(model)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -112,7 +113,7 @@ class Scheduler:
             return None
         budget = self._schedule_running(step, {sequence.id for sequence in group}, self._reserved(step, group))
         self._admit(step, budget)
-        if not step.decodes and not step.chunks and not step.verified:
+        if not step.decodes and not step.chunks and not step.verified and not step.tower:
             return None
         return self._make_plan(step)
 
@@ -246,15 +247,24 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _admit(self, step: PlannedStep, budget: int) -> None:
-        """Admit waiting sequences in order, until one does not fit. Those whose masks are late are passed over."""
+        """Admit waiting sequences in order, until one does not fit. Those whose masks are late are passed over, and
+        those with images that the tower has not seen: it works on these for what is left of the budget."""
+        unseen = list[Sequence]()
         while budget > 0 and self.waiting and self._free_rows:
-            sequence = next((one for one in self.waiting if one.in_flight or not one.awaits_mask), None)
+            able = (one for one in self.waiting if (one.in_flight or not one.awaits_mask) and one not in unseen)
+            sequence = next(able, None)
             if sequence is None:
                 break
             if sequence.in_flight:  # preempted while an id was on its way; that id is needed to compute it again
                 break
             hits, count = self._find_prefix(sequence, step, budget)
             computed = hits.matched * self.blocks.size
+            if lacking := self.images.lacking(sequence, computed):
+                users = itertools.chain(self.running, unseen, (sequence,))
+                budget -= self.images.work(sequence, lacking, users, budget, step)
+                if self.images.lacking(sequence, computed):
+                    unseen.append(sequence)
+                continue
             needed, in_host = self.blocks.lacking(hits.tables, self._until(computed + count)), hits.in_host > 0
             spare = len(self.running) * len(self.blocks.groups)  # else the new one would soon be preempted
             full = sum(needed) + spare > self.blocks.num_free - self.blocks.num_unreferenced(hits.blocks())
@@ -279,8 +289,6 @@ class Scheduler:
                 self.counters.cached_tokens += computed
             step.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
-            if sequence.pictures:
-                step.pixels += self.images.send(sequence, self.running)
             self._add_chunk(sequence, count, step)
             budget -= count
 

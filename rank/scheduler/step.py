@@ -30,7 +30,7 @@ class ScheduledStep:
     @property
     def decodes_only(self) -> bool:
         """Whether all its sequences were known and have as many tokens."""
-        return not self.plan.counts and not self.plan.new
+        return not self.plan.counts and not self.plan.new and not self.plan.tower
 
     def tokens(self, output: protocol.StepOutput) -> list[list[int]]:
         """The tokens of each sampled sequence: of one with drafts up to the first that was drafted otherwise."""
@@ -96,6 +96,7 @@ class PlannedStep:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # more tokens of a prompt, and how many
     new: list[protocol.NewSequence] = field(default_factory=list)
     pixels: list[protocol.Pixels] = field(default_factory=list)  # as ScheduledStep has them
+    tower: int = 0  # as protocol.Plan has it
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache
@@ -135,6 +136,7 @@ class PlannedStep:
             drafts=b"".join(_filled(one, query_len - 1) for one in drafts),
             rejected=rejected,
             wanted=self.wanted,
+            tower=self.tower,
         )
         # A sequence's length counts the (first) token that this step samples.
         constrained = [

@@ -27,6 +27,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     token: int  # the tokens that features stand for
     mean: tuple[float, float, float]  # of the colours, from 0 to 1 ...
     std: tuple[float, float, float]  # ... and by what they are divided then
+    patch: int  # pixels of a patch along an edge
     resample: int = BICUBIC
 
     def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:

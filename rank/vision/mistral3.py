@@ -11,7 +11,6 @@ from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
-    patch: int
     merge: int  # patches of a token along an edge
     longest: int  # edge
     row_end: int  # the token behind a row

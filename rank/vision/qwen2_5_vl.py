@@ -14,7 +14,6 @@ CLIP_STD = 0.26862954, 0.26130258, 0.27577711
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
-    patch: int
     merge: int  # patches of a token along an edge
     least: int  # pixels
     most: int

@@ -74,6 +74,15 @@ class RankContext(NamedTuple):
         return self.hosts.count(self.hosts[self.world.rank])
 
 
+class ImageCosts(NamedTuple):
+    """The costs of an image's features."""
+
+    token_bytes: int = 1  # of what one of its tokens stands for
+    pieces: int = 1  # in which the tower computes it
+    pixel: float = 0.0  # tokens of a prompt that take about as long as a pixel ...
+    pair: float = 0.0  # ... and as two pixels that attend to each other
+
+
 class Limits(NamedTuple):
     """Limits that the scheduler keeps to, the same on all ranks."""
 
@@ -88,7 +97,7 @@ class Limits(NamedTuple):
     groups: Groups = ONE_GROUP
     query_lens: tuple[int, ...] = (1,)  # tokens that a sequence may have verified in a step
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
-    image_token_bytes: int = 1  # of the features that an image's token stands for
+    images: ImageCosts = ImageCosts()
     verified_tokens: int = 0  # of all sequences in a step with drafts, those of prompts' ends apart
 
 
@@ -175,7 +184,7 @@ class Engine:
         self._served = True
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
-            self._query_lens, self.draft_kind, self._image_token_bytes, verified,
+            self._query_lens, self.draft_kind, self._image_costs, verified,
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:
@@ -306,11 +315,16 @@ class Engine:
         return [*self.model.cache_specs(), *(self.source.cache_specs() if self.source is not None else ())]
 
     @property
-    def _image_token_bytes(self) -> int:
-        """Bytes of the features of an image's token, the same on all ranks."""
-        levels = self.model.vision.levels if self.model.vision is not None else 0
-        levels = int(self.place.world.all_gather(torch.tensor([levels])).max())
-        return (1 + levels) * self.model.hidden_size * self.model.dtype.itemsize
+    def _image_costs(self) -> ImageCosts:
+        """The same on all ranks, of which those of the first pipeline stage have the tower."""
+        tower, costs = self.model.vision, ImageCosts()
+        if tower is not None:
+            size = (1 + tower.levels) * self.model.hidden_size * self.model.dtype.itemsize
+            weights = max(1, self.model.num_weights)
+            costs = ImageCosts(size, tower.depth + 1, *(one / weights for one in tower.multiplications()))
+        found = self.place.world.all_gather(torch.tensor(costs, dtype=torch.float64)).view(-1, len(costs))
+        size, pieces, *rest = found.max(0).values.tolist()
+        return ImageCosts(int(size), int(pieces), *rest)
 
     @property
     def _sees(self) -> bool:

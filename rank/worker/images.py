@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import protocol
-from ..model.base import Model
+from ..model.base import Model, Tower
 from ..model.batch import EmbeddingOverride
 from .state import BatchState, ScheduledBatch
 
 
 class Images:
-    """Used by the step thread, in the order of the plans. Features are made when a step first needs them, and stay in
-    host memory until rank 0 drops them."""
+    """Used by the step thread, in the order of the plans. The tower works on one image after the other, in pieces that
+    plans ask for, so that no step waits for a whole one. Features stay in host memory until rank 0 drops them."""
 
     def __init__(self, model: Model, state: BatchState, device: torch.device):
         self._model, self._state, self._device = model, state, device
         state.image_positions = model.image_positions
-        self._pixels: dict[bytes, protocol.Pixels] = {}
+        self._pixels: dict[bytes, protocol.Pixels] = {}  # the tower has not begun with these
+        self._started: tuple[bytes, Generator[None, None, Tensor]] | None = None  # an image it is working on
         self._features: dict[bytes, Tensor] = {}  # as towers make them, on the host
         self._rows: dict[int, list[protocol.Picture]] = {}  # of prompts that are not computed yet
 
@@ -38,6 +42,21 @@ class Images:
     def leave(self, row: int) -> None:
         self._rows.pop(row, None)
 
+    def work(self, pieces: int) -> None:
+        """Have the tower, where this stage has it, compute so many pieces of the images that were taken."""
+        for _ in range(pieces if self._model.vision is not None else 0):
+            if self._started is None:
+                image = self._pixels.pop(next(iter(self._pixels)))
+                pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, 3)
+                shown = torch.from_numpy(pixels.copy()).to(self._device)
+                self._started = image.digest, cast(Tower, self._model.vision).pieces(shown)
+            digest, features = self._started
+            try:
+                next(features)
+            except StopIteration as done:
+                self._features[digest] = done.value.to(self._model.dtype).cpu()
+                self._started = None
+
     def embeddings(self, scheduled: ScheduledBatch) -> EmbeddingOverride | None:
         """The embeddings of a step's image tokens; None: it has none, or another pipeline stage embeds."""
         if not self._rows:
@@ -51,7 +70,7 @@ class Images:
                 chosen = np.flatnonzero((start <= begin + shown) & (begin + shown < start + count))
                 if len(chosen):
                     at.append(begin + shown[chosen] - start + first)
-                    values.append(self._features_of(picture.digest)[chosen[0] : chosen[-1] + 1])
+                    values.append(self._features[picture.digest][chosen[0] : chosen[-1] + 1])
             if pictures and start + count >= pictures[-1].start + pictures[-1].length:
                 del self._rows[row]
         if not at:
@@ -59,12 +78,3 @@ class Images:
         places, hidden = torch.from_numpy(np.concatenate(at)).to(self._device), self._model.hidden_size
         own, *deeper = torch.cat(values).to(self._device).split(hidden, 1)
         return EmbeddingOverride(places, own.contiguous(), torch.stack(deeper, 1) if deeper else None)
-
-    def _features_of(self, digest: bytes) -> Tensor:
-        if digest not in self._features:
-            assert self._model.vision is not None
-            image = self._pixels.pop(digest)
-            pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, 3)
-            made = self._model.vision(torch.from_numpy(pixels.copy()).to(self._device))
-            self._features[digest] = made.to(self._model.dtype).cpu()
-        return self._features[digest]

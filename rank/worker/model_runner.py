@@ -217,6 +217,8 @@ class ModelRunner:
                     plan, result = item
                     self.watch.entered = plan.step
                     self._snapshots.load(plan)
+                    if plan.tower:
+                        self._images.work(plan.tower)
                     result.set(self._execute(plan))
                     self._snapshots.save(plan)
                     self._finished(plan.step)
@@ -308,6 +310,8 @@ class ModelRunner:
         if self.swap is not None:
             self.swap.apply(plan)
         self._enter(plan)
+        if not len(scheduled.rows):  # the tower's work alone
+            return DeviceOutput()
         self._receive_ids(self._owed(scheduled.rows))
         drafts = self._drafting is not None and plan.wanted > 0
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order

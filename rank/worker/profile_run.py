@@ -64,6 +64,8 @@ def profile_run(
     hidden = None
     if not mesh.first:
         hidden = torch.zeros(tokens, model.hidden_size, dtype=model.dtype, device=device)
+    tower = largest_image(model, device)
+    next(tower, None)  # steps go on while the tower has begun with an image
     upload = Upload(device)
     hidden = model.forward([prompts(model, tokens, block_size, upload, kept)], hidden)
     if mesh.last:
@@ -84,13 +86,19 @@ def profile_run(
         small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
     for batch in small:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
-    if model.vision is not None:
-        height, width = model.vision.rules.largest(model.max_model_len)
-        model.vision(torch.zeros(height, width, 3, dtype=torch.uint8, device=device))
+    for _ in tower:
+        pass
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return found + context_bytes(model, tokens, kept or model.dtype)
+
+
+def largest_image(model: Model, device: torch.device) -> Iterator[None]:
+    """The tower's pieces of work on the largest image that a prompt can have; none where there is no tower."""
+    if model.vision is not None:
+        height, width = model.vision.rules.largest(model.max_model_len)
+        yield from model.vision.pieces(torch.zeros(height, width, 3, dtype=torch.uint8, device=device))
 
 
 def draft(source: DraftSource, hidden: torch.Tensor, sequences: int, batch: Batch) -> None:

@@ -3,6 +3,7 @@ of rows and columns, and neighbours that become one token."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import cast
 
 import torch
@@ -64,7 +65,8 @@ class Tower(base.Tower):
         rope = config.get("rope_parameters") or {}
         self.rules, self.theta = rules, float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
         of = hidden, inner, heads, self.dim, config.get("hidden_act", "silu")
-        layers = nn.ModuleList([Layer(*of) for _ in range(whole(config, "num_hidden_layers", 24, 1 << 10))])
+        self.hidden, self.depth = hidden, whole(config, "num_hidden_layers", 24, 1 << 10)
+        layers = nn.ModuleList([Layer(*of) for _ in range(self.depth)])
         self.tower = nn.ModuleDict({
             "patch_conv": PatchEmbedding(rules.patch, hidden),
             "ln_pre": RMSNorm(hidden, EPS),
@@ -80,7 +82,7 @@ class Tower(base.Tower):
         })  # fmt: skip
         self.layers, self.merging = [layers], [merging["merging_layer"]]
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         patch, merge = self.rules.patch, self.rules.merge
         height, width = (length // patch for length in pixels.shape[:2])
@@ -89,6 +91,7 @@ class Tower(base.Tower):
         angles = self._angles(height, width, x.device)
         for layer in self.layers[0]:
             x = layer(x, angles)
+            yield
         # The same elements of neighbours come together.
         x = self.projector["norm"](x).view(height // merge, merge, width // merge, merge, -1)
         x = self.merging[0](x.permute(0, 2, 4, 1, 3).flatten(0, 1).flatten(1))

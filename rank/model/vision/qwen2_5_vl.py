@@ -3,7 +3,7 @@ four neighbours become one token. M-RoPE tells the text model's tokens apart by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import cast
 
 import numpy as np
@@ -83,16 +83,17 @@ class Tower(base.Tower):
             raise ValueError(f"hidden_size {hidden} of vision_config is no multiple of 4 times its {heads} heads")
         if (made := whole(config, "out_hidden_size", outputs, LARGEST)) != outputs:
             raise ValueError(f"out_hidden_size {made} of vision_config is not the text model's {outputs}")
-        self.rules, self.dim = rules, hidden // heads
+        self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
         self.window = max(1, whole(config, "window_size", 112, LARGEST) // (rules.patch * rules.merge))  # tokens
         self.whole_layers = frozenset(config.get("fullatt_block_indexes", (7, 15, 23, 31)))
         frames = whole(config, "temporal_patch_size", 2, 16)
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
         of = hidden, inner, heads, config.get("hidden_act", "silu")
-        self.blocks = nn.ModuleList([Block(*of) for _ in range(whole(config, "depth", 32, 1 << 10))])
+        self.depth = whole(config, "depth", 32, 1 << 10)
+        self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])
         self.merger = Merger(hidden, rules.merge**2, outputs)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
@@ -100,6 +101,7 @@ class Tower(base.Tower):
         windows = windows.to(x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, angles, None if index in self.whole_layers else windows)
+            yield
         return self.merger(x)
 
     def _windows(self, rows: int, columns: int) -> Tensor:

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import cast
 
 from torch import Tensor, nn
@@ -63,18 +64,19 @@ class Tower(base.Tower):
             raise ValueError(f"hidden_size {made} of vision_config is not the text model's {outputs}")
         if config.get("hidden_act", "quick_gelu") != "quick_gelu":
             raise ValueError(f"hidden_act of vision_config is {config['hidden_act']!r}, expected 'quick_gelu'")
-        self.rules, self.dim = rules, hidden // heads
+        self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
         frames = whole(config, "temporal_patch_size", 2, 16)
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
-        depth = whole(config, "depth", 32, 1 << 10)
-        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
+        self.depth = whole(config, "depth", 32, 1 << 10)
+        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(self.depth)])
         self.merger = Merger(hidden, rules.merge**2, outputs)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
         angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
         for block in self.blocks:
             x = block(x, angles)
+            yield
         return self.merger(x)

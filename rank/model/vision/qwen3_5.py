@@ -4,6 +4,7 @@ the text model's first layers."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import cast
 
 import torch
@@ -70,7 +71,7 @@ class Tower(base.Tower):
             raise ValueError(f"out_hidden_size {made} of vision_config is not the text model's {outputs}")
         if config.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
             raise ValueError(f"hidden_act of vision_config is {config['hidden_act']!r}, expected 'gelu_pytorch_tanh'")
-        self.rules, self.dim = rules, hidden // heads
+        self.rules, self.hidden, self.dim, self.depth = rules, hidden, hidden // heads, depth
         count = number(config, "num_position_embeddings", 2304, 1 << 24)
         self.side = round(count**0.5)
         if self.side**2 != count:
@@ -89,7 +90,7 @@ class Tower(base.Tower):
         deeper = [Merger(hidden, rules.merge**2, outputs, joined=True) for _ in self.handed_on]
         self.deepstack_merger_list = nn.ModuleList(deeper)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, (1 + levels) * outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
@@ -101,6 +102,7 @@ class Tower(base.Tower):
             if index in self.handed_on:
                 level = self.handed_on.index(index)
                 found[level] = self.deepstack_merger_list[level](x)
+            yield
         return torch.cat((self.merger(x), *found), 1)
 
     def _positions(self, rows: int, columns: int) -> Tensor:

@@ -1,10 +1,15 @@
-"""Which images go to the ranks, and which they forget; blocks of prompts with images in the prefix cache."""
+"""Which images go to the ranks, which they forget, when the tower works on them, and hashes of blocks with images."""
 
 from types import SimpleNamespace
 
+import msgspec
 from phalanx.rank.protocol import Picture, Pixels
-from phalanx.rank.scheduler.blocks import extend_chain
+from phalanx.rank.scheduler.blocks import Blocks, extend_chain
 from phalanx.rank.scheduler.image_store import ImageStore
+from phalanx.rank.scheduler.scheduler import Scheduler
+from phalanx.rank.scheduler.step import PlannedStep
+
+from .toy import request, step_output
 
 
 def sequence(*names, computed=0):
@@ -15,7 +20,11 @@ def sequence(*names, computed=0):
 
 
 def sent(store, one, *others):
-    return [(image.digest, image.dropped) for image in store.send(one, [one, *others])]
+    """The images that go to the ranks before a sequence is admitted, with what these forget. The tower has time."""
+    step = PlannedStep()
+    store.work(one, store.lacking(one, one.num_computed), [one, *others], 1000, step)
+    assert not store.lacking(one, one.num_computed) and step.tower == len(step.pixels)
+    return [(image.digest, image.dropped) for image in step.pixels]
 
 
 def test_each_image_goes_once():
@@ -56,10 +65,69 @@ def test_a_full_store_costs_a_request_little():
             return super().__iter__()
 
     for i in range(20_000):
-        store.send(one := sequence(b"%d" % i), [one])
-    new = sequence(*[b"new %d" % i for i in range(16)])
-    found = store.send(new, Running([new]))
-    assert [image.dropped for image in found] == [[b"%d" % i] for i in range(16)] and looked == [1]
+        sent(store, sequence(b"%d" % i))
+    new, step = sequence(*[b"new %d" % i for i in range(16)]), PlannedStep()
+    store.work(new, store.lacking(new, 0), Running([new]), 1000, step)
+    assert [image.dropped for image in step.pixels] == [[b"%d" % i] for i in range(16)] and looked == [1]
+
+
+def test_a_step_has_as_much_of_the_towers_work_as_its_budget_allows():
+    store = ImageStore(1000, 10, 7, 11, 1)
+    one, steps = sequence(b"a", b"b"), []
+    while lacking := store.lacking(one, 0):
+        steps.append(step := PlannedStep())
+        spent = store.work(one, lacking, [one], 100, step)
+        assert spent == 30 * step.tower <= 100
+    assert [step.tower for step in steps] == [3, 3, 3, 3, 2]
+    assert [[image.digest for image in step.pixels] for step in steps] == [[b"a"], [], [b"b"], [], []]
+
+
+def test_a_step_has_one_piece_of_the_towers_work_at_least():
+    store, step = ImageStore(1000, 10, 7, 2100.35), PlannedStep()
+    one = sequence(b"a")
+    assert store.work(one, store.lacking(one, 0), [one], 1, step) == 3001 and step.tower == 1
+
+
+def test_an_image_that_an_aborted_request_left_behind_is_finished_first():
+    store, step = ImageStore(1000, 10, 7, 21), PlannedStep()
+    gone, one = sequence(b"a"), sequence(b"b")
+    store.work(gone, store.lacking(gone, 0), [gone], 100, PlannedStep())
+    store.work(one, store.lacking(one, 0), [one], 200, step)
+    assert step.tower == 6 and [image.digest for image in step.pixels] == [b"b"]
+    assert not store.lacking(gone, 0) and store.lacking(one, 0)
+
+
+def test_sequences_decode_while_the_tower_works():
+    """A request with an image waits for the tower, and nobody else does: the step before it is computed has the last
+    piece, and a text that came later goes first."""
+    store = ImageStore(1000, 10, 7, 2.8)
+    scheduler = Scheduler(Blocks(32, 4), 8, 10, 100, images=store)
+    scheduler.add(request("a", [1, 2], 50))
+    scheduler.update(scheduler.schedule(), step_output([[3]]))
+    shown = Picture(b"p", 1, 3, 1, 3), Pixels(b"p", 2, 5, b"p" * 30)
+    scheduler.add(msgspec.structs.replace(request("seen", [1, 7, 7, 7]), pictures=[shown[0]], pixels=[shown[1]]))
+    scheduler.add(request("text", [1]))
+    found = []
+    while not found or not found[-1].new or len(found) < 3:
+        planned = scheduler.schedule()
+        found.append(planned.plan)
+        assert planned.plan.rows[:2] == b"\0\0" and len(planned.pixels) == (len(found) == 1)
+        scheduler.update(planned, step_output([[5]] * len(planned.sampled)))
+    assert [plan.tower for plan in found] == [2, 2, 2, 1]
+    assert [[new.pictures for new in plan.new] for plan in found] == [[[]], [], [], [[shown[0]]]]
+    scheduler.check()
+
+
+def test_a_step_may_have_the_towers_work_alone():
+    store = ImageStore(1000, 10, 3, 2.4)
+    scheduler = Scheduler(Blocks(32, 4), 8, 10, 100, images=store)
+    pixels = Pixels(b"p", 2, 5, b"p" * 30)
+    scheduler.add(msgspec.structs.replace(request("a", [7, 7]), pictures=[Picture(b"p", 0, 2, 1, 2)], pixels=[pixels]))
+    for last in (False, False, True):
+        planned = scheduler.schedule()
+        assert planned.plan.tower == 1 and bool(planned.plan.rows) == last and not planned.decodes_only
+        scheduler.update(planned, step_output([[5]] if planned.sampled else []))
+    assert scheduler.running[0].tokens == [7, 7, 5]
 
 
 def chain(*pictures, salt=""):

@@ -61,7 +61,10 @@ def test_features(made, name, size):
         found = model.model.get_image_features(**processed(path, [image]))
         deeper = getattr(found, "deepstack_features", None) or ()
         want = torch.cat([torch.cat(tuple(one)) for one in (found.pooler_output, *deeper)], 1)
-        (got,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision(resized(rules_of(path), image)), 1)
+        (tower,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision, 1)
+        pixels = resized(rules_of(path), image)
+        got = tower(pixels)
+        assert len([*tower.pieces(pixels)]) == tower.depth
     assert want.std() > 0.1
     assert distance(got, want) < TOLERANCE
 
