@@ -225,10 +225,18 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     model_type = config_keys(model_type).text_type or model_type
     keys = config_keys(model_type)
     given = {key: value for key, value in raw.items() if value is not None}
-    renamed = {ours: given[theirs] for theirs, ours in keys.names.items() if theirs in given}
+    found = {ours: _nested(given, theirs) for theirs, ours in keys.names.items()}
+    renamed = {ours: value for ours, value in found.items() if value is not None}
     if isinstance(types := renamed.get("layer_types"), list):  # of such models it may be all that tells how many
         renamed["num_hidden_layers"] = len(types)
     return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
+
+
+def _nested(raw: dict[str, Any], name: str) -> Any:
+    """The value under a key, or under keys of objects with dots between them; None: there is none."""
+    first, _, rest = name.partition(".")
+    value = raw.get(first)
+    return value if not rest else _nested(value, rest) if isinstance(value, dict) else None
 
 
 def spelled(key: str, model_type: str) -> str:

@@ -35,7 +35,7 @@ def decode(_: object, data: bytes, rules: ImageRules, most: int, at: str) -> tup
         height, width = rules.size(pixels.height, pixels.width, most)
     except ValueError as error:
         raise _bad(at, f"it has {pixels.width} x {pixels.height} pixels: {error}") from None
-    return height, width, pixels.resize((width, height), rules.resample).tobytes()
+    return height, width, rules.shown(pixels, height, width).tobytes()
 
 
 def _opaque(image: Image.Image) -> Image.Image:

@@ -18,6 +18,7 @@ from ..json_decoding import decode_object
 
 MAX_EDGE = 1 << 16  # pixels of an edge of what a model takes
 BICUBIC = 3  # of Pillow's filters
+SEEING = ("moondream1",)  # types all of whose models take images, whether config.json has a vision_config or not
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,10 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError for shapes that the model does not take.
         """
         raise NotImplementedError
+
+    def shown(self, image: Any, height: int, width: int) -> Any:
+        """An image of Pillow's, in colours, as pixels of that size."""
+        return image.resize((width, height), self.resample)
 
     def largest(self, tokens: int) -> tuple[int, int]:
         """Height and width of the largest image of so many tokens, of those that are resized."""
@@ -74,13 +79,13 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
     Raises FatalError, code MODEL, for values that cannot be.
     """
     kind = config.get("model_type")
-    if kind not in kinds() or not isinstance(config.get("vision_config"), dict):
+    if kind not in kinds() or not (isinstance(config.get("vision_config"), dict) or kind in SEEING):
         return None
-    given = _read(directory, "preprocessor_config.json")
+    module = importlib.import_module(f".{kind}", __name__)
+    given = _read(directory, getattr(module, "FILE", "preprocessor_config.json"))
     nested = _read(directory, "processor_config.json").get("image_processor") if not given else None
-    read = importlib.import_module(f".{kind}", __name__).read
     try:
-        return read(config, given or (nested if isinstance(nested, dict) else {}))
+        return module.read(config, given or (nested if isinstance(nested, dict) else {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # the first: a list where keys are expected
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
 

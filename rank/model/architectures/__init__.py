@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 class ConfigKeys(NamedTuple):
     """The unusual keys of an architecture's config.json: the fields of its file's CONFIG."""
 
-    names: dict[str, str] = {}  # keys under another name → the usual one
+    names: dict[str, str] = {}  # keys under another name, "outer.inner" in an object → the usual one
     defaults: dict[str, Any] = {}  # keys that checkpoints leave out → what they then mean, as in transformers' classes
     text_type: str = ""  # of a multimodal model: its text model's type, where text_config does not say
     # Layers of full attention have other rope parameters than the sliding ones. Where config.json has one set, it is

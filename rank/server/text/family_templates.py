@@ -77,6 +77,26 @@ ROUNDS = (
     "{% else %}{% set round.number = round.number + 1 %}[Round {{ round.number }}]\n\n问：" + FOLD + TEXT + "\n\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}答：{% endif %}"
 )  # fmt: skip
+
+
+def seeing(caption: str, question: str, between: str = "") -> str:
+    """Moondream's turns. caption: asks for one, of the `length` that the user names; question: asks TEXT; between: in
+    front of an answer. An image without words, and the words "Caption", "Short caption" and "Long caption" alone, ask
+    for a caption."""
+    return (
+        FIRST + "{% macro words(content) %}{% if content is string %}{{ content }}{% else %}"
+        "{% for part in content or () if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}{% endif %}"
+        "{% endmacro %}"
+        "<|endoftext|>{% for message in messages %}{% set text = words(message['content']) | trim %}"
+        "{% set length = {'': 'normal', 'caption': 'normal', 'short caption': 'short', 'long caption': 'long'}"
+        "[text | lower | replace('.', '') | replace(':', '')] %}"
+        f"{{% if message['role'] == 'assistant' %}}{between}{{{{ text }}}}"
+        f"{{% elif length and not (system and loop.first) %}}{caption}{{% else %}}{question}{{% endif %}}{{% endfor %}}"
+    )
+
+
+CAPTION = "{{ '\\n\\n' }}{{ {'short': 'Short caption', 'normal': 'Caption', 'long': 'Long caption'}[length] }}:"
+ASKED = FOLD + "{{ text }}"
 # Apertus's text behind its system message, or before all others where there is none.
 DEVELOPER = "<|developer_start|>Deliberation: disabled\nTool Capabilities: disabled<|developer_end|>"
 ROLES = "system", "user", "assistant"
@@ -182,6 +202,18 @@ FAMILIES = (
         + "[/SYSTEM_PROMPT]{% elif message['role'] == 'assistant' %}" + TEXT + "{{ eos_token }}{% else %}[INST]" + TEXT
         + "[/INST]{% endif %}{% endfor %}",
         tokens=("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    ),
+    FamilyTemplate(
+        "Moondream 2, starmie",
+        seeing(
+            "<|md_reserved_0|>describe<|md_reserved_1|>{{ length }}<|md_reserved_2|>",
+            f"<|md_reserved_0|>query<|md_reserved_1|>{ASKED}<|md_reserved_2|>",
+        ),
+        "<|endoftext|>", tokens=("<|md_reserved_0|>", "<|md_reserved_1|>", "<|md_reserved_2|>"),
+    ),
+    FamilyTemplate(
+        "Moondream 2", seeing(CAPTION, f"{{{{ '\\n\\n' }}}}Question: {ASKED}\n\nAnswer:", " "), "<|endoftext|>",
+        models=("moondream1",),
     ),
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
     FamilyTemplate(

@@ -234,7 +234,7 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 
 def test_each_architecture_is_here():
-    elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2", "mimo"}  # test_fidelity.py, test_chatglm.py, test_mtp.py
+    elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2", "mimo", "moondream1"}  # test_fidelity.py, test_chatglm.py, …
     assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())
 
 

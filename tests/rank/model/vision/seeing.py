@@ -92,24 +92,25 @@ def rules_of(path):
 def resized(rules, image):
     """Its pixels [height, width, 3] u8 as the model takes them."""
     height, width = rules.size(image.height, image.width)
-    return torch.from_numpy(np.array(image.resize((width, height), rules.resample)))
+    return torch.from_numpy(np.array(rules.shown(image, height, width)))
 
 
-def prompt(rules, images, between=(5, 7, 9)):
+def prompt(rules, images, between=(5, 7, 9), before=(11, 12, 13)):
     """Token ids of texts with images between them, and the images' places."""
-    ids, pictures = [11, 12, 13], []
+    ids, pictures = list(before), []
     for image in images:
         rows, columns = rules.grid(*rules.size(image.height, image.width))
         own = rules.tokens(rows, columns)
-        pictures.append(Picture(b"", len(ids), len(own), rows, columns))
+        spans = tuple((len(ids) + first, len(ids) + end) for first, end in rules.spans(own))
+        pictures.append(Picture(b"", len(ids), len(own), rows, columns, spans))
         ids += [*own, *between]
     return ids, pictures
 
 
-def seen_logits(path, images, tp=1, device="cpu", dtype="auto"):
-    """Token ids of a prompt with these images, and their logits [tokens, vocab]."""
+def seen_logits(path, images, tp=1, device="cpu", dtype="auto", **texts):
+    """Token ids of a prompt with these images, and their logits [tokens, vocab]. texts: those that prompt() takes."""
     rules = rules_of(path)
-    ids, pictures = prompt(rules, images)
+    ids, pictures = prompt(rules, images, **texts)
 
     def run(comm):
         grid = mesh.build(comm, tp, 1)
@@ -124,6 +125,10 @@ def seen_logits(path, images, tp=1, device="cpu", dtype="auto"):
         own, *deeper = values.split(model.hidden_size, 1)
         override = EmbeddingOverride(at, own, torch.stack(deeper, 1) if deeper else None)
         batch = replace(batch, embeddings=override)
+        if spans := [span for one in pictures for span in one.spans]:
+            batch.reach = torch.arange(len(ids), dtype=torch.int32, device=device)
+            for first, end in spans:
+                batch.reach[first:end] = end - 1
         if model.image_positions is not None:
             batch.positions = torch.from_numpy(model.image_positions(len(ids), pictures)).to(device)
         return forward(model, grid, batch)

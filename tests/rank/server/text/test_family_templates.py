@@ -46,6 +46,9 @@ WRITTEN = {
     "Tool Capabilities: disabled<|developer_end|><|user_start|>Hi<|user_end|><|assistant_start|>Ho<|assistant_end|>"
     "<|user_start|>Bye<|user_end|><|assistant_start|>",
     "Phi-2": "Be brief.\nInstruct: Hi\nOutput: Ho\nInstruct: Bye\nOutput:",
+    "Moondream 2": "<|endoftext|>\n\nQuestion: Be brief.\n\nHi\n\nAnswer: Ho\n\nQuestion: Bye\n\nAnswer:",
+    "Moondream 2, starmie": "<|endoftext|><|md_reserved_0|>query<|md_reserved_1|>Be brief.\n\nHi<|md_reserved_2|>Ho"
+    "<|md_reserved_0|>query<|md_reserved_1|>Bye<|md_reserved_2|>",
     "Zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n<|assistant|>\nHo<|endoftext|>\n"
     "<|user|>\nBye<|endoftext|>\n<|assistant|>\n",
     "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo</s>\n<|user|>\nBye\n<|assistant|>\n",
@@ -90,6 +93,20 @@ def test_apertus_says_what_it_may_without_a_system_message_too(tmp_path):
     apertus = next(one for one in FAMILIES if one.family == "Apertus")
     written = write(tmp_path, apertus.tokens, "apertus").render(CHAT[1:])
     assert written == WRITTEN["Apertus"].replace("<|system_start|>Be brief.<|system_end|>", "")
+
+
+@pytest.mark.parametrize("text, old, new", [
+    ("", "\n\nCaption:", "describe<|md_reserved_1|>normal"),
+    ("Short caption.", "\n\nShort caption:", "describe<|md_reserved_1|>short"),
+    ("long caption", "\n\nLong caption:", "describe<|md_reserved_1|>long"),
+    ("What is it?", "\n\nQuestion: What is it?\n\nAnswer:", "query<|md_reserved_1|>What is it?"),
+])  # fmt: skip
+def test_moondream_captions_and_answers(tmp_path, text, old, new):
+    content = [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    chat = [{"role": "user", "content": content}]
+    assert write(tmp_path, (), "moondream1").render(chat) == f"<|endoftext|>{old}"
+    tokens = [f"<|md_reserved_{i}|>" for i in range(3)]
+    assert write(tmp_path, tokens).render(chat) == f"<|endoftext|>{tokens[0]}{new}{tokens[2]}"
 
 
 def test_a_template_of_its_own_stays(tmp_path):

@@ -1,0 +1,104 @@
+"""Moondream 2 (vikhyatk/moondream2, revisions of 2025): an image is read as a whole, and in overlapping crops that
+keep its details, which become the features of one grid.
+
+Its checkpoints are of model_type `moondream1`. The pixels have the whole image, at the crops' size, above the crops'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from . import ImageRules, whole
+
+FILE = "tokenizer.json"  # has the token that begins a text, which revisions have at different places
+HALF = 0.5, 0.5, 0.5
+LANCZOS = 1  # of Pillow's filters
+BEGIN = "<|endoftext|>"  # begins a text, and ends an answer
+
+
+class Rules(ImageRules, frozen=True, kw_only=True):
+    crop: int  # edge of a crop in pixels
+    margin: int  # patches that neighbouring crops share at each edge
+    crops: int  # most, but for the whole image
+
+    @property
+    def edge(self) -> int:
+        """Patches of a crop's edge, and features of an image's."""
+        return self.crop // self.patch
+
+    @property
+    def window(self) -> int:
+        """Pixels from one crop to the next."""
+        return self.crop - 2 * self.margin * self.patch
+
+    def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
+        border = self.crop - self.window
+        crops = max(1, min(self.crops, most // self.crop**2)) if most else self.crops
+        rows, columns = tiling(height - border, width - border, self.window, crops)
+        return self.crop + rows * self.window + border, columns * self.window + border
+
+    def shown(self, image: Any, height: int, width: int) -> Any:
+        made = image.crop((0, 0, width, height))
+        made.paste((0, 0, 0), (0, 0, width, height))
+        made.paste(image.resize((self.crop, self.crop), self.resample), (0, 0))
+        made.paste(image.resize((width, height - self.crop), self.resample), (0, self.crop))
+        return made
+
+    def largest(self, tokens: int) -> tuple[int, int]:
+        sizes = (self.size(self.crop * i, self.crop * j) for i, j in ((1, self.crops), (self.crops, 1), (4, 4)))
+        return max(sizes, key=math.prod)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return self.edge, self.edge
+
+    def tokens(self, rows: int, columns: int) -> list[int]:
+        return [self.placeholder, *[self.token] * (rows * columns)]
+
+    @property
+    def span(self) -> int:
+        return 1 + self.edge**2
+
+    def spans(self, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return ((0, len(tokens)),)  # the token before the image's attends to these, too
+
+
+def tiling(height: int, width: int, window: int, most: int) -> tuple[int, int]:
+    """Rows and columns of at most so many crops for an image of that size without its border."""
+    if min(height, width) <= window:
+        return 1, 1
+    rows, columns = -(-height // window), -(-width // window)
+    if rows * columns > most:
+        share = math.sqrt(most / (rows * columns))
+        return max(1, math.floor(rows * share)), max(1, math.floor(columns * share))
+    rows = max(rows, math.floor(math.sqrt(most * height / width)))
+    columns = max(columns, math.floor(math.sqrt(most * width / height)))
+    if rows * columns > most and columns > rows:
+        columns = most // rows
+    elif rows * columns > most:
+        rows = most // columns
+    return max(1, rows), max(1, columns)
+
+
+def read(config: dict[str, Any], tokenizer: dict[str, Any]) -> Rules:
+    inner = config.get("config") or {}
+    vision, text = inner.get("vision") or {}, inner.get("text") or {}
+    begin = [int(token["id"]) for token in tokenizer.get("added_tokens") or () if token["content"] == BEGIN]
+    rules = Rules(
+        placeholder=begin[0] if begin else 0,  # the template writes it first, image or not
+        token=whole(text, "vocab_size", 51200, 1 << 24) - 1,  # any that no text has
+        mean=HALF,
+        std=HALF,
+        resample=LANCZOS,
+        patch=whole(vision, "enc_patch_size", 14),
+        crop=whole(vision, "crop_size", 378, 1 << 12),
+        margin=whole(vision, "overlap_margin", 4),
+        crops=whole(vision, "max_crops", 12, 1 << 8),
+    )
+    if rules.crop % rules.patch or rules.window < rules.patch:
+        raise ValueError(
+            f"crop_size {rules.crop} is no multiple of enc_patch_size {rules.patch} that leaves more than margins of "
+            f"{rules.margin} patches"
+        )
+    return rules

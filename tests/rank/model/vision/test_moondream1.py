@@ -1,0 +1,270 @@
+"""Moondream 2 beside a plain torch model of its published definition: transformers has no class for it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.rank.model.architectures import moondream1
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.load import load
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn.functional import adaptive_avg_pool2d, gelu, layer_norm, linear, scaled_dot_product_attention
+
+from ....checkpoints import write_tokenizer
+from ....server import Server
+from ..harness import distance, run_steps, tokens
+from ..test_architectures import TOLERANCE
+from .seeing import SIZES, data_url, picture, resized, rules_of, seen_logits
+
+TEXT = dict(dim=96, ff_dim=100, n_layers=3, vocab_size=520, max_context=512, n_heads=6, n_kv_heads=6)
+VISION = dict(
+    enc_dim=32, enc_patch_size=4, enc_n_layers=2, enc_ff_dim=40, enc_n_heads=4, proj_out_dim=96, crop_size=28,
+    max_crops=6, overlap_margin=2, proj_inner_dim=48,
+)  # fmt: skip
+CONFIG = {"model_type": "moondream1", "torch_dtype": "float32", "config": {"text": TEXT, "vision": VISION}}
+EDGE = VISION["crop_size"] // VISION["enc_patch_size"]
+
+
+def make(directory, prefix="model."):
+    """A checkpoint of random weights in the published form; returns its tensors without the prefix."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {}
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def matrix(name, outputs, inputs, scale=1.0):
+        weights[f"{name}.weight"] = random(outputs, inputs) * scale * inputs**-0.5
+        weights[f"{name}.bias"] = random(outputs) / 2
+
+    def norm(name, size):
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + random(size) / 5, random(size) / 5
+
+    def block(name, size, inner, norms):
+        for one in norms:
+            norm(f"{name}.{one}", size)
+        matrix(f"{name}.attn.qkv", 3 * size, size, 1.5)
+        matrix(f"{name}.attn.proj", size, size)
+        matrix(f"{name}.mlp.fc1", inner, size)
+        matrix(f"{name}.mlp.fc2", size, inner)
+
+    text, vision = TEXT["dim"], VISION["enc_dim"]
+    weights["text.wte"] = random(TEXT["vocab_size"], text)
+    for i in range(TEXT["n_layers"]):
+        block(f"text.blocks.{i}", text, TEXT["ff_dim"], ["ln"])
+    norm("text.post_ln", text)
+    matrix("text.lm_head", TEXT["vocab_size"], text, 2)
+    matrix("vision.patch_emb", vision, 3 * VISION["enc_patch_size"] ** 2)
+    weights["vision.pos_emb"] = random(1, EDGE**2, vision)
+    for i in range(VISION["enc_n_layers"]):
+        block(f"vision.blocks.{i}", vision, VISION["enc_ff_dim"], ["ln1", "ln2"])
+    norm("vision.post_ln", vision)
+    matrix("vision.proj_mlp.fc1", VISION["proj_inner_dim"], 2 * vision)
+    matrix("vision.proj_mlp.fc2", text, VISION["proj_inner_dim"])
+    matrix("region.coord_encoder", text, 16)  # which is left out
+    save_file({prefix + name: tensor for name, tensor in weights.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return weights
+
+
+def named(weights, name):
+    return weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+
+def normed(x, weights, name):
+    return layer_norm(x, x.shape[-1:], *named(weights, name))
+
+
+def fed(x, weights, name):
+    return linear(gelu(linear(x, *named(weights, f"{name}.fc1")), approximate="tanh"), *named(weights, f"{name}.fc2"))
+
+
+def encoded(crops, weights):
+    """Features [patches, dim] of each crop [size, size, 3] from 0 to 255."""
+    found, patch, heads = [], VISION["enc_patch_size"], VISION["enc_n_heads"]
+    for crop in crops:
+        x = (torch.from_numpy(crop.copy()).float() / 255 - 0.5) / 0.5
+        rows = [
+            x[i * patch : (i + 1) * patch, j * patch : (j + 1) * patch].permute(2, 0, 1).flatten()
+            for i in range(EDGE)
+            for j in range(EDGE)
+        ]
+        x = linear(torch.stack(rows), *named(weights, "vision.patch_emb")) + weights["vision.pos_emb"][0]
+        for i in range(VISION["enc_n_layers"]):
+            block = f"vision.blocks.{i}"
+            q, k, v = linear(normed(x, weights, f"{block}.ln1"), *named(weights, f"{block}.attn.qkv")).chunk(3, 1)
+            q, k, v = (one.unflatten(1, (heads, -1)).transpose(0, 1) for one in (q, k, v))
+            seen = scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
+            x = x + linear(seen, *named(weights, f"{block}.attn.proj"))
+            x = x + fed(normed(x, weights, f"{block}.ln2"), weights, f"{block}.mlp")
+        found.append(normed(x, weights, "vision.post_ln"))
+    return found
+
+
+def cut(image):
+    """The whole image and its overlapping crops, as arrays, and how many rows and columns of these there are."""
+    size, border = VISION["crop_size"], 2 * VISION["overlap_margin"] * VISION["enc_patch_size"]
+    window, most = size - border, VISION["max_crops"]
+    height, width = image.height - border, image.width - border
+    if height <= window or width <= window:
+        rows, columns = 1, 1
+    else:
+        rows, columns = math.ceil(height / window), math.ceil(width / window)
+        if rows * columns > most:
+            ratio = math.sqrt(most / (rows * columns))
+            rows, columns = max(1, int(rows * ratio)), max(1, int(columns * ratio))
+        else:
+            rows = max(rows, int(math.sqrt(most * height / width)))
+            columns = max(columns, int(math.sqrt(most * width / height)))
+            if rows * columns > most:
+                rows, columns = (rows, most // rows) if columns > rows else (most // columns, columns)
+    large = image.resize((columns * window + border, rows * window + border), Image.Resampling.LANCZOS)
+    pixels = np.asarray(large)
+    crops = [np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))]
+    for i in range(rows):
+        for j in range(columns):
+            crops.append(pixels[i * window : i * window + size, j * window : j * window + size])
+    return crops, rows, columns
+
+
+def features(image, weights):
+    """[EDGE * EDGE, dim] of an image."""
+    crops, rows, columns = cut(image)
+    whole, *parts = encoded(crops, weights)
+    margin = VISION["overlap_margin"]
+    lines = []
+    for i in range(rows):
+        line = []
+        for j in range(columns):
+            grid = parts[i * columns + j].view(EDGE, EDGE, -1)
+            top, left = margin * (i > 0), margin * (j > 0)
+            bottom, right = EDGE - margin * (i < rows - 1), EDGE - margin * (j < columns - 1)
+            line.append(grid[top:bottom, left:right])
+        lines.append(torch.cat(line, 1))
+    grid = adaptive_avg_pool2d(torch.cat(lines).permute(2, 0, 1), (EDGE, EDGE)).permute(1, 2, 0).flatten(0, 1)
+    return fed(torch.cat((whole, grid), 1), weights, "vision.proj_mlp")
+
+
+def turned(x):
+    """x [T, heads, dim], the first half of each head rotated."""
+    half = x.shape[2] // 2
+    angles = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(0, half, 2) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., : half // 2], x[..., half // 2 : half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., half:]), 2)
+
+
+def logits(ids, shown, weights):
+    """[T, vocab] of a prompt. shown: features that stand behind its first token; None: it has no image."""
+    x = weights["text.wte"][torch.tensor(ids)]
+    mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    if shown is not None:
+        x[1 : 1 + len(shown)] = shown
+        mask[: 1 + len(shown), : 1 + len(shown)] = True
+    for i in range(TEXT["n_layers"]):
+        block = f"text.blocks.{i}"
+        h = normed(x, weights, f"{block}.ln")
+        q, k, v = linear(h, *named(weights, f"{block}.attn.qkv")).unflatten(1, (3, TEXT["n_heads"], -1)).unbind(1)
+        q, k, v = (one.transpose(0, 1)[None] for one in (turned(q), turned(k), v))
+        seen = scaled_dot_product_attention(q, k, v, mask)[0].transpose(0, 1).flatten(1)
+        x = x + linear(seen, *named(weights, f"{block}.attn.proj")) + fed(h, weights, f"{block}.mlp")
+    return linear(normed(x, weights, "text.post_ln"), *named(weights, "text.lm_head"))
+
+
+def test_logits_of_an_image(made):
+    path, weights = made
+    image = picture(100, 75)
+    for tp in (1, 2):
+        ids, got = seen_logits(path, [image], tp, before=(), between=tokens(30))
+        assert len(ids) == 1 + EDGE**2 + 30
+        with torch.no_grad():
+            want = logits(ids, features(image, weights), weights)
+        assert distance(got, want) < TOLERANCE
+    assert want.std() > 0.5
+
+
+@pytest.mark.timeout(120)
+def test_greedy_texts_on_a_live_server(made, tmp_path):
+    """A question, a caption and a text alone, of two ranks; chunks do not part an image."""
+    _, weights = made
+    make(tmp_path)
+    write_tokenizer(tmp_path)
+    written = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(written.replace("<|im_", "<|another_"))  # or its chats were ChatML's
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").unlink()  # as published
+    begin, token = tokenizer.token_to_id("<|endoftext|>"), TEXT["vocab_size"] - 1
+    shown = picture(100, 75)
+    image = {"type": "image_url", "image_url": {"url": data_url(shown)}}
+    chats = {"Question: Why?": [image, {"type": "text", "text": "Why?"}], "Caption:": [image], "Question: Who?": "Who?"}
+    options = "--np", "2", "--tp", "2", "--device", "cpu", "--mem", "64", "--max-num-batched-tokens", "40"
+    with Server(str(tmp_path), *options) as server, torch.no_grad():
+        for asked, content in chats.items():
+            body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 100}
+            body |= {"ignore_eos": True, "return_token_ids": True}
+            status, answer, _ = server.request("/v1/chat/completions", body)
+            assert status == 200, answer
+            ids, found = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+            features_of = None if isinstance(content, str) else features(shown, weights)
+            assert ids[0] == begin and ids.count(token) == (0 if features_of is None else EDGE**2)
+            assert asked in tokenizer.decode([one for one in ids if one != token], skip_special_tokens=False)
+            for one in found:
+                assert logits(ids, features_of, weights)[-1].argmax() == one
+                ids.append(one)
+            assert len(found) == 100
+        two = {"messages": [{"role": "user", "content": [image, image]}]}
+        status, answer, _ = server.request("/v1/chat/completions", two)
+        assert status == 400 and "1 places for the 2 images" in answer["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint, and its tensors."""
+    path = tmp_path_factory.mktemp("model")
+    return path, make(path)
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (3, 1), (1, 2)], ids=str)
+def test_texts_without_an_image(made, cut):
+    path, weights = made
+    ids = tokens(60)
+    (got,) = run_steps(path, [ids], [[(0, 41)], *[[(0, 1)]] * 19], *cut, max_model_len=512)
+    assert distance(got, logits(ids, None, weights)) < TOLERANCE
+
+
+def test_names_without_a_prefix(made, tmp_path):
+    make(tmp_path, "")
+    ids = tokens(20)
+    assert torch.equal(run_steps(tmp_path, [ids])[0], run_steps(made[0], [ids])[0])
+
+
+def test_what_config_json_leaves_out(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "moondream1", "config": {}}))
+    config = read_config(tmp_path)
+    sizes = config.hidden_size, config.num_layers, config.num_heads, config.head_dim, config.vocab_size
+    assert sizes == (2048, 24, 32, 64, 51200) and config.max_positions == 2048
+    assert rules_of(tmp_path).size(1000, 2000) == (378 + 2 * 266 + 112, 4 * 266 + 112)
+    text = {"config": {"text": {"group_size": 128}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "moondream1"} | text))
+    with pytest.raises(errors.FatalError, match="group_size") as stop:
+        moondream1.Args.from_config(read_config(tmp_path))
+    assert stop.value.code == errors.MODEL
+
+
+@pytest.mark.parametrize("size", [*SIZES, (90, 90), (300, 40), (45, 46)])
+def test_features(made, size):
+    path, weights = made
+    image = picture(*size)
+    rules = rules_of(path)
+    assert rules.grid(*rules.size(image.height, image.width)) == (EDGE, EDGE)
+    with torch.no_grad():
+        want = features(image, weights)
+        (got,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision(resized(rules, image)), 1)
+    assert want.std() > 0.1
+    assert distance(got, want) < TOLERANCE
