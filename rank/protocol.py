@@ -305,8 +305,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     query_len: int = 1  # tokens of a row with drafts
     drafts: bytes = b""  # i32: query_len - 1 of each of the first rows, filled up with NO_DRAFT
     rejected: bytes = b""  # u16: a row, and how many of the newest tokens that ranks count it has not, in turn
-    # Drafts that the ranks' model makes of each row that samples. 0: it does not run, and never sees the step's tokens.
-    wanted: int = 0
+    wanted: int = 0  # drafts that the ranks' model makes of each row that samples
+    follows: bool = False  # that model reads the step's tokens though none are wanted; else it never sees them
     tower: int = 0  # pieces of work on images that the tower does before the step
 
 

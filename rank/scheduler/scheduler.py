@@ -125,7 +125,7 @@ class Scheduler:
         if self._speculative and self.stages == 1:
             return False
         step.query_len, step.proposed = self.speculation.choose(group)
-        step.wanted = self.speculation.model_drafts
+        step.wanted, step.follows = self.speculation.model_drafts, self.speculation.model_follows
         if step.query_len > 1 and not self._fits(group, step.query_len):
             step.query_len = 1
         if step.query_len == 1:
@@ -424,7 +424,7 @@ class Scheduler:
                 self.speculation.made(sequence, drafts[i * done.plan.wanted : (i + 1) * done.plan.wanted].tolist())
         if self.speculation is not None:
             now = time.monotonic()
-            if self._ended_at and done.decodes_only and (done.query_len > 1 or not done.plan.wanted):
+            if self._ended_at and done.timed:
                 self.speculation.took(len(done.sampled), done.query_len, added, now - self._ended_at)
             self._ended_at = 0.0 if self.idle else now
         return deltas

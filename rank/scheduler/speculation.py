@@ -38,6 +38,7 @@ MAX_PAUSE = 1 << 14  # ... up to so many
 MAX_REST = 32  # tokens between two looks at what a sequence repeats
 CLEAR = 0.5  # chance of a first draft for which a sequence is looked at again at once
 PAUSE = 64  # steps without a model's drafts once these do not pay: the first time, then twice as many
+CATCH_UP = 32  # steps that a model reads before it drafts, where it has missed as many or more
 
 
 class Rates:
@@ -188,6 +189,8 @@ class Speculation:
         self._model = model
         # Drafts that the ranks' model makes of each sequence after the step for which `choose` was asked; 0: it rests.
         self.model_drafts = self._query_lens[-1] - 1 if model else 0
+        self.model_follows = False  # whether it reads that step's tokens, where it makes none
+        self._behind = 0  # steps that it has missed, up to CATCH_UP: it reads as many before it drafts
         self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
         self._look_at = 0  # the call at which one of these is to be looked at
         self._began = self._resumes = 0  # calls at which the model's last pause began, and ends
@@ -211,13 +214,16 @@ class Speculation:
             if self._model and not self.model_drafts and 2 * self._steps > self._began + self._resumes:
                 self.model_drafts = self._query_lens[-1] - 1
             return 1, {}
-        self.model_drafts = 0
-        if self._steps < self._look_at and count == self._looked:
-            return 1, {}
-        possible = self._possible(count)
+        self.model_drafts, self.model_follows = 0, False
+        model = self._model if self._steps >= self._resumes else ""
+        waits = not model and self._steps < self._look_at and count == self._looked
+        possible = self._possible(count) if not waits else []
+        if model and possible and self._behind:
+            self._behind, self.model_follows, model = self._behind - 1, True, ""
+        elif not model or not possible:
+            self._behind = min(self._behind + 1, CATCH_UP)
         if not possible:
             return 1, {}
-        model = self._model if self._steps >= self._resumes else ""
         chances: dict[str, tuple[Drafter, list[float]]] = {}
         due = MAX_REST
         for one in sequences:

@@ -28,9 +28,12 @@ class ScheduledStep:
         return self.query_len > 1 or (self.plan.wanted > 0 and bool(self.sampled))
 
     @property
-    def decodes_only(self) -> bool:
-        """Whether all its sequences were known and have as many tokens."""
-        return not self.plan.counts and not self.plan.new and not self.plan.tower
+    def timed(self) -> bool:
+        """Whether its duration tells how long such steps take: all its sequences were known and have as many tokens,
+        and a step of one token each has no model that drafts beside it."""
+        plan = self.plan
+        decodes = not plan.counts and not plan.new and not plan.tower
+        return decodes and (self.query_len > 1 or not (plan.wanted or plan.follows))
 
     def tokens(self, output: protocol.StepOutput) -> list[list[int]]:
         """The tokens of each sampled sequence: of one with drafts up to the first that was drafted otherwise."""
@@ -89,7 +92,8 @@ class PlannedStep:
     """A plan while it is being written."""
 
     query_len: int = 1  # tokens of sequences with drafts
-    wanted: int = 0  # as protocol.Plan has it
+    wanted: int = 0  # as protocol.Plan has it ...
+    follows: bool = False  # ... and this
     proposed: dict[str, list[int]] = field(default_factory=dict)  # drafts by sequences' ids, of those that have some
     verified: list[Sequence] = field(default_factory=list)  # query_len tokens each
     decodes: list[Sequence] = field(default_factory=list)  # one token each, which may be a prompt's last
@@ -136,6 +140,7 @@ class PlannedStep:
             drafts=b"".join(_filled(one, query_len - 1) for one in drafts),
             rejected=rejected,
             wanted=self.wanted,
+            follows=self.follows,
             tower=self.tower,
         )
         # A sequence's length counts the (first) token that this step samples.

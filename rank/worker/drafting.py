@@ -1,7 +1,8 @@
 """Runs a draft model on one rank of the last pipeline stage: over each step's tokens, and on from them.
 
-It runs once the target has sampled, in steps that want drafts. Of the tokens of other steps it has no keys and values:
-older ones or zeros are in their places, which makes a sequence's further drafts worse. A draft is chosen as the target
+It runs once the target has sampled, in steps that want drafts or have it follow. Of the tokens of other steps it has no
+keys and values: older ones or zeros are in their places, which makes drafts worse until it has followed some dozens of
+tokens (docs/measurements/speculation.md). A draft is chosen as the target
 chooses: the largest of logits plus noise that is a hash of seed, position and token. Where both make much the same
 logits, both choose the same token, also at a temperature (coupling by Gumbel noise). Its drafts never change a text.
 """
@@ -146,10 +147,10 @@ class Drafting:
         self.recorded = Recorded(source) if on_cpu else None  # None: nothing is replayed
 
     def step(self, step: DraftStep) -> Tensor | None:
-        """Drafts [R, wanted] int64, equal on all ranks of the tensor group; None where no row samples. Collective over
-        the group."""
+        """Drafts [R, wanted] int64, equal on all ranks of the tensor group; None where no row samples or none are
+        wanted: then it has read the step's tokens. Collective over the group."""
         made = self._follow(step)
-        if not len(step.rows):
+        if not len(step.rows) or not step.wanted:
             return None
         return self._chain(step, made[step.newest] if self.source.FOLLOWS else None)
 

@@ -313,7 +313,7 @@ class ModelRunner:
         if not len(scheduled.rows):  # the tower's work alone
             return DeviceOutput()
         self._receive_ids(self._owed(scheduled.rows))
-        drafts = self._drafting is not None and plan.wanted > 0
+        drafts = self._drafting is not None and (plan.wanted > 0 or plan.follows)
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
         embeddings = self._images.embeddings(scheduled)
         if self._graphs is not None and self._graphs.supports(scheduled) and not every and embeddings is None:

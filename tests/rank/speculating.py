@@ -44,7 +44,7 @@ class Told(NamedTuple):
 class Drafts:
     """Speculation that takes drafts from what requests are known to get, and spoils them. q is drawn for each step."""
 
-    model_drafts = 0
+    model_drafts, model_follows = 0, False
 
     def __init__(self, wanted, seed, query_lens):
         """wanted: request id -> its tokens."""

@@ -2,6 +2,7 @@
 
 import functools
 
+import msgspec
 import pytest
 import torch
 from phalanx.benchmarks.builtin_model import heldout
@@ -12,6 +13,7 @@ from phalanx.launcher.builtin_model import DIRECTORY
 from phalanx.rank import protocol
 from phalanx.rank.model.drafts import find
 from phalanx.rank.options import Options
+from phalanx.rank.scheduler.speculation import CATCH_UP
 from phalanx.rank.worker.engine import Engine, RankContext
 from phalanx.rank.worker.executor import LocalExecutor, follow
 
@@ -24,6 +26,7 @@ from .speculating import Drafts, Hasty, Server, check
 from .worker.test_drafting import GREEDY, Definition
 
 PROMPTS, MOST, WANTED = (3, 40, 17, 25), 6, 2
+RESTS = 40  # steps before the first draft
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +49,26 @@ def made(tmp_path_factory):
 
 
 class Asking(LocalExecutor):
-    """Has each step's plan want drafts, and keeps what the steps return."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.outputs = []
+    """Has each step's plan want drafts."""
 
     def start(self, plan):
-        if plan.stop >= 0:
-            return super().start(plan)
-        plan = protocol.decode_plan(protocol.encode_plan(plan))
-        future = super().start(protocol.Plan(**{name: getattr(plan, name) for name in plan.__struct_fields__} | {
-            "wanted": WANTED
-        }))  # fmt: skip
-        self.outputs.append(future)
-        return future
+        return super().start(plan if plan.stop >= 0 else msgspec.structs.replace(plan, wanted=WANTED))
+
+
+class Resting(Drafts):
+    """Has the model that drafts rest first, then read on for some steps, then draft. Nothing is verified."""
+
+    def __init__(self, rests, follows):
+        super().__init__({}, 0, [1])
+        self.rests, self.follows, self.firsts, self.lookahead = rests, follows, [], WANTED
+
+    def choose(self, sequences):
+        self.rests -= 1
+        self.model_follows, self.model_drafts = self.rests < 0, WANTED * (self.rests < -self.follows)
+        return 1, {}
+
+    def made(self, sequence, drafts):
+        self.firsts.append((sequence.id, len(sequence.tokens) - sequence.prompt_len, drafts[0]))
 
 
 def drafted(path, options, tp, pp, budget):
@@ -141,10 +149,50 @@ def test_random_requests_get_the_same_tokens(made, name, how):
     assert found.steps > 0
 
 
+def heldout_prompts(count, answered):
+    """Prompts of conversations with answers of so many tokens or more."""
+    documents = [(ids[: learn.index(True)], sum(learn)) for ids, learn in heldout.documents(count)]
+    return [ids for ids, answer in documents if 20 < len(ids) < 200 and answer >= answered]
+
+
+def test_a_head_that_has_missed_tokens_reads_some_before_it_drafts():
+    """The built-in model's head is less often right behind tokens that it has not read, and nearly as often as ever
+    once it has followed some."""
+    found, prompts = [], heldout_prompts(60, RESTS + 20)
+    assert len(prompts) >= 8
+
+    def rank(world):
+        torch.set_grad_enabled(False)
+        place = RankContext(world, ["here"], mesh.build(world, 1, 1), torch.device("cpu"), LocalWatchdog(0))
+        options = Options(model=str(DIRECTORY), max_num_seqs=8, max_model_len=512, mem=64, speculate="mtp")
+        engine = Engine(options, place)
+        limits = engine.load()._replace(prefix_cache=False)
+        executor = LocalExecutor(ThreadPlanBroadcast(world), engine.runner)
+        for rests in (RESTS, RESTS - CATCH_UP, 0):  # the first finds zeros in place of what it has missed
+            speculation = Resting(rests, RESTS - rests)
+            server = Server(limits, executor, 1, speculation)
+            for i, ids in enumerate(prompts[:8]):
+                sampling = protocol.SamplingParams(max_tokens=RESTS + 16, temperature=0)
+                server.scheduler.add(protocol.Request(str(i), protocol.pack_u32(ids), sampling))
+            while not server.replica.idle:
+                server.turn()
+            texts = {name: one["tokens"] for name, one in server.results.items()}
+            firsts = speculation.firsts
+            right = [texts[name][at] == draft for name, at, draft in firsts if at < len(texts[name])]
+            found.append((sum(right) / len(right), len(right), texts))
+        executor.start(protocol.Plan(step=-1, stop=0))
+        engine.unload()
+
+    torch.set_num_threads(1)
+    threads.run(rank, 1)
+    (rested, count, texts), (followed, _, one), (always, _, other) = found
+    assert texts == one == other and count >= 100
+    assert rested < always - 0.1 and followed > rested + 0.1 and followed > always - 0.1
+
+
 def test_the_built_in_models_head_is_often_right():
     """The texts are the same, in far fewer steps."""
-    prompts = [ids[: learn.index(True)] for ids, learn in heldout.documents(20)]
-    prompts = [ids for ids in prompts if 20 < len(ids) < 200][:4]
+    prompts = heldout_prompts(20, 1)[:4]
     found = []
 
     def rank(world):

@@ -9,6 +9,7 @@ from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
 from phalanx.rank.scheduler.scheduler import Scheduler
 from phalanx.rank.scheduler.speculation import (
+    CATCH_UP,
     FEW,
     FIRST_RATES,
     GAIN,
@@ -233,6 +234,32 @@ def test_a_model_rests_ever_longer_where_its_drafts_are_wrong():
     assert rests[:-1] == sorted(rests[:-1]) and rests[0] >= PAUSE
     made.choose([])
     assert made.model_drafts == 7 * (2 * made._steps > made._began + made._resumes)
+
+
+def test_a_model_reads_some_tokens_before_it_drafts_again():
+    """Its keys and values of what came while it rested are missing. Steps in which it reads on are not timed."""
+    made = speculation(lambda n, q: 1 + 0.4 * (q - 1), model="mtp")
+    (one,) = sequences(made, list(range(40)))._by_id.values()
+    does = []
+    for _ in range(600):
+        made.made(one, list(range(7)))
+        _, drafts = made.choose([one])
+        does.append("drafts" if made.model_drafts else "follows" if made.model_follows else "rests")
+        made.verified(one, len(drafts.get("0", ())), 0)
+    kinds = [(kind, len(list(group))) for kind, group in itertools.groupby(does)]
+    assert [kind for kind, _ in kinds[:7]] == ["drafts", *["rests", "follows", "drafts"] * 2]
+    assert {count for kind, count in kinds[:-1] if kind == "follows"} == {CATCH_UP}
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, speculation=made)
+    scheduler.add(request("1", [1, 2], 100))
+    scheduler.update(scheduler.schedule(), step_output([[5]]))
+    made._behind, made._resumes = 2, 0  # it has just begun to read on
+    steps = []
+    for _ in range(3):
+        steps.append(scheduler.schedule())
+        scheduler.update(steps[-1], step_output([[6]], drafts=[0] * steps[-1].plan.wanted))
+    assert [(step.plan.follows, step.plan.wanted > 0, step.timed) for step in steps] == [
+        (True, False, False), (True, False, False), (False, True, False),
+    ]  # fmt: skip
 
 
 def test_text_that_never_matches_is_looked_at_ever_more_rarely():

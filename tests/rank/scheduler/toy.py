@@ -45,10 +45,11 @@ class Done:
         return step_output(self.tokens)
 
 
-def step_output(tokens, logprobs=None) -> protocol.StepOutput:
-    """A step output of these tokens of each row."""
+def step_output(tokens, logprobs=None, drafts=()) -> protocol.StepOutput:
+    """A step output of these tokens of each row, and drafts of all."""
     ids, counts = protocol.pack_u32([token for row in tokens for token in row]), bytes(map(len, tokens))
-    return protocol.StepOutput(ids, logprobs or {}, counts=b"" if set(counts) <= {1} else counts)
+    given = b"" if set(counts) <= {1} else counts
+    return protocol.StepOutput(ids, logprobs or {}, counts=given, drafts=protocol.pack_u32(drafts))
 
 
 class ToyRanks:
