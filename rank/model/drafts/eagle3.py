@@ -105,6 +105,7 @@ class Head(base.Model):
             mesh.tensor,
             False,
         )
+        self.vision = None
         self.vocab_size = args.draft_vocab_size or args.vocab_size
         self.fc = ColumnParallel(
             whole(READ * (args.target_hidden_size or args.hidden_size)), (whole(args.hidden_size),), False

@@ -103,6 +103,7 @@ class Head(base.Model):
         nn.Module.__init__(self)
         self.hidden_size, self.vocab_size, self.max_model_len = args.hidden_size, args.vocab_size, max_model_len
         self.tied, self.tensor, self.rope_of = False, mesh.tensor, args.draft_layer
+        self.vision = None
         if mesh.last:
             hidden, norm = args.hidden_size, self.DECODER.final_norm
             self.embedding_norm, self.hidden_norm = norm(args), norm(args)
