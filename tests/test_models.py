@@ -85,7 +85,8 @@ def test_a_model_is_selected(server):
 @pytest.mark.parametrize(("name", "why"), [("empty", "model.safetensors"), ("unstaged", "file")])
 def test_a_model_that_cannot_be_loaded_is_told_of(server, name, why):
     status, answer = complete(server, name)
-    assert (status, answer["error"]["code"]) == (503, "model_load_failed") and why in answer["error"]["message"]
+    assert (status, answer["error"]["code"]) == (503, "model_load_failed")
+    assert why in answer["error"]["message"]
     assert complete(server, "two")[0] == 200
     assert states(server)[name] == "failed"
     told = next(one for one in ask(server, "/v1/models/status")[1]["data"] if one["id"] == name)

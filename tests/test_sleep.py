@@ -90,7 +90,8 @@ def test_weights_and_cache_wake_one_after_the_other(server, level, steps):
 
 
 def test_what_cannot_be_woken(server):
-    assert post(server, "/wake_up?tags=disk") == 400 and post(server, "/sleep?level=0") == 400
+    assert post(server, "/wake_up?tags=disk") == 400
+    assert post(server, "/sleep?level=0") == 400
 
 
 def test_a_model_that_cannot_be_woken_sleeps_on(server, checkpoint):

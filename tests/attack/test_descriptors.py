@@ -111,7 +111,8 @@ def test_downloads_that_are_not_read_hold_a_descriptor_each(server):
         assert descriptors(server) <= before + 20 + 8  # the threads that read
         assert server.request("/v1/completions", ASK)[0] == 200
     status, listed, _ = server.request("/v1/files")
-    assert status == 200 and [one["id"] for one in listed["data"]] == [file["id"]]
+    assert status == 200
+    assert [one["id"] for one in listed["data"]] == [file["id"]]
 
 
 def test_a_flood_of_connections_beside_honest_clients(server):

@@ -24,7 +24,9 @@ def test_a_run():
     names = "(a) tokens/s", "(b) turn 1,", "(b) turn 2,", "(b) from turn 2 on"
     assert [line.startswith(name) for line, name in zip(lines[2:6], names, strict=True)] == [True] * 4
     without, _, tier, talked = map(json.loads, lines[6:])
-    assert without["preemptions"] > 0 and tier["preemptions"] > 0 and not without["host_stores"]
+    assert without["preemptions"] > 0
+    assert tier["preemptions"] > 0
+    assert not without["host_stores"]
     used = "--kvcache-mem-cpu is not used" not in done.stderr  # a machine that is busy may measure slow copies
     assert (talked["host_stores"] > 0) == (talked["host_loads"] > 0) == used
 
@@ -35,7 +37,9 @@ def test_one_of_both_jobs():
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     oversubscribed, turn, talked = map(json.loads, done.stdout.splitlines()[1:])
-    assert oversubscribed["preemptions"] > 0 and oversubscribed["tokens_per_s"] > 0 and not talked["host_stores"]
+    assert oversubscribed["preemptions"] > 0
+    assert oversubscribed["tokens_per_s"] > 0
+    assert not talked["host_stores"]
     assert turn["turn"] == 1
 
 

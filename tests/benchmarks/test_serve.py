@@ -71,15 +71,20 @@ def test_json_lines(bench, server, tmp_path):
     text = path.read_text()
     assert "secret" not in text
     *lines, last = map(json.loads, text.splitlines())
-    assert [line["kind"] for line in lines] == ["request"] * 4 and [line["index"] for line in lines] == [0, 1, 2, 3]
+    assert [line["kind"] for line in lines] == ["request"] * 4
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
     assert "HTTP 400:" in lines[0]["error"] and "ttft_s" not in lines[0]
     good = lines[1]
     assert (good["prompt_tokens"], good["output_tokens"], good["cached_tokens"]) == (101, 5, 5)
-    assert good["finish"] == "length" and good["error"] is None and len(good["gaps_s"]) == 4
+    assert good["finish"] == "length"
+    assert good["error"] is None
+    assert len(good["gaps_s"]) == 4
     assert good["tpot_s"] == pytest.approx((good["e2e_s"] - good["ttft_s"]) / 4, abs=1e-5)
     assert last["kind"] == "summary" and last["host"] == socket.gethostname()
-    assert last["models"] == server.models and last["date"][:2] == "20"
-    assert last["flags"]["input_lens"] == [101] and last["flags"]["seed"] == 0
+    assert last["models"] == server.models
+    assert last["date"][:2] == "20"
+    assert last["flags"]["input_lens"] == [101]
+    assert last["flags"]["seed"] == 0
     assert (last["requests"], last["failed"], last["output_tokens"]) == (4, 1, 15)
     assert last["failures"] == {"HTTP 400: no room for 1": 1}
     assert set(last["ttft_s"]) == {"mean", "p50", "p90", "p95", "p99"}
@@ -97,7 +102,9 @@ def test_an_answer_without_text_ends_its_own_first_token(bench, server):
     server.plan = ["silent"]
     server.step = 0.02
     got = bench("--batch", 1, "--input-len", 50, "--output-len", 3)
-    assert got.code == 0 and row(got.out, "TTFT ms")[0] > 35 and re.search(r"^inter-token ms +- +-", got.out, re.M)
+    assert got.code == 0
+    assert row(got.out, "TTFT ms")[0] > 35
+    assert re.search(r"^inter-token ms +- +-", got.out, re.M)
 
 
 def test_warm_up(bench, server):
@@ -282,7 +289,10 @@ def test_streams_in_pieces_of_any_size(size):
         return answer
 
     answer = asyncio.run(read())
-    assert answer.text == ["é", "b"] and len(answer.times) == 3 and answer.finish == "stop" and answer.error is None
+    assert answer.text == ["é", "b"]
+    assert len(answer.times) == 3
+    assert answer.finish == "stop"
+    assert answer.error is None
 
 
 def test_as_a_script_and_ctrl_c(tmp_path):

@@ -52,6 +52,7 @@ def test_both_and_their_ratio(tmp_path):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["what"] for line in lines] == ["served", "mixed", "served / mixed"]
     assert out.read_text() == done.stdout
-    assert lines[0]["requests"] == 8 and lines[1]["requests"] == 1
+    assert lines[0]["requests"] == 8
+    assert lines[1]["requests"] == 1
     want = lines[0]["output_tokens_per_s"] / lines[1]["output_tokens_per_s"]
     assert lines[2]["ratio"] == pytest.approx(want, abs=1e-3)

@@ -34,7 +34,8 @@ def test_layers_in_the_middle():
     both = timeline.middle([*spans, Span("group", 0, 1)], 8)
     assert [[row.name for row in rows] for rows in both] == [["host_send", "gemm", "norm"]] * 2
     send, gemm, norm = both[0]
-    assert send == (0.0, 30.0, 10.0, 10.0, 7, "host_send") and gemm == (8.0, -2.0, 50.0, 48.0, 7, "gemm")
+    assert send == (0.0, 30.0, 10.0, 10.0, 7, "host_send")
+    assert gemm == (8.0, -2.0, 50.0, 48.0, 7, "gemm")
     assert norm == (60.0, 2.0, 10.0, 10.0, 9, "norm")
     assert len(str(norm).split()) == len(timeline.HEADING.split())
     assert len(timeline.middle(steps_of("group", 8, 3), 8)) == 2

@@ -50,7 +50,9 @@ def test_weights_that_all_hosts_see_damaged(hosts, checkpoint, tmp_path):
     data = file.read_bytes()
     file.write_bytes(data[:8] + b"\0" * 64 + data[72:])
     said = refused(hosts, file.parent)
-    assert re.match(r"rank \d on node\d: ", said) and str(file) in said and "truncated" in said
+    assert re.match(r"rank \d on node\d: ", said)
+    assert str(file) in said
+    assert "truncated" in said
 
 
 def test_other_weights_on_the_far_host(hosts, checkpoint, covered):

@@ -140,6 +140,7 @@ def test_kubernetes(tmp_path):
     words = [places.get(word, word) for word in launcher["command"] + launcher["args"]]
     with Job(tmp_path, words) as running:
         (started,) = running.calls("mpirun")
-        assert started["slots"] == dict.fromkeys(workers, GPUS) and started["ranks"] == 2 * GPUS
+        assert started["slots"] == dict.fromkeys(workers, GPUS)
+        assert started["ranks"] == 2 * GPUS
         assert len(running.ranks) == 2 and running.registered["key"] == "secret" and running.ask() == 200
         assert running.drain("mpirun") == 0

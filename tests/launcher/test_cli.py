@@ -147,7 +147,8 @@ def test_a_wrong_option_is_one_line_and_code_2():
 
 def test_no_verb_is_serve():
     done = phalanx("--p", "x")
-    assert done.returncode == 2 and done.stderr.startswith("phalanx: --p 'x' (command line): ")
+    assert done.returncode == 2
+    assert done.stderr.startswith("phalanx: --p 'x' (command line): ")
 
 
 def test_a_word_that_is_no_verb_is_a_model():

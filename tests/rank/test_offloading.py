@@ -59,7 +59,8 @@ def test_each_way(checkpoint, expected, way, offload):
     assert re.search(f" {max(0, 10 - offload)} .*resident", log)
     served = {"resident": stats.experts_resident, "cpu": stats.experts_cpu, "stream": stats.experts_streamed}
     if way == "auto":
-        assert bool(served["resident"]) == (offload == 5) and served["cpu"] + served["stream"] > 0
+        assert bool(served["resident"]) == (offload == 5)
+        assert served["cpu"] + served["stream"] > 0
     else:
         assert sum(served.values()) == served[way] > 0
 

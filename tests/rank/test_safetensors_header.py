@@ -89,7 +89,8 @@ def test_no_byte_of_another_file_is_shown(tmp_path):
     for secret in (b"s3cr3t!!" + b"x" * 100, b"\x05\0\0\0\0\0\0\0s3cr3t!!"):
         file.write_bytes(secret)
         said = wrong(file).replace(str(len(secret)), "")
-        assert "s3cr" not in said and str(int.from_bytes(secret[:8], "little")) not in said
+        assert "s3cr" not in said
+        assert str(int.from_bytes(secret[:8], "little")) not in said
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def test_answers_keep_to_what_was_asked(text, drawn, ranks, layout):
         assert '{"name": "get_age", "arguments":' in found["call"]
         assert found["call"].endswith("}\n</tool_call>")
         shown = outputs["explained"].logprobs
-        assert found["explained"].isdecimal() and len(shown) == len(outputs["explained"].tokens)
+        assert found["explained"].isdecimal()
+        assert len(shown) == len(outputs["explained"].tokens)
         best = [entry.top[0] for entry in shown]
         assert all(math.isfinite(value) for _, value in best)  # the model's own, before the mask
         assert any(token != entry.token for (token, _), entry in zip(best, shown, strict=True))

@@ -37,8 +37,10 @@ def test_a_call_has_the_arguments_types():
 
 def test_json_has_the_values_types():
     item = Item("extract", [], expect={"json": {"n": 1, "x": None}})
-    assert right(item, '{"x": null, "n": 1}') and right(item, '```json\n{"n": 1, "x": null}\n```')
-    assert not right(item, '{"n": true, "x": null}') and not right(item, '{"n": "1", "x": null}')
+    assert right(item, '{"x": null, "n": 1}')
+    assert right(item, '```json\n{"n": 1, "x": null}\n```')
+    assert not right(item, '{"n": true, "x": null}')
+    assert not right(item, '{"n": "1", "x": null}')
 
 
 def test_a_value_is_whole():
@@ -134,7 +136,9 @@ def test_a_server_that_knows_nothing(run):
     assert list(report["table"]) == ["copy", "sort"] and "perplexity" not in report
     first = heldout.items("copy", 3)[0]
     failed = report["table"]["copy"]["failed"]
-    assert len(failed) == 3 and failed[0]["wanted"] == first.answer and failed[0]["content"] == ""
+    assert len(failed) == 3
+    assert failed[0]["wanted"] == first.answer
+    assert failed[0]["content"] == ""
 
 
 def test_a_server_that_heeds_no_bias(monkeypatch):
@@ -152,4 +156,5 @@ def test_through_a_real_server(monkeypatch, tmp_path):
         monkeypatch.setattr("sys.argv", ["demo_eval.py", *words])
         assert evaluate.main() == 1  # random weights know nothing
     report = json.loads(out.read_text())
-    assert len(report["table"]) == len(heldout.SKILLS) and report["perplexity"]["answers"] > 100
+    assert len(report["table"]) == len(heldout.SKILLS)
+    assert report["perplexity"]["answers"] > 100

@@ -71,7 +71,9 @@ def test_a_conversation(server, monkeypatch, capsys):
     assert "answer 2" in capsys.readouterr().out
     bodies = [body for body, _ in server.seen]
     assert [message["content"] for message in bodies[1]["messages"]] == ["be brief", "one", "answer 2", "two"]
-    assert bodies[0]["temperature"] == 0 and bodies[0]["stream"] is True and "top_p" not in bodies[0]
+    assert bodies[0]["temperature"] == 0
+    assert bodies[0]["stream"] is True
+    assert "top_p" not in bodies[0]
 
 
 def test_a_terminal_is_told_how_to_end(server, monkeypatch, capsys):

@@ -43,7 +43,8 @@ def test_again_undo_and_system(server, monkeypatch, capsys):  # noqa: F811
 
 def test_sampling_is_set(server, monkeypatch, capsys):  # noqa: F811
     assert chat(server, monkeypatch, "/set top_p 0.5\n/set\none\n/set top-p default\ntwo\n", "--top_k", "3") == 0
-    assert "top_p 0.5" in (out := capsys.readouterr().out) and "top_k 3" in out
+    assert "top_p 0.5" in (out := capsys.readouterr().out)
+    assert "top_k 3" in out
     first, second = (body for body, _ in server.seen)
     assert (first["top_p"], first["top_k"]) == (0.5, 3) and "top_p" not in second
 
@@ -92,7 +93,8 @@ def test_images_go_along(server, monkeypatch, tmp_path):  # noqa: F811
 
 def test_a_text_of_several_lines(server, monkeypatch):  # noqa: F811
     assert chat(server, monkeypatch, '"""one\n\ntwo"""\nthree\n') == 0
-    assert said(server, 0) == [("user", "one\n\ntwo")] and said(server)[-1] == ("user", "three")
+    assert said(server, 0) == [("user", "one\n\ntwo")]
+    assert said(server)[-1] == ("user", "three")
 
 
 def test_whole_answers(server, monkeypatch, capsys):  # noqa: F811
@@ -169,6 +171,7 @@ def test_on_a_terminal(server, tmp_path):  # noqa: F811
                 sent += 1
         assert process.wait(10) == 0, text
         os.close(ours)
-        assert b"answer" in text and b"an empty line ends, /help lists commands" in text
+        assert b"answer" in text
+        assert b"an empty line ends, /help lists commands" in text
     assert [said(server, number) for number in (0, 1)] == [[("user", "first words")]] * 2
     assert (tmp_path / "phalanx" / "chat_history").stat().st_mode & 0o777 == 0o600

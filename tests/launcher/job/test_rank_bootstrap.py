@@ -32,7 +32,8 @@ def test_rank_0_starts_the_server_and_usr1_drains(tmp_path, program):
     with under_mpirun(tmp_path, program, 2) as job:
         job.up(2)
         environ = json.loads((tmp_path / "server-environ").read_text())
-        assert environ["session"] is True and environ["stdin"] == "/dev/null"
+        assert environ["session"] is True
+        assert environ["stdin"] == "/dev/null"
         assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
         assert parent_of(job.server()) == job.rank(0)
         assert "the server is up" in job.output and job.output.count("rank 0 of 2 is up") == 1

@@ -32,7 +32,8 @@ def test_keys_leave_the_environment_and_proc():
     environ = {"BEFORE": "1"} | KEYS | {"PHALANX_API_KEY_FILE": "a file", "AFTER": "2", "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", LOOK], env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("None a file 2\n"), done.stderr
-    assert done.stdout.count("AFTER=2") == 3 and done.stdout.count("BEFORE=1") == 3
+    assert done.stdout.count("AFTER=2") == 3
+    assert done.stdout.count("BEFORE=1") == 3
     assert "hush" not in done.stdout
 
 

@@ -243,6 +243,7 @@ def test_tls(tmp_path):
 
 def test_several_keys(listen):
     named = server_process.config(Options(api_key="ann a\nb"), "/link", listen("127.0.0.1"), [])
-    assert named.api_keys == ["a", "b"] and named.key_names == {"a": "ann"}
+    assert named.api_keys == ["a", "b"]
+    assert named.key_names == {"a": "ann"}
     assert server_process.config(Options(api_key="a\n \nb"), "/link", listen("127.0.0.1"), []).api_keys == ["a", "b"]
     assert server_process.config(Options(), "/link", listen("127.0.0.1"), []).api_keys == []

@@ -99,7 +99,8 @@ def test_mistral_3_and_ministral_3(monkeypatch, beta, kind):
     given = {"rope__scaling__yarn_log_multiplier": 1.0} | ({"attention__temperature_scale": beta} if beta else {})
     made = mistral3.config(metadata(**given))
     rope = made["rope_parameters"]
-    assert made["model_type"] == kind and rope.get("llama_4_scaling_beta") == beta
+    assert made["model_type"] == kind
+    assert rope.get("llama_4_scaling_beta") == beta
     assert (rope["mscale"], rope["mscale_all_dim"]) == (1.0, 1.0)
     assert beta or made["sliding_window"] is None  # without the key, layers would see 4096 tokens
     with pytest.raises(FatalError, match="mistral3 models with experts"):

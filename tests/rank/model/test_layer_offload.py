@@ -126,7 +126,8 @@ def test_where_none_move(plain, caplog, monkeypatch, layers, nothing, words):
 
 def test_more_than_the_host_has():
     gpu = torch.device("cuda")
-    assert left_of_host(3, "layers", gpu, 10) == 7 and left_of_host(3, "layers", gpu, None) is None
+    assert left_of_host(3, "layers", gpu, 10) == 7
+    assert left_of_host(3, "layers", gpu, None) is None
     with pytest.raises(errors.FatalError, match="layers.*take 3.00.*2.00 GB") as e:
         left_of_host(3 * 10**9, "layers", gpu, 2 * 10**9)
     assert e.value.code == errors.MEMORY

@@ -63,7 +63,8 @@ def test_what_a_model_tells(small):
     models = load_on(small, tp=2, pp=2)  # rank 0 is on the last stage
     assert [m.cache_specs() for m in models] == [[PagedKV(3, 8, 8)]] * 4
     assert [(m.lm_head.vocab.start, m.lm_head.vocab.stop) for m in models[:2]] == [(0, 256), (256, 512)]
-    assert list(models[0].model.layers) == ["1"] and list(models[2].model.layers) == ["0"]
+    assert list(models[0].model.layers) == ["1"]
+    assert list(models[2].model.layers) == ["0"]
     assert models[0].model.embed_tokens is None and models[2].lm_head is None
     norms = 48 * 4 * 5  # the two norms of each layer and the last: on both ranks of a tensor group
     assert sum(m.weight_bytes for m in models) == total + norms

@@ -312,7 +312,8 @@ def test_a_grammar_that_compiles_too_long_ends_alone(grammars, monkeypatch):
     bomb = json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 999983}}]})
     found = compile_all(grammars, [request("before"), request("bomb", bomb), request("behind")])
     assert "to compile" in found["bomb"]
-    assert not isinstance(found["before"], str) and not isinstance(found["behind"], str)
+    assert not isinstance(found["before"], str)
+    assert not isinstance(found["behind"], str)
 
 
 def test_pythons_that_lack_linux_calls(grammars, without_linux_calls):
@@ -332,7 +333,9 @@ def test_another_vocabulary_ends_what_is_open(grammars):
     grammars.know(protocol.Vocabulary(tokenizer_json(), SIZE + 1, (END,)))
     assert grammars.busy
     ((refused, error),), ended = grammars.take()
-    assert refused.id == "open" and error.status == 503 and "vocabulary" in str(error)
+    assert refused.id == "open"
+    assert error.status == 503
+    assert "vocabulary" in str(error)
     assert running.grammar in ended and running.grammar.over == "error" and running.grammar.status == 503
     accept([(running.grammar, [0])])  # a step that was under way
     assert masks([running]) == grammars._pool.everything
@@ -344,4 +347,5 @@ def test_memory_is_limited(grammars):
     compile_all(grammars, [request("a")])
     with open(f"/proc/{process(grammars).pid}/limits") as file:
         limits = {line[:25].strip(): line[25:].split()[0] for line in file}
-    assert int(limits["Max data size"]) < 1 << 32 and limits["Max core file size"] == "0"
+    assert int(limits["Max data size"]) < 1 << 32
+    assert limits["Max core file size"] == "0"

@@ -22,7 +22,8 @@ def pool(blocks=3, host=4, least=1):
 
 def test_an_evicted_block_is_copied_out_and_comes_back():
     blocks = pool(blocks=2)  # a was evicted for c
-    assert blocks.match([b"a", b"c"]).tables[0] == [IN_HOST, 0] and blocks.match([b"x"]).tables[0] == []
+    assert blocks.match([b"a", b"c"]).tables[0] == [IN_HOST, 0]
+    assert blocks.match([b"x"]).tables[0] == []
     assert blocks.num_unreferenced([IN_HOST, 0]) == 2
     assert blocks.hold(blocks.match([b"a", b"c"]), [b"a", b"c"]) == [[1, 0]]
     out, back = blocks.tier.take_copies()

@@ -204,7 +204,8 @@ def test_a_row_without_memory_ends_alone():
 
     engine.scheduler.update = update
     engine.run()
-    assert engine.errors == [("b", 503)] and engine.finish == {"a": "length", "b": "error", "c": "length"}
+    assert engine.errors == [("b", 503)]
+    assert engine.finish == {"a": "length", "b": "error", "c": "length"}
     engine.check()
     assert engine.scheduler.blocks.num_used == 0
 

@@ -265,7 +265,8 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
         assert takes(grammar, one) == takes(grammar, begun + one) == ("all" if marked else "no"), one
         assert takes(grammar, long) == "no"
         if between is not None:
-            assert takes(grammar, one + between + one) == "all" and takes(grammar, one + between + long) == "no"
+            assert takes(grammar, one + between + one) == "all"
+            assert takes(grammar, one + between + long) == "no"
     if not bare and name != "harmony":
         assert takes(free, f"Let me see.\n{one}") == "all" and takes(free, f"Let me see.\n{long}") == "no"
     parsed = parse(list(begun + one), tool_format=form.tool_format, tools=SCHEMAS, reasoning=thoughts.format)[0]

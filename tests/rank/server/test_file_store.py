@@ -58,8 +58,10 @@ def test_a_disk_that_fails_certifies_nothing(make_store, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="I/O"):
         patch.setattr(os, "fsync", failing)
         stored(store)
-    assert store.all("") == [] and not list((store.root / "files").glob("*.json"))
-    assert make_store().all("") == [] and not list((store.root / "files").iterdir())
+    assert store.all("") == []
+    assert not list((store.root / "files").glob("*.json"))
+    assert make_store().all("") == []
+    assert not list((store.root / "files").iterdir())
 
 
 def test_what_was_lost_is_told_after_a_restart(make_store, caplog):
@@ -71,7 +73,9 @@ def test_what_was_lost_is_told_after_a_restart(make_store, caplog):
     again = make_store()
     assert {one.id for one in again.all("")} == {one.id for one in (lost, cut, changed, whole)}
     assert sum(one.id in caplog.text for one in (lost, cut)) == 2 and whole.id not in caplog.text
-    assert "no longer there" in again.wrong(lost) and "0 bytes" in again.wrong(cut) and again.wrong(whole) == ""
+    assert "no longer there" in again.wrong(lost)
+    assert "0 bytes" in again.wrong(cut)
+    assert again.wrong(whole) == ""
     assert again.get(cut.id, "").body(again.wrong(cut))["status"] == "error"
     for one in (lost, cut, changed):
         with pytest.raises(ApiError) as error:

@@ -80,7 +80,8 @@ def test_it_goes_on_until_its_successor_is_ready(tmp_path):
 
     began = time.time()
     asyncio.run(job.run(other_jobs_do_not_count, ready))
-    assert job.events == ["release", "drain"] and job.submitted() == ["old"]
+    assert job.events == ["release", "drain"]
+    assert job.submitted() == ["old"]
     assert time.time() - began >= 0.3 and (tmp_path / "stdin").read_text() == "the script"
 
 

@@ -449,10 +449,12 @@ def test_other_roles_and_endpoints(seeing):
     for role in ("system", "assistant", "tool"):
         messages = [{"role": "user", "content": "a"}, {"role": role, "content": [image]}]
         answer = seeing.post("chat/completions", messages=messages)
-        assert answer.status == 400 and "images are taken in messages of the user" in answer.body["error"]["message"]
+        assert answer.status == 400
+        assert "images are taken in messages of the user" in answer.body["error"]["message"]
     messages = [{"role": "user", "content": [image]}]
     answer = seeing.request("POST", "/tokenize", {"messages": messages})
-    assert answer.status == 400 and "this endpoint takes text only" in answer.body["error"]["message"]
+    assert answer.status == 400
+    assert "this endpoint takes text only" in answer.body["error"]["message"]
     answer = seeing.post("chat/completions", messages=messages, record_conversation=True)
     assert answer.status == 400 and "not recorded" in answer.body["error"]["message"]
     answer = seeing.post("chat/completions", messages=messages, truncate_prompt_tokens=10)

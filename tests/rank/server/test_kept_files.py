@@ -165,7 +165,8 @@ def test_there_are_at_most_so_many_files_and_bytes(tmp_path, monkeypatch):
         files.put("aa", "more", b"z")
         await files.flush()
         assert await files.get("bb", "mine") is not None  # whoever has most loses the oldest
-        assert await files.get("aa", "0") is None and await files.get("aa", "19") is not None
+        assert await files.get("aa", "0") is None
+        assert await files.get("aa", "19") is not None
         assert len(list(tmp_path.glob("*/*"))) <= 7
         files.put("aa", "large", b"z" * 990)
         files.put("aa", "next", b"")
@@ -294,7 +295,8 @@ def test_what_waits_for_a_slow_disk_is_bounded_for_each_key(tmp_path, monkeypatc
         disk.go_on.set()
         assert await files.flush() and await other and await last
         assert [await one for one in puts] == [True] * 5 + [False] * 4
-        assert await files.get("aa", "1") is None and (await files.get("bb", "2"))[0] == b"19"
+        assert await files.get("aa", "1") is None
+        assert (await files.get("bb", "2"))[0] == b"19"
         assert await files.put("aa", "large", b"x" * 2000)  # one may be as large as it can
         assert len(disk.written) == 7
 

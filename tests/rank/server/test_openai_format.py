@@ -60,7 +60,8 @@ def test_stop_strings_belong_to_the_content(fresh_server, stop, content):
     fresh_server.scheduler.answer = "<think>\nhm\nhm\n</think>\n\none\ntwo"
     choice = fresh_server.post("chat/completions", messages="hi", stop=stop).body["choices"][0]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (content, "hm\nhm")
-    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == (None if stop == "hm" else stop)
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == (None if stop == "hm" else stop)
 
 
 def test_a_stop_string_in_what_was_held_back(fresh_server):
@@ -73,7 +74,8 @@ def test_a_call_in_thoughts_that_were_not_closed(fresh_server):
     fresh_server.scheduler.answer = f"<think>\nhm\n{CALL.format(1)}"
     choice = fresh_server.post("chat/completions", messages="hi", tools=[TOOL]).body["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "hm"
-    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) == 1
     choice = fresh_server.post("chat/completions", messages="hi").body["choices"][0]  # no tools, no calls
     assert choice["finish_reason"] == "stop" and choice["message"]["reasoning_content"].endswith("</tool_call>")
 
@@ -114,7 +116,8 @@ def test_a_draft_that_its_thoughts_were_closed_behind(fresh_server, per_delta):
     body = {"messages": "hi", "tools": [TOOL]}
     choice = fresh_server.post("chat/completions", **body).body["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Done.")
-    assert choice["message"]["reasoning_content"] == CALL.format(1) and not choice["message"].get("tool_calls")
+    assert choice["message"]["reasoning_content"] == CALL.format(1)
+    assert not choice["message"].get("tool_calls")
     events = fresh_server.events("chat/completions", **body)
     assert order(events) == [["reasoning_content", CALL.format(1)], ["content", "Done."]]
     assert events[-2]["choices"][0]["finish_reason"] == "stop"

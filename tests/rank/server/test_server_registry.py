@@ -67,7 +67,8 @@ def test_what_a_killed_job_left_is_cleaned(tmp_path):
         "elsewhere",
         "in-time",
     ]
-    assert not (tmp_path / "other-process.json").exists() and not (tmp_path / "out-of-time.json").exists()
+    assert not (tmp_path / "other-process.json").exists()
+    assert not (tmp_path / "out-of-time.json").exists()
     child.communicate(b"\n")
     assert server_registry.start_of(child.pid) == 0
     assert list(server_registry.running(tmp_path, "here")) == ["older", "in-a-container", "elsewhere", "in-time"]

@@ -24,12 +24,15 @@ def test_the_quota_of_a_key(total, keys, floor, quota):
 
 def test_a_budget_is_bounded_for_each_key_and_in_all():
     budget = Budget(100, 2, 60)  # where the floors are more than there is, the total decides
-    assert budget.take("a", 60) and not budget.take("a", 1) and budget.left("b") == 40
+    assert budget.take("a", 60)
+    assert not budget.take("a", 1)
+    assert budget.left("b") == 40
     assert not budget.take("b", 41) and budget.take("b", 40)
     budget.give("a", 20)
     assert (budget.held("a"), budget.left("a"), budget.left("b")) == (40, 20, 20)
     budget.force("b", 50)  # of before
-    assert budget.left("a") < 0 and not budget.take("a", 1)
+    assert budget.left("a") < 0
+    assert not budget.take("a", 1)
 
 
 def test_the_key_that_has_most_loses_its_oldest():

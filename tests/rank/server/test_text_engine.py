@@ -220,5 +220,7 @@ def test_an_error_without_words(fresh_server):
 
 def test_order_of_defaults():
     defaults = resolve_defaults(SamplingDefaults(temperature=0.1), {"temperature": 0.2, "top_k": 5, "top_p": None})
-    assert defaults["temperature"] == 0.1 and defaults["top_k"] == 5 and defaults["top_p"] == 1.0
+    assert defaults["temperature"] == 0.1
+    assert defaults["top_k"] == 5
+    assert defaults["top_p"] == 1.0
     assert defaults["max_tokens"] is None

@@ -70,7 +70,8 @@ def test_only_the_last_tokens_of_a_prompt(fresh_server, tokenizer):
     assert prompt(prompt=ids, truncate_prompt_tokens=100)[0] == ids
     assert prompt(prompt="hello " * 5000, truncate_prompt_tokens=-1)[0] == tokenizer.encode("hello " * 5000).ids[-510:]
     _, choice = prompt(prompt=ids, truncate_prompt_tokens=3, echo=True, logprobs=0, max_tokens=0)
-    assert choice["text"] == tokenizer.decode(ids[-3:]) and len(choice["logprobs"]["tokens"]) == 3
+    assert choice["text"] == tokenizer.decode(ids[-3:])
+    assert len(choice["logprobs"]["tokens"]) == 3
     found, _ = prompt("chat/completions", messages="hello " * 5000, truncate_prompt_tokens=40)
     assert len(found) == 40
 

@@ -273,8 +273,10 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     small = [(b.query_lens, b.kv_lens, False) for b in steps]
     assert ([3], [3], False) in small and ([3, 4], [4, 4], False) in small
     assert len(small) > 6 and all(step in ran for step in small)
-    assert ran[0] == ("tower", 28, 56, 3) and ran.count(ran[0]) == 3
-    assert ran.count("argmax") == last and ran.count("sample") == last * len(profile_run.SAMPLED)
+    assert ran[0] == ("tower", 28, 56, 3)
+    assert ran.count(ran[0]) == 3
+    assert ran.count("argmax") == last
+    assert ran.count("sample") == last * len(profile_run.SAMPLED)
 
 
 def test_the_profile_samples_with_all_that_a_request_may_ask_for():

@@ -53,7 +53,9 @@ def test_as_few_experts_in_host_memory_as_fit(shape):
     asked = Workload(8192, 4, 4096)
     for layout in (Layout(8), Layout(8, ep=8), Layout(8, ep=2)):
         plain, other = plan.estimates(model, [layout], where, asked)
-        assert "weights do not fit" in plain.verdict and other.runs and other.verdict == ""
+        assert "weights do not fit" in plain.verdict
+        assert other.runs
+        assert other.verdict == ""
         count = other.layout.offload
         assert 0 < count < 256 // layout.ep and other.layout.ep == layout.ep
         fewer = plan.estimate(model, dataclasses.replace(layout, offload=count - 1), where, asked)

@@ -89,7 +89,8 @@ def test_segments_are_posted_one_by_one(steps, monkeypatch):
 
     segmented.capture(step)
     segmented.replay(2)
-    assert seen == [[b"a-2b-2"]] and [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"c-2"]
+    assert seen == [[b"a-2b-2"]]
+    assert [bytes(one.packed) for one in steps.posted] == [b"a-2b-2", b"c-2"]
     assert [few.lends for few in layers] == [1, 0, 1]  # the first buffer is in use again
 
 

@@ -160,7 +160,8 @@ def test_both_sides_agree(path, monkeypatch, offload, placement, copy):
         torch.testing.assert_close(layer(x, ids, weights).local(), plain(x, ids, weights).local(), atol=1e-5, rtol=1e-5)
     counters = made.counters
     assert played.sent == 18 and played.fetched == counters.streamed and played.adopted == counters.loaded
-    assert (counters.streamed > 0) == (placement != "cpu") and (counters.cpu > 0) == (placement != "stream")
+    assert (counters.streamed > 0) == (placement != "cpu")
+    assert (counters.cpu > 0) == (placement != "stream")
     assert (counters.resident > 0) == (offload == 3)
     few = sum(count * layer.top_k <= small_batch.CPU_ROUTED for count in (1, 3, 16, 1, 2, 5) * 3)
     assert played.only == (few if (offload, placement, copy) == (3, "auto", 0.7) else 0)

@@ -20,7 +20,8 @@ def test_bad_lines_and_refused_requests(stage, capsys):
     assert "model's context" in errors[5]["error"]["message"]
     assert "top_p is 7" in errors[6]["error"]["message"]
     assert "requests: 6 done, 3 failed (" in capsys.readouterr().err
-    assert stage.summary["total"]["failed"] == 3 and stage.summary["errors"].endswith("errors.jsonl")
+    assert stage.summary["total"]["failed"] == 3
+    assert stage.summary["errors"].endswith("errors.jsonl")
 
 
 def test_failures_can_fail_the_job(stage, capsys):
@@ -88,7 +89,8 @@ def test_scores_among_other_requests(stage):
     stage.input(1, json.dumps({"custom_id": "s", "url": "/v1/score", "body": {"text_1": "a", "text_2": ["a", "b c"]}}))
     assert stage.start() == 0
     (answer,) = (one["response"]["body"] for one in stage.read() if one["custom_id"] == "s")
-    assert [one["index"] for one in answer["data"]] == [0, 1] and round(answer["data"][0]["score"], 5) == 1
+    assert [one["index"] for one in answer["data"]] == [0, 1]
+    assert round(answer["data"][0]["score"], 5) == 1
 
 
 def test_a_request_pauses_while_the_model_is_being_put_to_sleep(monkeypatch):

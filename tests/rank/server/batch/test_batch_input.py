@@ -81,7 +81,8 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch):
 def test_a_custom_id_counts_once(tmp_path):
     one, two, three = items(tmp_path / "in", line("a"), line("a", prompt="y"), line("a"))
     assert not one.wrong
-    assert '"a"' in two.wrong and two.code == "duplicate"
+    assert '"a"' in two.wrong
+    assert two.code == "duplicate"
     assert two.custom_id is None and len({one.key, two.key, three.key}) == 3
 
 
@@ -117,7 +118,9 @@ def test_standard_input(monkeypatch):
     stdin = io.BytesIO(line("a").encode() + b"\n" + line("b").encode())
     monkeypatch.setattr(batch_input.sys, "stdin", SimpleNamespace(buffer=stdin))
     assert [one.custom_id for one in batch_input.Reader("-", {})] == ["a", "b"]
-    assert batch_input.count("-") == 0 and batch_input.fingerprint("-") == [] and not batch_input.changed("-", [])
+    assert batch_input.count("-") == 0
+    assert batch_input.fingerprint("-") == []
+    assert not batch_input.changed("-", [])
 
 
 def test_no_input(tmp_path):

@@ -113,7 +113,8 @@ def test_twice_in_the_journal_is_once_in_the_output(place, journal):
     found, seen = items(place)
     fill(journal, found + found)
     assert write(journal, place, seen) == 5
-    assert len(read(place / "out")) == 2 and len(read(place / "errors")) == 3
+    assert len(read(place / "out")) == 2
+    assert len(read(place / "errors")) == 3
 
 
 def test_what_the_input_has_no_more_is_left_out(place, journal):
@@ -132,7 +133,8 @@ def test_a_request_that_is_missing_is_noticed(place, journal):
     with pytest.raises(FatalError, match="lost 1.*requests") as error:
         write(journal, place, seen)
     assert error.value.code == 1
-    assert not (place / "out").exists() and not (place / "errors").exists()
+    assert not (place / "out").exists()
+    assert not (place / "errors").exists()
 
 
 def test_a_full_disk(place, journal):

@@ -124,7 +124,8 @@ def test_a_stop_finishes_what_is_under_way_and_the_next_start_goes_on(stage, cap
     assert "8 finished requests" in err
     assert "30 done, none failed" in err and "start, 8" in err
     assert sorted(stage.ids()) == sorted(NAMES) and sorted(stage.asked) == list(range(30))
-    assert stage.summary["total"]["requests"] == 30 and stage.summary["run"]["requests"] == 22
+    assert stage.summary["total"]["requests"] == 30
+    assert stage.summary["run"]["requests"] == 22
 
 
 def test_a_stop_at_the_end_is_an_end(stage):

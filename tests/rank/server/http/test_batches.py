@@ -296,7 +296,8 @@ def test_strict_holds_for_the_lines_of_a_batch(store_server):
         bodies = [{"messages": "hi", **more} for more in ({}, {"no_such_field": 5}, {"model": "llama7b"})]
         done = until(client, begin(client, *map(line, "abc", bodies)), "completed", "failed")
         errors = read(client, done.error_file_id)
-        assert [one["custom_id"] for one in errors] == ["b", "c"] and done.request_counts.completed == 1
+        assert [one["custom_id"] for one in errors] == ["b", "c"]
+        assert done.request_counts.completed == 1
         assert [one["response"]["status_code"] for one in errors] == [400, 404]
         assert "no_such_field is no field" in errors[0]["error"]["message"]
 

@@ -123,7 +123,8 @@ def test_characters_are_never_cut(fresh_server, client, text):
     fresh_server.scheduler.answer = text
     chunks = list(client.chat.completions.create(model="x", messages=HELLO, stream=True))
     pieces = [c.choices[0].delta.content or "" for c in chunks]
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_length(fresh_server, client):
@@ -266,7 +267,8 @@ def test_token_ids_and_continuous_usage(fresh_server):
     ids = [id for event in events[:-1] for choice in event["choices"] for id in choice.get("token_ids", [])]
     assert ids == fresh_server.scheduler.encode("hello world")
     assert events[0]["choices"][0]["prompt_token_ids"]
-    assert all(event["usage"]["prompt_tokens"] > 0 for event in events[:-1]) and events[-1] == "[DONE]"
+    assert all(event["usage"]["prompt_tokens"] > 0 for event in events[:-1])
+    assert events[-1] == "[DONE]"
 
 
 def test_end_token_can_be_ignored(fresh_server):

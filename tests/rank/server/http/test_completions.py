@@ -74,7 +74,8 @@ def test_echo(fresh_server):
 
 def test_token_ids(fresh_server, encode):
     choice = fresh_server.post("completions", prompt=[7, 8], return_token_ids=True).body["choices"][0]
-    assert choice["prompt_token_ids"] == [7, 8] and choice["token_ids"] == encode("hello world")
+    assert choice["prompt_token_ids"] == [7, 8]
+    assert choice["token_ids"] == encode("hello world")
 
 
 def test_special_tokens(fresh_server):
@@ -99,7 +100,8 @@ def test_the_prompt_s_log_probabilities(fresh_server, tokenizer):
     found = choice["logprobs"]
     assert choice["text"].startswith("hi, you") and "".join(found["tokens"]) == choice["text"]
     assert found["token_logprobs"] == [None, *(-1.0 * i for i in range(1, len(ids))), -0.5]
-    assert found["top_logprobs"][0] is None and all(len(top) == 2 for top in found["top_logprobs"][1:-1])
+    assert found["top_logprobs"][0] is None
+    assert all(len(top) == 2 for top in found["top_logprobs"][1:-1])
     assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(ids) + 1)]
     (request,) = fresh_server.scheduler.requests
     assert (request.sampling.prompt_logprobs, request.sampling.max_tokens) == (1, 1)
@@ -171,7 +173,8 @@ def test_tokens_by_their_ids(fresh_server, tokenizer):
     names = [f"token_id:{id}" for id in ids]
     more = {"return_tokens_as_token_ids": True, "logprobs": 1}
     found = fresh_server.post("completions", prompt="x", **more).body["choices"][0]["logprobs"]
-    assert found["tokens"] == names and [*found["top_logprobs"][0]] == names[:1]
+    assert found["tokens"] == names
+    assert [*found["top_logprobs"][0]] == names[:1]
     more = {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 1}
     chat = fresh_server.post("chat/completions", messages="x", **more).body["choices"][0]["logprobs"]["content"]
     assert [one["token"] for one in chat] == names == [one["top_logprobs"][0]["token"] for one in chat]

@@ -56,7 +56,8 @@ def test_only_new_messages_are_sent(server, scheduler):
     assert id.startswith("conv_")
     scheduler.answer = "fine"
     second = chat(server, said("how are you?"), conversation_id=id)
-    assert second.body["conversation_id"] == id and second.body["choices"][0]["message"]["content"] == "fine"
+    assert second.body["conversation_id"] == id
+    assert second.body["choices"][0]["message"]["content"] == "fine"
     assert prompt(server) == (
         "<|turn|>system\nbe brief<|end|>\n<|turn|>user\nhello<|end|>\n<|turn|>assistant\nhello world<|end|>\n"
         "<|turn|>user\nhow are you?<|end|>\n<|turn|>assistant\n"
@@ -69,7 +70,8 @@ def test_only_new_messages_are_sent(server, scheduler):
 def test_a_stream_and_whole_answers_share_one(server):
     body = dict(messages=[said("hello")], record_conversation=True, conversation_id="mine")
     *chunks, done = server.events("chat/completions", **body)
-    assert done == "[DONE]" and {chunk["conversation_id"] for chunk in chunks} == {"mine"}
+    assert done == "[DONE]"
+    assert {chunk["conversation_id"] for chunk in chunks} == {"mine"}
     chat(server, said("again"), conversation_id="mine")
     assert prompt(server).count("<|turn|>") == 4 and "hello world" in prompt(server)
 
@@ -149,7 +151,8 @@ def test_an_answer_that_breaks_off_leaves_it_as_it_was(server, scheduler):
     assert chat(server, said("x " * 3000), conversation_id="a").status == 400  # longer than the context
     scheduler.error = None
     assert chat(server, said("again"), conversation_id="a").status == 200
-    assert "lost" not in prompt(server) and prompt(server).count("<|turn|>") == 4
+    assert "lost" not in prompt(server)
+    assert prompt(server).count("<|turn|>") == 4
 
 
 def test_one_answer_at_a_time(server, scheduler):
@@ -274,7 +277,8 @@ def test_conversations_of_responses(server, client, scheduler):
         stream.until_done()
     assert "hello world" in prompt(server)
     listed = texts(client.conversations.items.list(made.id, order="asc", limit=2))  # page after page
-    assert listed[:3] == ["I am Ann.", "who am I?", "hello world"] and listed[-2:] == ["and now?", "fine"]
+    assert listed[:3] == ["I am Ann.", "who am I?", "hello world"]
+    assert listed[-2:] == ["and now?", "fine"]
     ask(model="m", input="behind", conversation=made.id, background=True)
     server.wait(lambda: not server.state.conversations._answered)
     assert texts(client.conversations.items.list(made.id, limit=2).data) == ["fine", "behind"]

@@ -39,7 +39,8 @@ def test_a_chat(server, client):
     (call,) = answer.choices[0].message.tool_calls
     assert (call.type, call.custom.name, call.custom.input) == ("custom", "sql", INPUT) and call.id
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert '"name": "sql"' in server.asked and '"input": {"type": "string"' in server.asked
+    assert '"name": "sql"' in server.asked
+    assert '"input": {"type": "string"' in server.asked
     history = [
         {"role": "user", "content": "hi"},
         answer.choices[0].message.model_dump(exclude_none=True),
@@ -66,7 +67,9 @@ def test_a_response(client, server):
     response = client.responses.create(model="m", input="hi", tools=[tool])
     (item,) = response.output
     assert (item.type, item.name, item.input, item.status) == ("custom_tool_call", "sql", INPUT, "completed")
-    assert item.id.startswith("ctc_") and item.call_id and response.tools[0].type == "custom"
+    assert item.id.startswith("ctc_")
+    assert item.call_id
+    assert response.tools[0].type == "custom"
     events = list(client.responses.create(model="m", input="hi", tools=[tool], stream=True))
     kinds = list(dict.fromkeys(event.type for event in events))
     assert kinds[2:-1] == [

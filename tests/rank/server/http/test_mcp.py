@@ -91,7 +91,8 @@ def test_calls_are_made_and_the_model_goes_on(server, responses, says):
     assert [one.type for one in response.output] == ["mcp_list_tools", "message", "mcp_call", "message"]
     assert {"add", "fail"} <= {tool.name for tool in listed.tools} and listed.error is None
     assert (call.name, call.server_label, call.output, call.error) == ("add", "local", "5", None)
-    assert json.loads(call.arguments) == {"a": 2, "b": 3} and call.status == "completed"
+    assert json.loads(call.arguments) == {"a": 2, "b": 3}
+    assert call.status == "completed"
     assert (last.content[0].text, response.status) == ("It is 5.", "completed")
     assert "<|turn|>tool\n5<|end|>" in asked(server)
     first, second = (len(server.scheduler.requests[-n].tokens) // 4 for n in (2, 1))
@@ -125,7 +126,8 @@ def test_a_call_that_fails_is_told_to_the_model(server, responses, says):
     response = responses.create(model="m", input="hi", tools=[MCP])
     call = response.output[1]
     assert call.status == "failed" and "no luck" in call.error and call.output is None
-    assert "no luck" in asked(server) and response.output_text == "Sorry."
+    assert "no luck" in asked(server)
+    assert response.output_text == "Sorry."
 
 
 @pytest.mark.parametrize("approve", [True, False])
@@ -255,7 +257,8 @@ def test_a_call_that_is_required_is_enforced_in_the_first_round(server, response
     response = responses.create(model="m", input="2 + 3?", tools=[MCP], tool_choice=choice)
     assert response.output_text == "five"
     first, second = server.scheduler.requests[before:]
-    assert "local_add" in first.grammar and second.grammar == ""
+    assert "local_add" in first.grammar
+    assert second.grammar == ""
     assert ("local_slow" in first.grammar) is (not isinstance(choice, dict) or "name" not in choice)
 
 

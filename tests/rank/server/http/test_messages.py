@@ -42,7 +42,8 @@ def test_a_text(server, client, says):
         model="claude", max_tokens=50, messages=USER, system="be brief", extra_body={"top_k": 5}
     )
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
-    assert message.id.startswith("msg_") and (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.id.startswith("msg_")
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert [block.model_dump(include={"type", "text"}) for block in message.content] == [
         {"type": "text", "text": "hello world"}
     ]

@@ -121,7 +121,8 @@ def test_off_unless_asked_for_and_no_other_file(server, start_server):
 
 def test_reached_without_a_key_which_its_requests_need(start_server):
     server = start_server(ui_server=True, api_keys=["secret"])
-    assert server.request("GET", "/").status == 200 and server.request("GET", "/v1/models").status == 401
+    assert server.request("GET", "/").status == 200
+    assert server.request("GET", "/v1/models").status == 401
 
 
 # In a browser.
@@ -380,7 +381,8 @@ def test_stop_go_on_and_again(window, server, says):
     says("another answer")
     window.click(".do-again")
     window.wait("return document.querySelector('.branches')")
-    assert "another answer" in finished(window, 1)[0] and window.texts(".branches") == ["2 / 2"]
+    assert "another answer" in finished(window, 1)[0]
+    assert window.texts(".branches") == ["2 / 2"]
     window.click(".branches .do-left")
     assert window.texts(".branches") == ["1 / 2"] and "and the rest" in window.texts(".assistant .body")[0]
 
@@ -395,7 +397,8 @@ def test_an_edit_makes_a_branch_and_both_are_kept(window, server, says):
     window.js("document.querySelector('textarea.edit').value = 'good morning?'")
     window.type("textarea.edit", browser.KEYS["enter"])
     window.wait("return document.querySelector('.user .branches')")
-    assert "good morning" in finished(window, 1)[0] and window.texts(".user .plain") == ["good morning?"]
+    assert "good morning" in finished(window, 1)[0]
+    assert window.texts(".user .plain") == ["good morning?"]
     assert "how are you" not in server.asked
     window.open(f"http://127.0.0.1:{server.port}/")
     window.click(".item .open")
@@ -424,7 +427,8 @@ def test_a_tool_call_and_its_result(window, server, says):
     window.type(".result textarea", '{"sky": "rain"}')
     window.click(".result .primary")
     window.wait("return document.querySelectorAll('.assistant').length === 2")
-    assert "it rains in Paris" in finished(window, 2)[1] and '"sky": "rain"' in server.asked
+    assert "it rains in Paris" in finished(window, 2)[1]
+    assert '"sky": "rain"' in server.asked
 
 
 @browsed

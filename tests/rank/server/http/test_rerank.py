@@ -23,7 +23,8 @@ def test_scores_are_cosines(server):
     answer = server.post("score", text_1="hello", text_2=DOCUMENTS).body
     expected = [cosine(server, "hello", text) for text in DOCUMENTS]
     assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-6)
-    assert [one["index"] for one in answer["data"]] == [0, 1, 2] and answer["object"] == "list"
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+    assert answer["object"] == "list"
     pairs = server.post("score", text_1=["hello", "a"], text_2=["hello", "the"]).body["data"]
     assert [one["score"] for one in pairs] == pytest.approx([1.0, cosine(server, "a", "the")], abs=1e-6)
 
@@ -73,7 +74,8 @@ def test_a_reranker_is_asked(reranker, monkeypatch):
     assert {one["index"]: one["relevance_score"] for one in answer["results"]} == pytest.approx({0: 0.75, 1: 0, 2: 0})
     (first, *_) = reranker.scheduler.requests
     prompt = reranker.engine.text.tokenizer.decode(memoryview(first.tokens).cast("I").tolist())
-    assert "<Instruct>: be strict\n<Query>: q <|end|>\n<Document>: a" in prompt and prompt.endswith("</think>\n\n")
+    assert "<Instruct>: be strict\n<Query>: q <|end|>\n<Document>: a" in prompt
+    assert prompt.endswith("</think>\n\n")
     assert reranker.engine.text.tokenizer.added["<|end|>"] not in memoryview(first.tokens).cast("I").tolist()
     assert (first.sampling.max_tokens, first.sampling.logprobs) == (1, 20)
 

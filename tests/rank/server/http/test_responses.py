@@ -46,7 +46,9 @@ def test_a_text(server, responses, says):
     says("hello world")
     response = responses.create(model="m", input="hi", instructions="be brief", metadata={"a": "b"})
     assert (response.status, response.output_text, response.model) == ("completed", "hello world", "tiny")
-    assert response.id.startswith("resp_") and response.metadata == {"a": "b"} and response.error is None
+    assert response.id.startswith("resp_")
+    assert response.metadata == {"a": "b"}
+    assert response.error is None
     assert [item.type for item in response.output] == ["message"] and response.output[0].status == "completed"
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens

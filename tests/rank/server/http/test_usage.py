@@ -31,7 +31,8 @@ def test_each_key_has_its_own(start_server):
     server.wait(lambda: server.state.used[1].requests == 1)
     names = [server.request("GET", "/v1/usage", None, {"X-Api-Key": key}).body["name"] for key in "ab"]
     assert names == [None, "ben"]
-    assert used(server, "b")[1] > 0 and server.request("GET", "/v1/usage").status == 401
+    assert used(server, "b")[1] > 0
+    assert server.request("GET", "/v1/usage").status == 401
 
 
 def test_without_keys_everybody_counts(fresh_server):

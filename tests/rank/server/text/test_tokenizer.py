@@ -53,7 +53,8 @@ def test_an_unfinished_character_is_replaced_at_the_end(byte_level):
     ids = byte_level.encode("\U0001f98a", False)  # not in the corpus: four bytes
     assert len(ids) > 1
     pieces = spell(byte_level, ids[:-1])
-    assert pieces[:-1] == [""] * (len(ids) - 1) and pieces[-1] == "\ufffd"
+    assert pieces[:-1] == [""] * (len(ids) - 1)
+    assert pieces[-1] == "\ufffd"
 
 
 @pytest.fixture(scope="module")

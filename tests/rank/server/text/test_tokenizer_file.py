@@ -101,7 +101,8 @@ def test_tokens_that_are_added(tmp_path):
     decoder = {str(size + 2): {"content": "<fim>", "special": False}, "1": {"content": "<s>", "special": True}}
     ends = dict(add_bos_token=False, add_eos_token=True, eos_token={"content": "<|end|>"})
     made = configure(tmp_path, added_tokens_decoder=decoder, **ends)
-    assert made.encode("<|user|>", True) == [size + 1, size] and made.token_id("<fim>") == size + 2
+    assert made.encode("<|user|>", True) == [size + 1, size]
+    assert made.token_id("<fim>") == size + 2
     assert size + 2 not in made.special and {1, size, size + 1} <= made.special
     with pytest.raises(ValueError, match=f"'<far>' is token {size + 9}, .*{size + 2}"):
         configure(tmp_path, added_tokens_decoder={str(size + 9): {"content": "<far>"}})

@@ -253,7 +253,9 @@ def test_every_format_but_the_general_one_is_chosen_by_some_template():
 
 
 def test_model_types_say_what_a_template_does_not():
-    assert choose("nothing") is None and choose("tools") is None and choose("nothing", "glm4_moe") is None
+    assert choose("nothing") is None
+    assert choose("tools") is None
+    assert choose("nothing", "glm4_moe") is None
     assert choose("tools", "glm4_moe") is find("glm45") and choose("tools [TOOL_CALLS]", "glm4_moe") is MISTRAL
     types = [one for name in names() for one in find(name).models]
     assert len(types) == len({*types})
