@@ -50,26 +50,27 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
     """The first program of each source, and of its caches in e4m3, for all generations, any other for Hopper: what
     generations differ in, the preprocessor decides, mostly the same for all sizes.
 
-    The long run has all but the first one for Hopper. What Hopper's copies are for is empty before it.
+    The short run has each source's first one for Hopper, and Triton's for a plain cache and one in e4m3; the long run
+    has all others. What Hopper's copies are for is empty before it.
     """
-    seen, found = set(), []
+    kinds, sources, found = set(), set(), []
     for program in programs:
         kind = kind_of(program)
-        first = kind not in seen
-        seen.add(kind)
+        first, short = kind not in kinds, kind[0] not in sources
+        kinds.add(kind)
+        sources.add(kind[0])
         for arch in archs if first else archs[1:2]:
             if arch == "sm_80" and needs_hopper(program):
                 continue
-            marks = [] if first and arch == archs[1] else [pytest.mark.long]
+            marks = [] if short and arch == archs[1] else [pytest.mark.long]
             found.append(pytest.param(*program, arch, marks=marks))
     return found
 
 
 def kind_of(program):
-    """Its source, or of Triton's its type, whether its cache is in e4m3, of which Triton's say so last, and what brings
-    its tiles."""
+    """Its source, whether its cache is in e4m3 and what brings its tiles; Triton's have e4m3 last, and a type."""
     sizes = program[-1]
-    return (program[0], sizes.get("FP8", 0), sizes.get("TILES")) if isinstance(sizes, dict) else (program[0], sizes)
+    return (program[0], sizes.get("FP8", 0), sizes.get("TILES")) if isinstance(sizes, dict) else (sizes, program[0])
 
 
 def needs_hopper(program) -> bool:
