@@ -16,6 +16,7 @@ import phalanx
 import pytest
 from phalanx.launcher import builtin_model
 
+from .fields import each, joined
 from .late import Late
 from .processes import wait
 from .rank.mcp_servers import STDIO, free_port, http_server, written
@@ -61,7 +62,7 @@ def test_openai(base):
     answer = ask(model=MODEL, messages=said(SUM)).choices[0].message
     assert answer.content.rstrip(".").endswith("85") and answer.reasoning_content
     parts = [chunk.choices[0].delta for chunk in ask(model=MODEL, messages=said(SUM), stream=True)]
-    assert "".join(part.content or "" for part in parts) == answer.content
+    assert joined(part.content for part in parts) == answer.content
     (call,) = ask(model=MODEL, messages=said(WEATHER), tools=[TOOL]).choices[0].message.tool_calls
     check_call(call.function.name, call.function.arguments)
     with client.chat.completions.stream(model=MODEL, messages=said(WEATHER), tools=[TOOL]) as stream:
@@ -111,7 +112,7 @@ def test_openai_s_other_endpoints(base):
     assert not wait(lambda: client.batches.retrieve(batch.id).status != "completed", 60)
     text = client.files.content(client.batches.retrieve(batch.id).output_file_id).text
     answers = [json.loads(line) for line in text.splitlines()]
-    assert sorted(one["custom_id"] for one in answers) == ["0", "1", "2"]
+    assert sorted(each(answers, "custom_id")) == ["0", "1", "2"]
     assert all("85" in one["response"]["body"]["choices"][0]["message"]["content"] for one in answers)
 
 
@@ -168,7 +169,7 @@ def test_litellm(base, monkeypatch):
     answer = litellm.completion(**ask, messages=said(SUM)).choices[0].message
     assert "85" in answer.content and answer.reasoning_content
     chunks = list(litellm.completion(**ask, messages=said(SUM), stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer.content
+    assert joined(chunk.choices[0].delta.content for chunk in chunks if chunk.choices) == answer.content
     (call,) = litellm.completion(**ask, messages=said(WEATHER), tools=[TOOL]).choices[0].message.tool_calls
     check_call(call.function.name, call.function.arguments)
 

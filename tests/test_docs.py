@@ -43,13 +43,13 @@ def page_id(page: Path) -> str:
 def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     broken = [link for link in LINKS.findall(text) if not (page.parent / link).exists()]
-    assert not broken, f"{page.name} links to files that are not there"
+    assert not broken, page.name
     if page.parent.name == "measurements":  # a journal: its pages keep the names of their day
         return
     gone = [path for path in PATHS.findall(text) if not list(ROOT.glob(path)) and not list(ROOT.glob(path + ".*"))]
     gone = [path for path in gone if path not in ELSEWHERE]
     gone += sorted(set(SOURCES.findall(text)) - names() - ELSEWHERE)
-    assert not gone, f"{page.name} names files that are not there"
+    assert not gone, page.name
 
 
 def anchors(page: Path) -> set[str]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from .fields import each
 from .processes import kill, wait
 from .server import Server
 
@@ -32,7 +33,7 @@ def test_the_whole_jobs_output_is_json_and_the_access_log_has_fields():
         kill([server.ranks[1]])
         assert server.exit_code() == 137
     found = objects(server)
-    assert {one["process"] for one in found} >= {"launcher", "server", "rank 0"}
+    assert set(each(found, "process")) >= {"launcher", "server", "rank 0"}
     assert any(one["level"] == "error" and "has died" in one["message"] for one in found)
     assert any(one["level"] == "error" and one["process"] == "launcher" for one in found)
     assert all("request_id" not in one for one in found if one["process"] != "server")

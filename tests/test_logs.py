@@ -14,6 +14,7 @@ import time
 import pytest
 from phalanx import logs
 
+from .fields import each
 from .processes import wait
 
 
@@ -314,7 +315,7 @@ def test_every_line_is_json_where_that_is_asked_for():
     assert "ZeroDivisionError" in failed["exception"] and "ZeroDivisionError" in traceback["exception"]
     assert (half["logger"], half["level"], half["message"]) == ("stderr", "warning", "half a line")
     assert any("IndexError" in one["message"] for one in err)
-    assert [one["message"] for one in err].count("often") == logs.BURST
+    assert each(err, "message").count("often") == logs.BURST
     assert any(one["message"].startswith("5 more") for one in err)
     (cut,) = (one for one in err if one["message"].startswith("xxx"))
     assert cut["level"] == "error" and len(cut["message"]) < logs.LINE + 50

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from .checkpoints import make_checkpoint
+from .fields import joined
 from .late import Late
 from .processes import wait
 from .rank.reference import Reference
@@ -85,7 +86,7 @@ def test_a_stream_says_the_same_as_the_whole(client):
     options = dict(**ask(), max_tokens=30, temperature=0, extra_body={"ignore_eos": True})
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    text = joined(c.choices[0].delta.content for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
     # How many tokens came from the cache or were guessed depends on the requests before.
     details = {"prompt_tokens_details", "completion_tokens_details"}
@@ -133,7 +134,7 @@ def test_answers_of_a_random_model_keep_to_what_is_asked(client, server):
     picked = dict(extra_body={"guided_choice": ["yes", "no"]})
     whole = client.chat.completions.create(**options, **picked).choices[0]
     parts = [chunk.choices[0] for chunk in client.chat.completions.create(**options, **picked, stream=True)]
-    assert "".join(part.delta.content or "" for part in parts) == whole.message.content in ("yes", "no")
+    assert joined(part.delta.content for part in parts) == whole.message.content in ("yes", "no")
     assert parts[-1].finish_reason == whole.finish_reason == "stop"
     endless = client.completions.create(
         model="x", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"guided_regex": "[a-z ]*[0-9]{3}", "n": 3}

@@ -56,9 +56,9 @@ def test_the_wheel_has_what_the_tree_has(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = tree(wheel.parent / "source")
     missing = sorted(expected - inside)
-    assert not missing, f"missing; does a folder lack __init__.py, or package_data a kind of file? {missing}"
+    assert not missing, f"package_data lacks {missing}"
     extra = {name for name in inside - expected if not name.endswith(".md")}
-    assert not extra, f"not part of the package: {sorted(extra)}"
+    assert not extra, f"added: {sorted(extra)}"
     assert not [name for name in inside if name.split("/")[0] != "phalanx"], "a bare top-level package"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from .. import retries
 from ..checkpoints import make_checkpoint
+from ..fields import each
 from ..server import Server, Stream
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(100), retries.CLOCKS]
@@ -112,7 +113,7 @@ def test_downloads_that_are_not_read_hold_a_descriptor_each(server):
         assert server.request("/v1/completions", ASK)[0] == 200
     status, listed, _ = server.request("/v1/files")
     assert status == 200
-    assert [one["id"] for one in listed["data"]] == [file["id"]]
+    assert each(listed["data"], "id") == [file["id"]]
 
 
 def test_a_flood_of_connections_beside_honest_clients(server):

@@ -3,6 +3,8 @@
 import pytest
 from phalanx.benchmarks import budget
 
+from ..fields import each
+
 
 def test_shares_add_up():
     events = []
@@ -20,7 +22,7 @@ def test_shares_add_up():
         ("decode_inputs", 1.0, 14.0, 4.0),
         ("norm<float>", 1.0, 6.0, 7.0),
     ]
-    assert sum(line["us"] for line in lines) == 100
+    assert sum(each(lines, "us")) == 100
 
 
 def test_steps_that_no_graph_replays():

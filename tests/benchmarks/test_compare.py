@@ -38,6 +38,12 @@ def run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, compare.__file__, *words], capture_output=True, text=True, timeout=150)
 
 
+def cells(table: str, name: str) -> list[str]:
+    """The cells of a row behind its name."""
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
+    return row.strip("| ").split(" | ")[1:]
+
+
 def test_both_engines_by_turns(tmp_path):
     out = tmp_path / "lines.jsonl"
     ours, peer = fake(tmp_path / "a.py", "phalanx", 10, 4.0), fake(tmp_path / "b.py", "vllm", 20, 4.2)
@@ -73,14 +79,14 @@ def test_what_an_engine_that_fails_or_hangs_has_said_is_kept(tmp_path):
     assert "compare.py: phalanx" in done.stderr
     assert "compare.py: peer" in done.stderr
     assert len(out.read_text().splitlines()) == 12
-    assert "| decode 16 | 64 ms | 67.2 ms |" in done.stdout
+    assert cells(done.stdout, "decode 16")[:2] == ["64 ms", "67.2 ms"]
 
 
 def test_one_engine_alone_and_wrong_words(tmp_path):
     ours = fake(tmp_path / "a.py", "phalanx", 10, 4.0)
     done = run("--ours", ours, "--engines", "phalanx", "--repeats", "1", "--out", str(tmp_path / "lines.jsonl"))
     assert done.returncode == 0
-    assert "| start | 10 s | - | - | - | 1/0 |" in done.stdout
+    assert cells(done.stdout, "start") == ["10 s", "-", "-", "-", "1/0"]
     assert "--engines phalanx runs without" in run("--out", "x").stderr
     assert "neither phalanx nor peer" in run("--out", "x", "--peer", "y", "--engines", "vllm").stderr
 
@@ -102,5 +108,5 @@ def test_offline_takes_the_flags(tmp_path):
     more = "--device cpu --dtype f32 --max-model-len 512 --max-num-seqs 4"
     done = run("--ours", str(ours), *words, "--our-args", more, "--out", str(tmp_path / "lines.jsonl"))
     assert done.returncode == 0, done.stderr
-    assert "| tiny, 1 | decode 1 |" in done.stdout
-    assert "| tiny, 1 | start |" in done.stdout
+    assert "| decode 1 |" in done.stdout
+    assert "| start |" in done.stdout

@@ -41,7 +41,7 @@ def test_a_paced_server_answers_and_reports():
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=20)
         parts = r"server \d+\.\d, scheduler \d+\.\d, step \d+\.\d"
-        assert re.search(rf"paced: 7 tokens; .*: {parts}; \d", said), said
+        assert re.search(rf"7 tokens.*{parts}", said), said
         assert not started.left()
     finally:
         started.kill()

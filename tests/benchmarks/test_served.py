@@ -10,6 +10,8 @@ import pytest
 from phalanx.benchmarks import served
 from tokenizers import Tokenizer
 
+from ..fields import each
+
 PROGRAM = Path(served.__file__).resolve()
 SMALL = "--config tiny --clients 4 --requests 8 --prompts 8-16 --answers 4-8 --reps 1 --n-mixed 1 --args=--device=cpu"
 
@@ -50,7 +52,7 @@ def test_both_and_their_ratio(tmp_path):
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["what"] for line in lines] == ["served", "mixed", "served / mixed"]
+    assert each(lines, "what") == ["served", "mixed", "served / mixed"]
     assert out.read_text() == done.stdout
     assert lines[0]["requests"] == 8
     assert lines[1]["requests"] == 1

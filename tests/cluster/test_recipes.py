@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from .. import ranks, retries
+from ..fields import each
 from ..server import PHALANX, Server
 from . import stand_ins
 from .stand_ins import GPUS, LEFT
@@ -122,7 +123,7 @@ def test_flux(tmp_path, monkeypatch):
         tools = os.environ | stand_ins.install(tmp_path, PHALANX, []) | {"FLUX_URI": "local:///run/flux/local"}
         told = subprocess.run(["sh", "-c", command], env=tools, capture_output=True, text=True, timeout=60).stdout
         assert re.fullmatch(r"\d+\n", told)
-        assert ["--parent", "batch", str(HOSTFILES / "flux.sh")] in [one["words"] for one in job.calls("flux")]
+        assert ["--parent", "batch", str(HOSTFILES / "flux.sh")] in each(job.calls("flux"), "words")
         run = next(one["pid"] for one in job.calls("flux") if one["words"][0] == "run")
         os.kill(run, signal.SIGUSR1)
         assert job.exit_code(60) == 0

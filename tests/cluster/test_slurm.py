@@ -13,6 +13,7 @@ import pytest
 from .. import retries
 from ..batch import answers, requests
 from ..checkpoints import make_checkpoint
+from ..fields import each
 from ..processes import wait
 from .hosts import HostsServer
 
@@ -135,7 +136,7 @@ def test_an_array_of_servers(slurm, hosts, checkpoint, tmp_path):
         return [one for one in found if one["state"] == "ready" and one["key"] == "secret"]
 
     assert not wait(lambda: len(ready()) < 2, 120), logs()
-    assert len({one["url"] for one in ready()}) == 2
+    assert len(set(each(ready(), "url"))) == 2
     slurm.run("scancel", "--signal=USR1", "--batch", job)
     states = [f"{job}_{task}" for task in range(2)]
     assert not wait(lambda: [one for one in states if slurm.state(one)["JobState"] not in ENDED], 60), logs()

@@ -138,7 +138,7 @@ def main() -> None:
     all_of_it(world, broadcast.MpiPlanBroadcast(world, guard, range(world.size)))
     guard.stop()
     world.barrier()
-    print(f"rank {world.rank} of {world.size} is content")
+    print(f"passed {world.rank} of {world.size}")
     mpi.leave()
 
 

@@ -108,6 +108,7 @@ def called(monkeypatch):
 
 
 DTYPES = [torch.float32, torch.bfloat16]
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of operations' names
 
 
 def close(got, want, dtype, atol=1e-5, rtol=1e-5):

@@ -68,7 +68,7 @@ class Machine:
 
     def _number(self) -> int:
         got = self._process.stdout.read(8)
-        assert len(got) == 8, f"the emulated kernels have ended: {self._process.wait(10)}"
+        assert len(got) == 8, f"ended: {self._process.wait(10)}"
         return struct.unpack("q", got)[0]
 
     def prepare_op(self, op: ops.Op, source: str, name: str) -> None:
@@ -115,7 +115,7 @@ class Library:
 
     def __init__(self, path: str):
         self._handle = self.machine.ask("L", path.encode())
-        assert self._handle, f"{path} cannot be loaded under {EMULATOR}"
+        assert self._handle, f"{EMULATOR} cannot load {path}"
         listed = subprocess.check_output([NM, "-D", "--defined-only", path], text=True, timeout=60)
         self.machine.exported += re.findall(r" (\w+)_fields$", listed, re.M)
 

@@ -66,7 +66,7 @@ class Launched:
     def until(self, condition, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"not in {seconds} s; output:\n{self.output}"
+            assert time.monotonic() < deadline, f"not in {seconds} s:\n{self.output}"
             time.sleep(0.02)
 
     def up(self, ranks: int) -> Launched:

@@ -17,7 +17,7 @@ ROOT = Path(phalanx.__file__).resolve().parent
 @pytest.mark.parametrize("name", document.PAGES)
 def test_the_page_is_what_the_code_gives(name):
     written = (document.DOCS / name).read_text(encoding="utf-8")
-    assert written == document.PAGES[name](), f"docs/{name} is out of date; write it anew: {document.COMMAND}"
+    assert written == document.PAGES[name](), f"old: {document.COMMAND}"
 
 
 def test_every_verb_and_flag_is_there():
@@ -42,8 +42,8 @@ def test_other_variables_are_those_that_the_code_knows():
 def test_every_endpoint_and_field_is_there():
     page = document.api_page()
     assert all(f"`{path}`" in page for path in paths())
-    assert re.search(r"\| `messages` \|.* \*\*needed\*\* \|", page)
-    assert re.search(r"\| `temperature` \| number \| .*100 \|", page)
+    assert re.search(r"`messages` .*\*\*needed\*\*", page)
+    assert re.search(r"`temperature` .* number .*100 ", page)
     assert "`phalanx_requests_running` | gauge" in page
 
 

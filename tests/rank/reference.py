@@ -62,6 +62,6 @@ class Reference:
         """greedy(), after making sure that equal tokens mean something."""
         assert self.logits(prompt).std() >= 1
         tokens, gap = self.greedy(prompt, count)
-        assert gap > GAP, f"two tokens are as likely within {gap}: choose another checkpoint or prompt"
+        assert gap > GAP, f"tokens only {gap} apart"
         assert len(set(tokens)) >= count // 4, f"only {len(set(tokens))} different tokens"
         return tokens

@@ -37,5 +37,6 @@ def expected(checkpoint):
 def test_tokens(checkpoint, expected, tp, pp):
     got, log = answers(checkpoint, tp * pp, tp=tp, pp=pp, cpu_offload_gb=1)
     assert got == expected
-    assert f"{4 // pp} of {4 // pp} layers" in log
+    layers = 4 // pp
+    assert f"{layers} of {layers} layers" in log
     assert "a last resort" in log

@@ -56,7 +56,8 @@ def wide_experts(tmp_path_factory):
 def test_each_way(checkpoint, expected, way, offload):
     got, log, stats = answers(checkpoint, num_experts_offload_per_rank=offload, expert_placement=way)
     assert got == expected()
-    assert re.search(f" {max(0, 10 - offload)} .*resident", log)
+    resident = max(0, 10 - offload)
+    assert re.search(f" {resident} .*resident", log)
     served = {"resident": stats.experts_resident, "cpu": stats.experts_cpu, "stream": stats.experts_streamed}
     if way == "auto":
         assert bool(served["resident"]) == (offload == 5)

@@ -15,7 +15,7 @@ from phalanx.kernels.activation.activation import (
 )
 from torch.nn.functional import gelu, relu, silu
 
-from ..conftest import DTYPES, close
+from ..conftest import DTYPES, SUFFIXES, close
 
 FUNCTIONS = {
     "silu": silu,
@@ -69,7 +69,7 @@ def test_activate(isa, threads, called, dtype, name, rows, width):
     x = (torch.randn(rows, width) * 6).to(dtype)
     want = FUNCTIONS[name](x.float())
     close(activate(x, name), want, dtype)
-    assert called == [f"{name}_{'f32' if dtype == torch.float32 else 'bf16'}"]
+    assert called == [f"{name}_{SUFFIXES[dtype]}"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +78,7 @@ def test_sigmoid_gate(isa, threads, called, dtype, shape):
     x, gate = (torch.randn(2, *shape) * 6).to(dtype)
     want = x.float() * gate.float().sigmoid()
     close(sigmoid_gate(x, gate), want, dtype)
-    assert called == [f"sigmoid_gate_{'f32' if dtype == torch.float32 else 'bf16'}"]
+    assert called == [f"sigmoid_gate_{SUFFIXES[dtype]}"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +87,7 @@ def test_product(isa, threads, called, dtype, rows, width):
     """Parts of wider rows."""
     x, other = torch.randn(rows, 2 * width + 3).to(dtype)[:, : 2 * width].chunk(2, 1)
     close(product(x, other), x.float() * other.float(), dtype)
-    assert called == [f"product_{'f32' if dtype == torch.float32 else 'bf16'}"]
+    assert called == [f"product_{SUFFIXES[dtype]}"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

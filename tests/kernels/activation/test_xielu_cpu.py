@@ -3,7 +3,7 @@ import torch
 from phalanx.kernels.activation.activation import xielu, xielu_reference
 from transformers.activations import XIELUActivation
 
-from ..conftest import DTYPES, close
+from ..conftest import DTYPES, SUFFIXES, close
 
 
 def test_reference_is_the_paper_s():
@@ -18,7 +18,7 @@ def test_xielu(isa, threads, called, dtype, rows, width):
     x = (torch.randn(rows, width) * 4).to(dtype)
     want = xielu_reference(x.float(), 0.9, 1.3)
     close(xielu(x, 0.9, 1.3), want, dtype)
-    assert called == [f"xielu_{'f32' if dtype == torch.float32 else 'bf16'}"]
+    assert called == [f"xielu_{SUFFIXES[dtype]}"]
 
 
 def test_what_is_not_finite_stays_so(isa):

@@ -14,7 +14,7 @@ from phalanx.kernels.rope.rope import (
     rope_and_store_kv_reference,
 )
 
-from ..conftest import DTYPES, close
+from ..conftest import DTYPES, SUFFIXES, close
 from .latents import SIZES
 from .test_attention import make_rows
 
@@ -86,7 +86,7 @@ def test_cpus_write_what_the_reference_writes(threads, called, dtype, heads, kv_
         q = write(q, CurrentKV(k, v, turn, norms, slots), cache)
         found.append((q, cache))
     (q, cache), (want, wanted) = reversed(found)
-    assert called == [f"rope_{'f32' if dtype == torch.float32 else 'bf16'}"]
+    assert called == [f"rope_{SUFFIXES[dtype]}"]
     most = wide.abs().max().item()  # a rotation may leave little of two large numbers
     close(q, want, dtype, atol=1e-5 + most * 1e-6 if dtype == torch.float32 else 6e-2)
     assert torch.equal(cache[1].view(torch.uint8), wanted[1].view(torch.uint8)), "values bit for bit"

@@ -25,7 +25,7 @@ def test_which_are_scattered(monkeypatch):
     assert not gemm_reduce_scatter.supports(512, weight, SymmetricMemory(0, 2, 0, 0)), (
         "of two ranks scattered sums were not measured"
     )
-    assert not gemm_reduce_scatter.supports(512, weight[:8176], peers), "a share of 4088 bytes"
+    assert not gemm_reduce_scatter.supports(512, weight[:8176], peers), "4088 bytes each"
     assert not gemm_reduce_scatter.supports(512, weight, SymmetricMemory(0, 3, 0, 0))
     narrow = torch.empty(2304, 64, dtype=BF16, device="meta")
     assert gemm_reduce_scatter.supports(512, narrow, peers) and not gemm_reduce_scatter.supports(511, narrow, peers), (

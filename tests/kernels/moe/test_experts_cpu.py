@@ -69,7 +69,7 @@ def test_a_prompt_is_taken_in_parts(monkeypatch):
     torch.testing.assert_close(moe.fused_experts(case), whole, rtol=1e-5, atol=1e-5)
     assert parts == [8] * 5
     assert not experts_cpu.supports(given.x.repeat(2, 1), given.ids.repeat(2, 1), w13, w2)
-    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "it has no int8 planes"
+    assert not experts_cpu.supports(given.x, given.ids, w13, quantised(given.w2, e4m3)), "no int8 planes"
 
 
 @needs_compiler

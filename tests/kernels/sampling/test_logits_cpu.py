@@ -2,7 +2,7 @@ import pytest
 import torch
 from phalanx.kernels.sampling.logits import finish_logits, finish_logits_reference
 
-from ..conftest import DTYPES, close
+from ..conftest import DTYPES, SUFFIXES, close
 
 NONE = float("-inf")
 
@@ -21,7 +21,7 @@ def test_finish_logits(isa, threads, called, dtype, width, padding, scale, softc
         assert finish(y, present, scale, softcap) is y
         close(y, want, dtype)
     changes = padding or scale != 1 or softcap
-    assert called == (["finish_f32" if dtype == torch.float32 else "finish_bf16"] if changes else [])
+    assert called == ([f"finish_{SUFFIXES[dtype]}"] if changes else [])
 
 
 def test_no_rows():

@@ -16,6 +16,7 @@ from phalanx.rank.server import server_registry, tls
 from phalanx.rank.server.server_registry import RegisteredServer
 
 from ...certificates import make_certificate
+from ...fields import each
 from ...rank.mcp_servers import STDIO, free_port, written
 
 
@@ -70,7 +71,7 @@ def test_a_conversation(server, monkeypatch, capsys):
     assert chat(server, monkeypatch, "one\ntwo\n/new\nthree\n", "--system", "be brief", "--temperature", "0") == 0
     assert "answer 2" in capsys.readouterr().out
     bodies = [body for body, _ in server.seen]
-    assert [message["content"] for message in bodies[1]["messages"]] == ["be brief", "one", "answer 2", "two"]
+    assert each(bodies[1]["messages"], "content") == ["be brief", "one", "answer 2", "two"]
     assert bodies[0]["temperature"] == 0
     assert bodies[0]["stream"] is True
     assert "top_p" not in bodies[0]
@@ -264,7 +265,7 @@ def test_tools_of_servers_are_called(server, monkeypatch, capsys, tmp_path, argv
     assert "[local_add" in out.out and "answer 3" in out.out and "tool server dead:" in out.err
     first, second = (body for body, _ in server.seen)
     assert "local_add" in {tool["function"]["name"] for tool in first["tools"]}
-    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
+    assert each(second["messages"], "role") == ["user", "assistant", "tool"]
     assert second["messages"][-1]["content"] == result
 
 

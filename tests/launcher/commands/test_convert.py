@@ -166,7 +166,7 @@ def test_fp8(checkpoint, tmp_path):
     command = [sys.executable, "-m", "phalanx.launcher.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0
-    assert f"phalanx serve {tmp_path / 'made'}" in done.stderr
+    assert f"serve {tmp_path}/made" in done.stderr
     settings = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
     stored, plain = (load_file(one / "model.safetensors") for one in (tmp_path / "made", checkpoint))
@@ -347,7 +347,8 @@ def test_ctrl_c_at_a_terminal_is_one_line(checkpoint, tmp_path):
     process = subprocess.Popen([*command, "fp8"], stderr=subprocess.PIPE, start_new_session=True)
     until(lambda: linux.children(process.pid))
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=30) == (None, b"phalanx: stopped; nothing is left behind\n")
+    _, said = process.communicate(timeout=30)
+    assert b"stopped" in said and said.count(b"\n") == 1
     assert process.returncode == 130 and not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,7 @@ from phalanx.rank.server import otel, server_registry, tracing
 from phalanx.rank.server.api_error import NOT_TAKEN
 
 from ...collector import Collector
+from ...fields import each
 from .site import Site, begin_stream, chunk, read, read_head, whole
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}
@@ -327,7 +328,7 @@ async def test_the_models_of_all_jobs_are_listed(place):
         for body in (None, {"with": "a body"}):
             got = await site.ask(body, "/v1/models", "GET", Authorization="Bearer k")
             assert got.status == 200 and all(not job.requests[-1].body for job in site.jobs)
-        assert sorted(one["id"] for one in got.json["data"]) == ["big", "m"]
+        assert sorted(each(got.json["data"], "id")) == ["big", "m"]
         assert (await site.ask(path="/v1/models")).status == 401
 
 

@@ -39,7 +39,7 @@ def test_idle_exit(how, checkpoint, tmp_path, monkeypatch):
         (found,) = server_registry.running(place, socket.gethostname()).values()
         assert (found.key, found.batch, found.model) == ("secret", "991", Path(checkpoint).name)
         job.until(lambda: "Phalanx is ready: " in job.output, 60)
-        assert f"Phalanx is ready: {found.url}/v1 (" in job.output
+        assert f"ready: {found.url}/v1 (" in job.output
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         monkeypatch.setattr("sys.stdin", io.StringIO(""))
         assert cli.main(["chat"]) == 0  # it finds the server and has its key

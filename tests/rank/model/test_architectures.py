@@ -14,6 +14,7 @@ from phalanx.rank.model.config import read_config, tensor_degrees
 from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
+from ...fields import each
 from . import harness
 from .harness import MIXED_LENGTHS, MIXED_STEPS, auto_model, distance, run_steps, tokens
 from .shapes import COMMON, DEEPSEEK, LONGROPE, MODELS, ONE_STAGE, TWO_ROPES, VISION
@@ -235,7 +236,7 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 
 def test_each_architecture_is_here():
     elsewhere = {"llama", "qwen3", "chatglm", "kimi_k2", "mimo", "moondream1"}  # test_fidelity.py, test_chatglm.py, …
-    assert {options["model_type"] for options in MODELS.values()} | elsewhere == set(architectures.supported())
+    assert set(each(MODELS.values(), "model_type")) | elsewhere == set(architectures.supported())
 
 
 def test_each_shape_can_be_cut_in_two_and_in_three():

@@ -9,6 +9,7 @@ from phalanx.rank.model import measure
 from phalanx.rank.model.load import load
 
 from ...checkpoints import make_config
+from ...fields import each
 
 QUESTION = {"device": "cpu", "dtype": "auto", "isq": "none", "kv_cache_dtype": "auto", "tp": 0, "pp": 0, "most": 4}
 
@@ -59,7 +60,7 @@ def test_the_answer(write, capsys):
     # 3 of 6 key heads of 8 dimensions, keys and values, 4 bytes; gate, up and their product, 50 each
     assert (layer["kv"], layer["inner"], layer["scores"]) == (2 * 3 * 8 * 4, 150, 6 * 2 * 8)
     names = ["input_layernorm", "self_attn.qkv_proj", "self_attn.o_proj", "post_attention_layernorm"]
-    assert [one["name"] for one in layer["weights"]] == [*names, "mlp.gate_up_proj", "mlp.down_proj"]
+    assert each(layer["weights"], "name") == [*names, "mlp.gate_up_proj", "mlp.down_proj"]
     assert layer["weights"][1] == {
         "name": "self_attn.qkv_proj", "elements": 96 * 48, "bytes": 96 * 48 * 4, "matrix": True, "moves": True,
         "fp8": False, "shared": False,

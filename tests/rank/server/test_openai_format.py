@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ...fields import each
 from .conftest import make_model
 
 pytestmark = pytest.mark.timeout(30)
@@ -50,9 +51,7 @@ def test_text_and_calls_keep_their_order(fresh_server, per_delta):
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
     message = fresh_server.post("chat/completions", **body).body["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("One\ntwo\nthree", "hm")
-    assert [call["function"] for call in message["tool_calls"]] == [
-        {"name": "f", "arguments": f'{{"x": {i}}}'} for i in (1, 2, 3)
-    ]
+    assert each(message["tool_calls"], "function") == [{"name": "f", "arguments": f'{{"x": {i}}}'} for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("stop, content", [("\n", "one"), ("w", "one\nt"), ("hm", "one\ntwo"), ("</think>", "")])
@@ -98,7 +97,7 @@ def test_a_call_that_its_thoughts_were_closed_behind(fresh_server, answer, thoug
     assert choice["finish_reason"] == "tool_calls"
     assert (choice["message"].get("reasoning_content"), choice["message"]["content"]) == (thought, None)
     expected = [{"name": "f", "arguments": f'{{"x": {i + 1}}}'} for i in range(calls)]
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == expected
+    assert each(choice["message"]["tool_calls"], "function") == expected
     events = fresh_server.events("chat/completions", **body)
     thoughts = [["reasoning_content", thought]] if thought else []
     assert order(events) == [*thoughts, *[[i, f'f{{"x": {i + 1}}}'] for i in range(calls)]]

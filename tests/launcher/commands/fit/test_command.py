@@ -17,6 +17,7 @@ from phalanx.rank.options import Options
 
 from .... import gguf_files
 from ....checkpoints import make_checkpoint
+from ....fields import each
 from .. import fake_hub
 from .configs import CONFIGS, ask, write
 
@@ -67,7 +68,7 @@ def test_the_table(fit, tmp_path):
     assert int(tp) * int(pp) <= 16
     assert any("sequence" in line and "32768 tokens" in line for line in lines)  # 141 GB on one GPU
     assert any("256 sequences" in line and "once" in line for line in lines)
-    assert any("fewest" in line and "2 ranks (tp 1, pp 2)" in line for line in lines)
+    assert any(re.search(r"fewest.* 2 ranks .*pp 2\b", line) for line in lines)
     (parts,) = [line for line in lines if line.startswith("GB on a rank: ")]
     assert "attention" in parts and "rope tables" in parts and "bytes a token" in parts
     run = lines[lines.index("Run:") + 1 :]
@@ -114,8 +115,8 @@ def test_experts(fit):
     (experts,) = [line for line in out.splitlines() if line.startswith("Experts on a rank: ")]
     assert f": {count} of" in experts and f"--num-experts-offload-per-rank {count})" in experts
     assert f" {128 - int(count)} resident" in experts
-    assert " 58.0 GB on the host" in experts
-    assert re.search(r" \d+ tokens/s for \d+ sequences", experts)
+    assert " 58.0 GB on " in experts
+    assert re.search(r" \d+ tokens/s for \d", experts)
     assert ("0.8 (--zipf), 54 GB/s") in out
     _, out, _ = fit("Qwen3-30B-A3B", "--gpu-mem", "24", "--host-mem", "256", "--zipf", "0")
     assert "even routing, 54 GB/s" in out
@@ -144,7 +145,7 @@ def test_experts_that_host_and_gpu_hold_together_alone(fit):
     fixed, resident = layouts["40"]["fixed"], 128 - layouts["40"]["offload"] - layouts["40"]["fixed"]
     assert code == 0 and f"host memory alone, {fixed}" in out
     assert f"alone, {resident} resident;" in out
-    assert f"host, where {128 - fixed}" in out
+    assert re.search(rf"host, .* {128 - fixed}\b", out)
 
 
 def test_a_given_number_of_experts_in_host_memory(fit):
@@ -156,7 +157,7 @@ def test_a_given_number_of_experts_in_host_memory(fit):
     assert (whole["resident_bytes"], whole["host_bytes"]) == (0, 2 * 48 * 603_979_776 // 4)
     assert " --num-experts-offload-per-rank 40 " in found["command"][0]
     plain = json.loads(fit("Qwen3-30B-A3B", *words)[1])
-    assert max(one["decode_tokens_per_s"] for one in found["layouts"]) < plain["layouts"][0]["decode_tokens_per_s"]
+    assert max(each(found["layouts"], "decode_tokens_per_s")) < plain["layouts"][0]["decode_tokens_per_s"]
     for name, more, message in (
         ("Llama-3.1-8B", ("--gpu-mem", "80"), "--offload 3: Llama-3.1-8B has no experts"),
         ("Qwen3-30B-A3B", ("--device", "cpu"), "--offload 3: CPUs have all experts in host memory"),
@@ -187,7 +188,7 @@ def test_experts_on_a_host_that_doctor_has_measured(fit):
 def test_experts_shared_out(fit):
     code, out, _ = fit("Qwen3-30B-A3B", "--gpus", "4", "--gpu-mem", "80", "--tp", "4", "--ep", "2")
     assert code == 0
-    assert " --tp 4 --pp 1 --ep 2 " in out
+    assert re.findall(r"--(?:tp|pp|ep) \d+", out) == ["--tp 4", "--pp 1", "--ep 2"]
     for model, ep, message in (
         ("Llama-3.1-8B", "2", "--ep 2: Llama-3.1-8B has no experts"),
         ("Qwen3-30B-A3B", "256", "--ep 256 is more than the 128 experts of Qwen3-30B-A3B"),
@@ -331,7 +332,7 @@ def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
     file = gguf_files.write(source, tmp_path / "tiny.gguf", "F16")
     whole = fit("", str(file), "--gpu-mem", "80")
     assert whole[0] == 0
-    assert f"serve --w {file} --d 0 " in whole[1]
+    assert f" --w {file} --d 0 " in whole[1]
     assert fit("", "--w", str(tmp_path), "--f", file.name, "--gpu-mem", "80") == whole
     assert fit("", "--f", str(file), "--gpu-mem", "80") == whole
     cached = {"tiny.gguf": str(file)}
@@ -350,7 +351,7 @@ def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
 def test_foreign_flags_are_answered(fit):
     code, _, err = fit("Llama-3.1-8B", "--gpu-mem", "80", "--trust-remote-code")
     assert code == 0
-    assert err.startswith("phalanx: --trust-remote-code has no effect: ")
+    assert "--trust-remote-code has no effect" in err
 
 
 def test_it_loads_nothing_heavy(tmp_path):

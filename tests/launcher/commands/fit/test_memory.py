@@ -74,8 +74,8 @@ def test_a_run_on_an_h200(shape):
     """Llama 8B, 256 sequences of 8192: what rank 0 logged on one H200 (2026-11-21). Asked for 5 %."""
     asked = Workload(context=8192, concurrency=256, length=150)
     held = memory.memory_fit(shape("Llama-3.1-8B"), Layout(1), asked, DEVICES["H200"], 8192)
-    assert round(held.heaviest.loaded / 1e6) == 16061  # "loaded 16061 MB on this rank"
-    assert held.activations == pytest.approx(1601 * 2**20, rel=0.05)  # "a step of 8192 tokens takes 1601 MiB"
+    assert round(held.heaviest.loaded / 1e6) == 16061  # of its log: loaded 16061 MB
+    assert held.activations == pytest.approx(1601 * 2**20, rel=0.05)  # of its log: 1601 MiB
     assert held.kv_tokens == pytest.approx(948128, rel=0.01)  # "KV cache: 948128 tokens"
     assert held.kv_bytes == pytest.approx(118516 * 2**20, rel=0.01)  # "118516 MiB a rank"
 

@@ -74,7 +74,7 @@ def test_as_few_experts_in_host_memory_as_fit(shape):
     assert 0 <= spare < stage.resident / (128 - found.layout.offload)
     assert len(plan.estimates(model, [Layout(8)], cluster(), asked)) == 1, "it fits"
     on_cpu = plan.Cluster(1, 1, devices.cpu(devices.TYPICAL, 1, 8e9, ""), 50e9)
-    assert len(plan.estimates(shape("Qwen3-30B-A3B"), [Layout(1)], on_cpu, ASKED)) == 1, "CPUs have one memory"
+    assert len(plan.estimates(shape("Qwen3-30B-A3B"), [Layout(1)], on_cpu, ASKED)) == 1, "one memory"
 
 
 def test_verdicts(shape):

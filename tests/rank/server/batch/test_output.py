@@ -11,6 +11,7 @@ from phalanx.rank.server.batch import output
 from phalanx.rank.server.batch.batch_input import Reader, parse
 from phalanx.rank.server.batch.journal import ANSWERED, FAILED, Journal
 
+from ....fields import each
 from .test_batch_input import line
 
 
@@ -67,7 +68,7 @@ def test_the_shapes(place, journal):
         "response": {"status_code": 200, "request_id": "cmpl-1", "body": {"of": "a"}},
         "error": None,
     }
-    assert [one["custom_id"] for one in answers] == ["a", "b"]
+    assert each(answers, "custom_id") == ["a", "b"]
     assert [(one["line"], one["custom_id"], one["error"]["code"]) for one in errors] == [
         (2, None, "invalid_json"), (4, "c", "context_length_exceeded"), (5, None, "duplicate"),
     ]  # fmt: skip
@@ -79,7 +80,7 @@ def test_the_shapes(place, journal):
         "code": "context_length_exceeded",
     }
     assert errors[1]["response"] == {"status_code": 400, "request_id": "", "body": {"error": body}}
-    assert len({one["id"] for one in answers + errors}) == 5
+    assert len(set(each(answers + errors, "id"))) == 5
 
 
 def test_the_name_of_the_file_is_told_where_there_are_several(place):
@@ -92,8 +93,8 @@ def test_order(place, journal, ordered):
     found, seen = items(place)
     fill(journal, found[::-1])
     write(journal, place, seen, ordered)
-    assert [one["custom_id"] for one in read(place / "out")] == (["a", "b"] if ordered else ["b", "a"])
-    assert [one["line"] for one in read(place / "errors")] == ([2, 4, 5] if ordered else [5, 4, 2])
+    assert each(read(place / "out"), "custom_id") == (["a", "b"] if ordered else ["b", "a"])
+    assert each(read(place / "errors"), "line") == ([2, 4, 5] if ordered else [5, 4, 2])
 
 
 def test_the_order_of_a_directory(tmp_path):
@@ -105,7 +106,7 @@ def test_the_order_of_a_directory(tmp_path):
     reader = Reader(str(source), {})
     fill(journal, list(reader)[::-1])
     write(journal, tmp_path, reader.seen, ordered=True)
-    assert [one["custom_id"] for one in read(tmp_path / "out")] == ["a1", "a2", "b1", "b2"]
+    assert each(read(tmp_path / "out"), "custom_id") == ["a1", "a2", "b1", "b2"]
     journal.close()
 
 
@@ -123,7 +124,7 @@ def test_what_the_input_has_no_more_is_left_out(place, journal):
     (place / "in").write_text(line("b") + "\n")
     _, seen = items(place)
     assert write(journal, place, seen) == 4
-    assert [one["custom_id"] for one in read(place / "out")] == ["b"]
+    assert each(read(place / "out"), "custom_id") == ["b"]
     assert not (place / "errors").exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 from phalanx.rank.server.batch import idle, stored, stored_run
 from phalanx.rank.server.http import upload
 
+from ....fields import each
 from ....late import Late
 from ..conftest import LiveServer
 from .batching import begin, client_of, leave, line, put, read, until
@@ -16,6 +17,10 @@ from .batching import begin, client_of, leave, line, put, read, until
 openai = Late("openai")
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def codes(errors):
+    return {one["error"]["code"] for one in errors}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,7 @@ def test_a_batch(server, client):
     assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 3, 2, 1)
     assert done.in_progress_at and done.finalizing_at and done.completed_at and not done.errors
     answers = read(client, done.output_file_id)
-    assert [one["custom_id"] for one in answers] == ["a", "b"]
+    assert each(answers, "custom_id") == ["a", "b"]
     assert answers[0]["response"]["body"]["choices"][0]["message"]["content"].startswith("hello world")
     (error,) = read(client, done.error_file_id)
     assert (
@@ -277,15 +282,15 @@ def test_cancelled_while_it_runs(store_server):
         client.batches.cancel(given_up.id)  # in the queue: it does not wait for its turn
         done = until(client, given_up, "cancelled")
         assert (done.request_counts.total, done.request_counts.failed) == (2, 2)
-        assert [one["custom_id"] for one in read(client, done.error_file_id)] == ["y", "x"]
+        assert each(read(client, done.error_file_id), "custom_id") == ["y", "x"]
         assert client.batches.retrieve(batch.id).status == "in_progress"
         assert client.batches.cancel(batch.id).status == "cancelling"
         done = until(client, batch, "cancelled")
         assert done.cancelling_at and done.cancelled_at and done.request_counts.total == 8
         errors = read(client, done.error_file_id)
         answers = read(client, done.output_file_id) if done.output_file_id else []
-        assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
-        assert sorted(one["custom_id"] for one in errors + answers) == [f"r{i}" for i in range(8)]
+        assert codes(errors) == {"batch_cancelled"}
+        assert sorted(each(errors + answers, "custom_id")) == [f"r{i}" for i in range(8)]
         fresh_server.wait(lambda: fresh_server.link.open_sequences <= 1)
         fresh_server.scheduler.most = 1 << 30
         assert until(client, waiting, "completed")
@@ -296,7 +301,7 @@ def test_strict_holds_for_the_lines_of_a_batch(store_server):
         bodies = [{"messages": "hi", **more} for more in ({}, {"no_such_field": 5}, {"model": "llama7b"})]
         done = until(client, begin(client, *map(line, "abc", bodies)), "completed", "failed")
         errors = read(client, done.error_file_id)
-        assert [one["custom_id"] for one in errors] == ["b", "c"]
+        assert each(errors, "custom_id") == ["b", "c"]
         assert done.request_counts.completed == 1
         assert [one["response"]["status_code"] for one in errors] == [400, 404]
         assert "no_such_field is no field" in errors[0]["error"]["message"]
@@ -312,7 +317,7 @@ def test_expired(store_server):
         fresh_server.call(run.stop)  # as its timer does
         done = until(client, batch, "expired")
         assert done.expired_at and done.request_counts.failed == 2
-        assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
+        assert codes(read(client, done.error_file_id)) == {"batch_expired"}
 
 
 def test_expired_in_the_queue(store_server, monkeypatch):
@@ -325,7 +330,7 @@ def test_expired_in_the_queue(store_server, monkeypatch):
         fresh_server.state.batches._batches.get(waiting.id).expires_at = int(time.time())
         done = until(client, waiting, "expired")
         assert (done.request_counts.total, done.request_counts.failed) == (2, 2)
-        assert {one["error"]["code"] for one in read(client, done.error_file_id)} == {"batch_expired"}
+        assert codes(read(client, done.error_file_id)) == {"batch_expired"}
         assert client.batches.retrieve(first.id).status == "in_progress"
         assert len(fresh_server.scheduler.requests) == 1
 
@@ -343,7 +348,7 @@ def test_another_server_goes_on_where_one_was_stopped(store_server):
     with client_of(again) as client:
         done = until(client, batch, "completed", "failed")
         assert done.status == "completed" and done.request_counts.completed == 6
-        assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(6)]
+        assert each(read(client, done.output_file_id), "custom_id") == [f"r{i}" for i in range(6)]
     assert len(again.scheduler.requests) == 4
 
 

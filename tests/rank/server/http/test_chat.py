@@ -6,6 +6,8 @@ import pytest
 from phalanx.rank.protocol import unpack_u32
 from phalanx.rank.server.config import SamplingDefaults
 
+from ....fields import joined
+
 pytestmark = pytest.mark.timeout(30)
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -29,7 +31,7 @@ def test_stream(fresh_server, client):
         client.chat.completions.create(model="x", messages=HELLO, stream=True, stream_options={"include_usage": True})
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "hello world"
+    assert joined(c.choices[0].delta.content for c in chunks if c.choices) == "hello world"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
     assert all(c.usage is None for c in chunks[:-1])
@@ -91,7 +93,7 @@ def test_stop_string_across_tokens(fresh_server, stop, stream):
     body = {"messages": "hi", "stop": stop}
     if stream:
         chunks = fresh_server.events("chat/completions", stream_options={"include_usage": True}, **body)
-        assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-2]) == "hell"
+        assert joined(c["choices"][0]["delta"].get("content") for c in chunks[:-2]) == "hell"
         assert chunks[-3]["choices"][0]["finish_reason"] == "stop"
         usage = chunks[-2]["usage"]
     else:
@@ -139,8 +141,8 @@ def test_reasoning(fresh_server, client):
     assert (message.content, message.reasoning_content) == ("world", "hello")
     assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
     deltas = [c.choices[0].delta for c in client.chat.completions.create(model="x", messages=HELLO, stream=True)]
-    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "hello"
-    assert "".join(d.content or "" for d in deltas) == "world"
+    assert joined(getattr(d, "reasoning_content", None) for d in deltas) == "hello"
+    assert joined(d.content for d in deltas) == "world"
 
 
 def test_reasoning_that_the_template_opened(fresh_server):

@@ -4,6 +4,8 @@ import pytest
 from phalanx.rank.protocol import unpack_u32
 from phalanx.rank.server import generation
 
+from ....fields import each, joined
+
 pytestmark = pytest.mark.timeout(30)
 
 
@@ -23,7 +25,7 @@ def test_stream(fresh_server, client):
     chunks = list(
         client.completions.create(model="x", prompt="hello", stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(c.choices[0].text for c in chunks[:-1]) == "hello world"
+    assert joined(c.choices[0].text for c in chunks[:-1]) == "hello world"
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
@@ -37,7 +39,7 @@ def test_prompts_in_all_forms(fresh_server, encode):
     ):
         fresh_server.scheduler.requests.clear()
         answer = fresh_server.post("completions", prompt=prompt, n=2, seed=5).body
-        assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+        assert each(answer["choices"], "index") == list(range(2 * len(expected)))
         sent = [list(unpack_u32(request.tokens)) for request in fresh_server.scheduler.requests]
         assert sent == [ids for ids in expected for _ in range(2)]
         assert [request.sampling.seed for request in fresh_server.scheduler.requests] == [5, 6] * len(expected)
@@ -68,7 +70,7 @@ def test_logprobs_of_the_sampled_tokens_alone(fresh_server):
 def test_echo(fresh_server):
     assert fresh_server.post("completions", prompt="hi, ", echo=True).body["choices"][0]["text"] == "hi, hello world"
     events = fresh_server.events("completions", prompt="hi, ", echo=True)
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "hi, hello world"
+    assert joined(event["choices"][0]["text"] for event in events[:-1]) == "hi, hello world"
     assert events[0]["choices"][0]["text"].startswith("hi, ")
 
 
@@ -177,8 +179,8 @@ def test_tokens_by_their_ids(fresh_server, tokenizer):
     assert [*found["top_logprobs"][0]] == names[:1]
     more = {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 1}
     chat = fresh_server.post("chat/completions", messages="x", **more).body["choices"][0]["logprobs"]["content"]
-    assert [one["token"] for one in chat] == names == [one["top_logprobs"][0]["token"] for one in chat]
+    assert each(chat, "token") == names == [one["top_logprobs"][0]["token"] for one in chat]
     assert bytes(chat[0]["bytes"]).decode() == tokenizer.decode(ids[:1])
     chunks = fresh_server.events("chat/completions", messages="x", **more)[:-1]
     streamed = [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
-    assert [one["token"] for one in streamed] == names
+    assert each(streamed, "token") == names

@@ -14,6 +14,7 @@ from phalanx.rank.server.responses_request import items_of, messages_of
 from phalanx.rank.server.schema import ChatRequest
 from phalanx.rank.server.text.events import Text
 
+from ....fields import each
 from ....late import Late
 
 openai = Late("openai")
@@ -71,7 +72,7 @@ def test_a_stream_and_whole_answers_share_one(server):
     body = dict(messages=[said("hello")], record_conversation=True, conversation_id="mine")
     *chunks, done = server.events("chat/completions", **body)
     assert done == "[DONE]"
-    assert {chunk["conversation_id"] for chunk in chunks} == {"mine"}
+    assert set(each(chunks, "conversation_id")) == {"mine"}
     chat(server, said("again"), conversation_id="mine")
     assert prompt(server).count("<|turn|>") == 4 and "hello world" in prompt(server)
 

@@ -8,12 +8,14 @@ from array import array
 
 import pytest
 
+from ....fields import each
+
 pytestmark = pytest.mark.timeout(30)
 
 
 def vectors(fresh_server, **body):
     answer = fresh_server.post("embeddings", **body).body
-    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    assert each(answer["data"], "index") == list(range(len(answer["data"])))
     return [one["embedding"] for one in answer["data"]]
 
 

@@ -11,6 +11,7 @@ from phalanx.rank.server.batch import journal, output, stored
 from phalanx.rank.server.http import upload
 
 from .... import retries
+from ....fields import each
 from ....late import Late
 from .batching import begin, client_of, line, put, read, until
 
@@ -67,7 +68,7 @@ def test_a_batch_waits_for_room_and_loses_nothing(store_server, monkeypatch, pla
             assert waiting.errors.data[0].code == "files_full"
         done = until(client, batch, "completed", "failed")
         assert (done.status, done.errors, done.request_counts.completed) == ("completed", None, 4)
-        assert [one["custom_id"] for one in read(client, done.output_file_id)] == [f"r{i}" for i in range(4)]
+        assert each(read(client, done.output_file_id), "custom_id") == [f"r{i}" for i in range(4)]
         assert len(client.files.list(purpose="batch_output").data) == 1
         fresh_server.wait(lambda: not list(fresh_server.state.batches.files.batches.glob("*.journal")))
 

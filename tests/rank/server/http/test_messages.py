@@ -9,6 +9,7 @@ from phalanx.rank.server.anthropic_format import MessageRenderer
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.http.messages import MessagesRequest, Turn
 
+from ....fields import each
 from ....late import Late
 from ..conftest import parse_events
 
@@ -191,7 +192,7 @@ def test_the_events_on_the_wire(server, says):
     answer = server.request("POST", "/v1/messages", body, {"X-Api-Key": "secret"})
     names = [line[7:] for line in answer.body.decode().splitlines() if line.startswith("event: ")]
     events = parse_events(b"\n\n".join(part.partition(b"\n")[2] for part in answer.body.split(b"\n\n")))
-    assert [event["type"] for event in events] == names
+    assert each(events, "type") == names
     short = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert short == ["message_start", *block, *block, "message_delta", "message_stop"]

@@ -14,6 +14,7 @@ from phalanx.rank.server.http.routes import paths
 from prometheus_client.parser import text_string_to_metric_families
 
 from ....certificates import make_certificate
+from ....fields import each
 
 DOCS = Path(phalanx.__file__).resolve().parent / "docs"
 DASHBOARD = json.loads((DOCS / "monitoring/dashboard.json").read_text())
@@ -113,7 +114,7 @@ def test_an_alert_is_whole_and_explained(rule):
 
 def test_every_alert_that_is_explained_is_there():
     named = re.findall(r"^\| `(Phalanx\w+)` \|", (DOCS / "monitoring.md").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(rule["alert"] for rule in ALERTS)
+    assert sorted(named) == sorted(each(ALERTS, "alert"))
 
 
 def test_the_dashboard_can_be_imported(exposed):

@@ -12,6 +12,7 @@ from phalanx.rank import protocol
 from phalanx.rank.server.http import page
 
 from .... import browser, retries
+from ....fields import each
 from ....server import Server
 from ...mcp_servers import STDIO, free_port, written
 from ...model.vision.seeing import SEEING, add_text, write_seeing
@@ -475,7 +476,7 @@ def test_search_export_and_import(window, says):
         "document.getElementById('export').click(); })"
     )
     kept = json.loads(exported)
-    assert [one["title"] for one in kept["chats"]] == ["about pears", "about apples"]
+    assert each(kept["chats"], "title") == ["about pears", "about apples"]
     kept["chats"][0] |= {"id": "imported", "title": "from a file"}
     put = """const files = new DataTransfer(); files.items.add(new File([arguments[0]], "a.json"));
         const pick = document.getElementById("pick-import"); pick.files = files.files;

@@ -6,6 +6,8 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
+from ....fields import each
+
 pytestmark = pytest.mark.timeout(30)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -70,7 +72,7 @@ def test_conversations_models_and_counts(server):
     check("openai.types.conversations.Conversation", made)
     server.post("responses", **RESPONSES, conversation=made["id"], top_logprobs=2)
     listed = server.request("GET", f"/v1/conversations/{made['id']}/items").body
-    assert {item["type"] for item in listed["data"]} == {"message", "reasoning", "function_call"}
+    assert set(each(listed["data"], "type")) == {"message", "reasoning", "function_call"}
     check("openai.types.conversations.ConversationItemList", listed)
     check("openai.types.responses.InputTokenCountResponse", server.post("responses/input_tokens", **RESPONSES).body)
     found = server.request("GET", "/v1/models/tiny", headers={"anthropic-version": "2023-06-01"}).body

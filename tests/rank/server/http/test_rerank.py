@@ -7,6 +7,7 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server.http.rerank import RerankRequest
 
+from ....fields import each
 from ..conftest import make_model
 
 pytestmark = pytest.mark.timeout(30)
@@ -22,11 +23,11 @@ def cosine(server, a, b):
 def test_scores_are_cosines(server):
     answer = server.post("score", text_1="hello", text_2=DOCUMENTS).body
     expected = [cosine(server, "hello", text) for text in DOCUMENTS]
-    assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-6)
-    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+    assert each(answer["data"], "score") == pytest.approx(expected, abs=1e-6)
+    assert each(answer["data"], "index") == [0, 1, 2]
     assert answer["object"] == "list"
     pairs = server.post("score", text_1=["hello", "a"], text_2=["hello", "the"]).body["data"]
-    assert [one["score"] for one in pairs] == pytest.approx([1.0, cosine(server, "a", "the")], abs=1e-6)
+    assert each(pairs, "score") == pytest.approx([1.0, cosine(server, "a", "the")], abs=1e-6)
 
 
 def test_the_best_come_first(server):

@@ -9,6 +9,8 @@ import pytest
 from phalanx.rank.server.http import handler, openapi
 from phalanx.rank.server.http.routes import routes
 
+from ....fields import each, joined
+
 pytestmark = pytest.mark.timeout(30)
 HELLO = {"messages": "hi", "max_tokens": 3}
 
@@ -92,7 +94,7 @@ def test_the_fingerprint_is_the_server_s(server):
     whole = server.post("chat/completions", **HELLO).body["system_fingerprint"]
     assert whole.startswith("fp_") and server.post("completions", prompt="x").body["system_fingerprint"] == whole
     events = server.events("chat/completions", **HELLO)
-    assert {event["system_fingerprint"] for event in events[:-1]} == {whole}
+    assert set(each(events[:-1], "system_fingerprint")) == {whole}
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -103,9 +105,9 @@ def test_reasoning_under_both_names_or_not_at_all(server, monkeypatch, shown):
     assert message["content"] == "yes" and ("reasoning" in message) == shown
     assert message.get("reasoning") == message.get("reasoning_content") == ("hm" if shown else None)
     deltas = [event["choices"][0]["delta"] for event in server.events("chat/completions", **body)[:-1]]
-    thoughts = ["".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "reasoning_content")]
+    thoughts = [joined(delta.get(name) for delta in deltas) for name in ("reasoning", "reasoning_content")]
     assert thoughts == (["hm", "hm"] if shown else ["", ""])
-    assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+    assert joined(delta.get("content") for delta in deltas) == "yes"
 
 
 def test_fields_that_change_nothing(server):
