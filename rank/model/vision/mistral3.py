@@ -92,7 +92,7 @@ class Tower(base.Tower):
         for layer in self.layers[0]:
             x = layer(x, angles)
             yield
-        # The same elements of neighbours come together.
+        # Neighbouring patches are merged element by element: those of one channel stand together.
         x = self.projector["norm"](x).view(height // merge, merge, width // merge, merge, -1)
         x = self.merging[0](x.permute(0, 2, 4, 1, 3).flatten(0, 1).flatten(1))
         return self.projector["linear_2"](gelu(self.projector["linear_1"](x)))

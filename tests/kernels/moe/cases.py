@@ -64,7 +64,7 @@ def make(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 
 def without_gate(given: Inputs) -> Inputs:
-    """These experts with up alone."""
+    """Experts with an up projection and no gate."""
     return given._replace(w13=given.w13[:, given.w2.shape[2] :].contiguous(), act="relu2", gated=False)
 
 
