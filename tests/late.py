@@ -13,4 +13,6 @@ class Late:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks each name of a module whether it is a test, a fixture or a mock
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
