@@ -14,14 +14,14 @@ KERNELS = (
     "prefill_kernel", "expanded_kernel",
 )  # fmt: skip
 CASES = [
-    (torch.bfloat16, 16, 90, False), (torch.bfloat16, 16, 90, True), (torch.float16, 128, 80, False),
+    (torch.bfloat16, 16, 90, True), (torch.bfloat16, 16, 90, False), (torch.float16, 128, 80, False),
     (torch.bfloat16, 5, 100, False), (torch.float32, 16, 90, False), (torch.float16, 128, 80, True),
     (torch.bfloat16, 16, 80, True), (torch.bfloat16, 5, 100, True), (torch.float32, 16, 90, True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, arch, fp8", [*CASES[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[2:])]
+    "dtype, heads, arch, fp8", [CASES[0], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[1:])]
 )
 def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     pytest.importorskip("triton")

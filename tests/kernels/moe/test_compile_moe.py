@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype, experts, k, hidden, inner, act, most, arch", checked(CASES, TRITON))
 def test_experts_compile(dtype, experts, k, hidden, inner, act, most, arch, monkeypatch):
     pytest.importorskip("triton")

@@ -144,6 +144,7 @@ def test_both_sides(mode, slots, posted, monkeypatch):
     assert not posted or min(service.totals[:3]) > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_copies_that_end_last_become_fewer(late):
     """And are tried again now and then. Where they end first, nothing is put in their way."""

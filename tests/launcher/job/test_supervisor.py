@@ -119,7 +119,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
     ("server", "host"),
     [
         ("", "127.0.0.1"),
-        ("", "0.0.0.0"),
+        pytest.param("", "0.0.0.0", marks=pytest.mark.long),
         ("loading", "127.0.0.1"),
         pytest.param("loading", "0.0.0.0", marks=pytest.mark.long),
         ("hangs", "127.0.0.1"),
@@ -214,7 +214,12 @@ def test_grandchildren_are_cleared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", [pytest.param(("--np", "2"), marks=pytest.mark.long), ("--np", "2", "--restarts", "1"), ("--restarts", "1")]
+    "argv",
+    [
+        ("--np", "2", "--restarts", "1"),
+        pytest.param(("--np", "2"), marks=pytest.mark.long),
+        pytest.param(("--restarts", "1"), marks=pytest.mark.long),
+    ],
 )
 def test_the_shell_of_srun(tmp_path, argv):
     """In `srun --pty bash` this process is alone in an MPI job; the ranks that are asked for are started here."""

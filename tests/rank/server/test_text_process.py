@@ -39,6 +39,7 @@ ATTACKS = {
     "a power": "{{ 10 ** n }}",
     "doubling": "{% set s = namespace(t='x') %}{% for i in range(40) %}{% set s.t = s.t + s.t %}{% endfor %}",
     "a text times n": "{{ 'a' * n }}",
+    "a macro that calls itself": "{% macro m(i) %}{{ m(i) }}{{ m(i) }}{% endmacro %}{{ m(1) }}",
     "a list times n": "{{ [1] * n }}",
     "tojson": "{{ [1] | tojson(indent=n) }}",
     "center": "{{ 'a' | center(n) }}",
@@ -57,7 +58,6 @@ ATTACKS = {
     "batch": "{{ [1] | batch(n, 0) | list }}",
     "slice": "{{ [1] | slice(n) | list }}",
     "urlize": "{{ ('(' * m * 100) | urlize }}",
-    "a macro that calls itself": "{% macro m(i) %}{{ m(i) }}{{ m(i) }}{% endmacro %}{{ m(1) }}",
     "sorting": "{% for i in range(99999) %}{% set x = range(99999) | sort(reverse=true) %}{% endfor %}",
 }
 BRANCHES = "".join(f"{{% elif attack == {name!r} %}}{source}" for name, source in ATTACKS.items())
@@ -93,6 +93,7 @@ def attacked(tmp_path_factory):
     text.close()
 
 
+@pytest.mark.sample(4)  # of loops, of recursion, and of memory in several ways: each takes what its limit allows
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_templates_that_take_too_much(attacked, attack):
     with pytest.raises(ApiError) as error:

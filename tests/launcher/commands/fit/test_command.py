@@ -299,6 +299,7 @@ def test_no_directory(fit):
         assert code == 2 and err.startswith(f"phalanx: model '{model}': ") and kind in err
 
 
+@pytest.mark.long
 def test_a_hub_id(tmp_path):
     """config.json alone is fetched, and once."""
     hub = fake_hub.Hub({"config.json": json.dumps(CONFIGS["Llama-3.1-8B"]).encode(), "model.safetensors": b"x"})
