@@ -28,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, normalizers
 
+from ... import retries
 from ...checkpoints import CORPUS, make_checkpoint
 from ...rank.model.harness import run_steps
 from ..test_scripts import until
@@ -341,6 +342,7 @@ def test_a_model_at_the_hub_is_fetched_with_its_weights(checkpoint, text, tmp_pa
     assert (fetched, sources) == (["some/model"], [checkpoint])
 
 
+@retries.KILLS
 def test_ctrl_c_at_a_terminal_is_one_line(checkpoint, tmp_path):
     """It reaches the whole process group. The process that computes begins with seconds of imports."""
     command = [sys.executable, "-m", "phalanx.launcher.cli", "convert", str(checkpoint), str(tmp_path / "made"), "--to"]

@@ -16,6 +16,7 @@ from phalanx.rank.scheduler.grammar import MAX_WORKERS, Grammars, accept, masks
 from phalanx.rank.scheduler.grammar_process import Compiler, mask_words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ... import retries
 from .uniform import compile_all
 
 PIECES = ["a", "b", "c", "1", '"', "ab", "bc", "abc", '"a', "11"]
@@ -275,6 +276,7 @@ def test_a_process_that_ends_takes_no_sequence_with_it(grammars):
     assert (first.allowed(), second.allowed()) == before, "its tokens were replayed"
 
 
+@retries.CLOCKS
 def test_masks_that_are_late_are_not_waited_for_again(grammars):
     one = Holder(compile_all(grammars, [request("a", lark("[ab]{9}"))])["a"])
     os.kill(process(grammars).pid, signal.SIGSTOP)

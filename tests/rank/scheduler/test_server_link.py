@@ -14,6 +14,7 @@ from phalanx.rank import protocol
 from phalanx.rank.scheduler import server_link
 from phalanx.rank.scheduler.server_link import ServerLink
 
+from ... import retries
 from .toy import request
 
 
@@ -65,6 +66,7 @@ def test_a_large_request_does_not_take_a_step_for_each_of_the_sockets_buffers(en
     assert got == sent and steps < 50
 
 
+@retries.CLOCKS
 def test_half_a_request_holds_nobody_up(ends):
     link, server = ends
     server.sendall(protocol.frame(request("a", [1, 2], 5))[:-1])
@@ -72,6 +74,7 @@ def test_half_a_request_holds_nobody_up(ends):
     assert link.receive(1) == [] and time.monotonic() - start < 0.5
 
 
+@retries.CLOCKS
 def test_nothing_to_read_returns_at_once_or_after_the_time_given(ends):
     link, _ = ends
     start = time.monotonic()
@@ -79,6 +82,7 @@ def test_nothing_to_read_returns_at_once_or_after_the_time_given(ends):
     assert time.monotonic() - start < 1
 
 
+@retries.CLOCKS
 def test_a_server_that_does_not_read_holds_nobody_up(ends):
     link, server = ends
     big = protocol.Deltas([protocol.Delta("a", tokens=list(range(1000)))] * 100)

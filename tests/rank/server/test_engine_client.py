@@ -16,6 +16,8 @@ from phalanx.rank.server import engine_client
 from phalanx.rank.server.api_error import ApiError
 from phalanx.rank.server.engine_client import EngineClient
 
+from ... import retries
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -101,6 +103,7 @@ os.kill(os.getpid(), 19)
 """
 
 
+@retries.CLOCKS
 def test_a_rank_0_that_stops_is_killed_and_named(tmp_path, monkeypatch):
     """But not while its heartbeats come, nor where it has never sent any."""
     monkeypatch.setattr(engine_client, "GRACE", 0.2)

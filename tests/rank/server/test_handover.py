@@ -12,6 +12,8 @@ from phalanx.rank.server import handover, server_registry
 from phalanx.rank.server.config import PREDECESSOR, HandoverConfig, ServerConfig
 from phalanx.rank.server.handover import Handover
 
+from ... import retries
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -226,6 +228,7 @@ def test_faults_do_not_lift_the_limit(tmp_path):
     assert len(job.submitted()) == handover.MAX_SUBMITTED and job.events == ["release", "drain"]
 
 
+@retries.CLOCKS
 def test_one_that_may_have_been_submitted_is_waited_for_half_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(handover, "PATIENCE", 0.2)
     job = Job(tmp_path, "echo x >>submitted; sleep 1000", drain=8.0)

@@ -13,6 +13,7 @@ from phalanx.rank import protocol
 from phalanx.rank.server import otel, tracing
 from phalanx.rank.server.http import spans
 
+from .... import retries
 from ....collector import Collector
 from ...mcp_servers import STDIO, written
 
@@ -259,6 +260,7 @@ def test_too_many_spans_are_dropped(start_server, collector, monkeypatch):
     assert export.sent == 2 and len(collector.spans) == 2
 
 
+@retries.CLOCKS
 def test_the_end_waits_for_no_collector(monkeypatch):
     export = otel.Export("http://127.0.0.1:9/v1/traces")  # nobody listens there: it is tried again for 10 s
     source = otel.Tracing("http://127.0.0.1:9/v1/traces", "phalanx")
