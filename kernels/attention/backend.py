@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -24,6 +25,34 @@ class AttentionMetadata(Protocol):
     kv_lens: list[int]
     reach: Tensor | None
     scratch: dict[Any, Any]
+
+
+@dataclass(slots=True)
+class Selection:
+    """The tokens that each of a step's T tokens attends to, where an indexer chooses them (indexer.py). To attention a
+    token is a sequence that decodes, with a block table of blocks of one token."""
+
+    block_tables: Tensor  # [T, most of one] int32 slots, in the order of positions; any behind `lengths`
+    lengths: Tensor  # [T] int32
+    kv_lens: list[int]  # lengths on the host, or bounds of them
+    scratch: dict[Any, Any] = field(default_factory=dict)
+    query_len: int = 1
+    num_decodes: int = field(init=False)
+    query_lens: list[int] = field(init=False)
+    slots: Tensor = field(init=False)  # unset, as is query_starts: nothing is stored, and there are no prompts
+    query_starts: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_decodes = len(self.kv_lens)
+        self.query_lens = [1] * self.num_decodes
+
+    def keep(self, tokens: Tensor, kv_lens: list[int]) -> Selection:
+        """The selection of these tokens [S] int64 alone. kv_lens: how many tokens each of them sees."""
+        most = self.block_tables.shape[1]
+        return Selection(self.block_tables[tokens], self.lengths[tokens], [min(n, most) for n in kv_lens])
+
+    def __getitem__(self, tokens: slice) -> Selection:
+        return Selection(self.block_tables[tokens], self.lengths[tokens], self.kv_lens[tokens])
 
 
 class AttentionParams(NamedTuple):
@@ -53,6 +82,11 @@ class Part(NamedTuple):
     # first part of the keys, of that part and of the rest. None: they have q's dtype.
     scales: Tensor | None = None
     current_kv: CurrentKV | None = None  # decoding: the cache does not hold the step's tokens yet, and q is not rotated
+
+    @property
+    def table_size(self) -> int:
+        """Tokens of a block table's entry."""
+        return 1 if isinstance(self.rows, Selection) else self.keys.shape[1]
 
     @property
     def decodes(self) -> bool:

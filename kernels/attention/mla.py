@@ -24,7 +24,7 @@ from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
 from . import reference
 from .attention import attend
-from .backend import AttentionMetadata, AttentionParams, Part
+from .backend import AttentionMetadata, AttentionParams, Part, Selection
 
 EXPANDED_BYTES = 1 << 28  # keys and values that are expanded at once: of as many heads as it holds
 CONTEXT = 1 << 16  # tokens whose latents are expanded at once, unless a sequence alone has more
@@ -114,6 +114,21 @@ def latent_attention(
     if expanded:
         for context in contexts(rows, cache.shape[1]):
             attend_expanded(q, cache, up, context, params, out, scales)
+    return out.flatten(1)
+
+
+def sparse_latent_attention(
+    q: Tensor, cache: Tensor, up: Tensor, selection: Selection, params: AttentionParams, scales: Tensor | None = None
+) -> Tensor:
+    """latent_attention of the selected tokens alone, absorbed; of so many tokens at once that what it makes of them
+    takes EXPANDED_BYTES."""
+    (tokens, heads, width), (each, latent) = q.shape, up.shape[1:]
+    out = q.new_empty(tokens, heads, each - (width - (cache.shape[2] - latent)))
+    together = max(1, EXPANDED_BYTES // (heads * (cache.shape[2] + latent) * q.element_size()))
+    for first in range(0, tokens, together):
+        some = slice(first, first + together)
+        rows = selection if tokens <= together else selection[some]
+        attend_absorbed(q[some], cache, up, rows, params, [rows.num_decodes], out[some], scales)
     return out.flatten(1)
 
 

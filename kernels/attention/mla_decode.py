@@ -50,7 +50,7 @@ def supports(part: Part) -> bool:
     if part.scales is None:
         sizes = sizes and keys.dtype == q.dtype
     else:  # a panel's scales lie side by side
-        sizes = sizes and keys.dtype == E4M3 and keys.shape[1] % PANEL == 0 and jit.plain(part.scales)
+        sizes = sizes and keys.dtype == E4M3 and part.table_size % PANEL == 0 and jit.plain(part.scales)
     aligned = jit.plain(keys, part.out) and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0
     return shared and sizes and aligned and q.stride()[1:] == (WIDTH, 1) and params == AttentionParams(params.scale)
 
@@ -65,7 +65,8 @@ def plan(part: Part) -> int:
 def run(part: Part) -> None:
     q, out = part.decoding
     tables, lengths, scale = part.rows.block_tables, part.rows.lengths, part.params.scale
-    decode(q, part.keys[:, :, 0], tables, lengths, out, scale, plan(part), scales=part.scales)
+    cache = part.keys.view(-1, part.table_size, WIDTH)
+    decode(q, cache, tables, lengths, out, scale, plan(part), scales=part.scales)
 
 
 def choose_kv_splits(blocks: int, longest: int, room: int) -> int:

@@ -51,17 +51,18 @@ def _weigh(s, acc, total, best):
 def _latent_tiles(
     x, xr, cache, scales, table, start, stop, seen, scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, LATENT_PADDED: tl.constexpr,
-    ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, ENTRY: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tokens start:stop of a sequence for query rows x [ROWS, latent] and xr [ROWS, rope], of which row i sees those
-    before seen[i]."""
+    before seen[i]. ENTRY: tokens of an entry of the table: BLOCK, or 1."""
     dims, rope_dims, tile = tl.arange(0, LATENT_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, TILE)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
     for at in range(start, stop, TILE):
         valid = at + tile < stop
-        slots = slots_of(table, at + tile, valid, BLOCK)
+        slots = slots_of(table, at + tile, valid, ENTRY)
         base = cache + (slots * (LATENT + ROPE))[:, None]
         y = tl.load(base + dims[None, :], mask=valid[:, None] & (dims < LATENT)[None, :], other=0)
         yr = tl.load(base + LATENT + rope_dims[None, :], mask=valid[:, None] & (rope_dims < ROPE)[None, :], other=0)
@@ -97,8 +98,9 @@ def _seen(lengths, token, QUERY: tl.constexpr):
 def decode_kernel(
     q, cache, scales, tables, lengths, out, parts, sums, scale, q_row, table_row, most, fill,
     HEADS: tl.constexpr, HEADS_EACH: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
-    LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr, QUERY: tl.constexpr,
+    LATENT_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, BLOCK: tl.constexpr, ENTRY: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    QUERY: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for HEADS_EACH query heads of one of its QUERY newest tokens, in ROWS rows. The heads
     fill them: rows of several tokens would read the cache no less often.
@@ -124,7 +126,7 @@ def decode_kernel(
     start = split * each
     y, total = _latent_tiles(
         x, xr, cache, scales, tables + b // QUERY * table_row, start, tl.minimum(start + each, length), seen, scale,
-        LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, FP8, PRECISION,
+        LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, ENTRY, TILE, FP8, PRECISION,
     )  # fmt: skip
     row = b * HEADS + heads
     mask = mine & (dims < LATENT)[None, :]
@@ -221,7 +223,7 @@ def prefill_kernel(
         y, _ = _latent_tiles(
             x, xr, cache, scales, tables + i.to(tl.int64) * table_row, 0,
             tl.minimum(computed + token + TOKENS, length), computed + tokens + 1, scale,
-            LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, TILE, FP8, PRECISION,
+            LATENT, ROPE, ROWS, LATENT_PADDED, ROPE_PADDED, BLOCK, BLOCK, TILE, FP8, PRECISION,
         )  # fmt: skip
         to = out + ((begin + tokens).to(tl.int64) * HEADS + heads)[:, None] * LATENT + dims[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=mine & (dims < LATENT)[None, :])
@@ -284,7 +286,7 @@ def run(part: Part) -> None:
         q, out = part.decoding
         programs, longest = len(q) * triton.cdiv(q.shape[1], GROUP), max(rows.kv_lens[: part.stop])
         splits = choose_kv_splits(programs, longest, device_caps(q.device).num_sms)
-        decode(q, cache, latent, tables, lengths, out, scale, splits, part.scales, rows.query_len)
+        decode(q, cache, latent, tables, lengths, out, scale, splits, part.scales, rows.query_len, part.table_size)
     else:
         first, count, starts = part.first, part.stop - part.first, rows.query_starts
         longest = max(rows.query_lens[first : part.stop])
@@ -311,11 +313,12 @@ def _bytes(cache: Tensor) -> Tensor:
 
 def decode(
     q: Tensor, cache: Tensor, latent: int, tables: Tensor, lengths: Tensor, out: Tensor, scale: float, most: int,
-    scales: Tensor | None = None, query_len: int = 1, tile: int = 0, split: int = SPLIT, fill: int = 0,
-    stages: int = 2,
+    scales: Tensor | None = None, query_len: int = 1, table_size: int = 0, tile: int = 0, split: int = SPLIT,
+    fill: int = 0, stages: int = 2,
 ) -> None:  # fmt: skip
     """n tokens, the query_len newest of each sequence, of up to `most` splits: q [n, heads, latent + rope], out [n,
-    heads, latent], contiguous. A sequence of length 0 gives zeros. fill: splits of a sequence that find a
+    heads, latent], contiguous. A sequence of length 0 gives zeros. table_size: tokens of a table's entry; 0: of a block
+    of the cache. fill: splits of a sequence that find a
     multiprocessor idle; asked of the device unless given."""
     n, heads, width = q.shape
     tile, groups, overlap = tile or (64 if _large_tiles(q) else 16), triton.cdiv(heads, GROUP), overlaps(q)
@@ -328,7 +331,8 @@ def decode(
         q, _bytes(cache), lengths if scales is None else scales, tables, lengths, out, parts, sums, scale * LOG2_E,
         q.stride(0), tables.stride(0), most, fill,
         heads, GROUP, latent, width - latent, GROUP, max(16, triton.next_power_of_2(latent)),
-        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], tile, split, int(scales is not None),
+        max(16, triton.next_power_of_2(width - latent)), cache.shape[1], table_size or cache.shape[1], tile, split,
+        int(scales is not None),
         dot_precision(q), overlap, query_len, num_warps=8 if _large_tiles(q) else 4, num_stages=stages,
         launch_pdl=overlap,
     )  # fmt: skip

@@ -118,7 +118,7 @@ def run(part: Part) -> None:
 
 def _decode_groups(part: Part) -> tuple[Tensor | None, list[_Group]]:
     rows, keys, window = part.rows, part.keys, part.params.window
-    block_size, device = keys.shape[1], keys.device
+    block_size, device = part.table_size, keys.device
     row_bytes = keys.shape[2] * keys.shape[3] * 4  # gathered keys are f32
     q = rows.query_len
     ends = [length - after for length in rows.kv_lens[: part.stop] for after in range(q - 1, -1, -1)]
