@@ -1,0 +1,214 @@
+"""The lightning indexer on GPUs, in Triton (indexer.py documents the computation); imported on GPUs alone.
+
+Scores are computed by programs that share each sequence's tiles of the cache, then one program for each token finds its
+best scores. Both read lengths on the device and launch the same grids whatever these are, so that captured steps need
+no more. A token that sees no more tokens than are chosen has no scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import device_caps, dot_precision
+from ..rope.fp8_triton import exponent_of, narrow, scales_at, widen
+from ..rope.rope import CosSin
+from .decode_split_kv_triton import slots_of
+from .mla_store_triton import STORE_HEADS, _rotate
+from .mla_triton import _bytes
+
+if TYPE_CHECKING:
+    from .indexer import IndexNorm, Piece
+
+TOGETHER = 8  # tokens of a sequence for which one program reads a tile of keys; others were not timed
+PROGRAMS = 8  # of the scores' kernel, for each multiprocessor
+CHUNK = 4096  # scores that a program looks at together
+RADIX_BITS = tl.constexpr(8)
+RADIX = tl.constexpr(256)
+
+
+def rope_and_store_index(
+    q: Tensor, k: Tensor, norm: IndexNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> Tensor:
+    """rope_and_store_index of indexer.py; q is rotated in place."""
+    (tokens, heads, dim), rope = q.shape, cos_sin.cos.shape[-1]
+    assert q.stride()[1:] == (dim, 1) and k.stride(1) == 1 and cache.is_contiguous()
+    if tokens:
+        store_kernel[tokens, 1 + triton.cdiv(heads, STORE_HEADS)](
+            q, k, norm.weight, norm.bias, cos_sin.cos, cos_sin.sin, _bytes(cache), slots if scales is None else scales,
+            slots, norm.eps, q.stride(0), k.stride(0), heads, dim, rope, triton.next_power_of_2(dim),
+            triton.next_power_of_2(rope // 2), STORE_HEADS, cos_sin.interleaved, cache.shape[1],
+            int(scales is not None), num_warps=4,
+        )  # fmt: skip
+    return q
+
+
+def choose(
+    q: Tensor, weights: Tensor, cache: Tensor, piece: Piece, rotated: int, slots: Tensor, counts: Tensor,
+    scales: Tensor | None = None, tile: int = 0, chunk: int = CHUNK, programs: int = 0,
+) -> None:  # fmt: skip
+    """choose_reference of indexer.py."""
+    (tokens, heads, dim), topk = q.shape, slots.shape[1]
+    assert q.stride()[1:] == (dim, 1) and weights.stride(1) == 1 and cache.is_contiguous() and slots.is_contiguous()
+    tables, query_len, seen = piece.tables, piece.query_len, piece.seen
+    scores = torch.empty(tokens, piece.longest, dtype=torch.float32, device=q.device)
+    tile = tile or (128 if q.element_size() == 2 else 32)
+    groups = len(tables) * triton.cdiv(query_len, TOGETHER)
+    if not programs:
+        programs = max(1, PROGRAMS * device_caps(q.device).num_sms // groups)
+    score_kernel[min(programs, triton.cdiv(piece.longest, tile)), groups](
+        q, weights, _bytes(cache), seen if scales is None else scales, tables, seen, scores, query_len, topk,
+        piece.longest, q.stride(0), weights.stride(0), tables.stride(0), heads, dim, rotated,
+        max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(rotated)),
+        max(16, triton.next_power_of_2(dim - rotated)), cache.shape[1], tile, TOGETHER, int(scales is not None),
+        dot_precision(q), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    select_kernel[(tokens,)](
+        scores, tables, seen, slots, counts, query_len, topk, piece.longest, tables.stride(0), cache.shape[1],
+        min(chunk, triton.next_power_of_2(piece.longest)), num_warps=16,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_kernel(
+    q, k, weight, bias, cos, sin, cache, scales, slots, eps, q_row, k_row,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, DIM_PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    EACH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One token: its key by program 0, its queries by the others, EACH heads each."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pairs = tl.arange(0, PAIRS)
+    cos += token * ROPE
+    sin += token * ROPE
+    if part == 0:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            dims = tl.arange(0, DIM_PADDED)
+            inside, rest = dims < DIM, (dims >= ROPE) & (dims < DIM)
+            x = k + token * k_row
+            y = tl.load(x + dims, mask=inside, other=0.0).to(tl.float32)
+            y = tl.where(inside, y - tl.sum(y) / DIM, 0.0)
+            w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
+            y = (y * tl.rsqrt(tl.sum(y * y) / DIM + eps) * w + b).to(k.dtype.element_ty)
+            tl.debug_barrier()  # all of the key is read before its first part is written over
+            tl.store(x + dims, y, mask=dims < ROPE)
+            tl.debug_barrier()  # _rotate reads what other threads have written
+            to, scale = cache + slot * DIM, scales + slot // BLOCK * 2 * BLOCK + slot % BLOCK
+            one = tl.zeros([1], tl.int64)
+            at = one[:, None]
+            _rotate(x + at, to + at, scale, one == 0, cos + at, sin + at, pairs, ROPE, INTERLEAVED, FP8)
+            if FP8:
+                y = y.to(tl.float32)
+                exponent = exponent_of(tl.max(tl.where(rest, tl.abs(y), 0.0)))
+                tl.store(scale + BLOCK, exponent.to(tl.uint8))
+                y = narrow(y, exponent)
+            tl.store(to + dims, y.to(cache.dtype.element_ty), mask=rest)
+    else:
+        heads = ((part - 1) * EACH + tl.arange(0, EACH))[:, None]
+        x = q + token * q_row + heads * DIM
+        same = heads * 0
+        _rotate(x, x, scales, tl.ravel(heads) < HEADS, cos + same, sin + same, pairs, ROPE, INTERLEAVED, False)
+
+
+@triton.jit(do_not_specialize=["query_len", "topk", "scores_row", "table_row"])
+def score_kernel(
+    q, weights, cache, scales, tables, seen, scores, query_len, topk, scores_row, q_row, weights_row, table_row,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, HEADS_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs(0)-th tile of a sequence for up to TOGETHER of its query_len tokens."""
+    groups = tl.cdiv(query_len, TOGETHER)  # of a sequence
+    sequence = tl.program_id(1) // groups
+    first = sequence * query_len + tl.program_id(1) % groups * TOGETHER
+    last = tl.minimum(first + TOGETHER, (sequence + 1) * query_len)
+    length = tl.load(seen + last - 1)
+    if length > topk:
+        heads, dims, rest = tl.arange(0, HEADS_PADDED), tl.arange(0, ROPE_PADDED), tl.arange(0, REST_PADDED)
+        real = (heads < HEADS)[None, :]
+        table = tables + sequence.to(tl.int64) * table_row
+        for tile in range(tl.program_id(0), tl.cdiv(length, TILE), tl.num_programs(0)):
+            positions = tile * TILE + tl.arange(0, TILE)
+            valid = positions < length
+            slots = slots_of(table, positions, valid, BLOCK)
+            keys = cache + (slots * DIM)[:, None]
+            kr = tl.load(keys + dims[None, :], mask=valid[:, None] & (dims < ROPE)[None, :], other=0)
+            kn = tl.load(keys + ROPE + rest[None, :], mask=valid[:, None] & (rest < DIM - ROPE)[None, :], other=0)
+            if FP8:
+                kr = widen(kr, scales_at(scales, slots, 0, 0, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
+                kn = widen(kn, scales_at(scales, slots, 0, 1, valid, 1, BLOCK)[:, None], q.dtype.element_ty)
+            for i in range(0, last - first):
+                row = first.to(tl.int64) + i
+                queries = q + row * q_row + heads[None, :] * DIM
+                xr = tl.load(queries + dims[:, None], mask=real & (dims < ROPE)[:, None], other=0.0)
+                xn = tl.load(queries + ROPE + rest[:, None], mask=real & (rest < DIM - ROPE)[:, None], other=0.0)
+                s = tl.dot(kr, xr, input_precision=PRECISION)
+                s = tl.dot(kn, xn, s, input_precision=PRECISION)
+                w = tl.load(weights + row * weights_row + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
+                total = tl.sum(tl.maximum(s, 0.0) * w[None, :], 1)
+                tl.store(scores + row * scores_row + positions, total, mask=valid)
+
+
+@triton.jit
+def _ordered(scores, at, seen, CHUNK: tl.constexpr):
+    """Scores from a position on as unsigned integers of the same order, a NaN as a zero; and which are seen."""
+    positions = at + tl.arange(0, CHUNK)
+    valid = positions < seen
+    x = tl.load(scores + positions, mask=valid, other=0.0)
+    bits = tl.where(x == x, x + 0.0, 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000, positions, valid
+
+
+@triton.jit
+def _next_digit(scores, length, least, lacking, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+    """The least of the best scores, whose digits above SHIFT are known, with one digit more; and how many of the scores
+    with these digits are among the best."""
+    found = tl.zeros([RADIX], tl.int32)
+    for at in range(0, length, CHUNK):
+        x, _, valid = _ordered(scores, at, length, CHUNK)
+        if SHIFT < 32 - RADIX_BITS:
+            valid = valid & ((x >> (SHIFT + RADIX_BITS)) == (least >> (SHIFT + RADIX_BITS)))
+        digit = ((x >> SHIFT) & (RADIX - 1)).to(tl.int32)
+        found += tl.histogram(tl.where(valid, digit, 0), RADIX, mask=valid)
+    above = tl.sum(found) - tl.cumsum(found)  # of each digit, those with a larger one
+    digit = tl.sum((above >= lacking).to(tl.int32))
+    lacking -= tl.sum(tl.where(tl.arange(0, RADIX) == digit, above, 0))
+    return least | (digit.to(tl.uint32) << SHIFT), lacking
+
+
+@triton.jit(do_not_specialize=["query_len", "topk", "scores_row", "table_row"])
+def select_kernel(
+    scores, tables, seen, slots, counts, query_len, topk, scores_row, table_row, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One token's best scores, of equal ones the first: a radix select of four passes finds the least of them, and one
+    more writes the slots of those above, and of as many equal ones as are lacking."""
+    token = tl.program_id(0).to(tl.int64)
+    length = tl.load(seen + token)
+    table, to = tables + token // query_len * table_row, slots + token * topk
+    tl.store(counts + token, tl.minimum(length, topk))
+    if length <= topk:
+        for at in range(0, length, CHUNK):
+            positions = at + tl.arange(0, CHUNK)
+            valid = positions < length
+            tl.store(to + positions, slots_of(table, positions, valid, BLOCK).to(tl.int32), mask=valid)
+    else:
+        mine = scores + token * scores_row
+        least, lacking = tl.full([], 0, tl.uint32), topk
+        for i in tl.static_range(4):
+            least, lacking = _next_digit(mine, length, least, lacking, 24 - i * RADIX_BITS, CHUNK)
+        written, level = 0, 0
+        for at in range(0, length, CHUNK):
+            x, positions, valid = _ordered(mine, at, length, CHUNK)
+            equal = (valid & (x == least)).to(tl.int32)
+            chosen = (valid & (x > least)) | ((equal > 0) & (level + tl.cumsum(equal) <= lacking))
+            ones = chosen.to(tl.int32)
+            rank = written + tl.cumsum(ones) - 1
+            tl.store(to + rank, slots_of(table, positions, valid, BLOCK).to(tl.int32), mask=chosen)
+            written += tl.sum(ones)
+            level += tl.sum(equal)
