@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
+from ...kernels.attention.backend import Selection
 from ...kernels.segmented_graph import Borrowed, on_host
 from .cache_spec import Caches
 
@@ -102,6 +103,8 @@ class Batch:
     sampled: Batch | None = None
     # The inputs of a replay, for a step that is captured all but attention and the like; None for other steps.
     replayed: Replayed | None = None
+    # The tokens that each token attends to, which a layer with an indexer leaves for the layers behind it without one.
+    selection: Selection | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)  # what a kernel computes once for all layers of the step
     # With several cache groups (rank/cache_groups.py): the batch as layers of each but the first read it, with slots,
     # block tables and scratch of its own, and the number of each local layer's group.

@@ -78,6 +78,23 @@ class PagedLatent(NamedTuple):
         return ()
 
 
+class IndexedLatent(NamedTuple):
+    """The latent of every token, and behind it the key by which an indexer finds it, on each rank alike."""
+
+    latent: PagedLatent
+    keys: PagedLatent  # in e4m3 they have two scales as well: of the rotated part, and of the rest
+
+    @property
+    def window(self) -> int:
+        return 0
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        return *self.latent.block(tokens, dtype), *self.keys.block(tokens, dtype)
+
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        return ()
+
+
 class SharedCache(NamedTuple):
     """No cache of its own: the layer reads that of another one, or of none."""
 

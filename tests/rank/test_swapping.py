@@ -69,8 +69,18 @@ def latents(tmp_path_factory):
     return write(tmp_path_factory.mktemp("latents"), **MODELS["deepseek_v3"] | sizes)
 
 
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory):
+    """A model that caches index keys beside latents, and attends to fewer tokens than the prompts have."""
+    sizes = dict(kv_lora_rank=416, qk_rope_head_dim=32, index_head_dim=64)
+    return write(tmp_path_factory.mktemp("indexed"), **MODELS["deepseek_v32"] | sizes)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind, dtype", [("checkpoint", "fp8"), ("latents", "auto"), ("latents", "fp8")])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("checkpoint", "fp8"), ("latents", "auto"), ("latents", "fp8"), ("indexed", "auto"), ("indexed", "fp8")],
+)
 def test_other_caches(request, kind, dtype):
     """FP8 and latents. Eight sequences of six blocks, in a pool of 8 or 32: tokens as with room for all."""
     path = request.getfixturevalue(kind)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+from torch import nn
+
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.attention.attention import AttentionParams
@@ -95,7 +97,7 @@ class Attention(LatentAttention):
 
 
 class Layer(llama.Layer):
-    ATTENTION = Attention
+    ATTENTION: type[nn.Module] = Attention
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)

@@ -24,6 +24,8 @@ DEEPSEEK = dict(
     num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, kv_lora_rank=24,
     n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=20,
 )  # fmt: skip
+# With few heads relu leaves many scores of zero, among which transformers chooses otherwise than here.
+INDEXER = dict(index_n_heads=16, index_head_dim=16, index_topk=20)
 DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -196,6 +198,17 @@ MODELS = {
         mlp_layer_types=["dense", "sparse", "dense", "sparse"],
     ),
     "glm4_moe_lite plain": DEEPSEEK | dict(model_type="glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
+    "deepseek_v32": DEEPSEEK | INDEXER | dict(
+        model_type="deepseek_v32", q_lora_rank=40, first_k_dense_replace=2, n_group=4, topk_group=2,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "glm_moe_dsa": DEEPSEEK | INDEXER | dict(
+        model_type="glm_moe_dsa", q_lora_rank=40, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        indexer_types=["full", "shared", "full", "shared"],
+    ),
+    "glm_moe_dsa own": DEEPSEEK | INDEXER | dict(
+        model_type="glm_moe_dsa", q_lora_rank=40, attention_bias=True, first_k_dense_replace=1, index_topk=7,
+    ),
     "kimi_k25": dict(
         model_type="kimi_k25", vision_config=dict(hidden_size=32, num_hidden_layers=1), image_token_id=500,
         tie_word_embeddings=False,

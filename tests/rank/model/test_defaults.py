@@ -25,6 +25,7 @@ OF_LAYERS |= {
     "moe_layer_end_index",
     "hybrid_override_pattern",
     "mlp_layer_types",
+    "indexer_types",
     "per_layer_config",
     "global_head_dim",
     "num_global_key_value_heads",
@@ -42,8 +43,9 @@ def meaning(directory, config):
     sparse = getattr(args, "sparse", lambda index: None)  # whether a layer has experts
     layers = [(args.attention_params(i), rope) for i, rope in enumerate(ropes)]
     names = {field.name for field in dataclasses.fields(args)} - SIZES - OF_LAYERS - NUMBERS - {"sliding_window"}
-    has_experts = [sparse(i) for i in range(len(layers))]
-    return {name: getattr(args, name) for name in names} | {"layers": layers, "sparse": has_experts}
+    indexed = getattr(args, "has_indexer", lambda index: None)
+    kinds = [(sparse(i), indexed(i)) for i in range(len(layers))]
+    return {name: getattr(args, name) for name in names} | {"layers": layers, "kinds": kinds}
 
 
 def keys_of(model_type):
@@ -119,3 +121,15 @@ def test_which_layers_slide(tmp_path, expected, name):
     for pp in (1, 2):
         (logits,) = run_steps(path, [ids], pp=pp)
         assert distance(logits, expected(path, ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"index_topk_freq": 4, "index_skip_topk_offset": 3}, {"index_topk_freq": 3}, {"index_topk_pattern": "FSSFSFFS"}],
+)
+def test_which_layers_share_an_indexer(tmp_path, keys):
+    given = {name: value for name, value in options_of(**MODELS["glm_moe_dsa"]).items() if name != "indexer_types"}
+    given |= keys | {"num_hidden_layers": 8, "mlp_layer_types": ["sparse"] * 8}
+    full = transformers.AutoConfig.for_model(**given).to_dict()
+    kinds = meaning(tmp_path, given)["kinds"]
+    assert kinds == meaning(tmp_path, full)["kinds"] and {indexed for _, indexed in kinds} == {True, False}

@@ -30,9 +30,11 @@ MODELS = {
 EAGER = {
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "gemma4",
     "gemma4_text",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "gpt_neox",
     "kimi_k25",
     "hunyuan_v1_dense",

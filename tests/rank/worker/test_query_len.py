@@ -32,8 +32,21 @@ from ..model.test_architectures import MODELS, write
 TOLERANCE = 1e-4
 LENGTH, QUERY = 64, 4
 PROMPTS = [17, 5, 30, 1]  # tokens of each sequence's prompt
-NAMES = ["llama", "qwen3_moe", "deepseek_v2", "gemma3_text", "qwen3_next", "gpt_oss", "falcon_h1", "lfm2"]
-REPLAYED = set(NAMES) - {"deepseek_v2"}  # on CPUs torch computes latent attention, which is not recorded
+NAMES = [
+    "llama",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v32",
+    "gemma3_text",
+    "qwen3_next",
+    "gpt_oss",
+    "falcon_h1",
+    "lfm2",
+]
+REPLAYED = set(NAMES) - {
+    "deepseek_v2",
+    "deepseek_v32",
+}  # on CPUs torch computes latent attention, which is not recorded
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ HYBRID = {
 OTHERS = {
     "chatglm": {"multi_query_attention": True},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DEEPSEEK | {"index_n_heads": 16, "index_head_dim": 16}),
     **dict.fromkeys(("minicpm3", "mistral4"), DEEPSEEK),
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),

@@ -24,6 +24,7 @@ TOLERANCE = 1e-4
 # Models and what the config of a model of one layer has in place of theirs, of which the head's layer is.
 CASES = {
     "deepseek_v3": dict(first_k_dense_replace=0),
+    "deepseek_v32": dict(first_k_dense_replace=0),
     "glm4_moe": dict(first_k_dense_replace=0),
     "qwen3_next": dict(layer_types=["full_attention"]),
     "qwen3_5": dict(layer_types=["full_attention"]),
@@ -31,7 +32,7 @@ CASES = {
     "mimo": {},
     "qwen3": {},
 }
-SPELLED = {"deepseek_v3": 1, "glm4_moe": 1, "mimo": 2}  # among mtp.spellings; the others' are Qwen's
+SPELLED = {"deepseek_v3": 1, "deepseek_v32": 1, "glm4_moe": 1, "mimo": 2}  # among mtp.spellings; the others' are Qwen's
 OPTIONS = MODELS | {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),  # as GGUF files say
     "qwen3": dict(model_type="qwen3"), "mimo": dict(model_type="qwen2"),

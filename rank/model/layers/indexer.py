@@ -1,0 +1,121 @@
+"""Latent attention to the tokens that an indexer chooses (DeepSeek-V3.2-Exp: DeepSeek-AI 2025, section 2.1).
+
+Index queries come of the queries' latent and index keys of the hidden state. Every rank of a tensor group computes all
+of the indexer, so that all choose the same tokens. A layer without an indexer attends to those that the last one with
+an indexer chose.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ....comm.mesh import Mesh
+from ....errors import USAGE, FatalError
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.attention.indexer import IndexNorm, rope_and_store_index, select
+from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents, sparse_latent_attention
+from ....kernels.rope.rope import CosSin
+from ..batch import Batch
+from ..cache_spec import CacheSpec, IndexedLatent, PagedLatent
+from ..shard import whole
+from .linear import ColumnParallel
+from .mla import LATENT_EPS, LatentAttention, LatentSizes
+from .norm import LayerNorm
+from .residual import Normed, Partial
+
+INDEX_EPS = 1e-6  # of the norm of index keys; config.json has none for it
+
+
+class IndexSizes(NamedTuple):
+    """Sizes of a model's indexer."""
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool  # how the first elements of queries and keys are rotated
+
+
+class Indexer(nn.Module):
+    """Attributes are named as DeepSeek's checkpoints name their tensors. `wk_weights_proj` merges wk and
+    weights_proj."""
+
+    def __init__(self, hidden: int, query_latent: int, sizes: IndexSizes):
+        super().__init__()
+        self.sizes = sizes
+        self.wq_b = ColumnParallel(whole(query_latent), (whole(sizes.heads * sizes.dim),), bias=False)
+        self.wk_weights_proj = ColumnParallel(whole(hidden), (whole(sizes.dim), whole(sizes.heads)), bias=False)
+        self.k_norm = LayerNorm(sizes.dim, INDEX_EPS)
+
+    def forward(
+        self, h: Normed, q_latent: Tensor, cos_sin: CosSin, slots: Tensor, cache: Tensor, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Index queries [T, heads, dim] and the heads' weights [T, heads]; keys are stored."""
+        k, weights = self.wk_weights_proj(h).split([self.sizes.dim, self.sizes.heads], 1)
+        q = self.wq_b(q_latent).view(len(k), self.sizes.heads, self.sizes.dim)
+        assert self.k_norm.bias is not None
+        norm = IndexNorm(self.k_norm.weight, self.k_norm.bias, INDEX_EPS)
+        turn = cos_sin._replace(interleaved=self.sizes.interleaved)
+        return rope_and_store_index(q, k, norm, turn, cache, slots, scales), weights
+
+
+class IndexedLatentAttention(LatentAttention):
+    def __init__(
+        self, hidden: int, sizes: LatentSizes, params: AttentionParams, mesh: Mesh, local: int, bias: bool,
+        index: IndexSizes, owner: bool = True,
+    ):  # fmt: skip
+        """owner: whether the layer has an indexer. local: as of LatentAttention."""
+        super().__init__(hidden, sizes, params, mesh, local, bias)
+        self.index = index
+        self.indexer = Indexer(hidden, sizes.query_latent, index) if owner else None
+        if not owner and not local:
+            raise FatalError(
+                f"--pp {mesh.pipe.size}: the first layer of stage {mesh.pipe.rank} has no indexer, and reads what a "
+                "layer of the stage before has chosen: choose another number of stages",
+                USAGE,
+            )
+
+    def cache_spec(self) -> CacheSpec:  # type: ignore[override]
+        latent = super().cache_spec()
+        return latent if self.indexer is None else IndexedLatent(latent, PagedLatent(self.index.dim))
+
+    def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
+        q_latent, latents = self.q_a_kv_a_proj(h)
+        q_latent = self.q_a_layernorm(q_latent)
+        q = self.q_b_proj(q_latent).view(len(latents), -1, self.sizes.nope + self.sizes.rope)
+        caches, indexer = batch.caches[self.local], self.indexer
+        half = len(caches) if indexer is None else len(caches) // 2
+        cache, *scales = caches[:half]
+        norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
+        rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
+        given = (q,) if indexer is None else (q, *indexer(h, q_latent, cos_sin, batch.slots, *caches[half:]))
+        if batch.replayed is not None:
+
+            def attend(*given_batch_out: Any) -> None:
+                *given, batch, out = given_batch_out
+                out.flatten(1).copy_(self._attend(batch, *given))
+
+            return self.o_proj(batch.replayed.mix(q.shape[1], self.sizes.value, attend, *given))
+        if batch.sampled is None or self.local < len(batch.caches) - 1:
+            return self.o_proj(self._attend(batch, *given))
+        h.keep(batch.sample_at)
+        if len(batch.sample_at) == 0:
+            return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
+        if indexer is None and batch.selection is not None:
+            batch.sampled.selection = batch.selection.keep(batch.sample_at, batch.sampled.kv_lens)
+        return self.o_proj(self._attend(batch.sampled, *(x[batch.sample_at] for x in given)))
+
+    def _attend(self, batch: Batch, q: Tensor, *index: Tensor) -> Tensor:
+        """[T, heads * value]. index: queries and weights of the indexer, if the layer has one."""
+        caches = batch.caches[self.local]
+        up, half = self.kv_b_proj.plain, len(caches) // 2 if index else len(caches)
+        cache, *scales = caches[:half]
+        if index:
+            (queries, weights), (keys, *key_scales) = index, caches[half:]
+            topk, rotated = self.index.topk, self.sizes.rope
+            batch.selection = select(queries, weights, keys, batch, topk, rotated, *key_scales)
+        if batch.selection is None:
+            return latent_attention(q, cache, up, batch, self.params, *scales)
+        return sparse_latent_attention(q, cache, up, batch.selection, self.params, *scales)
