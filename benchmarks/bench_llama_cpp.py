@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import gguf
 import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
+from phalanx.benchmarks import parts
 from phalanx.benchmarks.shapes import CONFIGS
 
 CONTEXT = 2048
@@ -151,28 +151,15 @@ def main() -> None:
         engine = Engine(path, asked.tp, max([*batches, 1]))
         about = dict(engine="llama.cpp", version=llama_cpp.__version__, config=asked.config, tp=asked.tp, isq=asked.isq)
         engine.generate(engine.prompts(1, 128), 16)
+
+        def generate(lengths: list[int], outs: list[int]) -> float:
+            return engine.generate(engine.prompts(len(lengths), lengths[0]), outs[0])
+
         if "a" in asked.parts:
             for batch in batches:
-                print(json.dumps(about | decode(engine, batch, asked.reps)), flush=True)
+                print(json.dumps(about | parts.decode(generate, batch, 128, asked.reps)), flush=True)
         if "b" in asked.parts:
-            times = [engine.generate(engine.prompts(1, CONTEXT - 1), 1) for _ in range(asked.reps)]
-            line = dict(what="prefill", batch=1, prompt=CONTEXT - 1, best_s=round(min(times), 5),
-                        median_s=round(statistics.median(times), 5),
-                        tokens_per_s=round((CONTEXT - 1) / min(times), 1))  # fmt: skip
-            print(json.dumps(about | line), flush=True)
-
-
-def decode(engine: Engine, batch: int, reps: int) -> dict[str, Any]:
-    short, long, length = 32, 256, 128
-
-    def times(new: int) -> list[float]:
-        return [engine.generate(engine.prompts(batch, length), new) for _ in range(reps)]
-
-    shorts, longs = times(short), times(long)
-    ms = (min(longs) - min(shorts)) / (long - short) * 1e3
-    median = (statistics.median(longs) - statistics.median(shorts)) / (long - short) * 1e3
-    return dict(what="decode", batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
-                ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1))  # fmt: skip
+            print(json.dumps(about | parts.prefill(generate, 1, CONTEXT - 1, asked.reps)), flush=True)
 
 
 if __name__ == "__main__":

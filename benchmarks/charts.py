@@ -76,11 +76,11 @@ def beside_peers() -> list[Group]:
             if what in ("decode", "mixed"):
                 unit = "ms" if what == "decode" else "s"
                 ratio = theirs / ours
-                words = f"{ratio:.2f}: {_three(ours)} {unit} beside {_three(theirs)}"
+                words = f"{ratio:.2f}: {_three(ours)} instead of {_three(theirs)} {unit}"
                 if what == "mixed" and newer:
                     words += f" ({day})"
                 bars.append(Bar(f"decode {batch}" if what == "decode" else "mixed, 512", ratio, words))
-        groups.append(Group(f"{title}, beside {engine} {peer['version']}; {peer['date']}", bars))
+        groups.append(Group(f"{title}, compared with {engine} {peer['version']}; {peer['date']}", bars))
     return groups
 
 
@@ -171,11 +171,11 @@ def charts() -> dict[str, str]:
     marks = (n / 2 for n in range(int(2 * top) + 1))
     return {
         "peers.svg": draw(
-            "How many times as fast as its peers",
+            "How many times as fast as other engines",
             peers,
             top,
-            {at: "as fast as the peer" if at == 1 else f"{at:g}" for at in marks},
-            "The peer's time divided by Phalanx's: decode steps by batch, and 512 requests of mixed lengths",
+            {at: f"{at:g}" for at in marks},
+            "The other engine's time divided by Phalanx's, so 1 is equal: decode steps by batch, 512 mixed requests",
         ),
         "limit.svg": draw(
             "Share of the hardware's limit",

@@ -1,6 +1,6 @@
 """Phalanx and a peer one after the other on one machine, same shapes and flags: raw lines, and a table of ratios.
 
-    python benchmarks/compare.py --peer DIR/bench_vllm.py --peer-path SITE --config llama3-8b --tp 1 --out FILE.jsonl
+    python benchmarks/compare.py --peer benchmarks/bench_vllm.py --peer-path SITE --config llama3-8b --out FILE.jsonl
     python benchmarks/compare.py --table FILE.jsonl                 the table of lines that are there already
 
 Runs benchmarks/offline.py and the peer's program alternately, --repeats times, with the same --config, --tp, --parts,
@@ -48,7 +48,7 @@ Line = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", default="", help="run nothing: the table of this file's lines")
-    parser.add_argument("--peer", default="", help="the peer's program, which takes offline.py's flags")
+    parser.add_argument("--peer", default="", help="the peer's program: bench_vllm.py, bench_llama_cpp.py or your own")
     parser.add_argument("--peer-path", default="", help="PYTHONPATH for the peer alone")
     parser.add_argument("--peer-args", default="", help="more flags for the peer")
     parser.add_argument("--our-args", default="", help="more flags for offline.py")

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from phalanx.benchmarks import acceptance, budget, constrained
+from phalanx.benchmarks import acceptance, budget, constrained, parts
 from phalanx.benchmarks import step as bench
 from phalanx.benchmarks.shapes import CONFIGS, QUANTIZED
 from phalanx.rank import __main__ as program
@@ -117,11 +117,11 @@ class Offline:
             for batch in ask.batches:
                 self.decode(batch)
         if "b" in ask.parts:
-            for batch, length in ((1, self.scheduler.max_model_len - 1), (16, 1024)):
-                if length < self.scheduler.max_model_len:
-                    self.prefill(batch, length)
+            for batch, length in parts.prefills(self.scheduler.max_model_len):
+                self.say(**parts.prefill(self._prompted, batch, length, ask.reps))
         if "c" in ask.parts:
-            self.mixed()
+            for line in parts.mixed(self._prompted, ask.n_mixed, self.scheduler.max_model_len, ask.reps):
+                self.say(**line)
         if "m" in ask.parts:
             for batch in ask.batches:
                 for length in ARRIVING:
@@ -156,6 +156,9 @@ class Offline:
         seconds = time.perf_counter() - start
         assert self.scheduler.counters.output_tokens - before == sum(outs)
         return seconds
+
+    def _prompted(self, lengths: list[int], outs: list[int], text: str = "") -> float:
+        return self.generate([self.prompt(length) for length in lengths], outs, text)
 
     def _add(self, ids: bytes, new: int, text: str = "") -> str:
         """The request's name."""
@@ -194,22 +197,14 @@ class Offline:
 
     def decode(self, batch: int, grammar: str = "") -> float:
         """Milliseconds of a step."""
-        short, long, length = 32, 256, self.ask.prompt
         before = self._verified()
 
-        def times(new: int, count: int) -> list[float]:
-            made = ([self.prompt(length) for _ in range(batch)] for _ in range(count))
-            return [self.generate(prompts, [new] * batch, grammar) for prompts in made]
+        def generate(lengths: list[int], outs: list[int]) -> float:
+            return self._prompted(lengths, outs, grammar)
 
-        times(8, 1)
-        shorts, longs = times(short, self.ask.reps), times(long, self.ask.reps)
-        ms = (min(longs) - min(shorts)) / (long - short) * 1e3
-        median = (statistics.median(longs) - statistics.median(shorts)) / (long - short) * 1e3
-        what = "constrained decode" if grammar else "decode"
-        self.say(what=what, batch=batch, prompt=length, new=long, ms_per_token=round(ms, 4),
-                 ms_per_token_median=round(median, 4), tokens_per_s=round(batch / ms * 1e3, 1),
-                 total_s=round(min(longs), 4), short_s=round(min(shorts), 4), **self._accepted(before))  # fmt: skip
-        return ms
+        line = parts.decode(generate, batch, self.ask.prompt, self.ask.reps)
+        self.say(**(line | {"what": "constrained decode"} if grammar else line), **self._accepted(before))
+        return float(line["ms_per_token"])
 
     def _verified(self) -> tuple[int, int]:
         """How often a sequence had drafts, and how many were accepted."""
@@ -239,41 +234,13 @@ class Offline:
         seconds = round(sum(found.values()), 5)
         self.say(what="prefill budget", prompt=length, seconds=seconds, wall_s=round(wall[0], 5), kernels=found)
 
-    def prefill(self, batch: int, length: int) -> None:
-        times = [
-            self.generate([self.prompt(length) for _ in range(batch)], [1] * batch) for _ in range(self.ask.reps + 1)
-        ]
-        times = times[1:]
-        self.say(what="prefill", batch=batch, prompt=length, best_s=round(min(times), 5),
-                 median_s=round(statistics.median(times), 5),
-                 tokens_per_s=round(batch * length / min(times), 1))  # fmt: skip
-
-    def requests(self) -> tuple[list[bytes], list[int]]:
-        """The requests of part (c), after a few of them."""
-        r, count = random.Random(0), self.ask.n_mixed
-        lengths = [r.randint(64, 1024) for _ in range(count)]
-        outs = [r.randint(64, 512) for _ in range(count)]
-        lengths = [min(p, self.scheduler.max_model_len - o) for p, o in zip(lengths, outs, strict=True)]
-        prompts = [self.prompt(p) for p in lengths]
-        self.generate(prompts[:32], outs[:32])
-        return prompts, outs
-
     def trace(self) -> None:
-        made = self.requests()
-        found = budget.shares(budget.traced(lambda: self.generate(*made)))
+        lengths, outs = parts.requests(self.ask.n_mixed, self.scheduler.max_model_len)
+        self._prompted(lengths[:32], outs[:32])
+        prompts = [self.prompt(length) for length in lengths]
+        found = budget.shares(budget.traced(lambda: self.generate(prompts, outs)))
         totals = {f"{kind}_s": round(sum(names.values()), 3) for kind, names in found.items()}
         self.say(what="trace", **totals, kernels=found)
-
-    def mixed(self) -> None:
-        prompts, outs = self.requests()
-        count, lengths = len(outs), [len(prompt) // 4 for prompt in prompts]
-        for rep in range(2 if self.ask.reps > 1 else 1):
-            seconds = self.generate(prompts, outs)
-            total_in, total_out = sum(lengths), sum(outs)
-            self.say(what="mixed", rep=rep, requests=count, prompt_tokens=total_in, output_tokens=total_out,
-                     seconds=round(seconds, 3), output_tokens_per_s=round(total_out / seconds, 1),
-                     total_tokens_per_s=round((total_in + total_out) / seconds, 1),
-                     requests_per_s=round(count / seconds, 2))  # fmt: skip
 
 
 VERSION = "0.1.0"

@@ -20,7 +20,7 @@ BENCHMARKS = [ROOT / "benchmarks", ROOT / "benchmarks/builtin_model"]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [folder / "README.md" for folder in BENCHMARKS]
 # Other people's, users' own, and what a page says will be made.
-ELSEWHERE = {"bench_vllm.py", "llama.cpp", "answers.jsonl", "requests.jsonl"}
+ELSEWHERE = {"llama.cpp", "answers.jsonl", "requests.jsonl"}
 SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
 PATHS = re.compile(rf"(?<![\w./-])(?:{ROOMS})/[\w./*-]*[\w*](?!\w*<)")
 LINKS = re.compile(r"\]\((?!https?:)([^)#]+)")
