@@ -113,7 +113,7 @@ def _not_here(id: str, pull: str) -> FatalError:
     return FatalError(
         f"model {id!r}: there is no such directory on {mpi_env.hostname()}, and it is not complete in {_cache()}; "
         f"run `phalanx pull {pull}` before the job, where there is a network, with the same HF_HOME",
-        USAGE,
+        MODEL,
     )
 
 
@@ -214,10 +214,10 @@ def explained(id: str, revision: str, error: Any, pulling: bool = False) -> Fata
         return FatalError(
             f"{what}: there is no such directory on {mpi_env.hostname()}, and no such model at {where}; a private one "
             "needs HF_TOKEN",
-            USAGE,
+            MODEL,
         )
     if isinstance(error, errors.HFValidationError):
-        return FatalError(f"{what}: there is no such directory on {mpi_env.hostname()}, and it is no valid id", USAGE)
+        return FatalError(f"{what}: there is no such directory on {mpi_env.hostname()}, and it is no valid id", MODEL)
     why = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return FatalError(f"{what}: {error.filename}: {error.strerror}", ERROR)
@@ -235,5 +235,5 @@ def explained(id: str, revision: str, error: Any, pulling: bool = False) -> Fata
         f"does not answer ({why}). "
         f"Where compute nodes have no network, run `phalanx pull {id}` on the login node first, "
         "with the same HF_HOME",
-        ERROR,
+        MODEL,
     )

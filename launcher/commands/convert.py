@@ -181,7 +181,7 @@ def _find(model: str) -> Path:
     if is_gguf(path):
         raise FatalError(f"{model} is a GGUF file: convert the directory with safetensors that it was made of", USAGE)
     if not hf_hub.is_id(model):
-        raise FatalError(f"model {model!r}: there is no such directory", USAGE)
+        raise FatalError(f"model {model!r}: there is no such directory", MODEL)
     return Path(hf_hub.model(model))
 
 

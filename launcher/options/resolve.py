@@ -193,11 +193,14 @@ def model_path(options: Options, place: RankPlacement | None = None) -> str:
             USAGE,
         )
     if path.suffix == ".gguf" and not path.is_dir():
-        raise FatalError(f"model {options.model!r}: there is no such file on {mpi_env.hostname()}", USAGE)
+        raise FatalError(f"model {options.model!r}: there is no such file on {mpi_env.hostname()}", MODEL)
     if not path.is_dir():
         if hf_hub.is_id(options.model):
             return hf_hub.model(options.model, waiting=_waiting(place))
-        raise FatalError(f"model {options.model!r}: there is no such directory on {mpi_env.hostname()}", USAGE)
+        raise FatalError(
+            f"model {options.model!r}: there is no such directory on {mpi_env.hostname()}, and a hub id is OWNER/NAME",
+            MODEL,
+        )
     if not (path / "config.json").is_file():
         found = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; choose one of its GGUF files with --f, such as --f {found[0]}" if found else ""
@@ -217,7 +220,7 @@ def _weight_file(options: Options, place: RankPlacement | None) -> str:
         return _gguf(path)
     if options.model and not Path(options.model).expanduser().is_dir() and hf_hub.is_id(options.model):
         return hf_hub.gguf(options.model, file, waiting=_waiting(place))
-    raise FatalError(f"--f {file}: there is no file {path} on {mpi_env.hostname()}", USAGE)
+    raise FatalError(f"--f {file}: there is no file {path} on {mpi_env.hostname()}", MODEL)
 
 
 def _gguf(path: Path) -> str:

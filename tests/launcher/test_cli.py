@@ -153,7 +153,7 @@ def test_no_verb_is_serve():
 
 def test_a_word_that_is_no_verb_is_a_model():
     done = phalanx("llama")
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "model 'llama':" in done.stderr
 
 

@@ -31,9 +31,9 @@ def find(model: str, file: str = "") -> Found:
     if path.is_dir():
         return Found(path, path.resolve().name, str(path))
     if path.suffix == ".gguf":
-        raise errors.FatalError(f"model {model!r}: there is no such file", errors.USAGE)
+        raise errors.FatalError(f"model {model!r}: there is no such file", errors.MODEL)
     if not hf_hub.is_id(model):
-        raise errors.FatalError(f"model {model!r}: there is no such directory", errors.USAGE)
+        raise errors.FatalError(f"model {model!r}: there is no such directory", errors.MODEL)
     return Found(_from_hub(model), model.rpartition("/")[2], model)
 
 
@@ -46,7 +46,7 @@ def _weight_file(model: str, file: str) -> Found:
         path = Path(hf_hub.cached_gguf(model, file))
         if not path.name:
             raise errors.FatalError(
-                f"--f {file}: it is not in the cache: fetch it with phalanx pull {model} --f {file}", errors.USAGE
+                f"--f {file}: it is not in the cache: fetch it with phalanx pull {model} --f {file}", errors.MODEL
             )
     return find(str(path))
 

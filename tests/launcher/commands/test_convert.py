@@ -259,7 +259,7 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
         (("{model}", "{to}.gguf", "--to", "bf16", "--desc-act", "--seqlen", "64"), 2, "--desc-act, --seqlen: --to bf1"),
         (("{model}", "{to}", "--to", "awq", "--sym"), 2, "--sym: awq's layout always has zero points; use --to gptq"),
         (("{model}", "{to}", "third"), 2, "unexpected argument 'third'"),
-        (("{to}/none", "{to}"), 2, "there is no such directory"),
+        (("{to}/none", "{to}"), 3, "there is no such directory"),
         (("{text}", "{to}"), 2, "is a file: name the directory that has config.json and safetensors"),
         (("{model}", "{to}", "--device", "cuda"), 2, "--device cuda: no GPU was found on "),
         (("{model}", "{to}", "--calibration", "{model}"), 2, ": Is a directory"),

@@ -93,7 +93,7 @@ def test_into_a_directory(server, run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "setting", "code", "message"),
     [
-        (["other/model"], {}, 2, "no such model at {url}; a private one needs HF_TOKEN"),
+        (["other/model"], {}, 3, "no such model at {url}; a private one needs HF_TOKEN"),
         (["org/tiny"], {"token": "t"}, 2, "accept its conditions at {url}/org/tiny, and set HF_TOKEN to a"),
         (["org/tiny", "--revision", "v9"], {}, 2, "model 'org/tiny' has no revision 'v9' at {url}"),
         (["org/tiny"], {"status": 403}, 1, "model 'org/tiny': {url} answered 403 ("),
@@ -120,14 +120,14 @@ def test_no_network(run, tmp_path):
         assert "network" in done.stderr and len(done.stderr.splitlines()) == 1
     for verb in ("serve", "fit"):
         done = run(verb, "--device", "cpu", "--m", "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
-        assert done.returncode == 1
+        assert done.returncode == 3
         assert f"{tmp_path}/hf/hub, and http://127.0.0.1:1" in done.stderr
         assert "`phalanx pull org/tiny`" in done.stderr
 
 
 def test_an_id_that_the_hub_would_not_have(run):
     done = run("pull", "org/ti--ny")
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert f"directory on {mpi_env.hostname()}," in done.stderr
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_fetched_while_ranks_wait(tmp_path, monkeypatch):
     assert hf_hub.model("org/tiny") == "/fetched/org/tiny"
     with pytest.raises(FatalError) as stop:
         hf_hub.model("org/tiny", waiting=True)
-    assert re.search(f"complete.*{tmp_path}.*HF_HOME", str(stop.value).partition(", and ")[2]) and stop.value.code == 2
+    assert re.search(f"complete.*{tmp_path}.*HF_HOME", str(stop.value).partition(", and ")[2]) and stop.value.code == 3
 
 
 SHARDS = [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
@@ -246,7 +246,7 @@ def test_serve_by_id(server, tmp_path):
     command += ["--p", "0", "--device", "cpu", "--mem", "64", "--dtype", "f32"]
     under_mpirun = mpirun.command(mpirun.find(os.environ), 2, command)
     with Launched(under_mpirun, tmp_path, **environ) as job:
-        assert job.process.wait(30) == 2  # the other ranks would wait for it
+        assert job.process.wait(30) == 3  # the other ranks would wait for it
         assert "complete" in job.output and f"{tmp_path}/hf/hub" in job.output and "HF_HOME" in job.output
         assert not fetched(server)
     with Launched(command, tmp_path, **environ) as job:

@@ -158,7 +158,7 @@ def test_a_mpirun_that_does_not_end_after_rank_0_is_ended(tmp_path, name, ended)
         (["--prot", "3"], "phalanx: unknown option --prot; did you mean --port?", 2),
         (["--np", "3"], "phalanx: --np 3, but mpirun started 2 ranks: leave --np out", 2),
         (["--restarts", "3"], "phalanx: --restarts works where phalanx starts the ranks itself", 2),
-        (["/nowhere"], "phalanx: model '/nowhere': there is no such directory", 2),
+        (["/nowhere"], "phalanx: model '/nowhere': there is no such directory", 3),
         (["--h", "192.0.2.77"], "phalanx: --host '192.0.2.77' is no address of this machine", 2),
     ],
     ids=["flag", "np", "restarts", "model", "host"],

@@ -296,7 +296,7 @@ def test_complaints(fit, words, message):
 def test_no_directory(fit):
     for model, kind in (("no.gguf", "file"), ("/nowhere", "directory")):
         code, _, err = fit("", model, "--gpu-mem", "80")
-        assert code == 2 and err.startswith(f"phalanx: model '{model}': ") and kind in err
+        assert code == 3 and err.startswith(f"phalanx: model '{model}': ") and kind in err
 
 
 @pytest.mark.long
@@ -320,7 +320,7 @@ def test_a_hub_id(tmp_path):
         assert call("org/tiny").stdout == first.stdout
         assert not hub.seen
         none = call("org/none")
-        assert (none.returncode, none.stdout) == (2, "")
+        assert (none.returncode, none.stdout) == (3, "")
         assert "model 'org/none':" in none.stderr
         assert f"{hub.url}; a private" in none.stderr
     finally:
@@ -340,13 +340,13 @@ def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_hub, "_cached_files", lambda id, names: cached.get(names[0], ""))
     assert fit("", "--m", "org/tiny", "--f", "tiny.gguf", "--gpu-mem", "80") == whole
     code, _, err = fit("", "--m", "org/tiny", "--f", "none.gguf", "--gpu-mem", "80")
-    assert code == 2 and "pull org/tiny --f none.gguf" in err
-    for words, message in (
-        (("--w", str(tmp_path), "--f", "none.gguf"), f"model '{tmp_path}/none.gguf': there is no such file"),
-        (("--w", str(tmp_path), "--f", "model.safetensors"), "a file that ends with .gguf is needed"),
+    assert code == 3 and "pull org/tiny --f none.gguf" in err
+    for file, message, expected in (
+        ("none.gguf", f"model '{tmp_path}/none.gguf': there is no such file", 3),
+        ("model.safetensors", "a file that ends with .gguf is needed", 2),
     ):
-        code, _, err = fit("", *words, "--gpu-mem", "80")
-        assert code == 2 and message in err
+        code, _, err = fit("", "--w", str(tmp_path), "--f", file, "--gpu-mem", "80")
+        assert code == expected and message in err
 
 
 def test_foreign_flags_are_answered(fit):
