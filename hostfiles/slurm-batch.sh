@@ -1,6 +1,10 @@
 #!/bin/bash
 # Answer a file of requests, in as many jobs as it takes:  sbatch SCRIPT
 # As `phalanx batch … --sbatch` prints it.
+# Sites ask for more: take one # away from what yours needs. Without cpus-per-task a rank may get a single core.
+##SBATCH --account=NAME
+##SBATCH --partition=NAME
+##SBATCH --cpus-per-task=8
 #SBATCH --job-name=phalanx
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -13,9 +17,15 @@
 #SBATCH --signal=B:USR1@300
 
 # SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
+# What your site needs to find MPI and `phalanx`:
+# module load openmpi
+# source /path/to/.venv/bin/activate
+# Since Slurm 22.05 srun takes cpus-per-task from this variable alone.
+if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+
 trap 'asked=1; kill -USR1 $job' USR1
 # With Open MPI; MPICH wants pmi2. `srun --mpi=list` shows what this Slurm has.
-srun --mpi=pmix phalanx batch --model /path/to/model --d 0,1,2,3,4,5,6,7 --input requests.jsonl --output answers.jsonl &
+srun --mpi=pmix phalanx batch --model /path/to/model --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --input requests.jsonl --output answers.jsonl &
 job=$!
 wait $job
 code=$?

@@ -54,7 +54,7 @@ An option is a flag, an environment variable or a line of a YAML file (`--config
 file over the default. An empty variable is an unset one. In YAML every spelling of a flag is a key, without its dashes,
 and one file may serve several verbs. `--show-config` prints every value and where it came from. A boolean takes `on` or
 `off`; as a flag it needs no value. Several flags in one row mean the same. `serve` and `batch` also take `--sbatch`,
-which prints a Slurm script that runs the command, and every verb `--help`.
+which prints a Slurm script that runs the command, with `--nodes N` on N nodes, and every verb `--help`.
 """
 OTHERS = """\
 Flags of vLLM, SGLang, llama.cpp and candle-vLLM that mean what an option means are other names of it, above. These are

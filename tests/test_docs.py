@@ -10,6 +10,7 @@ import torch
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.launcher import document
+from phalanx.launcher.job import sbatch
 from phalanx.launcher.options import option_sources
 from phalanx.rank.gguf import architectures as gguf
 from phalanx.rank.server.text import reasoning, tool_formats
@@ -141,7 +142,7 @@ def commands(page: Path) -> list[list[str]]:
 def test_commands_have_options_that_exist(page):
     for words in commands(page):
         verb = words.pop(0) if words[0] in document.STRUCTS else "serve"
-        words = [word for word in words if word not in ("--sbatch", "--help")]
+        words, _ = sbatch.wanted([word for word in words if word != "--help"])
         option_sources.read(document.STRUCTS[verb], words, {})
 
 

@@ -78,15 +78,15 @@ def main(argv: Sequence[str]) -> int:
     first = place is None or place.rank == 0
     shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
-        argv, script = sbatch.wanted(argv)
+        argv, nodes = sbatch.wanted(argv)
         chosen = option_sources.read(BatchOptions, argv, os.environ, strict=first)
         if chosen.options.log_format == "json":
             logs.use_json("launcher")
         place = joined(chosen.options, place)
-        shown = chosen.help or chosen.show_config or script
+        shown = chosen.help or chosen.show_config or nodes is not None
         if shown:
             if first:
-                _show(chosen, script, place)
+                _show(chosen, nodes, place)
             return 0
         if not first:
             assert place is not None
@@ -116,14 +116,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(
-    chosen: option_sources.ParsedOptions[BatchOptions], script: bool, place: mpi_env.RankPlacement | None
+    chosen: option_sources.ParsedOptions[BatchOptions], nodes: int | None, place: mpi_env.RankPlacement | None
 ) -> None:
     """The output of --help, --sbatch and --show-config."""
     if chosen.help:
         print(USAGE_LINE + options_help(BatchOptions, SERVER_ONLY))
-    elif script:
+    elif nodes is not None:
         _refuse(chosen)
-        print(sbatch.script("batch", chosen), end="")
+        print(sbatch.script("batch", chosen, nodes), end="")
     else:
         print(show_config(chosen, in_force(chosen.options, place)))
 

@@ -33,16 +33,16 @@ def main(argv: Sequence[str]) -> int:
     models: models_file.Models | None = None  # where there are several
     shown = False  # all that is wanted is to be printed: no rank joins MPI
     try:
-        argv, script = sbatch.wanted(argv)
+        argv, nodes = sbatch.wanted(argv)
         chosen = option_sources.read(Options, argv, os.environ, strict=first)
         if chosen.options.models_config and models_file.load_dotenv(chosen.options.models_config, os.environ):
             chosen = option_sources.read(Options, argv, os.environ, strict=first)
         if chosen.options.log_format == "json":
             logs.use_json("launcher")
         place = joined(chosen.options, place)
-        shown = chosen.help or chosen.show_config or script
-        if script and not chosen.help:
-            print(sbatch.script("serve", chosen), end="")
+        shown = chosen.help or chosen.show_config or nodes is not None
+        if nodes is not None and not chosen.help:
+            print(sbatch.script("serve", chosen, nodes), end="")
             return 0
         if chosen.help:
             if first:

@@ -27,7 +27,7 @@ def options_help(options: type[msgspec.Struct], without: Sequence[str] = ()) -> 
     lines.append(_columns("--config FILE", "read options from YAML: lines such as `port: 2000`"))
     lines.append(_columns("--show-config", "print every value and where it came from, then end"))
     if issubclass(options, Options):
-        lines.append(_columns("--sbatch", "print a Slurm script that runs this, then end"))
+        lines.append(_columns("--sbatch", "print a Slurm script that runs this, then end; --nodes N: on N nodes"))
     lines.append(_columns("-h, --help", "print this"))
     return "\n".join(lines)
 

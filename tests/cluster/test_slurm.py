@@ -58,7 +58,7 @@ def test_a_lost_task_ends_the_step(slurm, hosts, checkpoint):
 def script(checkpoint, tmp_path):
     """hostfiles/slurm-batch.sh as it is but for the GPUs and the command's options."""
     text = SCRIPT.read_text()
-    there = "--model /path/to/model --d 0,1,2,3,4,5,6,7 --input requests.jsonl --output answers.jsonl"
+    there = "--model /path/to/model --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --input requests.jsonl --output answers.jsonl"
     here = f"--model {checkpoint} --device cpu --mem 64 --max-num-seqs 1 --input in.jsonl --output out.jsonl"
     assert text.count(there) == text.count("#SBATCH --gpus-per-node=8\n") == 1
     path = tmp_path / "job.sh"
@@ -106,7 +106,7 @@ def test_the_batch_script_requeues_itself_until_all_is_done(slurm, hosts, script
 
 def small(name: str) -> str:
     """A script of hostfiles/ for nodes of few cores without GPUs."""
-    text = re.sub(r"#SBATCH --(gpus-per-node|cpus-per-task)=\d+\n", "", (HOSTFILES / name).read_text())
+    text = re.sub(r"^#SBATCH --(gpus-per-node|cpus-per-task)=\d+\n", "", (HOSTFILES / name).read_text(), flags=re.M)
     return re.sub(r"--ntasks-per-node=\d", "--ntasks-per-node=1", text)
 
 

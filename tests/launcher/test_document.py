@@ -28,7 +28,7 @@ def test_every_verb_and_flag_is_there():
     assert row["`--port`, `--p` N"][0] == "`PHALANX_PORT`" and "65535" in row["`--port`, `--p` N"][1]
     assert any("`-tp`, `--tp-size` N" in flags for flags in row)
     assert row["`--hf-token`, `--hf-token-path`, `-hft`"][0] == "refused" and row["`--jinja`"][0] == "has no effect"
-    assert "`0` to `20`" in row["`--max-logprobs`"][0] and "`1`" in row["`--nnodes`, `--num-nodes`"][0]
+    assert "`0` to `20`" in row["`--max-logprobs`"][0] and "`1`" in row["`--nnodes`, `--num-nodes`, `--nodes`"][0]
 
 
 def test_other_variables_are_those_that_the_code_knows():

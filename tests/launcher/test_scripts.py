@@ -92,12 +92,12 @@ def test_shellcheck(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("slurm.sbatch", "16"), ("slurm-one-node.sbatch", "8")])
-def test_examples_for_slurm_are_what_sbatch_prints(name, ranks):
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-one-node.sbatch"])
+def test_examples_for_slurm_are_what_sbatch_prints(name):
     text = (HOSTFILES / name).read_text()
     line = next(line for line in text.splitlines() if line.startswith("srun "))
     words = shlex.split(line.removesuffix("&"))[4:]
-    assert sbatch.script("serve", option_sources.read(Options, [*words, "--np", ranks], {})) == text
+    assert sbatch.script("serve", option_sources.read(Options, words, {})) == text
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -140,7 +140,7 @@ def test_the_allocation_becomes_a_hostfile(name, cluster, tmp_path):
     assert told(tmp_path) == [
         f"phalanx hostfile --slots 8 --mpi openmpi -o {hosts}",
         f"mpirun -np 16 -hostfile {hosts} --bind-to none --map-by slot "
-        "phalanx serve --w /m o d e l --d 0,1,2,3,4,5,6,7 --p 2000",
+        "phalanx serve --w /m o d e l --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --p 2000",
     ]
     assert not (tmp_path / hosts).exists()
     (tmp_path / "told").unlink()
@@ -212,6 +212,44 @@ def test_the_containers_definition():
 def test_nodes_and_tasks(argv, nodes, tasks):
     text = sbatch.script("serve", option_sources.read(Options, argv, {}))
     assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node={tasks}\n#SBATCH --gpus-per-node={tasks}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "nodes", "tasks", "command"),
+    [
+        (("--nodes", "2", "--d", "0,1,2,3"), 2, 4, "--d 0,1,2,3 --tp 4 --pp 2"),
+        (("--nnodes=2", "--d", "0,1,2,3", "--tp", "4", "--dp", "2"), 2, 4, "--d 0,1,2,3 --tp 4 --dp 2"),
+        (("--nodes", "2", "--tp", "4", "--pp", "2"), 2, 4, "--tp 4 --pp 2"),
+        (("--np", "8", "--d", "0,1,2,3"), 2, 4, "--d 0,1,2,3 --tp 4 --pp 2"),
+    ],
+)
+def test_several_nodes_have_a_tensor_group_each(argv, nodes, tasks, command):
+    words, asked = sbatch.wanted([*argv, "--sbatch"])
+    text = sbatch.script("serve", option_sources.read(Options, words, {}), asked)
+    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node={tasks}\n" in text
+    assert f"phalanx serve {command} &\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (("--nodes", "2", "--d", "0,1,2,3", "--tp", "4"), "--tp 4 --pp 2"),
+        (("--nodes", "3", "--tp", "4"), "--nodes 3"),
+        (("--nodes", "two"), "'two'"),
+        (("--nodes",), "--nodes"),
+    ],
+)
+def test_nodes_that_do_not_fit_the_ranks(argv, word):
+    with pytest.raises(FatalError, match=re.escape(word)) as stop:
+        words, asked = sbatch.wanted([*argv, "--sbatch"])
+        sbatch.script("serve", option_sources.read(Options, words, {}), asked)
+    assert stop.value.code == 2
+
+
+def test_nodes_without_a_script_are_mpiruns():
+    assert sbatch.wanted(["--nodes", "2"]) == (["--nodes", "2"], None)
+    with pytest.raises(FatalError, match="--nodes: .*--sbatch.*mpirun"):
+        option_sources.read(Options, ["--nodes", "2"], {})
 
 
 def test_devices_that_the_job_would_not_have():

@@ -47,7 +47,8 @@ def test_an_answer_is_short_and_names_what_there_is():
     for name, entry in COMPAT_FLAGS.items():
         assert len(entry.text) < 110 and entry.takes in ("", "X", "[X]", "N .."), name
         words = [word.strip(":;,.()`") for word in entry.text.split()]
-        wrong = [word for word in words if word.startswith("--") and word not in (*flags, "--revision", "--to")]
+        known = *flags, "--revision", "--to", "--sbatch"
+        wrong = [word for word in words if word.startswith("--") and word not in known]
         assert not wrong, name
 
 
@@ -122,7 +123,8 @@ def test_what_is_understood_or_passed_over(line, changed, notes):
         ("--hf-overrides {}", "--hf-overrides: write the values into the model's config.json"),
         ("--response-role bot", "--response-role: answers have the role assistant"),
         ("--allow-credentials", "--allow-credentials: there are no cookies here; a page sends the key in a header"),
-        ("--nnodes 2", "--nnodes: mpirun starts a job on several nodes: mpirun -np N -hostfile FILE phalanx serve …"),
+        ("--nnodes 2", "--nnodes: add --sbatch"),
+        ("--nodes 2", "--nodes: add --sbatch"),
         (
             "--device CUDA0",
             "--device 'CUDA0' (command line): one of auto, cpu, cuda, mps is needed; GPUs are chosen by --d 0",
