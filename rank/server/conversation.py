@@ -57,8 +57,11 @@ class ShownImage(Part, kw_only=True):
     digest: bytes  # of its pixels
     rows: int  # of its features
     columns: int
-    placeholder: int  # the token that the template writes in its place ...
+    placeholder: int  # the token that the template, or `text`, has in its place, `runs` times ...
     tokens: list[int]  # ... and those that take that one's place
+    runs: int = 1
+    mark: str = ""  # what the template writes where `text` is to be; "": there is no such text
+    text: str = ""
     spans: tuple[tuple[int, int], ...] = ()  # (first, end) of these that attend to each other
 
 

@@ -187,7 +187,7 @@ class ImageReader:
             from .image_decoding import decode  # it needs Pillow, which may be missing
 
             height, width, pixels = process.run(decode, data_of(url, name) if data is None else data, rules, most, name)
-            digest = blake2b(pixels, digest_size=16, salt=b"%d" % width).digest()
+            digest = blake2b(pixels, digest_size=16, salt=b"%dx%d" % (height, width)).digest()
             return protocol.Pixels(digest, height, width, pixels)
 
         read = await self._lanes.run(owner, decoded)
@@ -195,7 +195,8 @@ class ImageReader:
         tokens = rules.tokens(rows, columns)
         shown = ShownImage(
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,
-            tokens=tokens, spans=rules.spans(tokens),
+            tokens=tokens, runs=rules.runs(rows, columns), mark=rules.mark, text=rules.text(rows, columns),
+            spans=rules.spans(tokens),
         )  # fmt: skip
         return shown, read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,10 +146,11 @@ def embedding_inputs(text: Text, request: EmbeddingRequest, ready: protocol.Read
 def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> Prompt:
     """The conversation as the model's template writes it; default_thinking is for requests that leave it open."""
     rendered, thinking = render_chat(text, request, ready, default_thinking)
+    images = _images(request)
+    rendered = _with_frames(rendered, images)
     cut = _kept_tokens(request, context_of(ready))
     check_length(text, rendered, context_of(ready), "messages", cut > 0)
     tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
-    images = _images(request)
     if images and cut:
         raise bad("truncate_prompt_tokens", "truncate_prompt_tokens is given: prompts with images are not cut")
     tokens, pictures = _with_images(tokens, images) if images else (_cut(tokens, cut, request), [])
@@ -170,24 +172,40 @@ def _images(request: ChatRequest) -> list[ShownImage]:
     return found
 
 
+def _with_frames(rendered: str, images: list[ShownImage]) -> str:
+    """A prompt with the texts that images have in the places that the template wrote."""
+    if not images or not images[0].mark:
+        return rendered
+    first, *others = rendered.split(images[0].mark)
+    _check_places(len(others), len(images))
+    return first + "".join(image.text + other for image, other in zip(images, others, strict=True))
+
+
+def _check_places(found: int, images: int) -> None:
+    if found != images:
+        raise bad(
+            "messages",
+            f"the model's chat template writes {found} places for the {images} images of these messages: "
+            "it does not take them there",
+        )
+
+
 def _with_images(tokens: list[int], images: list[ShownImage]) -> tuple[list[int], list[protocol.Picture]]:
     """A prompt whose images' placeholders are the tokens that features stand for, and where these are."""
     at = [i for i, token in enumerate(tokens) if token == images[0].placeholder]
-    if len(at) != len(images):
-        raise bad(
-            "messages",
-            f"the model's chat template writes {len(at)} places for the {len(images)} images of these messages: "
-            "it does not take them there",
-        )
+    _check_places(len(at), sum(one.runs for one in images))
     made: list[int] = []
     pictures = []
-    begin = 0
-    for place, one in zip(at, images, strict=True):
-        made += tokens[begin:place]
-        spans = tuple((len(made) + first, len(made) + end) for first, end in one.spans)
-        pictures.append(protocol.Picture(one.digest, len(made), len(one.tokens), one.rows, one.columns, spans))
-        made += one.tokens
-        begin = place + 1
+    begin, places = 0, iter(at)
+    for one in images:
+        start, spans = -1, list[tuple[int, int]]()
+        for place in itertools.islice(places, one.runs):
+            made += tokens[begin:place]
+            start = len(made) if start < 0 else start
+            spans += [(len(made) + first, len(made) + end) for first, end in one.spans]
+            made += one.tokens
+            begin = place + 1
+        pictures.append(protocol.Picture(one.digest, start, len(made) - start, one.rows, one.columns, tuple(spans)))
     return made + tokens[begin:], pictures
 
 

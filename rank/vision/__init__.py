@@ -26,6 +26,9 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     placeholder: int  # the token that a chat template writes in an image's place
     token: int  # the tokens that features stand for
+    # The text that a chat template writes in an image's place, where another text takes that place; "": the placeholder
+    # is one token, and `tokens` take its place.
+    mark: str = ""
     mean: tuple[float, float, float]  # of the colours, from 0 to 1 ...
     std: tuple[float, float, float]  # ... and by what they are divided then
     patch: int  # pixels of a patch along an edge
@@ -50,9 +53,17 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         """Rows and columns of features of an image of that size."""
         raise NotImplementedError
 
+    def text(self, rows: int, columns: int) -> str:
+        """The text that takes the place of `mark`, with a placeholder for each run of features."""
+        return self.mark
+
+    def runs(self, rows: int, columns: int) -> int:
+        """How many placeholders an image has."""
+        return 1
+
     def tokens(self, rows: int, columns: int) -> list[int]:
-        """The tokens that take the placeholder's place."""
-        return [self.token] * (rows * columns)
+        """The tokens that take a placeholder's place."""
+        return [self.token] * (rows * columns // self.runs(rows, columns))
 
     @property
     def span(self) -> int:
