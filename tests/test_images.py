@@ -10,6 +10,7 @@ import torch
 
 from .rank.model import harness
 from .rank.model.shapes import IMAGE
+from .rank.model.test_architectures import of_short
 from .rank.model.vision.seeing import SEEING, add_text, data_url, picture, write_seeing
 from .rank.model.vision.test_towers import of_images
 from .server import Server
@@ -18,7 +19,11 @@ pytestmark = pytest.mark.timeout(240)
 OPTIONS = "--np", "2", "--device", "cpu", "--mem", "64", "--max-num-batched-tokens", "64"
 
 
-@pytest.fixture(scope="module", params=[*((name, "--tp") for name in SEEING), (SEEING[0], "--pp")], ids=" ".join)
+SHORT = ("qwen2_5_vl", "--tp"), ("qwen3_5", "--tp"), ("qwen3_vl", "--tp"), ("mistral3", "--tp"), ("gemma3", "--pp")
+SERVED = of_short(((name, cut) for name in SEEING for cut in ("--tp", "--pp")), SHORT)
+
+
+@pytest.fixture(scope="module", params=SERVED, ids=" ".join)
 def served(request, tmp_path_factory):
     """A server, and its model's directory."""
     name, cut = request.param
@@ -58,11 +63,11 @@ def test_greedy_texts(served):
     """Several images, whose tokens are computed in chunks."""
     server, path = served
     images = [picture(100, 75), picture(200, 300, seed=1)]
-    fields = dict(max_tokens=40, ignore_eos=True, return_token_ids=True)
+    fields = dict(max_tokens=100, ignore_eos=True, return_token_ids=True)
     answer = ask(server, parts("What is this: ", images[0], " and this?", images[1]), **fields)
     prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
     assert answer["usage"]["prompt_tokens"] == len(prompt) and prompt.count(IMAGE) > 30
-    assert tokens == generated(path, prompt, images, 40)
+    assert tokens == generated(path, prompt, images, 100)
 
 
 def test_equal_images_are_cached(served):

@@ -40,6 +40,16 @@ STACKED = (
 )  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
+# How names of towers and of their projectors begin in checkpoints, and what the modules are called here.
+PROJECTED = {
+    f"{under}{theirs}.": f"vision.{ours}."
+    for under in ("", "model.")
+    for theirs, ours in (
+        ("vision_tower.vision_model", "tower"),
+        ("vision_tower", "tower"),
+        ("multi_modal_projector", "projector"),
+    )
+}
 TOWER = "vision."  # how names begin of the tensors of what makes features of images
 Count = int  # of tokens, layers, heads or groups, of which there are some wherever config.json has the key
 Divisor = float  # above 0
@@ -473,16 +483,15 @@ class SeeingArgs(Args):
     """Args of a model that takes images, where the checkpoint says how."""
 
     vision_config: dict[str, Any] | None = None
-    vision_feature_layer: int | list[int] = -1
-    multimodal_projector_bias: bool = True
-    projector_hidden_act: str = "gelu"
-    rules: ImageRules | None = None  # no key of config.json
+    # No keys of config.json: config.json as it is, and the way from images to tokens.
+    whole: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rules: ImageRules | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        raw = {key: value for key, value in config.raw.items() if key != "rules"}
+        raw = {key: value for key, value in config.raw.items() if key not in ("rules", "whole")}
         made = super().from_config(dataclasses.replace(config, raw=raw))
-        return dataclasses.replace(made, rules=find(config.path, raw | {"model_type": config.model_type}))
+        return dataclasses.replace(made, whole=config.whole, rules=find(config.path, config.whole))
 
 
 class SeeingModel(TextOfMultimodal):

@@ -46,9 +46,7 @@ MAX_POSITIONS = 1 << 27
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
 SHARED = (
-    "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vision_config", "image_token_id",
-    "image_token_index", "image_break_token_id", "image_end_token_id", "spatial_merge_size", "vision_feature_layer",
-    "multimodal_projector_bias", "projector_hidden_act",
+    "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vision_config",
 )  # fmt: skip
 
 # The files of older quantised checkpoints that have what is in config.json's quantization_config otherwise: their
@@ -75,6 +73,7 @@ class Config:
     dtype: str  # of the checkpoint: f32, bf16 or f16
     raw: dict[str, Any]  # config.json, converted to the newer form
     quantization: dict[str, Any]  # how the checkpoint's weights are quantised; empty: they are not
+    whole: dict[str, Any]  # config.json as it is
     ignored_file: str  # one of QUANTIZATION_FILES that is there though the tensors are not quantised; empty: none
 
     @property
@@ -97,9 +96,10 @@ def read_config(path: str | Path) -> Config:
         raise FatalError(
             f"{path}: model type {model_type!r} is not supported; supported are {', '.join(supported())}", MODEL
         )
-    raw = _text_config(raw, path)
-    for key, value in raw.items():
-        _check_sizes(key, value, spelled(key, raw["model_type"]), path)
+    whole, raw = raw, _text_config(raw, path)
+    for key, value in (whole | raw).items():
+        if key != "text_config":
+            _check_sizes(key, value, spelled(key, raw["model_type"]), path)
     quantization, ignored = raw.get("quantization_config") or raw.get("quantization"), ""
     if not quantization:
         quantization, ignored = _quantization_beside(path)
@@ -127,6 +127,7 @@ def read_config(path: str | Path) -> Config:
         max_positions=_max_positions(raw, path),
         dtype=raw["dtype"],
         raw=raw,
+        whole=whole,
         quantization=quantization,
         ignored_file=ignored,
     )

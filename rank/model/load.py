@@ -362,7 +362,8 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     unread = [name for name in unread if name not in set(further)]
     others = (*model.LEFT_OUT, TOWER)
     if left_out := [name for name in unread if name.startswith(others)]:
-        log.info("text alone is served: %d tensors of the model's other parts are left out", len(left_out))
+        served = "text alone is" if model.image_token < 0 else "texts and images are"
+        log.info("%s served: %d tensors of the model's other parts are left out", served, len(left_out))
     unread = [name for name in unread if not name.startswith(others)]
     if unread:
         log.warning("%d tensors of the checkpoint are not used, the first is %s", len(unread), unread[0])

@@ -15,12 +15,12 @@ CONFIG = {"text_type": "mistral"}
 
 @dataclass(frozen=True, kw_only=True)
 class MistralArgs(base.SeeingArgs, mistral.Args):
-    multimodal_projector_bias: bool = False
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Args(base.SeeingArgs, ministral3.Args):
-    multimodal_projector_bias: bool = False
+    pass
 
 
 TEXT: dict[str, type[MistralArgs] | type[Ministral3Args]] = {"mistral": MistralArgs, "ministral3": Ministral3Args}
@@ -41,9 +41,5 @@ class Args(base.SeeingArgs, mistral.Args):
 
 
 class Model(base.SeeingModel, llama.Model):
-    PREFIXES = base.SeeingModel.PREFIXES | {
-        f"{under}{theirs}.": f"vision.{ours}."
-        for under in ("", "model.")
-        for theirs, ours in (("vision_tower", "tower"), ("multi_modal_projector", "projector"))
-    }
+    PREFIXES = base.SeeingModel.PREFIXES | base.PROJECTED
     TOWER = mistral3.Tower

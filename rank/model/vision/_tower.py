@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear
 
 from ....kernels.activation.activation import gated_activation
 from ...vision import ImageRules
@@ -13,6 +17,20 @@ from ..shard import whole
 from ..weights.slicing import Field, Ratio, ShardedModule
 
 LARGEST = 1 << 16  # of a size in vision_config
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": functools.partial(gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),  # GELU's quick approximation, arXiv 1606.08415
+}
+
+
+def activation_of(name: str, key: str) -> Callable[[Tensor], Tensor]:
+    """Raises ValueError for a name in config.json, under that key, that is none of ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{key} is {name!r}, expected one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 class Whole(ColumnParallel):
@@ -42,6 +60,31 @@ class PatchEmbedding(ShardedModule):
         return linear(patches.flatten(1).to(weight.dtype), weight.flatten(1), self.bias)
 
 
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int, inner: int, activation: str):
+        """activation: as config.json calls it. Raises ValueError."""
+        super().__init__()
+        self.activation = activation_of(activation, "hidden_act of vision_config")
+        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class Projector(nn.Module):
+    """LLaVA's (Liu et al. 2023, arXiv 2310.03744): two linears to the text model's size."""
+
+    def __init__(self, config: dict[str, Any], inputs: int, outputs: int, bias: bool = True):
+        """config: config.json. bias: whether there is one, where config.json does not say. Raises ValueError."""
+        super().__init__()
+        self.activation = activation_of(config.get("projector_hidden_act", "gelu"), "projector_hidden_act")
+        bias = bool(config.get("multimodal_projector_bias", bias))
+        self.linear_1, self.linear_2 = Whole(inputs, outputs, bias=bias), Whole(outputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.activation(self.linear_1(x)))
+
+
 class GatedFeedForward(nn.Module):
     def __init__(self, hidden: int, inner: int, activation: str, bias: bool = True):
         super().__init__()
@@ -57,6 +100,13 @@ def normalised(pixels: Tensor, rules: ImageRules) -> Tensor:
     """Colours [3, height, width] f32 of pixels [height, width, 3] u8."""
     mean, std = (torch.tensor(values, device=pixels.device) for values in (rules.mean, rules.std))
     return ((pixels / 255 - mean) / std).permute(2, 0, 1)
+
+
+def in_rows(colours: Tensor, patch: int) -> Tensor:
+    """Patches [N, 3, patch, patch] of colours [3, height, width], row by row."""
+    height, width = (length // patch for length in colours.shape[1:])
+    x = colours[:, : height * patch, : width * patch].contiguous().view(3, height, patch, width, patch)
+    return x.permute(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:

@@ -13,25 +13,15 @@ from ...vision import whole
 from ...vision.qwen2_5_vl import Rules
 from .. import base
 from ..layers.norm import LayerNorm
-from ._tower import LARGEST, PatchEmbedding, Whole
+from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole
 from .qwen2_5_vl import EPS, Attention, patches, rotations
 
 
-class FeedForward(nn.Module):
-    def __init__(self, hidden: int, inner: int):
-        super().__init__()
-        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        return self.fc2(x * (1.702 * x).sigmoid())  # GELU's quick approximation, arXiv 1606.08415
-
-
 class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int):
+    def __init__(self, hidden: int, inner: int, heads: int, activation: str):
         super().__init__()
         self.norm1, self.norm2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
-        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner)
+        self.attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner, activation)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), angles, None)
@@ -62,13 +52,12 @@ class Tower(base.Tower):
             raise ValueError(f"embed_dim {hidden} of vision_config does not go with its num_heads and mlp_ratio")
         if (made := whole(config, "hidden_size", outputs, LARGEST)) != outputs:
             raise ValueError(f"hidden_size {made} of vision_config is not the text model's {outputs}")
-        if config.get("hidden_act", "quick_gelu") != "quick_gelu":
-            raise ValueError(f"hidden_act of vision_config is {config['hidden_act']!r}, expected 'quick_gelu'")
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
         frames = whole(config, "temporal_patch_size", 2, 16)
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
         self.depth = whole(config, "depth", 32, 1 << 10)
-        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(self.depth)])
+        of = hidden, inner, heads, config.get("hidden_act", "quick_gelu")
+        self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])
         self.merger = Merger(hidden, rules.merge**2, outputs)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:

@@ -84,10 +84,13 @@ MODELS = {
         rope_parameters=TWO_ROPES,
     ),
     "gemma3": dict(
-        model_type="gemma3", vision_config=dict(model_type="siglip_vision_model"), image_token_index=500,
+        model_type="gemma3", image_token_index=IMAGE, boi_token_index=513, eoi_token_index=514, mm_tokens_per_image=9,
+        vision_config=dict(
+            model_type="siglip_vision_model", num_hidden_layers=2, image_size=98, vision_use_head=False,
+        ),
         text_config=dict(
-            model_type="gemma3_text", head_dim=16, sliding_window=11, rope_parameters=TWO_ROPES,
-            layer_types=["full_attention", "sliding_attention"] * 2,
+            model_type="gemma3_text", head_dim=16, sliding_window=11, rope_parameters=TWO_ROPES, vocab_size=520,
+            layer_types=["full_attention", "sliding_attention"] * 2, query_pre_attn_scalar=24,
         ),
     ),
     "gemma3_text capped": dict(

@@ -39,6 +39,11 @@ PREPROCESSOR = {
         image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
         patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
     ),
+    "gemma3": dict(
+        image_processor_type="Gemma3ImageProcessor", size=dict(height=98, width=98), resample=2, image_mean=[0.5] * 3,
+        image_std=[0.5] * 3, do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.3,
+    ),
     "mistral3": dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),
@@ -50,6 +55,10 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# By model_type: the special tokens, of which the first stands for features, and what templates write.
+SPECIAL = {
+    "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>"),
+}
 # Widths and heights.
 SIZES = (100, 75), (30, 190), (640, 480), (13, 40), (61, 28)
 
@@ -63,13 +72,16 @@ def write_seeing(directory, name):
 
 def add_text(directory):
     """A tokenizer with the tokens of images, and a template that writes them."""
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    special, written = SPECIAL.get(kind, (["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], None))
     write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([f"unused{i}" for i in range(IMAGE - tokenizer.get_vocab_size())])
-    tokenizer.add_special_tokens(["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    assert tokenizer.token_to_id("<|image_pad|>") == IMAGE
+    tokenizer.add_special_tokens(special)
+    assert tokenizer.token_to_id(special[0]) == IMAGE
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", written) if written else TEMPLATE
+    (directory / "chat_template.jinja").write_text(template)
     return directory
 
 
@@ -100,7 +112,7 @@ def prompt(rules, images, between=(5, 7, 9), before=(11, 12, 13)):
     ids, pictures = list(before), []
     for image in images:
         rows, columns = rules.grid(*rules.size(image.height, image.width))
-        own = rules.tokens(rows, columns)
+        own = ([*rules.tokens(rows, columns), 14] * rules.runs(rows, columns))[:-1]
         spans = tuple((len(ids) + first, len(ids) + end) for first, end in rules.spans(own))
         pictures.append(Picture(b"", len(ids), len(own), rows, columns, spans))
         ids += [*own, *between]
