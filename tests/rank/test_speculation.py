@@ -55,6 +55,7 @@ def test_random_requests(made):
     assert told.preemptions and told.steps < told.plain_steps
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["recurrent states", "two stages"])
 def test_some_ways(made, name):
     model, how = WAYS[name]

@@ -251,7 +251,7 @@ def test_tls(server, leave, monkeypatch, capsys, tmp_path):
     assert "certificate verify failed" in capsys.readouterr().err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("argv", "text", "result"),
     [([], "hi\n", "5"), (["--approve"], "hi\ny\n", "5"), (["--approve"], "hi\n\n", DENIED)],

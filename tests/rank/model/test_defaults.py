@@ -56,6 +56,7 @@ def keys_of(model_type):
     return sorted(theirs.get(name, name) for name in optional)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_keys_that_are_left_out(tmp_path, model_type):
     whole = options_of(**TYPES[model_type])

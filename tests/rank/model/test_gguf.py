@@ -73,6 +73,7 @@ def held(path, tp=1, pp=1, **options):
     return [dict(model.named_parameters()) | dict(model.named_buffers()) for model in models]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tp, pp, way", [(1, 1, "direct"), (1, 1, "striped"), (3, 1, "direct"), (2, 2, "striped")])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "qwen3_5_text"])
 def test_plain_files_make_the_same_bits(made, monkeypatch, name, tp, pp, way):

@@ -318,14 +318,14 @@ def test_the_wire_256_decoding_sequences_that_cross_a_block_border_together_fit_
         engine.scheduler.add(request(str(i), [i % 50] * 16, 100))
     engine.step()
     sizes, crossings = [], 0
-    while len(sizes) < 64:
+    while len(sizes) < 36:
         planned = len(engine.ranks.plans)
         engine.step()
         for plan in engine.ranks.plans[planned:]:
             assert len(plan.rows) == 512 and not plan.counts and not plan.new
             sizes.append(len(protocol.encode_plan(plan)))
             crossings += len(plan.block_ids) == 1024
-    assert crossings >= 3
+    assert crossings >= 2
     assert max(sizes) <= 4096, max(sizes)
     assert max(sizes) <= 4000 - 4  # it goes in one eager message
 

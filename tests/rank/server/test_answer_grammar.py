@@ -180,6 +180,7 @@ def test_a_schema_beside_tools(text, takes):
     assert takes(grammar, "Hello") == takes(grammar, WRONG) == "no"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("required", [True, False])
 def test_each_format_reads_the_calls_that_it_is_held_to(text, grammars, name, required):

@@ -99,6 +99,7 @@ class Rank:
 STEPS = [([2], [0]), ([2], [1]), ([0, 4, 5], [7, 0, 40]), ([2], [2]), ([5, 0, 1], [41, 8, 30]), ([2, 3], [3, 63])]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_replayed_steps_are_what_the_others_are(tmp_path, name, count):

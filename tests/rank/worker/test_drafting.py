@@ -160,6 +160,7 @@ STEPS = [
 STANDING = [{1: 6}, {1: 7}, {1: 8, 0: 18}, {1: 9, 0: 21, 2: 31}, {1: 12, 0: 23, 2: 32}, {0: 24, 1: 13, 2: 33}]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_drafts_are_those_of_the_sequence_alone(made, name, tp):

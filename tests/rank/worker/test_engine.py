@@ -292,6 +292,7 @@ def test_weights_are_kept_on_all_ranks_and_come_back(gpu, caplog):
     assert "copied back" in caplog.text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("why", ["room", "refused", "offload"])
 def test_weights_that_cannot_be_kept_are_dropped_on_all_ranks(gpu, monkeypatch, caplog, why):
     caplog.set_level(logging.INFO, "phalanx")

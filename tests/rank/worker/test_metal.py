@@ -41,6 +41,7 @@ def compared(model, **options):
     return found["kinds"]
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_cpus(checkpoint):
     """Drawn and greedy, with penalties, grammars, log-probabilities and drafts."""
     assert compared(checkpoint) == ["mps torch.float32"]

@@ -147,7 +147,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tp, pp", [*(pytest.param(tp, 1, marks=pytest.mark.long) for tp in (1, 2)), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):
@@ -400,6 +400,7 @@ def test_ranks_get_whole_tiles_of_marlin(made, tmp_path):
     assert stop.value.code == errors.USAGE
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["gptq", "marlin", "awq, merged"])
 def test_striped_loading_and_random_weights(made, caplog, name):
     """All ways load equal bits; a rank holds the codes that one rank would; nothing is said to be left over."""

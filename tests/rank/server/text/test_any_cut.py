@@ -46,6 +46,7 @@ def texts(name, count):
         yield text[:at] + "".join(rng.choices(parts, k=rng.randint(0, 2))) + text[at + missing :]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", PARTS)
 def test_tool_calls(name, count):
@@ -79,6 +80,7 @@ def test_reasoning(name, thinking, count):
             assert form.opens[0] not in content.replace("`" + form.opens[0], ""), text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PARTS)
 def test_calls_with_all_that_arguments_can_hold(name):
     """They are found as they were written, between texts."""

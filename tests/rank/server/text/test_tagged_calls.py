@@ -168,6 +168,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
