@@ -210,7 +210,7 @@ def light(counts, lengths):
     num_decodes = next((i for i, count in enumerate(counts) if count > 1), len(counts))
     return SimpleNamespace(
         positions=meta, slots=meta.long(), block_tables=meta[:, None].expand(-1, 9), lengths=meta, query_starts=meta,
-        num_decodes=num_decodes, query_len=1, query_lens=counts, kv_lens=lengths, sampled=None, scratch={},
+        num_decodes=num_decodes, query_len=1, query_lens=counts, kv_lens=lengths, sampled=None, reach=None, scratch={},
     )  # fmt: skip
 
 
