@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 OPTIONS = "--np", "2", "--device", "cpu", "--mem", "64", "--max-num-batched-tokens", "64"
 
 
-SHORT = ("qwen2_5_vl", "--tp"), ("qwen3_5", "--tp"), ("qwen3_vl", "--tp"), ("mistral3", "--tp"), ("gemma3", "--pp")
+SHORT = ("qwen3_vl", "--tp"), ("gemma3", "--pp")
 SERVED = of_short(((name, cut) for name in SEEING for cut in ("--tp", "--pp")), SHORT)
 
 

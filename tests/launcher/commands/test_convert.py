@@ -180,6 +180,7 @@ def test_fp8(checkpoint, tmp_path):
     assert logits.isfinite().all()
 
 
+@pytest.mark.long
 def test_a_terminal_sees_a_bar(checkpoint, tmp_path):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))  # of no columns, no bar is drawn

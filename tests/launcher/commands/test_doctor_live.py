@@ -138,6 +138,7 @@ def test_ranks_that_do_not_meet(tmp_path):
     assert [line for line in done.stdout.splitlines() if line.startswith("FAIL  ranks ") and "within 3 s" in line]
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_there(report):
     code, lines = report("--np", "1", "--device", "cuda", "--d", "99")
     assert code == 1
