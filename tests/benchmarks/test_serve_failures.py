@@ -55,7 +55,7 @@ def test_failures(bench, server, how, reason):
 def test_failures_that_differ_in_numbers_are_one_line(bench, server):
     server.plan = [400] * 3
     got = bench(*SMALL, "--concurrency", 1)
-    assert re.search(r"\n +3 × HTTP 400.*\n$", got.out)
+    assert re.search(r" 3 × HTTP 400.*\n$", got.out)
 
 
 def test_nothing_worked(bench, server):

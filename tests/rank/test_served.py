@@ -159,7 +159,7 @@ class Expected:
         behind = (logits.max(-1).values - logits[range(len(got)), got]).tolist()
         for place, gap in enumerate(behind):
             likeliest = int(logits[place].argmax())
-            assert gap <= TOLERANCE, f"token {place}: {gap:.2g} below {likeliest}"
+            assert gap <= TOLERANCE, f"{place}: {gap:.2g} below {likeliest}"
         return [place for place, gap in enumerate(behind) if gap > 0]
 
 
@@ -270,7 +270,7 @@ def check_answers(title, want, found, asked):
         ids, values = zip(*top, strict=True)
         assert sorted(ids) == list(range(logprobs.shape[-1]))
         far = (torch.tensor(values) - logprobs[place, list(ids)]).abs().max()
-        assert far < TOLERANCE, f"{title}: {far:.2g} off at {place}"
+        assert far < TOLERANCE, f"{title}, {place}: {far:.2g} off"
 
 
 def check(title, want, prompt, got, count):

@@ -55,7 +55,7 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# By model_type: the special tokens, of which the first stands for features, and what templates write.
+# Special tokens by model_type, of which the first stands for features, and what templates write.
 SPECIAL = {
     "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>"),
 }

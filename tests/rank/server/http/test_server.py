@@ -171,7 +171,9 @@ def test_fatal_tells_why(fresh_server):
     sock = send(fresh_server, "chat/completions", messages="hi")
     fresh_server.wait(lambda: fresh_server.scheduler.requests)
     fresh_server.call(fresh_server.scheduler.send, protocol.Fatal("rank 1 is stuck", 71))
-    assert b"job ended: rank 1 is stuck" in read_all(sock)
+    answer = read_all(sock)
+    assert b"job ended" in answer
+    assert b"rank 1 is stuck" in answer
     sock.close()
     fresh_server.call(fresh_server.scheduler.close)
     fresh_server.wait(lambda: fresh_server.link.state == "failed")
