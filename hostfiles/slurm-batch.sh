@@ -17,7 +17,7 @@
 #SBATCH --signal=B:USR1@300
 
 # SIGUSR1 stops the intake: what is under way is finished and written down. srun passes it on to the ranks.
-# What your site needs to find MPI and `phalanx`:
+# Let the job find MPI and `phalanx`, as your site needs it:
 # module load openmpi
 # source /path/to/.venv/bin/activate
 # Since Slurm 22.05 srun takes cpus-per-task from this variable alone.

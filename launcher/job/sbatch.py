@@ -34,7 +34,7 @@ _HEAD = """\
 """
 
 _RUN = """\
-# What your site needs to find MPI and `phalanx`:
+# Let the job find MPI and `phalanx`, as your site needs it:
 # module load openmpi
 # source /path/to/.venv/bin/activate
 # Since Slurm 22.05 srun takes cpus-per-task from this variable alone.

@@ -117,7 +117,7 @@ class TextEngine:
 
     @property
     def image_limits(self) -> dict[str, int] | None:
-        """What ImageReader.limits says; None: the model takes no images, or is not loaded."""
+        """ImageReader's limits; None: the model takes no images, or is not loaded."""
         ready = self.link.ready
         if self._images is None or ready is None or ready.model != self.model:
             return None

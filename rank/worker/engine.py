@@ -316,7 +316,7 @@ class Engine:
 
     @property
     def _image_costs(self) -> ImageCosts:
-        """The same on all ranks, of which those of the first pipeline stage have the tower."""
+        """Costs of images, equal on all ranks; those of the first pipeline stage have the tower."""
         tower, costs = self.model.vision, ImageCosts()
         if tower is not None:
             size = (1 + tower.levels) * self.model.hidden_size * self.model.dtype.itemsize

@@ -16,7 +16,7 @@ from .state import BatchState, ScheduledBatch
 
 
 class Images:
-    """Used by the step thread, in the order of the plans. The tower works on one image after the other, in pieces that
+    """Used by the step thread, in the order of the plans. The tower works on one image after the other, in parts that
     plans ask for, so that no step waits for a whole one. Features stay in host memory until rank 0 drops them."""
 
     def __init__(self, model: Model, state: BatchState, device: torch.device):
@@ -43,7 +43,7 @@ class Images:
         self._rows.pop(row, None)
 
     def work(self, pieces: int) -> None:
-        """Have the tower, where this stage has it, compute so many pieces of the images that were taken."""
+        """Have the tower, where this stage has it, compute so many parts of the images that were taken."""
         for _ in range(pieces if self._model.vision is not None else 0):
             if self._started is None:
                 image = self._pixels.pop(next(iter(self._pixels)))

@@ -95,7 +95,7 @@ def profile_run(
 
 
 def largest_image(model: Model, device: torch.device) -> Iterator[None]:
-    """The tower's pieces of work on the largest image that a prompt can have; none where there is no tower."""
+    """The tower's parts of work on the largest image that a prompt can have; none where there is no tower."""
     if model.vision is not None:
         height, width = model.vision.rules.largest(model.max_model_len)
         yield from model.vision.pieces(torch.zeros(height, width, 3, dtype=torch.uint8, device=device))
