@@ -30,9 +30,13 @@ def config_bytes(path: Path) -> bytes:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Their names in the directory. Raises FatalError where there are none or an index is garbled."""
+    """Their names in the directory; of a mmproj file, which may lie elsewhere, its whole path.
+
+    Raises FatalError where there are none or an index is garbled.
+    """
     if is_gguf(path):
-        return [file.name for file in checkpoint.shards(path)]
+        tower = checkpoint.mmproj(path)
+        return [file.name for file in checkpoint.shards(path)] + ([str(tower.absolute())] if tower else [])
     return list(dict.fromkeys(safetensors_header.weight_files(path).values()))
 
 

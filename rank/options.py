@@ -234,6 +234,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         int, engine("--images-per-prompt", group=_SERVER, metavar="N", low=0, high=1024,
                     help="most images of a request; 0: text alone, and no tower is loaded"),
     ] = 16  # fmt: skip
+    mmproj: Annotated[
+        str, engine("--mmproj", "-mm", group=_SERVER, metavar="FILE",
+                    help="the GGUF file with the tower of a GGUF model that takes images"),
+    ] = ""  # fmt: skip
     allowed_media_hosts: Annotated[
         tuple[str, ...],
         server_or_batch("--allowed-media-hosts", "--allowed-media-domains", group=_SERVER, metavar="NAME,..",

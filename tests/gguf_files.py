@@ -213,6 +213,8 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
     if "sliding_attention" in rope and config["model_type"] != "olmo3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if sections := full.get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])
     if full.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(full["factor"])
@@ -392,7 +394,8 @@ def tokenizer(directory: Path) -> dict[str, Any]:
     """The keys of a GGUF file for a byte-level tokenizer.json of GPT-2's kind, and its template."""
     data = json.loads((directory / "tokenizer.json").read_text())
     vocab, special = data["model"]["vocab"], {one["id"]: one["content"] for one in data["added_tokens"]}
-    tokens = sorted(vocab | {text: id for id, text in special.items()}, key=(vocab | {}).get)
+    ids = vocab | {text: id for id, text in special.items()}
+    tokens = sorted(ids, key=ids.__getitem__)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     return {
         "tokenizer.ggml.model": "gpt2",

@@ -39,6 +39,7 @@ def resolve(options: Options, place: RankPlacement | None) -> Options:
     options = _check_tool_servers(options)
     _check_template(options)
     api_key, model = _api_key(options), model_path(options, place)
+    options = _check_mmproj(options, model)
     name = options.served_model_name
     if is_gguf(model) and not name:
         name = checkpoint.name(Path(model))
@@ -47,6 +48,17 @@ def resolve(options: Options, place: RankPlacement | None) -> Options:
     return msgspec.structs.replace(
         options, model=model, weight_file="", served_model_name=name, api_key=api_key, api_key_file="", **numbers
     )
+
+
+def _check_mmproj(options: Options, model: str) -> Options:
+    if not options.mmproj:
+        return options
+    if not is_gguf(model):
+        raise FatalError(f"--mmproj {options.mmproj}: {model} is no GGUF file, and has its tower itself", USAGE)
+    file = Path(options.mmproj).expanduser().absolute()
+    if not is_gguf(file) or not file.is_file():
+        raise FatalError(f"--mmproj {options.mmproj}: there is no GGUF file {file} on {mpi_env.hostname()}", USAGE)
+    return msgspec.structs.replace(options, mmproj=str(file))
 
 
 def rank_options(options: Options) -> Options:

@@ -8,12 +8,13 @@ from typing import Any
 
 from ...errors import MODEL, FatalError
 from ..safetensors_header import Entry, Index, Order
-from . import architectures
+from . import architectures, towers
 from .header import Header, Tensor, read
 from .metadata import Metadata
 
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_mmproj: dict[Path, Path] = {}  # files with the towers of models' files
 BLOCKS = ".blocks"  # ends the name of a quantised tensor as it is stored: bytes, by rows
 
 
@@ -40,6 +41,19 @@ def name(path: Path) -> str:
     return found[1] if found else path.stem
 
 
+def pair(path: str | Path, mmproj: str | Path) -> None:
+    """Say which mmproj file belongs to a model's file, for all of this process; empty: none."""
+    if mmproj:
+        _mmproj[Path(path)] = Path(mmproj)
+    else:
+        _mmproj.pop(Path(path), None)
+
+
+def mmproj(path: Path) -> Path | None:
+    """The mmproj file that belongs to a model's file."""
+    return _mmproj.get(path)
+
+
 def headers(path: Path) -> list[Header]:
     """Opens all shards. Raises FatalError where one is missing, damaged or another's."""
     files = shards(path)
@@ -58,13 +72,20 @@ def config(path: Path) -> dict[str, Any]:
     m = Metadata(headers(path))
     architecture = _architecture(m)
     keys = architecture.config(m)
-    orders, types = orders_of(architecture, keys), {}
-    for name, tensor in m.matrices():
-        # Three axes: all experts of a layer
-        if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and _keeps_groups(orders.get(part_of(name)), tensor):
-            types[_rename(architecture, name).removesuffix(".weight")] = tensor.type.name
+    parts = [(m, architecture, keys)]
+    if tower := _tower(path):
+        parts.append(tower)
+    types = {}
+    for part, entries, sizes in parts:
+        orders = orders_of(entries, sizes)
+        for name, tensor in part.matrices():
+            keeps = _keeps_groups(orders.get(part_of(name)), tensor)
+            # Three axes: all experts of a layer
+            if tensor.type.group > 1 and len(tensor.shape) in (2, 3) and keeps:
+                types[_rename(entries, name).removesuffix(".weight")] = tensor.type.name
     quantization = {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
-    return keys | {"dtype": _dtype(m)} | quantization
+    whole = keys if tower is None else towers.config(tower[0], m, keys)
+    return whole | {"dtype": _dtype(m)} | quantization
 
 
 def read_index(path: Path) -> Index:
@@ -74,41 +95,64 @@ def read_index(path: Path) -> Index:
     m = Metadata(found)
     architecture = _architecture(m)
     keys = architecture.config(m)
-    orders = orders_of(architecture, keys)
     index = Index({}, {}, path=str(path))
     for header in found:
-        entries = index.headers[header.file.name] = {}
-        for name, tensor in header.tensors.items():
-            ours = _rename(architecture, name)
-            if not ours:
-                continue
-            if ours in index.files:
-                raise FatalError(f"{header.file}: tensor {name} is in {index.files[ours]} as well", MODEL)
-            part = part_of(name)
-            if part in getattr(architecture, "STACKED", {}):
-                entries |= _rows(ours, architecture.STACKED[part], tensor)
-                continue
-            tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
-            order = orders.get(part)
-            _check_order(f"{header.file}: {name}", order, tensor)
-            entries[ours] = _entry(architecture, name, tensor, order)
-            if tensor.type.group > 1 and _keeps_groups(order, tensor):
-                entries[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, order)
+        entries = index.headers[header.file.name] = _entries(header, architecture, keys, index)
         for key, ours in getattr(architecture, "PER_LAYER", {}).items():
             entries |= _numbers(header, key, ours, keys["num_hidden_layers"])
+    if (tower := _tower(path)) is not None:
+        # Its name is absolute, so that it leads there from the model's directory, too.
+        index.headers[str(tower[0].file.absolute())] = _entries(read(tower[0].file), *tower[1:], index)
     index.files = {name: file for file, entries in index.headers.items() for name in entries}
     return index
+
+
+def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Index) -> dict[str, Entry]:
+    """A file's tensors. index: has those of the files before it."""
+    orders, entries = orders_of(architecture, keys), dict[str, Entry]()
+    for name, tensor in header.tensors.items():
+        ours = _rename(architecture, name)
+        if not ours:
+            continue
+        if other := next((file for file, before in index.headers.items() if ours in before), None):
+            raise FatalError(f"{header.file}: tensor {name} is in {other} as well", MODEL)
+        part = part_of(name)
+        if part in getattr(architecture, "STACKED", {}):
+            entries |= _rows(ours, architecture.STACKED[part], tensor)
+            continue
+        tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
+        order = orders.get(part)
+        _check_order(f"{header.file}: {name}", order, tensor)
+        entries[ours] = _entry(architecture, name, tensor, order)
+        if tensor.type.group > 1 and _keeps_groups(order, tensor):
+            entries[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, order)
+    return entries
+
+
+def _tower(path: Path) -> tuple[Metadata, Any, dict[str, Any]] | None:
+    """The metadata of the mmproj file that belongs to a model's file, how its tensors are called, and sizes that their
+    orders need."""
+    if (file := mmproj(path)) is None:
+        return None
+    m = Metadata([read(file)])
+    tower = towers.find(m)
+    vision = tower.config(m)["vision_config"]
+    heads = vision.get("num_attention_heads") or vision.get("num_heads") or 1
+    return m, towers.Tensors(tower, m), {"head_dim": vision["hidden_size"] // heads}
 
 
 def spelled(path: Path, name: str) -> str:
     """A tensor's name in the file, by the one that the architecture's own checkpoints give it; for messages."""
     if name.endswith(BLOCKS):
         name = name.removesuffix(BLOCKS) + ".weight"
-    tensors: dict[str, str] = _architecture(Metadata(headers(path))).TENSORS
+    tower = _tower(path)
+    tensors: dict[str, str] = _architecture(Metadata(headers(path))).TENSORS | (tower[1].TENSORS if tower else {})
     numbers, pattern = NUMBER.findall(name), NUMBER.sub("{}", name)
     for theirs, ours in tensors.items():
         if ours and (pattern == ours or pattern.startswith(ours + ".")):
             return (theirs + pattern.removeprefix(ours)).format(*numbers)
+        if ours and name.startswith(ours + "."):
+            return theirs + name.removeprefix(ours)
     return name
 
 
@@ -129,6 +173,8 @@ def _rename(architecture: Any, name: str) -> str:
     if pattern in architecture.TENSORS:  # one without an ending
         return str(architecture.TENSORS[pattern].format(*numbers))
     stem, _, ending = pattern.rpartition(".")
+    if (of_this := name.rpartition(".")[0]) in architecture.TENSORS:  # with its number
+        stem = of_this
     if stem not in architecture.TENSORS:
         return name
     ours = architecture.TENSORS[stem]

@@ -63,7 +63,7 @@ def state(file: Path) -> tuple[Path, int, int]:
     return file, found.st_size, found.st_mtime_ns
 
 
-@functools.lru_cache(1)  # each of several questions about a file reads its header
+@functools.lru_cache(3)  # each of several questions about a model, its vocabulary and its mmproj file reads a header
 def _read(file: Path, size: int, changed: int, texts: bool) -> Header:
     with untrusted_files.open_weights(file) as opened:
         return _Reader(opened, size, texts).header(file)

@@ -43,6 +43,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_parser: str = "auto"  # a file of text/tool_formats; "auto": the model's; "none": calls stay text
     reasoning_parser: str = "auto"  # a file of text/reasoning; "auto", "none": the same
     thinking: bool | None = None  # enable_thinking of requests that do not say
+    mmproj: str = ""  # the file with the tower of a GGUF model
     images_per_prompt: int = 16  # most images of a request; 0: the model takes text alone
 
 

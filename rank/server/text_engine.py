@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from .. import heap, protocol, vision
+from ..gguf import checkpoint
 from . import tracing
 from .api_error import ApiError
 from .blocking import Lanes
@@ -66,6 +67,7 @@ class TextEngine:
         self.link = link
         self.config = config
         self.names = config.names()
+        checkpoint.pair(config.model_dir, config.mmproj)
         self.text: RemoteText | None = None
         self._images: ImageReader | None = None
         self.defaults: dict[str, Any] = {}

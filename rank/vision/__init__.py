@@ -93,7 +93,9 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
     if kind not in kinds() or not (isinstance(config.get("vision_config"), dict) or kind in SEEING):
         return None
     module = importlib.import_module(f".{kind}", __name__)
-    given = _read(directory, getattr(module, "FILE", "preprocessor_config.json"))
+    given = config.get("image_processor")  # of a mmproj file
+    if given is None:
+        given = _read(directory, getattr(module, "FILE", "preprocessor_config.json"))
     nested = _read(directory, "processor_config.json").get("image_processor") if not given else None
     try:
         return module.read(config, given or (nested if isinstance(nested, dict) else {}))

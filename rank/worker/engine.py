@@ -22,6 +22,7 @@ from ...kernels import jit
 from ...kernels.cpp import ops
 from .. import cache_groups, heap
 from ..cache_groups import ONE_GROUP, Groups
+from ..gguf import checkpoint
 from ..model import cache_spec, fingerprint
 from ..model.base import Model
 from ..model.drafts import DraftSource
@@ -140,6 +141,7 @@ class Engine:
                 self._say(f"the weights were copied back in {time.monotonic() - started:.1f} s")
             return
         watch.begin("comparing the nodes' models")
+        checkpoint.pair(options.model, options.mmproj)
         fingerprint.check(place.world, place.hosts, Path(options.model), options.load_format != "dummy")
         free = [kv_cache.free_memory(where, place.ranks_here) for where in (place.device, torch.device("cpu"))]
         place.world.barrier()  # nobody takes memory before all have looked
@@ -244,6 +246,7 @@ class Engine:
 
     def check(self, options: Options) -> None:
         """Raise FatalError where `load` would with these options, as far as files tell. Not collective."""
+        checkpoint.pair(options.model, options.mmproj)
         check_model(
             options.model, self.place.mesh, options.max_model_len, options.load_format, options.isq,
             options.quantization,

@@ -126,6 +126,17 @@ def rope(m: Metadata) -> dict[str, Any]:
     return found
 
 
+def sections(m: Metadata, keys: dict[str, Any], interleaved: bool = False) -> dict[str, Any]:
+    """keys, whose rope_parameters say how rotary dimensions are divided among axes of images."""
+    found = m.values.get(f"{m.architecture}.rope.dimension_sections")
+    if found is None:
+        return keys
+    if not isinstance(found, list) or len(found) < 3:
+        raise FatalError(f"{m.file}: the metadata's {m.architecture}.rope.dimension_sections is {found!r}", MODEL)
+    axes = {"mrope_section": found[:3]} | ({"mrope_interleaved": True} if interleaved else {})
+    return keys | {"rope_parameters": keys["rope_parameters"] | axes}
+
+
 def keys(raw: dict[str, Any]) -> dict[str, Any]:
     """The reverse of `config`: the metadata, without the architecture's name in front, of config.json as it is read."""
     dim, heads = head_dim(raw), raw["num_attention_heads"]

@@ -7,7 +7,7 @@ from typing import Any
 from ....errors import MODEL, FatalError
 from ...safetensors_header import Order
 from ..metadata import Metadata
-from ._common import DECODER, QK_NORM, layer
+from ._common import DECODER, QK_NORM, layer, sections
 from ._common import config as common
 
 TENSORS = (
@@ -33,7 +33,7 @@ ONES = {"ssm_conv1d": 1}
 
 def config(m: Metadata) -> dict[str, Any]:
     """`common`'s keys and the sizes of the nets. Which layers have one, the tensors tell."""
-    keys, further = common(m), m.integer("nextn_predict_layers", 0)
+    keys, further = sections(m, common(m), interleaved=True), m.integer("nextn_predict_layers", 0)
     layers = keys["num_hidden_layers"] - further
     heads = m.integer("ssm.time_step_rank")
     values = m.integer("ssm.inner_size")

@@ -19,5 +19,6 @@ class Args(base.SeeingArgs, qwen2.Args):
 
 class Model(base.SeeingModel, qwen2.Model):
     PREFIXES = base.SeeingModel.PREFIXES | {"visual.": "vision.", "model.visual.": "vision."}
+    MERGED = qwen2.Model.MERGED | {"qkv": ("q", "k", "v")}  # as GGUF files have them
     TOWER: ClassVar[type[base.Tower]] = qwen2_5_vl.Tower
     image_positions = staticmethod(qwen2_5_vl.positions)

@@ -43,20 +43,26 @@ class Whole(ColumnParallel):
 class PatchEmbedding(ShardedModule):
     """A convolution whose kernels do not overlap: a linear of each patch. Of still images all frames are the same."""
 
-    def __init__(self, patch: int, outputs: int, frames: int = 0, bias: bool = False):
-        """frames: that checkpoints have weights for; 0: they know none."""
+    def __init__(self, patch: int, outputs: int, frames: int = 0, bias: bool = False, second: bool = False):
+        """frames: that checkpoints have weights for; 0: they know none. second: the weights for a second frame are a
+        tensor of their own."""
         super().__init__()
+        if second:
+            frames = 0
         axes = "oithw" if frames else "oihw"
         ratios = {"t": Ratio(frames), "h": Ratio(patch), "w": Ratio(patch)}
-        self.fields = (Field("weight", axes, ratios=ratios), Field("bias", "o"))
+        self.fields = (Field("weight", axes, ratios=ratios), Field("bias", "o"), Field("second", axes, ratios=ratios))
         self.inputs, self.outputs = whole(3), (whole(outputs),)
         shape = (outputs, 3, frames, patch, patch) if frames else (outputs, 3, patch, patch)
         self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None
+        self.second = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False) if second else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [N, 3, patch, patch] f32. Returns [N, outputs]."""
         weight = self.weight.sum(2) if self.weight.dim() == 5 else self.weight
+        if self.second is not None:
+            weight = weight + self.second
         return linear(patches.flatten(1).to(weight.dtype), weight.flatten(1), self.bias)
 
 

@@ -86,8 +86,8 @@ class Tower(base.Tower):
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
         self.window = max(1, whole(config, "window_size", 112, LARGEST) // (rules.patch * rules.merge))  # tokens
         self.whole_layers = frozenset(config.get("fullatt_block_indexes", (7, 15, 23, 31)))
-        frames = whole(config, "temporal_patch_size", 2, 16)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
+        frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
         of = hidden, inner, heads, config.get("hidden_act", "silu")
         self.depth = whole(config, "depth", 32, 1 << 10)
         self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])

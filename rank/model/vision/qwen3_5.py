@@ -76,8 +76,8 @@ class Tower(base.Tower):
         self.side = round(count**0.5)
         if self.side**2 != count:
             raise ValueError(f"num_position_embeddings {count} of vision_config is no square")
-        frames = number(config, "temporal_patch_size", 2, 16)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, bias=True)})
+        frames, second = number(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, True, second)})
         self.pos_embed = PositionEmbedding(count, hidden)
         self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(depth)])
         self.merger = Merger(hidden, rules.merge**2, outputs)

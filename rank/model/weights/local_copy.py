@@ -24,6 +24,7 @@ from pathlib import Path
 from ....errors import USAGE, FatalError
 from ... import untrusted_files
 from ...checkpoint_files import directory, is_gguf, weight_files
+from ...gguf import checkpoint
 from ...safetensors_header import INDEX
 
 SMALL = ("config.json", "generation_config.json", INDEX)
@@ -55,7 +56,10 @@ def make_local_copy(
             raise FatalError(f"--stage {into}: {target} is not ours; give a directory that only you write to", USAGE)
         with _locked(target / LOCK):
             copied = _bring(source, target, into, progress)
-            return target / source.name if is_gguf(source) else target, copied
+            if is_gguf(source):
+                checkpoint.pair(target / source.name, checkpoint.mmproj(source) or "")
+                return target / source.name, copied
+            return target, copied
     except OSError as error:
         raise FatalError(f"--stage {into}: {error.filename or target}: {error.strerror}", USAGE) from None
 
@@ -72,7 +76,7 @@ def _names(source: Path) -> list[str]:
     """The files that ranks read."""
     weights = weight_files(source)
     if is_gguf(source):
-        return weights
+        return [name for name in weights if not os.path.isabs(name)]  # a mmproj file is read where it lies
     for name in weights:
         if os.path.basename(name) != name:  # it would be written outside the copy
             raise FatalError(

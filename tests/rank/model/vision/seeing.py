@@ -12,6 +12,7 @@ from phalanx.rank import vision
 from phalanx.rank.model.batch import EmbeddingOverride
 from phalanx.rank.model.load import load
 from phalanx.rank.protocol import Picture
+from phalanx.rank.server.text.model_files import read_json
 from phalanx.rank.worker import kv_cache
 from PIL import Image
 from tokenizers import Tokenizer
@@ -98,7 +99,7 @@ def picture(width, height, seed=0):
 
 
 def rules_of(path):
-    return vision.find(path, json.loads((path / "config.json").read_text()))
+    return vision.find(path, read_json(path, "config.json"))
 
 
 def resized(rules, image):

@@ -1,0 +1,36 @@
+"""Entries that Qwen's towers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..metadata import Metadata
+from . import common
+
+TOKENS = {"image_token_id": "<|image_pad|>"}
+TENSORS = {
+    "v.patch_embd": "vision.patch_embed.proj",
+    "v.patch_embd.weight.1": "vision.patch_embed.proj.second",  # of the second frame, which is the same image
+    "v.blk.{}.ln1": "vision.blocks.{}.norm1",
+    "v.blk.{}.ln2": "vision.blocks.{}.norm2",
+    "v.blk.{}.attn_qkv": "vision.blocks.{}.attn.qkv",
+    "v.blk.{}.attn_q": "vision.blocks.{}.attn.q",
+    "v.blk.{}.attn_k": "vision.blocks.{}.attn.k",
+    "v.blk.{}.attn_v": "vision.blocks.{}.attn.v",
+    "v.blk.{}.attn_out": "vision.blocks.{}.attn.proj",
+}
+
+
+def config(m: Metadata) -> dict[str, Any]:
+    return common(m) | {
+        "vision_config": {
+            "hidden_size": m.integer("vision.embedding_length"),
+            "intermediate_size": m.integer("vision.feed_forward_length"),
+            "depth": m.integer("vision.block_count"),
+            "num_heads": m.integer("vision.attention.head_count"),
+            "patch_size": m.integer("vision.patch_size"),
+            "spatial_merge_size": m.integer("vision.spatial_merge_size", 2),
+            "temporal_patch_size": 1,
+            "second_frame": True,
+        }
+    }

@@ -1,0 +1,166 @@
+"""Models that take images from GGUF files with a mmproj file, against transformers' of the checkpoints they are of."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from phalanx import errors
+from phalanx.comm import mesh, threads
+from phalanx.rank.gguf import checkpoint
+from phalanx.rank.model.config import read_config
+from phalanx.rank.model.load import load
+
+from .... import gguf_files, mmproj_files
+from ....server import Server
+from ..harness import distance, reference
+from ..hybrids import HYBRIDS
+from ..shapes import MODELS
+from ..test_architectures import TOLERANCE, write
+from .seeing import PREPROCESSOR, SIZES, add_text, data_url, picture, resized, rules_of, seen_logits
+from .test_towers import of_images
+
+VOCAB = {"tokenizer.ggml.tokens": [f"t{i}" for i in range(520)]}
+for token, text in ((512, "<|image_pad|>"), (513, "[IMG_BREAK]"), (514, "[IMG_END]"), (515, "[IMG]")):
+    VOCAB["tokenizer.ggml.tokens"][token] = text
+VOCABULARIES = {"gemma3": {"tokenizer.ggml.tokens": [*VOCAB["tokenizer.ggml.tokens"]]}}
+VOCABULARIES["gemma3"]["tokenizer.ggml.tokens"][512] = "<image_soft_token>"
+# Files of Mistral do not have its window.
+SLIDING = dict(num_hidden_layers=7, layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"])
+SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")} | {
+    "gemma3": MODELS["gemma3"] | {
+        "text_config": MODELS["gemma3"]["text_config"] | {"query_pre_attn_scalar": 16} | SLIDING,
+        "vision_config": MODELS["gemma3"]["vision_config"] | {"intermediate_size": 64},
+    },
+    "mistral3": MODELS["mistral3"] | {
+        "image_token_index": 515, "text_config": MODELS["mistral3"]["text_config"] | {"sliding_window": None},
+    }
+}  # fmt: skip
+
+LIMITS = {  # as published: files have none
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), {"size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}}),
+    "gemma3": {"do_pan_and_scan": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> its checkpoint and its file, which has its mmproj file beside it."""
+
+    @functools.cache
+    def make(name, kind="F32"):
+        folder = tmp_path_factory.mktemp("model")
+        path = write(folder / "plain", **SHAPES[name])
+        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR[name] | LIMITS.get(name, {})))
+        file, mmproj = mmproj_files.write(path, folder / "files", kind, VOCABULARIES.get(name, VOCAB))
+        checkpoint.pair(file, mmproj)
+        return path, file
+
+    return make
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_config(made, name):
+    path, file = made(name)
+    want, got = read_config(path), read_config(file)
+    assert (got.model_type, got.hidden_size, got.num_layers) == (want.model_type, want.hidden_size, want.num_layers)
+    rules = rules_of(file)
+    assert rules.token == want.whole.get("image_token_id", want.whole.get("image_token_index"))
+    assert rules.patch == want.whole["vision_config"]["patch_size"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_several_images(made, name, tp):
+    path, file = made(name)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES[:2])]
+    ids, got = seen_logits(file, images, tp)
+    given = torch.tensor([ids])
+    with torch.no_grad():
+        want = reference(path)(given, **of_images(path, given, images)).logits[0]
+    assert distance(got, want) < TOLERANCE
+    assert np.isfinite(want.numpy()).all() and want.std() > 0.5
+
+
+def test_quantised_towers(made):
+    """Features of a tower in Q8_0 are near to the plain one's, as far as its linears have groups of 32 inputs."""
+    _, file = made("qwen2_5_vl")
+    _, quantised = made("qwen2_5_vl", "Q8_0")
+    image = picture(100, 75)
+
+    def seen(file):
+        return threads.run(lambda comm: load(file, mesh.build(comm, 1, 1)).vision(resized(rules_of(file), image)), 1)[0]
+
+    with torch.no_grad():
+        plain, near = seen(file), seen(quantised)
+    types = read_config(quantised).quantization["types"]
+    assert any(name.startswith("vision.") for name in types)
+    assert 0 < distance(near, plain) < 0.1
+
+
+def test_names_of_early_files(made, tmp_path):
+    """Of Gemma 3, whose two linears of an MLP were called by each other's names."""
+    path, file = made("gemma3")
+    _, mmproj = mmproj_files.write(path, tmp_path / "files", tokenizer=VOCABULARIES["gemma3"], swapped=True)
+    copy = tmp_path / "model.gguf"
+    copy.symlink_to(file)
+    checkpoint.pair(copy, mmproj)
+    ours, theirs = checkpoint.read_index(file), checkpoint.read_index(copy)
+    shapes = [
+        {name: entry.shape for entries in index.headers.values() for name, entry in entries.items()}
+        for index in (ours, theirs)
+    ]
+    assert shapes[0] == shapes[1] and any(name.endswith(".mlp.fc1.weight") for name in shapes[0])
+
+
+def test_files_that_do_not_fit(made, tmp_path):
+    _, file = made("qwen2_5_vl")
+    _, other = made("mistral3")
+    copy = tmp_path / "model.gguf"
+    copy.symlink_to(file)
+    for wrong, why in ((file, "no mmproj file"), (checkpoint.mmproj(other), "is for mistral")):
+        checkpoint.pair(copy, wrong)
+        with pytest.raises(errors.FatalError, match=why) as stop:
+            read_config(copy)
+        assert stop.value.code == errors.MODEL
+    checkpoint.pair(copy, "")
+    assert read_config(copy).model_type == "qwen2"
+
+
+def test_a_missing_tensor_by_the_files_name(made, tmp_path):
+    _, file = made("qwen3_vl")
+    mmproj, copy = tmp_path / "mmproj.gguf", tmp_path / "model.gguf"
+    copy.symlink_to(file)
+    written = checkpoint.mmproj(file).read_bytes()
+    mmproj.write_bytes(written.replace(b"v.deepstack.1.fc2.bias", b"v.deepstack.1.fc9.bias"))
+    checkpoint.pair(copy, mmproj)
+    with pytest.raises(errors.FatalError, match=r"v\.deepstack\.1\.fc2\.bias"):
+        threads.run(lambda comm: load(copy, mesh.build(comm, 1, 1)), 1)
+
+
+@pytest.mark.timeout(120)
+def test_greedy_texts_on_a_live_server(made, tmp_path):
+    """--mmproj, with the file in another directory."""
+    path, _ = made("qwen2_5_vl")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text((path / "config.json").read_text())
+    tokenizer = add_text(tmp_path / "text")
+    file, mmproj = mmproj_files.write(path, tmp_path / "files", "F16", gguf_files.tokenizer(tokenizer))
+    other = tmp_path / "elsewhere" / "tower.gguf"
+    other.parent.mkdir()
+    mmproj.rename(other)
+    image = picture(100, 75)
+    content = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": "What is it?"}]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 20}
+    options = "--np", "2", "--tp", "2", "--device", "cpu", "--mem", "64", "--mmproj", str(other)
+    with Server(str(file), *options) as server:
+        fields = {"ignore_eos": True, "return_token_ids": True}
+        status, answer, _ = server.request("/v1/chat/completions", body | fields)
+    assert status == 200, answer
+    prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    given = torch.tensor([prompt])
+    with torch.no_grad():
+        shown = of_images(path, given, [image])
+        want = reference(path).generate(given, **shown, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert prompt.count(512) == 12 and tokens == want[0, len(prompt) :].tolist()
