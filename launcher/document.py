@@ -59,8 +59,8 @@ which prints a Slurm script that runs the command, with `--nodes N` on N nodes, 
 OTHERS = """\
 Flags of vLLM, SGLang, llama.cpp and candle-vLLM that mean what an option means are other names of it, above. These are
 understood besides. One that changes nothing is passed over with a note. One that would change the answer, or asks for
-what there is not, is refused with these words. `*` stands for all names that begin so; of `--flag` there is `--no-flag`
-too.
+what there is not, is rejected with these words. `*` stands for all names that begin so; of `--flag` there is
+`--no-flag` too.
 """
 # Read by the program or by what it is made of, and not options.
 VARIABLES = {
@@ -87,7 +87,7 @@ kept is there only for the key that it was asked with. `"stream": true` answers 
 completions end with `data: [DONE]`; an error after the first event is the last event. `/openapi.json` describes all
 this for programs, `/docs` for people.
 
-A field that is not listed is ignored, unless it would change the answer: then it is refused with 400 and its name.
+A field that is not listed is ignored, unless it would change the answer: then it is rejected with 400 and its name.
 `null` means that a field is not given. A default is the server's, unless its options or the model's
 generation_config.json say otherwise.
 
@@ -110,7 +110,7 @@ LIMITS = """\
 
 A connection is closed when the server waits 120 seconds for a client's next byte, when a head or a body (an upload
 excepted, which has an hour) takes as long, and when a client takes less than 64 KiB of an answer that waits for it
-within 60 seconds. A head has at most 64 KiB and 128 headers (431), its first line 16 KiB (414). A body that is refused
+within 60 seconds. A head has at most 64 KiB and 128 headers (431), its first line 16 KiB (414). A body that is rejected
 is read for 30 seconds at most.
 
 There are as many connections as `ulimit -n` allows, but for a quarter, which is kept for files and the job. Where they
@@ -182,7 +182,7 @@ def _compat_rows() -> Iterable[tuple[str, str, str]]:
         values = [f"`{value}`" for value in entry.harmless]
         # So many are whole numbers, one after the other.
         but = " or ".join(values) if len(values) < 10 else f"{values[0]} to {values[-1]}"
-        what = "refused" + (f", but for {but}" if but else "") if entry.refused else "has no effect"
+        what = "rejected" + (f", but for {but}" if but else "") if entry.refused else "has no effect"
         yield ", ".join(names), what, entry.text
 
 

@@ -125,7 +125,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2000
     api_key: Annotated[  # of several, read from a file, each is a line: KEY, or NAME KEY
         str, server("--api-key", group=_SERVER, metavar="KEY", secret=True,
-                    help="clients must send it; better in a file; none: anybody may call"),
+                    help="clients must send it; better in a file; if unset, no authentication"),
     ] = ""  # fmt: skip
     api_key_file: Annotated[
         str, server("--api-key-file", group=_SERVER, metavar="FILE",

@@ -152,7 +152,7 @@ class Common(Sampled, kw_only=True):
     add_special_tokens: AddSpecialTokens | None = None
     response_format: Annotated[dict[str, Any] | None, doc(
         "type `text`, `json_object`, with or without a `schema`, or `json_schema` with its `schema`; the answer keeps "
-        "to it. Keywords that cannot be enforced are passed over, with `strict` refused"
+        "to it. Keywords that cannot be enforced are passed over, with `strict` rejected"
     )] = None  # fmt: skip
     prompt_logprobs: Annotated[PromptLogprobs | None, doc(
         "how many likely tokens beside each token of the prompt; -1: the whole vocabulary, for as many tokens of "
@@ -281,7 +281,7 @@ class ChatRequest(Common, kw_only=True):
         "`effort`, `enabled`, `exclude`, `max_tokens`: the same in one object; `summary` is ignored"
     )] = None  # fmt: skip
     include_reasoning: Annotated[bool | None, doc("false leaves the reasoning out of the answer")] = None
-    chat_template: Annotated[str | None, doc("refused: the server's option `--chat-template` sets it")] = None
+    chat_template: Annotated[str | None, doc("rejected: the server's option `--chat-template` sets it")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc(
         "variables for the template; switches are true or false, not texts"
     )] = None  # fmt: skip
@@ -294,7 +294,7 @@ class ChatRequest(Common, kw_only=True):
         "(docs/speculation.md) and never changes it"
     )] = None  # fmt: skip
     conversation_id: Annotated[str | None, doc(
-        "of a conversation that is recorded: one that the server has given, or the client's own; refused where the "
+        "of a conversation that is recorded: one that the server has given, or the client's own; rejected where the "
         "chat is not recorded, unless `record_conversation` is false"
     )] = None  # fmt: skip
     record_conversation: Annotated[bool | None, doc(
@@ -415,7 +415,7 @@ class CompletionRequest(Common, kw_only=True):
     refused: ClassVar[dict[str, unsupported.Field]] = unsupported.COMPLETION
 
     prompt: Annotated[str | list[str | int | list[int]], doc("a text, token ids, or a list of either")]
-    suffix: Annotated[str | None, doc("refused: it needs a model trained to fill in the middle")] = None
+    suffix: Annotated[str | None, doc("rejected: it needs a model trained to fill in the middle")] = None
     logprobs: Annotated[TopLogprobs | None, doc("how many likely tokens beside each token of the answer")] = None
 
     def prompts(self) -> list[str | list[int]]:

@@ -27,7 +27,7 @@ def test_every_verb_and_flag_is_there():
     row = {cells[0]: cells[1:] for cells in reversed(rows)}  # a flag's first row is that of its verb
     assert row["`--port`, `--p` N"][0] == "`PHALANX_PORT`" and "65535" in row["`--port`, `--p` N"][1]
     assert any("`-tp`, `--tp-size` N" in flags for flags in row)
-    assert row["`--hf-token`, `--hf-token-path`, `-hft`"][0] == "refused" and row["`--jinja`"][0] == "has no effect"
+    assert row["`--hf-token`, `--hf-token-path`, `-hft`"][0] == "rejected" and row["`--jinja`"][0] == "has no effect"
     assert "`0` to `20`" in row["`--max-logprobs`"][0] and "`1`" in row["`--nnodes`, `--num-nodes`, `--nodes`"][0]
 
 
