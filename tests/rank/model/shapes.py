@@ -56,6 +56,17 @@ MODELS = {
             num_hidden_layers=3, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0, 1],
         ),
     ),
+    "qwen3_vl_moe": dict(
+        model_type="qwen3_vl_moe", image_token_id=IMAGE, vision_start_token_id=513, vision_end_token_id=514,
+        video_token_id=515, tie_word_embeddings=False,
+        text_config=dict(
+            head_dim=8, vocab_size=520, rope_parameters=MROPE | {"mrope_interleaved": True}, num_experts=6,
+            num_experts_per_tok=2, moe_intermediate_size=20, tie_word_embeddings=False, decoder_sparse_step=2,
+        ),
+        vision_config=dict(
+            num_hidden_layers=3, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0, 1],
+        ),
+    ),
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
     "mistral no window": dict(model_type="mistral", sliding_window=None),

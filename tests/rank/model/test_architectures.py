@@ -60,6 +60,10 @@ def write(directory, **options):
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
     model.save_pretrained(directory)
+    if options["model_type"] == "qwen3_vl_moe":  # published with inputs before outputs, as transformers loads it
+        tensors = load_file(directory / "model.safetensors")
+        turned = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
+        save_file(turned, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 

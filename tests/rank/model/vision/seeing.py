@@ -40,6 +40,10 @@ PREPROCESSOR = {
         image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
         patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
     ),
+    "qwen3_vl_moe": dict(
+        image_processor_type="Qwen2VLImageProcessor", size=dict(shortest_edge=56 * 56, longest_edge=28 * 28 * 30),
+        patch_size=14, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    ),
     "gemma3": dict(
         image_processor_type="Gemma3ImageProcessor", size=dict(height=98, width=98), resample=2, image_mean=[0.5] * 3,
         image_std=[0.5] * 3, do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
