@@ -37,6 +37,7 @@ class Selection:
     kv_lens: list[int]  # lengths on the host, or bounds of them
     scratch: dict[Any, Any] = field(default_factory=dict)
     query_len: int = 1
+    reach: Tensor | None = None
     num_decodes: int = field(init=False)
     query_lens: list[int] = field(init=False)
     slots: Tensor = field(init=False)  # unset, as is query_starts: nothing is stored, and there are no prompts
