@@ -499,6 +499,10 @@ class SeeingModel(TextOfMultimodal):
 
     TOWER: ClassVar[type[Tower]]  # made of Args; raises ValueError for values that cannot be
 
+    @classmethod
+    def tower_class(cls, args: SeeingArgs) -> type[Tower]:
+        return cls.TOWER
+
     def _tower(self, args: Args, mesh: Mesh, names: Collection[str]) -> Tower | None:
         assert isinstance(args, SeeingArgs)
         if (
@@ -511,7 +515,7 @@ class SeeingModel(TextOfMultimodal):
             return None  # as of files that were made for the text model
         self.image_token, self.image_span = args.rules.token, args.rules.span
         try:
-            tower = self.TOWER(args) if mesh.first else None
+            tower = self.tower_class(args)(args) if mesh.first else None
             layers = min(len(self.model.layers), args.num_hidden_layers - 1)
             if tower is not None and tower.levels > layers:
                 raise ValueError(f"images go to {tower.levels} layers, the first stage has {layers}: lower --pp")

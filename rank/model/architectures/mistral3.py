@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....errors import MODEL, FatalError
 from .. import base
@@ -23,21 +24,20 @@ class Ministral3Args(base.SeeingArgs, ministral3.Args):
     pass
 
 
-TEXT: dict[str, type[MistralArgs] | type[Ministral3Args]] = {"mistral": MistralArgs, "ministral3": Ministral3Args}
-
-
 class Args(base.SeeingArgs, mistral.Args):
+    TEXT: ClassVar[dict[str, type[base.SeeingArgs]]] = {"mistral": MistralArgs, "ministral3": Ministral3Args}
+
     @classmethod
-    def from_config(cls, config: Config) -> MistralArgs | Ministral3Args:  # type: ignore[override]
-        """The text model's Args: it may be of either type."""
+    def from_config(cls, config: Config) -> base.SeeingArgs:  # type: ignore[override]
+        """The text model's Args: it may be of several types."""
         text = config.raw["model_type"]
-        if text not in TEXT:
+        if text not in cls.TEXT:
             raise FatalError(
-                f"{config.file}: the text model of a mistral3 model is {text!r}, which is not supported; "
-                f"supported are {', '.join(TEXT)}",
+                f"{config.file}: the text model of a {config.model_type} model is {text!r}, which is not supported; "
+                f"supported are {', '.join(cls.TEXT)}",
                 MODEL,
             )
-        return TEXT[text].from_config(config)
+        return cls.TEXT[text].from_config(config)
 
 
 class Model(base.SeeingModel, llama.Model):

@@ -85,6 +85,28 @@ MODELS = {
             model_type="ministral3", head_dim=16, rope_parameters=TEMPERATURE, tie_word_embeddings=True,
         ),
     ),
+    "llava": dict(
+        model_type="llava", vision_config=dict(model_type="clip_vision_model", num_hidden_layers=3, image_size=42),
+        image_token_index=IMAGE, text_config=dict(model_type="llama", vocab_size=520), tie_word_embeddings=False,
+    ),
+    "llava of siglip": dict(
+        model_type="llava", image_token_index=IMAGE, tie_word_embeddings=False, vision_feature_layer=-1,
+        vision_feature_select_strategy="full", text_config=dict(model_type="qwen2", vocab_size=520),
+        vision_config=dict(
+            model_type="siglip_vision_model", num_hidden_layers=2, image_size=42, vision_use_head=False,
+        ),
+    ),
+    "pixtral": dict(
+        model_type="llava", vision_config=dict(model_type="pixtral", num_hidden_layers=2), image_token_index=IMAGE,
+        image_break_token_id=513, image_end_token_id=514, tie_word_embeddings=False, vision_feature_layer=-1,
+        vision_feature_select_strategy="full", text_config=dict(model_type="mistral", head_dim=16, vocab_size=520),
+    ),
+    "llava_next": dict(
+        model_type="llava_next", image_token_index=IMAGE, tie_word_embeddings=False,
+        vision_config=dict(model_type="clip_vision_model", num_hidden_layers=3, image_size=42),
+        image_grid_pinpoints=[[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
+        text_config=dict(model_type="mistral", head_dim=16, vocab_size=520),
+    ),
     "gemma": dict(model_type="gemma", head_dim=16),
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,

@@ -49,6 +49,20 @@ PREPROCESSOR = {
         image_std=[0.5] * 3, do_pan_and_scan=True, pan_and_scan_min_crop_size=20, pan_and_scan_max_num_crops=4,
         pan_and_scan_min_ratio_to_activate=1.3,
     ),
+    "llava": dict(
+        image_processor_type="LlavaImageProcessor", size=dict(shortest_edge=42), crop_size=dict(height=42, width=42),
+    ),
+    "llava of siglip": dict(
+        image_processor_type="SiglipImageProcessor", size=dict(height=42, width=42), image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ),
+    "pixtral": dict(
+        image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=14, width=14),
+    ),
+    "llava_next": dict(
+        image_processor_type="LlavaNextImageProcessor", size=dict(shortest_edge=42),
+        crop_size=dict(height=42, width=42), image_grid_pinpoints=[[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
+    ),
     "mistral3": dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),

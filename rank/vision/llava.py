@@ -1,0 +1,73 @@
+"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): images become squares of one size, by a cut from their middle or by
+being squeezed. With Pixtral's encoder, which config.json may name, they keep their shape as in Mistral Small 3.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import ImageRules, colours, mistral3, whole
+from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
+
+CLIP, HALF = "clip_vision_model", (0.5, 0.5, 0.5)
+
+
+class Rules(ImageRules, frozen=True, kw_only=True):
+    edge: int  # pixels of a square
+    shortest: int  # pixels of the shorter edge before the middle is cut out; 0: images are squeezed
+    count: int  # features
+
+    def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
+        return self.edge, self.edge
+
+    def shown(self, image: Any, height: int, width: int) -> Any:
+        if not self.shortest:
+            return image.resize((width, height), self.resample)
+        short = min(image.size)
+        image = image.resize([self.shortest * length // short for length in image.size], self.resample)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        return image.crop((left, top, left + width, top + height))
+
+    def largest(self, tokens: int) -> tuple[int, int]:
+        return self.edge, self.edge
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return 1, self.count
+
+
+def read(config: dict[str, Any], processor: dict[str, Any]) -> ImageRules:
+    vision = config["vision_config"]
+    if vision.get("model_type") == "pixtral":
+        return mistral3.read({"spatial_merge_size": 1} | config, processor)
+    rules = square(config, processor)
+    first = config.get("vision_feature_select_strategy", "default") == "default"  # is left out
+    count = (rules["edge"] // rules["patch"]) ** 2 + (vision.get("model_type", CLIP) == CLIP) - first
+    return Rules(**rules, count=count)
+
+
+def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Rules but `count`. Raises ValueError."""
+    vision, size = config["vision_config"], processor.get("size") or {}
+    edge, clip = whole(vision, "image_size", 336), vision.get("model_type", CLIP) == CLIP
+    token = whole(config, "image_token_index", whole(config, "image_token_id", 32000, 1 << 24), 1 << 24)
+    cut = {"height": edge} | size if isinstance(size, dict) and "height" in size else processor.get("crop_size") or {}
+    if isinstance(size, int) or isinstance(cut, int) or whole(cut, "height", edge) != edge:
+        raise ValueError(
+            f"size is {size!r} with the crop_size {cut!r}, expected the image_size {edge} of vision_config"
+        )
+    if processor.get("do_pad"):
+        raise ValueError("do_pad is true, which is not supported")
+    shortest = (
+        0 if "height" in size or (not clip and "shortest_edge" not in size) else whole(size, "shortest_edge", edge)
+    )
+    if 0 < shortest < edge:
+        raise ValueError(f"size is {size!r}, less than the image_size {edge} of vision_config")
+    return {
+        "placeholder": token,
+        "token": token,
+        "mean": colours(processor, "image_mean", CLIP_MEAN if clip else HALF),
+        "std": colours(processor, "image_std", CLIP_STD if clip else HALF),
+        "resample": whole(processor, "resample", 3, 5),
+        "patch": whole(vision, "patch_size", 14),
+        "edge": edge,
+        "shortest": shortest,
+    }
