@@ -69,7 +69,7 @@ def test_where_nobody_waits(under):
 def test_what_rank_0_alone_sees(under, verb, monkeypatch, capsys, tmp_path):
     verb = [word.format(tmp_path) for word in verb]
     under(**HYDRA)
-    assert aborts(cli.main, [*verb, "/no/such/model"])[-1] == "2"
+    assert aborts(cli.main, [*verb, "/no/such/model"])[-1] == "3"
     assert "model '/no/such/model':" in capsys.readouterr().err
     monkeypatch.setenv("PHALANX_DTYPE", "f99")
     assert aborts(cli.main, verb)[-1] == "2"
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_begin(under, monkeypatch, capsys):
 def test_a_job_without_its_model_ends_at_once(tmp_path):
     command = [sys.executable, "-m", "phalanx.launcher.cli", "serve", "/no/such/model", "--device", "cpu", "--p", "0"]
     with Launched(mpirun.command(mpirun.find(os.environ), 2, command), tmp_path, **AS_ROOT) as job:
-        assert job.end(30) == 2  # --timeout is a minute
+        assert job.end(30) == 3  # --timeout is a minute
         assert job.output.count("phalanx: model '/no/such/model': ") == 1
 
 
