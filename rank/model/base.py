@@ -97,6 +97,10 @@ class Args:
         """The rope parameters of a layer."""
         return self.rope_parameters
 
+    def stage_layers(self, stage: int, stages: int) -> range:
+        """The layers of a pipeline stage."""
+        return stage_layers(self.num_hidden_layers, stage, stages)
+
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Raises FatalError where a key is missing or has a wrong type or value. A null is one where the field may be
@@ -173,7 +177,7 @@ class Decoder(nn.Module):
 
     def __init__(self, args: Args, mesh: Mesh, layer: type[Layer]):
         super().__init__()
-        indices = stage_layers(args.num_hidden_layers, mesh.pipe.rank, mesh.pipe.size)
+        indices = args.stage_layers(mesh.pipe.rank, mesh.pipe.size)
         embedding = VocabParallelEmbedding(args.vocab_size, args.hidden_size, mesh, args.embed_scale)
         self.embed_tokens = embedding if mesh.first else None
         self.layers = nn.ModuleDict({str(i): layer(args, mesh, i, local) for local, i in enumerate(indices)})

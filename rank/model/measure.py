@@ -11,9 +11,11 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # imports make no garbage, and thousands of modules are built, which it would go through in vain
 
+import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -39,7 +41,7 @@ from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear, QKVParallel, RowParallel
 from .layers.mla import LatentAttention
 from .layers.moe import Router
-from .shard import Shard, stage_layers
+from .shard import Shard
 from .stored_formats import fp8
 from .stored_formats._part import BIAS, StoredPart
 from .weights.slicing import ShardedModule
@@ -83,15 +85,21 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),
         "chosen": max(map(visited, plain.modules()), default=0),
         "degrees": list(ranks),
-        "stages": [
-            [len(stage_layers(config.num_layers, i, pp)) for i in range(pp)] for pp in range(1, config.num_layers + 1)
-        ],
+        "stages": list(stages(config)),
         "ranks": {
             tp: rank_of(model, config, tp, DTYPES[chosen], device, formats, kept)
             for tp, model in ranks.items()
             if tp <= question["most"] or tp == question["tp"]
         },
     }
+
+
+def stages(config: Config) -> Iterator[list[int]]:
+    """How many layers each pipeline stage has, for each number of stages that there may be."""
+    args = architectures.find(config.model_type).Args.from_config(config)
+    for count in range(1, config.num_layers + 1):
+        with contextlib.suppress(FatalError):
+            yield [len(args.stage_layers(i, count)) for i in range(count)]
 
 
 def stored_bytes(model: Model, dtype: torch.dtype) -> int:

@@ -207,6 +207,6 @@ def _no_layout(options: FitOptions, shape: ModelShape, cluster: plan.Cluster) ->
     asked = "".join(f" --{name} {value}" for name, value in given.items() if value)
     return (
         f"{cluster.ranks} ranks cannot share {shape.name}{' with' + asked if asked else ''}: tensor degrees that its "
-        f"heads allow are {allowed}, pipeline stages at most {shape.layers}, and all together must divide the ranks"
-        + ("; --ep divides --tp" if options.ep else "")
+        f"heads allow are {allowed}, pipeline stages at most {len(shape.stages)}, and all together must divide "
+        "the ranks" + ("; --ep divides --tp" if options.ep else "")
     )

@@ -67,7 +67,7 @@ def layouts(shape: ModelShape, cluster: Cluster, tp: int = 0, pp: int = 0, dp: i
             continue
         if cluster.ranks % t:
             continue
-        for p in range(1, min(cluster.ranks // t, shape.layers) + 1):
+        for p in range(1, min(cluster.ranks // t, len(shape.stages)) + 1):
             if (cluster.ranks // t) % p or (pp and p != pp):
                 continue
             d = cluster.ranks // t // p

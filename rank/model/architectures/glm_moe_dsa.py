@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ....errors import MODEL, FatalError
+from ....errors import MODEL, USAGE, FatalError
 from .. import base
 from ..base import Count
 from . import deepseek_v32
@@ -46,8 +46,24 @@ class Args(deepseek_v32.Args):
         return kind == FULL
 
     @property
+    def owners(self) -> list[int]:
+        """The layers that have an indexer."""
+        return [i for i in range(self.num_hidden_layers) if self.has_indexer(i)]
+
+    @property
     def draft_layer(self) -> int:
-        return max(i for i in range(self.num_hidden_layers) if self.has_indexer(i))
+        return self.owners[-1]
+
+    def stage_layers(self, stage: int, stages: int) -> range:
+        """A stage begins with a layer that has an indexer: the one that is nearest to an even cut."""
+        owners, starts = self.owners, [0]
+        if len(owners) < stages:
+            raise FatalError(f"--pp {stages}: {len(owners)} layers have an indexer, with which stages begin", USAGE)
+        for i in range(1, stages):
+            even = super().stage_layers(i, stages).start
+            free = owners[owners.index(starts[-1]) + 1 : len(owners) - (stages - 1 - i)]
+            starts.append(min(free, key=lambda start, even=even: abs(start - even)))  # type: ignore[misc]
+        return range(starts[stage], [*starts, self.num_hidden_layers][stage + 1])
 
 
 Model = deepseek_v32.Model

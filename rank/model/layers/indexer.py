@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....errors import USAGE, FatalError
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.attention.indexer import IndexNorm, rope_and_store_index, select
 from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents, sparse_latent_attention
@@ -65,16 +64,10 @@ class IndexedLatentAttention(LatentAttention):
         self, hidden: int, sizes: LatentSizes, params: AttentionParams, mesh: Mesh, local: int, bias: bool,
         index: IndexSizes, owner: bool = True,
     ):  # fmt: skip
-        """owner: whether the layer has an indexer. local: as of LatentAttention."""
+        """owner: whether the layer has an indexer, as the first one of a stage has. local: as of LatentAttention."""
         super().__init__(hidden, sizes, params, mesh, local, bias)
         self.index = index
         self.indexer = Indexer(hidden, sizes.query_latent, index) if owner else None
-        if not owner and not local:
-            raise FatalError(
-                f"--pp {mesh.pipe.size}: the first layer of stage {mesh.pipe.rank} has no indexer, and reads what a "
-                "layer of the stage before has chosen: choose another number of stages",
-                USAGE,
-            )
 
     def cache_spec(self) -> CacheSpec:  # type: ignore[override]
         latent = super().cache_spec()

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from phalanx.errors import MODEL, FatalError
+from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.rank.model import architectures
 from phalanx.rank.model.config import read_config, tensor_degrees
 from phalanx.rank.model.measure import GroupRank, build
@@ -120,6 +120,21 @@ def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
     found = run_steps(made(name), sequences, MIXED_STEPS, tp=tp, pp=pp)
     for ids, logits in zip(sequences, found, strict=True):
         assert distance(logits, expected(made(name), ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_stages_begin_with_an_indexer(tmp_path, expected, pp):
+    kinds = ["full", "shared", "full", "full", "shared", "shared", "shared"]
+    shape = dict(num_hidden_layers=7, mlp_layer_types=["dense"] * 7, indexer_types=kinds)
+    path, ids = write(tmp_path, **MODELS["glm_moe_dsa"] | shape), tokens(40)
+    args = architectures.find("glm_moe_dsa").Args.from_config(read_config(path))
+    stages = [args.stage_layers(i, pp) for i in range(pp)]
+    assert [one.start for one in stages] == ([0, 3] if pp == 2 else [0, 2, 3]) and stages[-1].stop == 7
+    (logits,) = run_steps(path, [ids], [[(0, 33)], *[[(0, 1)]] * 7], pp=pp)
+    assert distance(logits, expected(path, ids)) < TOLERANCE
+    with pytest.raises(FatalError, match="--pp 4.*3 layers") as stop:
+        args.stage_layers(0, 4)
+    assert stop.value.code == USAGE
 
 
 def test_longrope_beyond_the_original_context(tmp_path, expected):
