@@ -54,6 +54,7 @@ TOOL_SPELLINGS = {  # vLLM's and SGLang's
     "glm47": "glm45", "minimax": "minimax_m2", "phi4_mini_json": "phi4", "openai": "harmony", "seed_oss": "seed",
     "functiongemma": "gemma", "gemma4": "gemma", "hunyuan_a13b": "jamba",
     "qwen25": "hermes", "gpt-oss": "harmony", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
 }  # fmt: skip
 REASONING_SPELLINGS = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .argument_schema import Parameters
 from .heads import Head
-from .schema_values import is_json, quote, to_json, within_string
+from .schema_values import TYPES, is_json, quote, to_json, within_string
 from .stop_strings import partial_suffix
 
 STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*')  # more of a string of JSON, without its end
@@ -20,7 +20,7 @@ LONGEST_GAP = 64  # characters of white space between two markers
 class Tags(NamedTuple):
     """How a format writes arguments."""
 
-    head: Head  # before a value; group 1 is the argument's name
+    head: Head  # before a value; group 1 is the argument's name, and "text", if it is there, "true" for a text
     close: str  # behind a value
     # Any of these ends the arguments; those in `kept`, and the marker of another call, are left in the text.
     end: tuple[str, ...]
@@ -30,6 +30,7 @@ class Tags(NamedTuple):
     # Markers that a model writes before and behind an argument's name.
     before: str = ""
     behind: str = ""
+    behind_json: str = ""  # in its place where a value cannot be a text
     # A value without its closing tag ends at one of `end` only if the text ends there, too, or goes on with one of
     # these: otherwise a text speaks of how calls are written. (): those of `end` are tokens, which no text has.
     after_end: tuple[str, ...] = ()
@@ -95,12 +96,14 @@ class TaggedArguments:
                     self._held = text
                     break
                 return written + self._close(), text
-            written += self._begin(head[1])
+            written += self._begin(head[1], head.groupdict().get("text") == "true")
             text = body[head.end() :]
         return written, None
 
-    def _begin(self, name: str) -> str:
+    def _begin(self, name: str, text: bool) -> str:
         self._types, self._value, self._first = self._parameters.types(name), "", True
+        if text and self._types >= frozenset(TYPES):  # the schema leaves it open
+            self._types = frozenset({"string"})
         self._from, self._passed = 0, None
         self._names.add(name)
         opening = ", " if self._begun else "{"

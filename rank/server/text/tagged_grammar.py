@@ -87,7 +87,9 @@ class _Arguments:
             raise Unwritable(f"the parameter's name {json.dumps(written)} cannot be written in this model's calls")
         name_expression = ANY_NAME if name is None else lark.literal(name)
         newline = ' "\\n"' if tags.lines else ""
-        opening = f"{_spelled(lark, tags.before)} {name_expression} {_spelled(lark, tags.behind)}{newline}"
+        kinds = frozenset[str]().union(*map(plain_types, alternatives(schema, self._tool.schema)))
+        behind = tags.behind if "string" in kinds or not tags.behind_json else tags.behind_json
+        opening = f"{_spelled(lark, tags.before)} {name_expression} {_spelled(lark, behind)}{newline}"
         return lark.rule(f'{opening} {self._value(written, schema)} "\\n"?')
 
     def _value(self, name: str, schema: Any) -> str:

@@ -231,6 +231,10 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">{}</parameter>\n</invoke>\n'
     "</minimax:tool_call>"
 )
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">{}'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
 GEMMA = "<start_function_call>call:get_weather{{city:<escape>{}<escape>}}<end_function_call>"
 HARMONY = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{{"city": "{}"}}'
 WRITTEN = [  # a call; whether another one may follow
@@ -239,6 +243,7 @@ WRITTEN = [  # a call; whether another one may follow
     ("glm45", GLM, "\n"),
     ("glm45", GLM.replace("\n", ""), ""),
     ("minimax_m2", MINIMAX, None),
+    ("deepseek_v32", DSML, None),
     ("gemma", GEMMA, ""),
     ("harmony", HARMONY, None),
     ("lfm2", '<|tool_call_start|>[get_weather(city="{}"), clock()]<|tool_call_end|>', None),
@@ -381,6 +386,7 @@ def test_custom_tools_with_a_grammar(text, takes, name):
         "seed": SEED.replace("get_weather", "sql").replace("city", "input"),
         "glm45": GLM.replace("get_weather", "sql").replace("city", "input"),
         "minimax_m2": MINIMAX.replace("get_weather", "sql").replace("city", "input"),
+        "deepseek_v32": DSML.replace("get_weather", "sql").replace("city", "input"),
     }
     call = calls.get(name)
     if call is not None:

@@ -158,6 +158,12 @@ WRITTEN = {
     "seed": (
         "<seed:tool_call>\n<function=f>\n", "<parameter={}>{}</parameter>\n", "</function>\n", "</seed:tool_call>"
     ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n',
+        '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n',
+        "</｜DSML｜invoke>\n",
+        "</｜DSML｜function_calls>",
+    ),
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="f">\n',
         '<parameter name="{}">{}</parameter>\n',
@@ -225,6 +231,16 @@ def test_minimax_has_several_calls_between_its_markers():
     one = '<invoke name="f">\n<parameter name="count">1</parameter>\n</invoke>\n'
     block = f"<minimax:tool_call>\n{one}{one}</minimax:tool_call>"
     check(block + "\nb", [*[call("f", '{"count": 1}')] * 2, text("b")], tool_format=find("minimax_m2"), tools=TOOLS)
+
+
+@pytest.mark.parametrize("text, expected", [("true", '"5"'), ("false", "5")])
+def test_deepseek_says_which_values_are_texts(text, expected):
+    """Where the schema leaves it open."""
+    written = f'<｜DSML｜parameter name="a" string="{text}">5</｜DSML｜parameter>\n'
+    words = (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="g">\n{written}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    )
+    check(words, [call("g", f'{{"a": {expected}}}')], tool_format=find("deepseek_v32"), tools={"g": {}})
 
 
 def test_texts_are_passed_on_as_they_come():

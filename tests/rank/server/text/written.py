@@ -27,6 +27,7 @@ TEMPLATES = {
     "lfm2": "List of tools: <|tool_list_start|>",
     "llama3": "<|python_tag|>",
     "llama_functions": "<function=example_function_name>",
+    "deepseek_v32": "<｜DSML｜function_calls>",
     "minimax_m2": "<minimax:tool_call>",
     "mistral": "[TOOL_CALLS]",
     "phi4": "<|tool|> <|/tool|> <|tool_call|>",
@@ -37,11 +38,14 @@ TEMPLATES = {
 
 
 def _tagged(opening, argument, closing):
-    """Writes texts as they are and other values as JSON."""
+    """Writes texts as they are and other values as JSON. argument: of the name, the value and whether it is a text."""
 
     def write(name, arguments):
-        values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
-        return opening.format(name) + "".join(argument.format(key, one) for key, one in values.items()) + closing
+        values = (
+            (key, one, "true") if isinstance(one, str) else (key, json.dumps(one), "false")
+            for key, one in arguments.items()
+        )
+        return opening.format(name) + "".join(argument.format(*one) for one in values) + closing
 
     return write
 
@@ -92,6 +96,11 @@ WRITE = {
     "kimi_k2": _named(f"{KIMI[0]}{KIMI[1]}functions.{{}}:0{KIMI[2]}", "".join(KIMI[3:])),
     "llama3": _objects("<|python_tag|>", "", "parameters"),
     "llama_functions": _named("<function={}>", "</function>"),
+    "deepseek_v32": _tagged(
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{}">\n',
+        '<｜DSML｜parameter name="{0}" string="{2}">{1}</｜DSML｜parameter>\n',
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    ),
     "minimax_m2": _tagged(
         '<minimax:tool_call>\n<invoke name="{}">\n',
         '<parameter name="{}">{}</parameter>\n',
@@ -131,6 +140,11 @@ PARTS = {
     "kimi_k2": [*KIMI, "functions.f", ":1", '{"a"', "}", '"'],
     "llama3": ["<|python_tag|>", '{"name": "f", "parameters": {', "<|py", ";", *_OBJECT],
     "llama_functions": ["<function=", "<function=f>", "<function=f>{", "</function>", "{", "}", '"', "<f"],
+    "deepseek_v32": [
+        "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜function_calls>", "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="k" string="false">', '<｜DSML｜parameter name="k" string="true">',
+        "</｜DSML｜parameter>", "<｜DSML｜invoke ", "5",
+    ],
     "minimax_m2": [
         "<minimax:tool_call>", '<invoke name="f">', "</minimax:tool_call>", "</invoke>", '<parameter name="k">',
         "</parameter>", "<invoke ", "5",
