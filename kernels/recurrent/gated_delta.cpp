@@ -11,12 +11,14 @@
 struct DeltaStep {
     const void* qkv;                // [tokens, pitch]: query_len of each sequence
     const void *b, *a;              // [tokens, b_pitch], [tokens, a_pitch]
-    const float *a_log, *dt_bias;   // [value heads]
+    const float *a_log, *dt_bias;   // [value heads], [value heads * decays]
     float* state;                   // [rows, entries, value heads, key, value]: rings, as gated_delta.py explains
     const int64_t* rows;            // [sequences]; -1: no sequence, it writes nothing and reads zeros
     const int32_t* lengths;         // [sequences]: query_len: the sequence begins, whatever its row holds
     void* out;                      // [tokens, value heads, value]
-    int64_t sequences, query_len, pitch, b_pitch, a_pitch, key_heads, value_heads, key, value, entries;
+    int64_t sequences, query_len, pitch, b_pitch, a_pitch, key_heads, value_heads, key, value;
+    int64_t decays;  // of a head: 1, or key
+    int64_t entries;
     double eps;
 };
 
@@ -32,28 +34,29 @@ template <typename T> INLINE void unit(const T* x, float* y, int64_t size, doubl
     for (int64_t i = 0; i < size; i++) y[i] *= scale;
 }
 
-// The factor that is left of a state after a token: exp(g) of Gates.decays.
-INLINE float decay_of(float a, float a_log, float dt_bias) {
-    float x = a + dt_bias;
-    return exp(-exp(a_log) * softplus(x));
-}
+// What a token does to a state, for each element of its key.
+struct Keys {
+    float q[MOST], k[MOST];
+    float left[MOST];     // the factor that is left of the state: exp(g) of Gates.decays
+    float decayed[MOST];  // left * k
+};
 
 // The `n` columns of a state that become `to`; returns what the query reads.
-INLINE Vec strip(const float* s, float* to, const float* q, const float* k, Vec v, const DeltaStep& a, float decay,
-                 float beta, int64_t n) {
+INLINE Vec strip(const float* s, float* to, const Keys& keys, Vec v, const DeltaStep& a, float beta, int64_t n) {
     bool full = n == LANES;
     Vec held = {}, read = {};
-    for (int64_t i = 0; i < a.key; i++) held += (full ? load(s + i * a.value) : load(s + i * a.value, n)) * k[i];
-    Vec change = (v - held * decay) * beta;
+    for (int64_t i = 0; i < a.key; i++)
+        held += (full ? load(s + i * a.value) : load(s + i * a.value, n)) * keys.decayed[i];
+    Vec change = (v - held) * beta;
     for (int64_t i = 0; i < a.key; i++) {
         const float* from = s + i * a.value;
         float* at = to + i * a.value;
-        Vec x = (full ? load(from) : load(from, n)) * decay + change * k[i];
+        Vec x = (full ? load(from) : load(from, n)) * keys.left[i] + change * keys.k[i];
         if (full)
             store(at, x);
         else
             store(at, x, n);
-        read += x * q[i];
+        read += x * keys.q[i];
     }
     return read;
 }
@@ -61,20 +64,26 @@ INLINE Vec strip(const float* s, float* to, const float* q, const float* k, Vec 
 // A token makes of the state before it, `before`, its own, `state`.
 template <typename T> INLINE void delta_token(const DeltaStep& a, int64_t token, int64_t head, const float* before,
                                               float* state) {
-    float q[MOST], k[MOST];
+    Keys made;
     int64_t keys = a.key_heads * a.key;
     const T* x = (const T*)a.qkv + token * a.pitch;
     const T* from = x + head / (a.value_heads / a.key_heads) * a.key;
-    unit(from, q, a.key, a.eps, 1 / __builtin_sqrtf((float)a.key));
-    unit(from + keys, k, a.key, a.eps, 1);
-    float decay = decay_of(widen(((const T*)a.a)[token * a.a_pitch + head]), a.a_log[head], a.dt_bias[head]);
+    unit(from, made.q, a.key, a.eps, 1 / __builtin_sqrtf((float)a.key));
+    unit(from + keys, made.k, a.key, a.eps, 1);
+    const T* steps = (const T*)a.a + token * a.a_pitch + head * a.decays;
+    float rate = -exp(a.a_log[head]);
+    for (int64_t i = 0; i < a.key; i++) {
+        bool first = i < a.decays;
+        made.left[i] = first ? exp(rate * softplus(widen(steps[i]) + a.dt_bias[head * a.decays + i])) : made.left[0];
+        made.decayed[i] = made.left[i] * made.k[i];
+    }
     float beta = 1 / (1 + exp(-widen(((const T*)a.b)[token * a.b_pitch + head])));
     for (int64_t c = 0; c < a.value; c += LANES) {
         int64_t n = a.value - c < LANES ? a.value - c : LANES;
         const T* value = x + 2 * keys + head * a.value + c;
         T* out = (T*)a.out + (token * a.value_heads + head) * a.value + c;
         Vec v = n == LANES ? load(value) : load(value, n);
-        Vec y = strip(before + c, state + c, q, k, v, a, decay, beta, n);
+        Vec y = strip(before + c, state + c, made, v, a, beta, n);
         if (n == LANES)
             store(out, y);
         else
@@ -108,8 +117,8 @@ template <typename T> void delta_step(const DeltaStep& a, int part, int parts) {
 
 struct GatedNorm {
     const void *x, *z, *weight;
-    void* y;  // [rows, size], as x and z: the RMS norm of x times SiLU(z)
-    int64_t rows, size;
+    void* y;  // [rows, size], as x and z: the RMS norm of x times SiLU(z), or sigmoid(z)
+    int64_t rows, size, silu;
     double eps;
 };
 
@@ -124,7 +133,8 @@ template <typename T> void gated_norm(const GatedNorm& a, int part, int parts) {
         float scale = 1 / __builtin_sqrtf(total / a.size + (float)a.eps);
         strips(0, a.size, STRIP {
             Vec gate = load(z + i, n);
-            store(y + i, load(x + i, n) * scale * load(weight + i, n) * gate / (1 + exp(-gate)), n);
+            Vec by = load(weight + i, n) / (1 + exp(-gate));
+            store(y + i, load(x + i, n) * scale * (a.silu ? by * gate : by), n);
         });
     }
 }

@@ -1,9 +1,12 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) and the causal convolution before it.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464), Kimi delta attention (Kimi Team 2025,
+arXiv 2510.26692) and the causal convolution before them.
 
 Each value head keeps a matrix S [key, value] of its sequence. A token decays it, replaces what it holds under the
 token's key by the token's value, scaled by beta, and reads it:
 
-    S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+    S = diag(exp(g)) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
+
+g is one number for a head, or in Kimi delta attention one for each channel of its key.
 
 The tokens of a sequence that decodes are computed so. Of prompts, chunks of CHUNK tokens are computed at once, in the
 form of the paper's section 3.3: within a chunk the updates are one triangular system, and only chunks follow each
@@ -27,6 +30,7 @@ from torch import Tensor
 from ..cpp import ops
 
 CHUNK = 64
+BLOCK = 16  # tokens of a chunk between which decays of channels are computed pair by pair
 DELTA_KEYS = 512  # elements of a key that gated_delta.cpp has room for
 L2_EPS = 1e-6  # of the norm of queries and keys, as the published models have it
 
@@ -56,16 +60,23 @@ class DeltaSizes(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Gates that decide, for each token and value head, how fast a state is forgotten and how far it is overwritten."""
+    """Gates that decide, for each token and value head, how fast a state is forgotten and how far it is overwritten. A
+    head has one decay, or one for each element of its key."""
 
     b: Tensor  # [T, value heads]: beta = sigmoid(b)
-    a: Tensor  # [T, value heads]: g = -exp(A_log) softplus(a + dt_bias)
+    a: Tensor  # [T, value heads * decays]: g = -exp(A_log) softplus(a + dt_bias)
     A_log: Tensor  # [value heads] f32
-    dt_bias: Tensor  # [value heads] f32
+    dt_bias: Tensor  # [value heads * decays] f32
+
+    @property
+    def each(self) -> int:
+        """Decays of a head."""
+        return len(self.dt_bias) // len(self.A_log)
 
     def decays(self) -> tuple[Tensor, Tensor]:
-        """g and beta, [T, value heads] f32."""
-        return -self.A_log.exp() * F.softplus(self.a.float() + self.dt_bias), self.b.float().sigmoid()
+        """g [T, value heads, decays] and beta [T, value heads], f32."""
+        steps = F.softplus(self.a.float() + self.dt_bias).unflatten(1, (len(self.A_log), -1))
+        return -self.A_log.exp()[:, None] * steps, self.b.float().sigmoid()
 
 
 class Rows(Protocol):
@@ -181,7 +192,8 @@ def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes:
     out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
     ops.typed("gated_delta", "delta_step", qkv.dtype)(
         qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows),
-        batch.query_len, qkv.stride(0), gates.b.stride(0), gates.a.stride(0), *sizes, state.shape[1], L2_EPS,
+        batch.query_len, qkv.stride(0), gates.b.stride(0), gates.a.stride(0), *sizes, gates.each, state.shape[1],
+        L2_EPS,
     )  # fmt: skip
     return out
 
@@ -220,11 +232,12 @@ def _l2_norm(x: Tensor) -> Tensor:
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of B sequences. q, k: [B, H, key]. v: [B, H, value]. g, beta: [B, H]. state: [B, H, key, value].
+    """One token of B sequences. q, k: [B, H, key]. v: [B, H, value]. g: [B, H, 1 or key]. beta: [B, H]. state: [B, H,
+    key, value].
 
     Returns [B, H, value] and the new states, all f32.
     """
-    state = state * g.exp()[..., None, None]
+    state = state * g.exp()[..., None]
     change = (v - (k[:, :, None] @ state)[:, :, 0]) * beta[..., None]
     state += k[..., None] * change[:, :, None]
     return (q[:, :, None] @ state)[:, :, 0], state
@@ -258,33 +271,65 @@ class Chunks(NamedTuple):
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens of N sequences. q, k: [T, H, key]. v: [T, H, value]. g, beta: [T, H]. state: [N, H, key, value].
+    """Several tokens of N sequences. q, k: [T, H, key]. v: [T, H, value]. g: [T, H, 1 or key]. beta: [T, H]. state: [N,
+    H, key, value].
 
-    Returns [T, H, value] and the new states, all f32.
+    Returns [T, H, value] and the new states, all f32. Decays are sums of g and no differences of sums, which would keep
+    little of a channel that forgets slowly behind a token at which it forgot much.
     """
-    q, k, v, g, beta = (in_chunks(x, chunks) for x in (q, k, v, g[..., None], beta[..., None]))
-    total = g.cumsum(2)  # [M, H, CHUNK, 1]: logarithms of what is left of a state after each token
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = (total - total.mT).masked_fill(~lower, -torch.inf).exp()
+    q, k, v, g, beta = (in_chunks(x, chunks) for x in (q, k, v, g, beta[..., None]))
+    before, behind = g.cumsum(2), _behind(g)  # [M, H, CHUNK, decays]: up to each token, and from there to the end
     # The update of each token, less what earlier tokens of the chunk have written under its key: of the state before
     # the chunk it is linear, so one system is solved for both parts.
-    system = (k * beta) @ k.mT * decay
+    system, within = decayed(torch.stack((k * beta, q)), k, g)
     written = torch.linalg.solve_triangular(
-        system, torch.cat((v, k * total.exp()), 3) * beta, upper=False, unitriangular=True
+        system, torch.cat((v, k * before.exp()), 3) * beta, upper=False, unitriangular=True
     )
     own, read = written.split([v.shape[3], k.shape[3]], 3)
-    within = q @ k.mT * decay
-    q *= total.exp()
-    k *= (total[:, :, -1:] - total).exp()
-    left = total[:, :, -1:].exp()
+    q *= before.exp()
+    k *= behind.exp()
+    left = before[:, :, -1:].exp().mT
     out = torch.empty_like(own)
     state = state.clone()
     for sequences, at in chunks.steps:
-        before = state[sequences]
-        new = own[at] - read[at] @ before
-        out[at] = q[at] @ before + within[at] @ new
-        state[sequences] = before * left[at] + k[at].mT @ new
+        old = state[sequences]
+        new = own[at] - read[at] @ old
+        out[at] = q[at] @ old + within[at] @ new
+        state[sequences] = old * left[at] + k[at].mT @ new
     return out.transpose(1, 2).flatten(0, 1)[chunks.places], state
+
+
+def _behind(g: Tensor) -> Tensor:
+    """Sums of g over the tokens behind each, along the last axis but one."""
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+def decayed(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """x k^T [..., CHUNK, CHUNK] with each product of channels decayed from k's token to x's; zeros where that is no
+    later. x, k: [..., CHUNK, key]. g: [..., CHUNK, 1 or key]."""
+    if g.shape[-1] == 1:
+        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).tril()
+        total = g.cumsum(-2)
+        return x @ k.mT * (total - total.mT).masked_fill(~lower, -torch.inf).exp()
+    x, k, g = (one.unflatten(-2, (-1, BLOCK)) for one in (x, k, g))  # [..., blocks, BLOCK, key]
+    made = x.new_zeros(*x.shape[:-3], CHUNK, CHUNK)
+    squares = x.new_zeros(*x.shape[:-1], BLOCK)
+    between = torch.zeros_like(g)  # decays from tokens to those n later in their block
+    for n in range(BLOCK):
+        if n:
+            between = between[..., 1:, :] + g[..., 1 : BLOCK + 1 - n, :]
+        products = x[..., n:, :] * k[..., : BLOCK - n, :] * between.exp()
+        squares.diagonal(-n, -2, -1).copy_(products.sum(-1))
+    # From a block to a later one in three parts: behind the token, between the blocks, and up to the later token.
+    x, since = x * g.cumsum(-2).exp(), _behind(g)
+    for i in range(g.shape[-3]):
+        rows = slice(i * BLOCK, (i + 1) * BLOCK)
+        made[..., rows, rows] = squares[..., i, :, :]
+        if i:
+            keys = (k[..., :i, :, :] * since[..., :i, :, :].exp()).flatten(-3, -2)
+            made[..., rows, : i * BLOCK] = x[..., i, :, :] @ keys.mT
+            since[..., :i, :, :] += g[..., i, :, :].sum(-2)[..., None, None, :]
+    return made
 
 
 def in_chunks(x: Tensor, chunks: Chunks) -> Tensor:
@@ -308,20 +353,22 @@ def ungroup(qkvz: Tensor, ba: Tensor, sizes: DeltaSizes) -> tuple[Tensor, Tensor
     return torch.cat((q, k, v), 1), z, b, a
 
 
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm of each head times SiLU(z). x, z: [T, heads, dim]. weight: [dim]."""
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, silu: bool = True) -> Tensor:
+    """The RMS norm of each head times SiLU(z), or sigmoid(z). x, z: [T, heads, dim]. weight: [dim]."""
     if x.is_cuda and x.is_contiguous() and z.stride(2) == 1:
         from . import gated_delta_triton
 
-        return gated_delta_triton.gated_norm(x, z, weight, eps)
+        return gated_delta_triton.gated_norm(x, z, weight, eps, silu)
     if x.is_contiguous() and z.is_contiguous() and x.dtype == z.dtype == weight.dtype and ops.takes(x):
         y = torch.empty_like(x)
-        ops.typed("gated_delta", "gated_norm", x.dtype)(x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], eps)
+        ops.typed("gated_delta", "gated_norm", x.dtype)(
+            x, z, weight, y, x.numel() // x.shape[-1], x.shape[-1], int(silu), eps
+        )
         return y
-    return gated_norm_reference(x, z, weight, eps)
+    return gated_norm_reference(x, z, weight, eps, silu)
 
 
-def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float, silu: bool = True) -> Tensor:
     wide = x.float()
     normed = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
-    return (normed * F.silu(z.float())).to(x.dtype)
+    return (normed * (F.silu(z.float()) if silu else z.float().sigmoid())).to(x.dtype)

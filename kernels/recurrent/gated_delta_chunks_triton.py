@@ -3,8 +3,9 @@
 Chunks first compute what needs no state, all at once: the inverse of their triangular system, and with it what each
 token writes (`u`) and reads of the state before the chunk (`w`). Then a program for some columns of each state goes
 through its sequence's chunks. Norms of queries and keys and decays are factors of rows, so that they are multiplied in
-f32, and tensor cores get queries and keys as they lie. GEMMs take inputs of the step's dtype and
-sum in f32.
+f32, and tensor cores get queries and keys as they lie. Where each channel has its decay, queries and keys are decayed
+before they are multiplied, in blocks of BLOCK tokens (`pairs_kernel`), and are kept so for the states. GEMMs take
+inputs of the step's dtype and sum in f32.
 
 What is kept between the two kernels has an entry for each token, so chunks that are not full cost no memory.
 """
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_delta import CHUNK
+from .gated_delta import BLOCK, CHUNK
 from .gated_delta_triton import log_decay, sigmoid
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ CHANNELS = 64  # of a program of the convolution
 STATE_F32, STATE_16_BITS = (32, 8), (16, 2)
 SYSTEM_WARPS = 8  # with four, there are too few registers, and the same happens
 VARYING = "decodes", "factors_row"  # from step to step: kernels are not compiled anew for multiples of 16
-BLOCK = 16  # rows of a diagonal block of the system, which is inverted row by row; a chunk has four
 
 
 def chunk_table(batch: Rows) -> Tensor:
@@ -126,17 +126,34 @@ def delta_chunks(
 
     tokens = len(qkv)
     u, w = scratch(tokens, heads, sizes.value_dim), scratch(tokens, heads, sizes.key_dim)
-    within, factors = scratch(tokens, heads, CHUNK), scratch(3, tokens, heads, dtype=torch.float32)
+    within = scratch(tokens, heads, CHUNK)
     shape = sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, key
-    system_kernel[len(table) - decodes, heads](
-        qkv, b, a, gates.A_log, gates.dt_bias, batch.query_starts, table, u, w, within, factors, decodes,
-        qkv.stride(0), b.stride(0), a.stride(0), factors.stride(0), eps, sizes.key_dim**-0.5,
-        *shape, value, CHUNK, BLOCK, precision, num_warps=SYSTEM_WARPS, num_stages=1,
-    )  # fmt: skip
+    grid, channels = (len(table) - decodes, heads), gates.each > 1
+    given = gates.A_log, gates.dt_bias, batch.query_starts, table
+    strides = qkv.stride(0), b.stride(0), a.stride(0)
+    if channels:
+        system = scratch(tokens, heads, CHUNK, dtype=torch.float32)
+        factors = scratch(tokens, heads, sizes.key_dim, dtype=torch.float32)
+        keys = scratch(tokens, 2, heads, sizes.key_dim)
+        pairs_kernel[*grid, CHUNK // BLOCK](
+            qkv, b, a, *given, keys, w, within, system, factors, decodes, *strides, eps, sizes.key_dim**-0.5,
+            *shape, CHUNK, BLOCK, precision, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        solve_kernel[grid](
+            qkv, b, batch.query_starts, table, u, w, system, decodes, qkv.stride(0), b.stride(0),
+            *shape, value, CHUNK, BLOCK, precision, num_warps=SYSTEM_WARPS, num_stages=1,
+        )  # fmt: skip
+    else:
+        keys, factors = qkv, scratch(3, tokens, heads, dtype=torch.float32)
+        system_kernel[grid](
+            qkv, b, a, *given, u, w, within, factors, decodes, *strides, factors.stride(0), eps, sizes.key_dim**-0.5,
+            *shape, value, CHUNK, BLOCK, precision, num_warps=SYSTEM_WARPS, num_stages=1,
+        )  # fmt: skip
     columns = min(columns, value)
+    shape = (heads if channels else sizes.key_heads), *shape[1:]
     state_kernel[len(batch.query_lens) - decodes, heads, triton.cdiv(sizes.value_dim, columns)](
-        qkv, u, w, within, factors, batch.rows, batch.lengths, batch.query_starts, state, out, decodes,
-        qkv.stride(0), factors.stride(0), *shape, columns, state.shape[1], CHUNK, precision, num_warps=warps,
+        keys, u, w, within, factors, batch.rows, batch.lengths, batch.query_starts, state, out, decodes,
+        keys.stride(0), factors.stride(0), *shape, columns, state.shape[1], CHUNK, precision, channels, num_warps=warps,
         num_stages=1,
     )  # fmt: skip
 
@@ -177,19 +194,162 @@ def system_kernel(
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * (beta * k_norm)[:, None]
     system = tl.where(places[:, None] > places[None, :], system, 0.0)
     inverse = invert(system, TOKENS, BLOCK, PRECISION)
-
-    columns, dims = tl.arange(0, VALUES), tl.arange(0, KEYS)
-    mask = real[:, None] & (columns < VALUE)[None, :]
-    v_at = qkv + (t * qkv_row)[:, None] + 2 * KEY_HEADS * KEY + head * VALUE + columns[None, :]
-    v = tl.load(v_at, mask=mask, other=0.0)
-    own = tl.dot((inverse * beta[None, :]).to(dtype), v, input_precision=PRECISION)
-    tl.store(u + mine[:, None] * VALUE + columns[None, :], own.to(dtype), mask=mask)
+    write_values(
+        qkv, u, inverse * beta[None, :], t, real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, VALUE, VALUES, PRECISION
+    )
+    dims = tl.arange(0, KEYS)
     read = tl.dot((inverse * (beta * k_norm * tl.exp(total))[None, :]).to(dtype), k, input_precision=PRECISION)
     tl.store(w + mine[:, None] * KEY + dims[None, :], read.to(dtype), mask=real[:, None] & (dims < KEY)[None, :])
     last = tl.sum(g, 0)
     tl.store(factors + mine, q_norm * tl.exp(total), mask=real)
     tl.store(factors + factors_row + mine, k_norm * tl.exp(last - total), mask=real)
     tl.store(factors + 2 * factors_row + mine, tl.exp(last) + 0.0 * total, mask=real)
+
+
+@triton.jit
+def write_values(
+    qkv, u, by, t, real, head, qkv_row,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """u of a chunk: its values multiplied by a matrix [TOKENS, TOKENS]."""
+    dtype = qkv.dtype.element_ty
+    columns = tl.arange(0, VALUES)
+    mask = real[:, None] & (columns < VALUE)[None, :]
+    v_at = qkv + (t * qkv_row)[:, None] + 2 * KEY_HEADS * KEY + head * VALUE + columns[None, :]
+    v = tl.load(v_at, mask=mask, other=0.0)
+    own = tl.dot(by.to(dtype), v, input_precision=PRECISION)
+    tl.store(u + (t * VALUE_HEADS + head)[:, None] * VALUE + columns[None, :], own.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def pairs_kernel(
+    qkv, b, a, a_log, dt_bias, starts, table, keys, w, within, system, factors, decodes, qkv_row, b_row, a_row,
+    eps, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of `within` and of the system for one block of a chunk and one value head, where each channel has its decay.
+
+    Decays are sums of g and no differences of sums, as `decayed` in gated_delta.py has them. keys [T, 2, heads, key]:
+    queries decayed from the chunk's start, and keys to its end; w: keys from its start, times beta; factors [T, heads,
+    key]: for a chunk's first token what is left of S after the chunk.
+    """
+    dtype = qkv.dtype.element_ty
+    chunk = table + 2 * (decodes + tl.program_id(0))
+    head, block = tl.program_id(1), tl.program_id(2)
+    end = tl.load(starts + tl.load(chunk) + 1)
+    start = tl.load(chunk + 1).to(tl.int64)
+    t = start + block * BLOCK + tl.arange(0, BLOCK)
+    real = t < end
+    if start + block * BLOCK < end:
+        dims, places = tl.arange(0, KEYS), tl.arange(0, BLOCK)
+        there = real[:, None] & (dims < KEY)[None, :]
+        q, k = load_keys(qkv, t, real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, KEYS)
+        q, k = normed(q, eps) * scale, normed(k, eps)
+        beta = sigmoid(tl.load(b + t * b_row + head, mask=real, other=0.0))[:, None]
+        g = channel_decays(a, a_log, dt_bias, t, real, head, a_row, KEY, KEYS)
+        upto = tl.cumsum(g, 0)
+        mine = t * VALUE_HEADS + head
+        row = mine[:, None] * TOKENS + block * BLOCK + places[None, :]
+
+        reads, products = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+        since = tl.zeros([BLOCK, KEYS], tl.float32)  # decays from token j to each
+        rows = places[:, None]
+        for i in range(BLOCK):
+            j = BLOCK - 1 - i
+            since += tl.sum(tl.where(rows == j + 1, g, 0.0), 0)[None, :]
+            since = tl.where(rows > j, since, 0.0)
+            key = tl.sum(tl.where(rows == j, k, 0.0), 0)[None, :]
+            key = tl.where(rows >= j, key * tl.exp(since), 0.0)
+            column = places[None, :] == j
+            reads = tl.where(column, tl.sum(q * key, 1)[:, None], reads)
+            products = tl.where(column, tl.sum(k * key, 1)[:, None], products)
+        tl.store(within + row, reads.to(dtype), mask=real[:, None])
+        tl.store(system + row, products * beta, mask=real[:, None])
+
+        decayed = tl.exp(upto)
+        q, written = q * decayed, k * decayed * beta
+        before = tl.zeros([KEYS], tl.float32)  # decays of the blocks between
+        for i in range(block):
+            other = block - 1 - i
+            earlier = start + other * BLOCK + places
+            all_real = earlier < end
+            _, k_raw = load_keys(qkv, earlier, all_real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, KEYS)
+            g_other = channel_decays(a, a_log, dt_bias, earlier, all_real, head, a_row, KEY, KEYS)
+            k_other = tl.trans((normed(k_raw, eps) * tl.exp(behind(g_other, BLOCK) + before[None, :])).to(dtype))
+            at = mine[:, None] * TOKENS + other * BLOCK + places[None, :]
+            reads = tl.dot(q.to(dtype), k_other, input_precision=PRECISION)
+            tl.store(within + at, reads.to(dtype), mask=real[:, None])
+            products = tl.dot(written.to(dtype), k_other, input_precision=PRECISION)
+            tl.store(system + at, products, mask=real[:, None])
+            before += tl.sum(g_other, 0)
+        after = tl.zeros([KEYS], tl.float32)
+        for other in range(block + 1, TOKENS // BLOCK):
+            later = start + other * BLOCK + places
+            after += tl.sum(channel_decays(a, a_log, dt_bias, later, later < end, head, a_row, KEY, KEYS), 0)
+            at = mine[:, None] * TOKENS + other * BLOCK + places[None, :]
+            tl.store(within + at, tl.zeros([BLOCK, BLOCK], tl.float32).to(dtype), mask=real[:, None])
+
+        whole = tl.exp(before)[None, :]
+        of_key = mine[:, None] * KEY + dims[None, :]
+        tl.store(w + of_key, (written * whole).to(dtype), mask=there)
+        pair = keys + ((2 * t * VALUE_HEADS + head) * KEY)[:, None] + dims[None, :]
+        tl.store(pair, (q * whole).to(dtype), mask=there)
+        tl.store(pair + VALUE_HEADS * KEY, (k * tl.exp(behind(g, BLOCK) + after[None, :])).to(dtype), mask=there)
+        if block == 0:
+            left = tl.exp(tl.sum(g, 0) + after)
+            tl.store(factors + (start * VALUE_HEADS + head) * KEY + dims, left, mask=dims < KEY)
+
+
+@triton.jit
+def normed(x, eps):
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+
+
+@triton.jit
+def channel_decays(a, a_log, dt_bias, t, real, head, a_row, KEY: tl.constexpr, KEYS: tl.constexpr):
+    """g [tokens, KEYS]; 0 where there is no token."""
+    dims = tl.arange(0, KEYS)
+    there = real[:, None] & (dims < KEY)[None, :]
+    step = tl.load(a + (t * a_row + head * KEY)[:, None] + dims[None, :], mask=there, other=0.0)
+    bias = tl.load(dt_bias + head * KEY + dims, mask=dims < KEY, other=0.0)
+    return tl.where(there, log_decay(step, tl.load(a_log + head), bias[None, :]), 0.0)
+
+
+@triton.jit
+def behind(g, BLOCK: tl.constexpr):
+    """Sums of g [BLOCK, KEYS] over the tokens behind each."""
+    places = tl.arange(0, BLOCK)
+    later = places[:, None] < places[None, :]
+    return tl.dot(later.to(tl.float32), g, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=VARYING)
+def solve_kernel(
+    qkv, b, starts, table, u, w, system, decodes, qkv_row, b_row,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """u and w of one chunk and value head by the system of `pairs_kernel`. w: what it has left there, replaced."""
+    dtype = qkv.dtype.element_ty
+    chunk = table + 2 * (decodes + tl.program_id(0))
+    end = tl.load(starts + tl.load(chunk) + 1)
+    places, head, dims = tl.arange(0, TOKENS), tl.program_id(1), tl.arange(0, KEYS)
+    t = tl.load(chunk + 1).to(tl.int64) + places
+    real = t < end
+    mine = t * VALUE_HEADS + head
+    earlier = real[:, None] & (places[:, None] > places[None, :])
+    made = tl.load(system + mine[:, None] * TOKENS + places[None, :], mask=earlier, other=0.0)
+    inverse = invert(made, TOKENS, BLOCK, PRECISION)
+    beta = tl.where(real, sigmoid(tl.load(b + t * b_row + head, mask=real, other=0.0)), 0.0)
+    write_values(
+        qkv, u, inverse * beta[None, :], t, real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, VALUE, VALUES, PRECISION
+    )
+    at, mask = w + mine[:, None] * KEY + dims[None, :], real[:, None] & (dims < KEY)[None, :]
+    read = tl.dot(inverse.to(dtype), tl.load(at, mask=mask, other=0.0), input_precision=PRECISION)
+    tl.store(at, read.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -236,8 +396,10 @@ def state_kernel(
     qkv, u, w, within, factors, rows, lengths, starts, state, out, decodes, qkv_row, factors_row,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """VALUES columns of one value head's state through all chunks of one sequence. ENTRIES: of the states' ring."""
+    """VALUES columns of one value head's state through all chunks of one sequence. ENTRIES: of the states' ring.
+    CHANNELS: queries and keys are those that `pairs_kernel` has decayed, and factors are each channel's."""
     dtype = qkv.dtype.element_ty
     sequence, head = decodes + tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -257,17 +419,21 @@ def state_kernel(
         mine = t * VALUE_HEADS + head
         q, k = load_keys(qkv, t, real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, KEYS)
         read = tl.load(w + mine[:, None] * KEY + dims[None, :], mask=real[:, None] & keys[None, :], other=0.0)
-        q_scale = tl.load(factors + mine, mask=real, other=0.0)
-        k_scale = tl.load(factors + factors_row + mine, mask=real, other=0.0)
-        left = tl.load(factors + 2 * factors_row + first * VALUE_HEADS + head)
         values = mine[:, None] * VALUE + columns[None, :]
         whole = real[:, None] & there[None, :]
         kept = s.to(dtype)
         new = tl.load(u + values, mask=whole, other=0.0).to(tl.float32)
         new -= tl.dot(read, kept, input_precision=PRECISION)
-        o = tl.dot(q, kept, input_precision=PRECISION) * q_scale[:, None]
+        o = tl.dot(q, kept, input_precision=PRECISION)
+        if not CHANNELS:
+            o *= tl.load(factors + mine, mask=real, other=0.0)[:, None]
         earlier = tl.load(within + mine[:, None] * TOKENS + places[None, :], mask=real[:, None], other=0.0)
         o += tl.dot(earlier, new.to(dtype), input_precision=PRECISION)
         tl.store(out + values, o.to(dtype), mask=whole)
-        s = s * left + tl.dot(tl.trans(k), (new * k_scale[:, None]).to(dtype), input_precision=PRECISION)
+        if CHANNELS:
+            s *= tl.load(factors + (first * VALUE_HEADS + head) * KEY + dims, mask=keys, other=0.0)[:, None]
+        else:
+            s *= tl.load(factors + 2 * factors_row + first * VALUE_HEADS + head)
+            new *= tl.load(factors + factors_row + mine, mask=real, other=0.0)[:, None]
+        s += tl.dot(tl.trans(k), new.to(dtype), input_precision=PRECISION)
     tl.store(at + (length - 1) % ENTRIES * entry, s, mask=mask)

@@ -86,7 +86,7 @@ def delta_step(
         delta_kernel[grid](
             qkv, b, a, gates.A_log, gates.dt_bias, state, rows, lengths, out, qkv.stride(0), b.stride(0), a.stride(0),
             eps, sizes.key_dim**-0.5, sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim,
-            triton.next_power_of_2(sizes.key_dim), VALUES, state.shape[1], query_len, num_warps=4,
+            triton.next_power_of_2(sizes.key_dim), VALUES, state.shape[1], query_len, gates.each > 1, num_warps=4,
         )  # fmt: skip
 
 
@@ -107,9 +107,10 @@ def sigmoid(x):
 def delta_kernel(
     qkv, b, a, a_log, dt_bias, state, rows, lengths, out, qkv_row, b_row, a_row, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_PADDED: tl.constexpr, VALUES: tl.constexpr, ENTRIES: tl.constexpr, QUERY: tl.constexpr,
+    KEY_PADDED: tl.constexpr, VALUES: tl.constexpr, ENTRIES: tl.constexpr, QUERY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """VALUES columns of one value head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring."""
+    """VALUES columns of one value head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring.
+    CHANNELS: each element of a key has its decay."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     dims = tl.arange(0, KEY_PADDED)
@@ -136,9 +137,14 @@ def delta_kernel(
             v = tl.load(mine + 2 * KEY_HEADS * KEY + head * VALUE + columns, mask=there, other=0.0).to(tl.float32)
             q = q * (tl.rsqrt(tl.sum(q * q) + eps) * scale)
             k = k * tl.rsqrt(tl.sum(k * k) + eps)
-            g = log_decay(tl.load(a + token * a_row + head), tl.load(a_log + head), tl.load(dt_bias + head))
+            if CHANNELS:
+                step = tl.load(a + token * a_row + head * KEY + dims, mask=real, other=0.0)
+                bias = tl.load(dt_bias + head * KEY + dims, mask=real, other=0.0)
+                s = s * tl.exp(log_decay(step, tl.load(a_log + head), bias))[:, None]
+            else:
+                g = log_decay(tl.load(a + token * a_row + head), tl.load(a_log + head), tl.load(dt_bias + head))
+                s = s * tl.exp(g)
             beta = sigmoid(tl.load(b + token * b_row + head))
-            s = s * tl.exp(g)
             change = (v - tl.sum(s * k[:, None], 0)) * beta
             s += k[:, None] * change[None, :]
             tl.store(at + (first + j) % ENTRIES * entry, s, mask=mask)
@@ -186,21 +192,22 @@ def ungroup_kernel(
     tl.store(a + mine + gate - EACH, y, mask=(gate >= EACH) & (gate < 2 * EACH))
 
 
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, silu: bool = True) -> Tensor:
     """gated_delta.gated_norm of x that is contiguous."""
     (count, heads, dim), y = x.shape, torch.empty_like(x)
     if count:
         each = min(8, triton.next_power_of_2(heads))
         gated_norm_kernel[count, triton.cdiv(heads, each)](
-            x, z, weight, y, z.stride(0), z.stride(1), eps, heads, dim, triton.next_power_of_2(dim), each, num_warps=4
-        )
+            x, z, weight, y, z.stride(0), z.stride(1), eps, heads, dim, triton.next_power_of_2(dim), each, silu,
+            num_warps=4,
+        )  # fmt: skip
     return y
 
 
 @triton.jit
 def gated_norm_kernel(
     x, z, weight, y, z_token, z_head, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, EACH: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, EACH: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """EACH heads of a token; rounded where torch rounds."""
     token = tl.program_id(0).to(tl.int64)
@@ -213,4 +220,5 @@ def gated_norm_kernel(
     by = tl.load(weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     normed = (normed * by).to(y.dtype.element_ty).to(tl.float32)
     gate = tl.load(z + token * z_token + head * z_head + dims, mask=real, other=0.0).to(tl.float32)
-    tl.store(y + at, (normed * gate * sigmoid(gate)).to(y.dtype.element_ty), mask=real)
+    normed *= sigmoid(gate)
+    tl.store(y + at, (normed * gate if SILU else normed).to(y.dtype.element_ty), mask=real)

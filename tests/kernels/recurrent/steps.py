@@ -39,18 +39,19 @@ class Layer:
 
     def __init__(
         self, sizes: DeltaSizes, batch: Any, taps: int = 4, dtype: torch.dtype = torch.float32, entries: int = 0,
-        plain: bool = False,
+        plain: bool = False, channels: bool = False,
     ):  # fmt: skip
         """entries: of the rings; as many as the batch needs unless given. plain: a convolution with a bias and without
-        SiLU."""
+        SiLU. channels: each element of a key has a decay of its own."""
         tokens, count = sum(batch.query_lens), int(batch.rows.max()) + 1
         self.sizes, self.batch = sizes, batch
         self.x = torch.randn(tokens, sizes.channels).to(dtype)
         self.weight = torch.randn(sizes.channels, taps).to(dtype)
         self.bias, self.silu = torch.randn(sizes.channels).to(dtype) if plain else None, not plain
-        b, a = torch.randn(2, tokens, sizes.value_heads).to(dtype)
         heads = sizes.value_heads
-        self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(heads))
+        decays = heads * (sizes.key_dim if channels else 1)
+        b, a = (torch.randn(tokens, width).to(dtype) for width in (heads, decays))
+        self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(decays))
         entries = entries or batch.query_len
         self.convolution = torch.randn(count, taps + entries - 2, sizes.channels).to(dtype).float()
         self.state = torch.randn(count, entries, heads, sizes.key_dim, sizes.value_dim)
@@ -111,7 +112,7 @@ class Layer:
                 q, k = (z / (z.square().sum(1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
                 q, k = (z.repeat_interleave(each, 0) for z in (q * self.sizes.key_dim**-0.5, k))
                 v = y[k_to:].view(self.sizes.value_heads, -1)
-                held = state * g[t].double().exp()[:, None, None]
+                held = state * g[t].double().exp()[:, :, None]
                 change = (v - torch.einsum("hkv,hk->hv", held, k)) * beta[t].double()[:, None]
                 state = held + torch.einsum("hk,hv->hkv", k, change)
                 out[t] = torch.einsum("hkv,hk->hv", state, q)
@@ -154,13 +155,13 @@ class Layer:
 
 def check_steps(
     sizes: DeltaSizes, taps: int, dtype: torch.dtype, bound: float, device: str = "cpu", query_len: int = 1,
-    entries: int = 0, plain: bool = False,
+    entries: int = 0, plain: bool = False, channels: bool = False,
 ) -> None:  # fmt: skip
     """Sequences that begin and that go on, and a row that fills a captured step up."""
     torch.manual_seed(0)
     lengths = [9, query_len, 300, query_len, query_len + 1]
     rows = make_rows([query_len] * 5, lengths, [4, 0, 6, 2, 1], query_len)
-    layer = Layer(sizes, rows, taps, dtype, entries, plain)
+    layer = Layer(sizes, rows, taps, dtype, entries, plain, channels)
     there = layer.on(device)
     there.batch.rows = torch.tensor([4, 0, 6, -1, 1], device=device)
     want = layer.run()
@@ -215,9 +216,10 @@ def check_norm(sizes: DeltaSizes, dtype: torch.dtype, bound: float, device: str 
     shape = 5, sizes.value_heads, sizes.value_dim
     x, weight = torch.randn(shape).to(dtype), torch.randn(sizes.value_dim).to(dtype)
     z = torch.randn(5, sizes.values + 8).to(dtype)[:, : sizes.values].unflatten(1, shape[1:])
-    got = gated_delta_triton.gated_norm(x.to(device), z.to(device), weight.to(device), 0.1)
-    want = gated_delta.gated_norm_reference(x, z, weight, 0.1)
-    torch.testing.assert_close(got.cpu().float(), want.float(), atol=bound, rtol=bound)
+    for silu in (True, False):
+        got = gated_delta_triton.gated_norm(x.to(device), z.to(device), weight.to(device), 0.1, silu)
+        want = gated_delta.gated_norm_reference(x, z, weight, 0.1, silu)
+        torch.testing.assert_close(got.cpu().float(), want.float(), atol=bound, rtol=bound)
 
 
 def check_copies(device: str = "cpu") -> None:

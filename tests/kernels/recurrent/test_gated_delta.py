@@ -23,13 +23,16 @@ CASES = [  # tokens of each sequence in the step and in all, tokens of one that 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("query_len, entries, plain", [(1, 1, False), (1, 3, True), (4, 4, False), (2, 5, True)])
-def test_decode_steps_in_cpp(sizes, dtype, bound, query_len, entries, plain):
+@pytest.mark.parametrize(
+    "query_len, entries, plain, channels",
+    [(1, 1, False, True), (1, 3, True, False), (4, 4, False, False), (2, 5, True, True)],
+)
+def test_decode_steps_in_cpp(sizes, dtype, bound, query_len, entries, plain, channels):
     """Against torch, from rows whose states are NaN where a sequence begins; other rows stay as they are."""
     torch.manual_seed(0)
     lengths = [9, query_len, 300, query_len + 1]
     rows = make_rows([query_len] * 4, lengths, [4, 0, 6, 1], query_len)
-    layer = Layer(sizes, rows, dtype=dtype, entries=entries, plain=plain)
+    layer = Layer(sizes, rows, dtype=dtype, entries=entries, plain=plain, channels=channels)
     kept, state = layer.convolution.clone(), layer.state.clone()
     how = layer.bias, layer.silu
     y = gated_delta.causal_conv_reference(layer.x, layer.weight, layer.convolution, layer.batch, *how)
@@ -58,30 +61,44 @@ def test_rows_of_no_sequence_in_cpp(dtype):
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes, channels", [*((one, False) for one in SIZES), *((one, True) for one in SIZES[:2])])
 @pytest.mark.parametrize("query_lens, kv_lens, query_len, entries", CASES)
-def test_chunks_and_sequences_that_decode(sizes, query_lens, kv_lens, query_len, entries):
+def test_chunks_and_sequences_that_decode(sizes, channels, query_lens, kv_lens, query_len, entries):
     torch.manual_seed(0)
     rows = make_rows(query_lens, kv_lens, query_len=query_len)
-    layer = Layer(sizes, rows, taps=2 + sizes.key_heads, entries=entries, plain=sizes.key_heads == 3)
+    plain = sizes.key_heads == 3
+    layer = Layer(sizes, rows, taps=2 + sizes.key_heads, entries=entries, plain=plain, channels=channels)
     want = layer.plain()
     for got, wanted in zip(layer.run(), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-def test_equal_keys_in_a_row():
+@pytest.mark.parametrize("channels", [False, True])
+def test_equal_keys_in_a_row(channels):
     """The system within a chunk is then as far from the unit matrix as it can be."""
     torch.manual_seed(0)
-    layer = Layer(SIZES[0], make_rows([128], [128]))
+    layer = Layer(SIZES[0], make_rows([128], [128]), channels=channels)
     layer.x[:] = layer.x[0]
     want = layer.plain()
     for got, wanted in zip(layer.run(), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
-def test_16_bits():
+def test_channels_that_forget_all_at_once():
+    """Behind such a token a channel forgets slowly again: of differences of large sums little would be left."""
     torch.manual_seed(0)
-    layer = Layer(SIZES[0], make_rows([1, 70], [4, 90]), dtype=torch.bfloat16)
+    layer = Layer(SIZES[0], make_rows([130], [130]), channels=True)
+    a = torch.where(torch.rand(layer.gates.a.shape) < 0.05, 2000.0, -8.0)
+    layer.gates = layer.gates._replace(a=a, A_log=torch.zeros_like(layer.gates.A_log))
+    want = layer.plain()
+    for got, wanted in zip(layer.run(), want, strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_16_bits(channels):
+    torch.manual_seed(0)
+    layer = Layer(SIZES[0], make_rows([1, 70], [4, 90]), dtype=torch.bfloat16, channels=channels)
     want = layer.plain()
     for got, wanted in zip(layer.run(), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=3e-2, rtol=3e-2)
@@ -96,7 +113,7 @@ def test_decays_of_any_size_in_cpp():
     before = layer.state[layer.batch.rows, 0].double()
     gated_delta.delta_step_cpu(layer.x, gates, layer.state, layer.batch, sizes)
     g, _ = Gates(*(x.double() for x in gates)).decays()
-    want = before * g.double().exp()[..., None, None]
+    want = before * g.double().exp()[..., None]
     torch.testing.assert_close(layer.state[layer.batch.rows, 0].double(), want, atol=1e-6, rtol=1e-5)
 
 
@@ -105,9 +122,10 @@ def test_decays_of_any_size_in_cpp():
 def test_gated_norm(dtype, bound, dim):
     x, z, weight = (torch.randn(*shape, dim).to(dtype) for shape in ((2, 3), (2, 3), ()))
     wide, gate = x.double(), z.double()
-    want = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double() * gate * gate.sigmoid()
+    want = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight.double() * gate.sigmoid()
     for norm in (gated_delta.gated_norm, gated_delta.gated_norm_reference):
-        torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want, atol=bound, rtol=bound)
+        torch.testing.assert_close(norm(x, z, weight, 0.1).double(), want * gate, atol=bound, rtol=bound)
+        torch.testing.assert_close(norm(x, z, weight, 0.1, silu=False).double(), want, atol=bound, rtol=bound)
 
 
 def test_ungroup():
@@ -122,8 +140,9 @@ def test_ungroup():
 
 
 @pytest.mark.long
-def test_kernels_in_the_interpreter():
-    interpret("recurrent.steps", timeout=110)
+@pytest.mark.parametrize("module", ["steps", "channel_steps"])
+def test_kernels_in_the_interpreter(module):
+    interpret(f"recurrent.{module}", timeout=110)
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
@@ -135,8 +154,8 @@ def test_compiles(dtype, arch, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_triton
 
-    for q in (1, 4):
-        layer = Layer(PUBLISHED, make_rows([q, q], [q + 3, q], query_len=q), dtype=dtype)
+    for q, channels in ((1, False), (4, False), (2, True)):
+        layer = Layer(PUBLISHED, make_rows([q, q], [q + 3, q], query_len=q), dtype=dtype, channels=channels)
         with monkeypatch.context() as patch:
             compile_all(gated_delta_triton, ("conv_kernel", "delta_kernel"), layer.steps, arch, patch)
 
@@ -156,13 +175,17 @@ PROMPT_KINDS = [
 ]
 
 
+SYSTEMS = {False: ("system_kernel",), True: ("pairs_kernel", "solve_kernel")}
+
+
+@pytest.mark.parametrize("channels", SYSTEMS)
 @pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
-def test_kernels_of_prompts_compile(dtype, arch, monkeypatch):
+def test_kernels_of_prompts_compile(dtype, arch, channels, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.recurrent import gated_delta_chunks_triton
 
-    layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype)
-    names = "conv_chunk_kernel", "system_kernel", "state_kernel"
+    layer = Layer(PUBLISHED, make_rows([1, 70], [4, 70]), dtype=dtype, channels=channels)
+    names = "conv_chunk_kernel", *SYSTEMS[channels], "state_kernel"
     compiled = compile_all(gated_delta_chunks_triton, names, layer.chunks, arch, monkeypatch)
     assert dtype == torch.float32 or "wgmma" not in compiled["state_kernel"].asm["ptx"]  # ptxas 12.8 fails at them
 
