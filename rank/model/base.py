@@ -420,12 +420,11 @@ class Model(nn.Module):
             elif isinstance(layer, VocabParallelEmbedding):
                 layer.build(path, table_of)
             elif isinstance(layer, ShardedModule) and not layer.sources:
-                several = len(layer.outputs) > 1
-                layer.sources = tuple(self._merged_sources(path, layer.outputs)) if several else (Source(path),)
+                layer.sources = tuple(self._sources(path, layer, stored))
         if self.tied and self.lm_head and self.model.embed_tokens:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
+    def _sources(self, path: str, linear: Linear | ShardedModule, stored: Container[str]) -> list[Source]:
         if linear is self.lm_head and self.tied:
             return [Source("model.embed_tokens")]
         parent, _, name = path.rpartition(".")

@@ -51,7 +51,7 @@ SHORT = "short"
 # One of each kind of cache, position and layer.
 SHORT_MODELS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
-    "lfm2", "granitemoehybrid",
+    "lfm2", "granitemoehybrid", "kimi_linear",
 }  # fmt: skip
 # Three ranks give as many tokens of them and by two stages as by one rank.
 PROBES = {"qwen2", "gemma2", "phi3", "granite"}

@@ -27,6 +27,7 @@ WAYS = {
     "recurrent states": ("qwen3_next", {}),
     "recurrent states of two ranks": ("qwen3_next", dict(tp=2)),
     "states of Mamba-2": ("nemotron_h", {}),
+    "states of Kimi delta attention": ("kimi_linear", {}),
     "experts": ("qwen3_moe", {}),
     "sinks": ("gpt_oss", {}),
 }

@@ -18,7 +18,7 @@ from ..layers.linear import Linear
 from ..layers.mla import LatentAttention, LatentSizes, LatentUp
 from ..layers.moe import SharedMoE
 from ..layers.rope import Parameters, yarn_mscale
-from ..weights.slicing import Source
+from ..weights.slicing import ShardedModule, Source
 from . import llama
 
 # The part of a head that is rotated stands for the head where rotary embeddings are made.
@@ -114,7 +114,7 @@ class Model(base.Model):
         "q_a_kv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     }
 
-    def _sources(self, path: str, linear: Linear, stored: Container[str]) -> list[Source]:
+    def _sources(self, path: str, linear: Linear | ShardedModule, stored: Container[str]) -> list[Source]:
         """GGUF files may have what makes keys and what makes values apart."""
         apart = [path.replace("kv_b_proj", one) for one in ("k_b_proj", "v_b_proj")]
         if isinstance(linear, LatentUp) and apart[0] in stored:

@@ -1,4 +1,5 @@
-"""The gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a recurrent state.
+"""The gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) and Kimi delta attention (Kimi Team 2025,
+arXiv 2510.26692): linear attention with a recurrent state.
 
 A tensor group splits the key heads, and with each the value heads that it serves. What a layer keeps of a sequence is
 no block of tokens but a row's: `RecurrentState`.
@@ -6,7 +7,7 @@ no block of tokens but a row's: `RecurrentState`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ....kernels.recurrent.gated_delta import DeltaSizes, Gates, causal_conv, ga
 from ..batch import Batch
 from ..cache_spec import RecurrentState
 from ..shard import Shard, even, scaled, whole
-from ..weights.slicing import Field, ShardedModule
+from ..weights.slicing import Field, Ratio, ShardedModule
 from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
@@ -66,8 +67,23 @@ class Decay(ShardedModule):
         self.dt_bias = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
 
 
+class ChannelDecay(Decay):
+    """How fast each channel of a value head's key is forgotten."""
+
+    def __init__(self, heads: Shard, channels: int):
+        super().__init__(heads)
+        self.fields = (
+            Field("A_log", "bbob", torch.float32),
+            Field("dt_bias", "o", torch.float32, ratios={"o": Ratio(channels)}),
+        )
+        for name, shape in (("A_log", (1, 1, heads.width, 1)), ("dt_bias", (heads.width * channels,))):
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+
+
 class GatedDeltaNet(nn.Module):
     """Attributes are named as checkpoints name their tensors. A subclass defines how they hold the projections."""
+
+    SILU: ClassVar[bool] = True  # the outputs' gate; else a sigmoid
 
     def __init__(self, hidden: int, shape: DeltaNetShape, eps: float, mesh: Mesh, local: int):
         """local: the layer's index in this pipeline stage, by which it finds its states. Raises FatalError where value
@@ -82,17 +98,21 @@ class GatedDeltaNet(nn.Module):
         self.keys, self.values = scaled(self.heads, shape.key_dim), scaled(values, shape.value_dim)
         self.local = local
         self.conv1d = CausalConv((self.keys, self.keys, self.values), shape.taps)
-        self.decay = Decay(values)
+        self.decay = self._make_decay(values)
         self._make_projections(hidden, values)
         self.norm = RMSNorm(shape.value_dim, eps)
         self.out_proj = RowParallel(self.values.size, hidden, mesh)
+
+    def _make_decay(self, values: Shard) -> Decay:
+        """values: this rank's value heads."""
+        return Decay(values)
 
     def _make_projections(self, hidden: int, values: Shard) -> None:
         """values: this rank's value heads."""
         raise NotImplementedError
 
     def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """qkv [T, channels], z [T, value heads * value dim], b and a [T, value heads]."""
+        """qkv [T, channels], z [T, value heads * value dim], b [T, value heads] and a [T, value heads * decays]."""
         raise NotImplementedError
 
     def cache_spec(self) -> RecurrentState:
@@ -103,7 +123,10 @@ class GatedDeltaNet(nn.Module):
     def inner(self) -> int:
         """Elements of a token between this rank's linears. Chunks are computed in f32, which counts twice."""
         sizes = self.sizes
-        return 2 * (sizes.channels + sizes.values) + 2 * sizes.value_heads * (4 * sizes.key_dim + 4 * sizes.value_dim)
+        chunks = 4 * sizes.key_dim + 4 * sizes.value_dim
+        if isinstance(self.decay, ChannelDecay):
+            chunks += 8 * sizes.key_dim
+        return 2 * (sizes.channels + sizes.values) + 2 * sizes.value_heads * chunks
 
     def forward(self, h: Normed, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
@@ -117,14 +140,14 @@ class GatedDeltaNet(nn.Module):
         if batch.sampled is not None and self.local == len(batch.caches) - 1:
             h.keep(batch.sample_at)
             out, z = out[batch.sample_at], z[batch.sample_at]
-        out = gated_norm(out, z.view(out.shape), self.norm.weight, self.norm.eps)
+        out = gated_norm(out, z.view(out.shape), self.norm.weight, self.norm.eps, self.SILU)
         return self.out_proj(out.flatten(1))
 
     def _mix(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch) -> Tensor:
         """The convolution and what heads read of the states, [T, value heads, value dim]."""
         convolution, state = batch.caches[self.local]
         qkv = self.conv1d(qkv, convolution, batch)
-        return gated_delta(qkv, Gates(b, a, self.decay.A_log, self.decay.dt_bias), state, batch, self.sizes)
+        return gated_delta(qkv, Gates(b, a, self.decay.A_log.flatten(), self.decay.dt_bias), state, batch, self.sizes)
 
     def _mix_into(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch, out: Tensor) -> None:
         out.copy_(self._mix(qkv, b, a, batch))
@@ -139,8 +162,8 @@ def _check(shape: DeltaNetShape, ranks: int) -> None:
         )
     if shape.key_heads % ranks:
         raise FatalError(
-            f"--tp {ranks} does not divide the {shape.key_heads} key heads of this model's gated delta nets "
-            "(linear_num_key_heads): choose a divisor",
+            f"--tp {ranks} does not divide the {shape.key_heads} key heads of this model's gated delta nets: "
+            "choose a divisor",
             USAGE,
         )
 
@@ -172,3 +195,36 @@ class PlainDeltaNet(GatedDeltaNet):
     def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         b, a = self.in_proj_ba(h).chunk(2, 1)
         return self.in_proj_qkv(h), self.in_proj_z(h), b, a
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """The net whose keys' channels each have a decay (Kimi Linear). Decays and output gates come of narrow projections:
+    `in_proj` merges these with q_proj, k_proj, v_proj and b_proj."""
+
+    SILU = False
+    # Names here → the names of the parts in checkpoints, and names there → names here.
+    MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+        "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+        "out_proj": ("o_proj",),
+    }
+    RENAMED: ClassVar[dict[str, str]] = {
+        "self_attn.o_norm.": "self_attn.norm.",
+        "self_attn.A_log": "self_attn.decay.A_log",
+        "self_attn.dt_bias": "self_attn.decay.dt_bias",
+    }
+
+    def _make_decay(self, values: Shard) -> Decay:
+        return ChannelDecay(values, self.sizes.key_dim)
+
+    def _make_projections(self, hidden: int, values: Shard) -> None:
+        self.narrow = whole(self.sizes.value_dim)
+        outputs = self.keys, self.keys, self.values, values, self.narrow, self.narrow
+        self.in_proj = ColumnParallel(whole(hidden), outputs, bias=False)
+        self.f_b_proj = ColumnParallel(self.narrow, (scaled(values, self.sizes.key_dim),), bias=False)
+        self.g_b_proj = ColumnParallel(self.narrow, (self.values,), bias=False)
+
+    def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        narrow = self.narrow.width
+        qkv, b, f, g = self.in_proj(h).split([self.sizes.channels, self.sizes.value_heads, narrow, narrow], 1)
+        return qkv, self.g_b_proj(g.contiguous()), b, self.f_b_proj(f.contiguous())

@@ -23,7 +23,23 @@ FALCON = dict(
     attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_multipliers=[0.7, 1.3, 0.6, 0.8, 1.1],
     ssm_in_multiplier=1.5, ssm_out_multiplier=0.6,
 )  # fmt: skip
+KIMI = dict(
+    model_type="kimi_linear", num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    kv_lora_rank=24, num_experts=10, num_shared_experts=2, num_experts_per_token=3, moe_intermediate_size=20,
+    rms_norm_eps=0.1,
+)  # fmt: skip
 HYBRIDS = {
+    "kimi_linear": KIMI | dict(
+        layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2], linear_head_dim=12,
+        linear_num_heads=6, mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    ),
+    "kimi_linear published": KIMI | dict(
+        linear_attn_config=dict(
+            kda_layers=[2, 4], full_attn_layers=[1, 3], head_dim=8, num_heads=12, short_conv_kernel_size=3,
+        ),
+        q_lora_rank=20, num_experts=16, num_expert_group=4, topk_group=2, moe_renormalize=False,
+        first_k_dense_replace=2,
+    ),
     "falcon_h1": FALCON,
     "falcon_h1 normed": FALCON | dict(
         mamba_rms_norm=True, mamba_n_groups=6, num_key_value_heads=1, mamba_conv_bias=False, tie_word_embeddings=True,

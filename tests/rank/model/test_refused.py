@@ -69,7 +69,8 @@ REFUSED = [
     ("stablelm", {"rope_pct": 0.5}, "rope_pct is 0.5, but partial_rotary_factor, which counts, is 0.25"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
-UNROTATED = "gpt_bigcode", "granitemoehybrid", "nemotron_h"  # types without a rope, or with none by default
+# Types without a rope, or with none by default.
+UNROTATED = "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
 MISSING = [
     ("phi", "model.layers.1.self_attn.dense.bias"),
     ("phi", "model.layers.0.mlp.fc2.weight"),

@@ -37,6 +37,7 @@ EAGER = {
     "glm_moe_dsa",
     "gpt_neox",
     "kimi_k25",
+    "kimi_linear",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "minicpm3",

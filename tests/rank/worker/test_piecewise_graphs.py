@@ -164,6 +164,7 @@ LATENT = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k25",
+    "kimi_linear",
     "minicpm3",
     "mistral4",
 )

@@ -42,10 +42,12 @@ NAMES = [
     "gpt_oss",
     "falcon_h1",
     "lfm2",
+    "kimi_linear",
 ]
 REPLAYED = set(NAMES) - {
     "deepseek_v2",
     "deepseek_v32",
+    "kimi_linear",
 }  # on CPUs torch computes latent attention, which is not recorded
 
 

@@ -56,6 +56,9 @@ OTHERS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DEEPSEEK | {"index_n_heads": 16, "index_head_dim": 16}),
     **dict.fromkeys(("minicpm3", "mistral4"), DEEPSEEK),
+    "kimi_linear": DEEPSEEK | {
+        "num_experts_per_token": 2, "num_shared_experts": 1, "linear_num_heads": 6, "linear_head_dim": 16,
+    },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
@@ -263,7 +266,7 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     path = write(tmp_path, config_of(model_type))
     shape, config = read(path), rank_config.read_config(path)
     degrees = rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
-    hybrid = model_type.startswith(("qwen3_5", "qwen3_next"))
+    hybrid = model_type.startswith(("qwen3_5", "qwen3_next", "kimi_linear"))
     if hybrid:  # its gated delta net has 6 heads of keys
         degrees = [tp for tp in degrees if 6 % tp == 0]
     assert list(shape.degrees) == degrees
@@ -277,6 +280,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     if hybrid:
         keys, values = 3 * 16, 6 * 24
         widest = 2 * (2 * keys + 2 * values) + 2 * 6 * (4 * 16 + 4 * 24)
+    if model_type == "kimi_linear":  # 3 heads, each of whose channels has a decay
+        widest = 2 * 4 * 3 * 16 + 2 * 3 * (4 * 16 + 4 * 16 + 8 * 16)
     if model_type in (
         "falcon_h1",
         "granitemoehybrid",
