@@ -19,7 +19,7 @@ struct DeltaStep {
     int64_t sequences, query_len, pitch, b_pitch, a_pitch, key_heads, value_heads, key, value;
     int64_t decays;  // of a head: 1, or key
     int64_t entries;
-    double eps;
+    double eps, floor;
 };
 
 static const int64_t MOST = 512;  // elements of a key, as DELTA_KEYS in gated_delta.py
@@ -73,8 +73,12 @@ template <typename T> INLINE void delta_token(const DeltaStep& a, int64_t token,
     const T* steps = (const T*)a.a + token * a.a_pitch + head * a.decays;
     float rate = -exp(a.a_log[head]);
     for (int64_t i = 0; i < a.key; i++) {
-        bool first = i < a.decays;
-        made.left[i] = first ? exp(rate * softplus(widen(steps[i]) + a.dt_bias[head * a.decays + i])) : made.left[0];
+        if (i < a.decays) {
+            float x = widen(steps[i]) + a.dt_bias[head * a.decays + i];
+            made.left[i] = exp(a.floor ? (float)a.floor / (1 + exp(rate * x)) : rate * softplus(x));
+        } else {
+            made.left[i] = made.left[0];
+        }
         made.decayed[i] = made.left[i] * made.k[i];
     }
     float beta = 1 / (1 + exp(-widen(((const T*)a.b)[token * a.b_pitch + head])));

@@ -67,6 +67,7 @@ class Gates(NamedTuple):
     a: Tensor  # [T, value heads * decays]: g = -exp(A_log) softplus(a + dt_bias)
     A_log: Tensor  # [value heads] f32
     dt_bias: Tensor  # [value heads * decays] f32
+    floor: float = 0.0  # below 0: g = floor * sigmoid(exp(A_log) (a + dt_bias)), which is not below it
 
     @property
     def each(self) -> int:
@@ -75,8 +76,10 @@ class Gates(NamedTuple):
 
     def decays(self) -> tuple[Tensor, Tensor]:
         """g [T, value heads, decays] and beta [T, value heads], f32."""
-        steps = F.softplus(self.a.float() + self.dt_bias).unflatten(1, (len(self.A_log), -1))
-        return -self.A_log.exp()[:, None] * steps, self.b.float().sigmoid()
+        steps = (self.a.float() + self.dt_bias).unflatten(1, (len(self.A_log), -1))
+        rates = self.A_log.exp()[:, None]
+        g = self.floor * (rates * steps).sigmoid() if self.floor else -rates * F.softplus(steps)
+        return g, self.b.float().sigmoid()
 
 
 class Rows(Protocol):
@@ -191,9 +194,9 @@ def delta_step_cpu(qkv: Tensor, gates: Gates, state: Tensor, batch: Rows, sizes:
     assert state.is_contiguous() and gates.A_log.is_contiguous() and gates.dt_bias.is_contiguous()
     out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
     ops.typed("gated_delta", "delta_step", qkv.dtype)(
-        qkv, *gates, state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows),
+        qkv, *gates[:4], state, batch.rows.contiguous(), batch.lengths.contiguous(), out, len(batch.rows),
         batch.query_len, qkv.stride(0), gates.b.stride(0), gates.a.stride(0), *sizes, gates.each, state.shape[1],
-        L2_EPS,
+        L2_EPS, float(gates.floor),
     )  # fmt: skip
     return out
 

@@ -112,6 +112,7 @@ def delta_chunks(
     """gated_delta of the sequences behind the first num_decodes, into out [T, value heads, value dim]. All tensors are
     those of the whole step. eps: of the norm of queries and keys."""
     b, a, heads = gates.b, gates.a, sizes.value_heads
+    assert gates.each > 1 or not gates.floor
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and state.is_contiguous() and out.is_contiguous()
     decodes = batch.num_decodes
     assert batch.query_len <= CHUNK
@@ -137,7 +138,7 @@ def delta_chunks(
         keys = scratch(tokens, 2, heads, sizes.key_dim)
         pairs_kernel[*grid, CHUNK // BLOCK](
             qkv, b, a, *given, keys, w, within, system, factors, decodes, *strides, eps, sizes.key_dim**-0.5,
-            *shape, CHUNK, BLOCK, precision, num_warps=4, num_stages=1,
+            *shape, CHUNK, BLOCK, precision, float(gates.floor), num_warps=4, num_stages=1,
         )  # fmt: skip
         solve_kernel[grid](
             qkv, b, batch.query_starts, table, u, w, system, decodes, qkv.stride(0), b.stride(0),
@@ -180,7 +181,8 @@ def system_kernel(
     q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + eps) * scale
     k_norm = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + eps)
-    g = log_decay(tl.load(a + t * a_row + head, mask=real, other=0.0), tl.load(a_log + head), tl.load(dt_bias + head))
+    step, bias = tl.load(a + t * a_row + head, mask=real, other=0.0), tl.load(dt_bias + head)
+    g = log_decay(step, tl.load(a_log + head), bias, 0.0)
     g = tl.where(real, g, 0.0)
     total = tl.cumsum(g, 0)
     beta = tl.where(real, sigmoid(tl.load(b + t * b_row + head, mask=real, other=0.0)), 0.0)
@@ -227,7 +229,7 @@ def pairs_kernel(
     qkv, b, a, a_log, dt_bias, starts, table, keys, w, within, system, factors, decodes, qkv_row, b_row, a_row,
     eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Rows of `within` and of the system for one block of a chunk and one value head, where each channel has its decay.
 
@@ -248,7 +250,7 @@ def pairs_kernel(
         q, k = load_keys(qkv, t, real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, KEYS)
         q, k = normed(q, eps) * scale, normed(k, eps)
         beta = sigmoid(tl.load(b + t * b_row + head, mask=real, other=0.0))[:, None]
-        g = channel_decays(a, a_log, dt_bias, t, real, head, a_row, KEY, KEYS)
+        g = channel_decays(a, a_log, dt_bias, t, real, head, a_row, KEY, KEYS, FLOOR)
         upto = tl.cumsum(g, 0)
         mine = t * VALUE_HEADS + head
         row = mine[:, None] * TOKENS + block * BLOCK + places[None, :]
@@ -276,7 +278,7 @@ def pairs_kernel(
             earlier = start + other * BLOCK + places
             all_real = earlier < end
             _, k_raw = load_keys(qkv, earlier, all_real, head, qkv_row, KEY_HEADS, VALUE_HEADS, KEY, KEYS)
-            g_other = channel_decays(a, a_log, dt_bias, earlier, all_real, head, a_row, KEY, KEYS)
+            g_other = channel_decays(a, a_log, dt_bias, earlier, all_real, head, a_row, KEY, KEYS, FLOOR)
             k_other = tl.trans((normed(k_raw, eps) * tl.exp(behind(g_other, BLOCK) + before[None, :])).to(dtype))
             at = mine[:, None] * TOKENS + other * BLOCK + places[None, :]
             reads = tl.dot(q.to(dtype), k_other, input_precision=PRECISION)
@@ -287,7 +289,7 @@ def pairs_kernel(
         after = tl.zeros([KEYS], tl.float32)
         for other in range(block + 1, TOKENS // BLOCK):
             later = start + other * BLOCK + places
-            after += tl.sum(channel_decays(a, a_log, dt_bias, later, later < end, head, a_row, KEY, KEYS), 0)
+            after += tl.sum(channel_decays(a, a_log, dt_bias, later, later < end, head, a_row, KEY, KEYS, FLOOR), 0)
             at = mine[:, None] * TOKENS + other * BLOCK + places[None, :]
             tl.store(within + at, tl.zeros([BLOCK, BLOCK], tl.float32).to(dtype), mask=real[:, None])
 
@@ -309,13 +311,15 @@ def normed(x, eps):
 
 
 @triton.jit
-def channel_decays(a, a_log, dt_bias, t, real, head, a_row, KEY: tl.constexpr, KEYS: tl.constexpr):
+def channel_decays(
+    a, a_log, dt_bias, t, real, head, a_row, KEY: tl.constexpr, KEYS: tl.constexpr, FLOOR: tl.constexpr
+):  # fmt: skip
     """g [tokens, KEYS]; 0 where there is no token."""
     dims = tl.arange(0, KEYS)
     there = real[:, None] & (dims < KEY)[None, :]
     step = tl.load(a + (t * a_row + head * KEY)[:, None] + dims[None, :], mask=there, other=0.0)
     bias = tl.load(dt_bias + head * KEY + dims, mask=dims < KEY, other=0.0)
-    return tl.where(there, log_decay(step, tl.load(a_log + head), bias[None, :]), 0.0)
+    return tl.where(there, log_decay(step, tl.load(a_log + head), bias[None, :], FLOOR), 0.0)
 
 
 @triton.jit

@@ -86,16 +86,21 @@ def delta_step(
         delta_kernel[grid](
             qkv, b, a, gates.A_log, gates.dt_bias, state, rows, lengths, out, qkv.stride(0), b.stride(0), a.stride(0),
             eps, sizes.key_dim**-0.5, sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim,
-            triton.next_power_of_2(sizes.key_dim), VALUES, state.shape[1], query_len, gates.each > 1, num_warps=4,
+            triton.next_power_of_2(sizes.key_dim), VALUES, state.shape[1], query_len, gates.each > 1,
+            float(gates.floor), num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
-def log_decay(a, a_log, dt_bias):
+def log_decay(a, a_log, dt_bias, FLOOR: tl.constexpr):
     """g of Gates.decays."""
     x = a.to(tl.float32) + dt_bias
-    soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))  # as torch's softplus
-    return -tl.exp(a_log) * soft
+    if FLOOR < 0.0:
+        g = FLOOR * sigmoid(tl.exp(a_log) * x)
+    else:
+        soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))  # as torch's softplus
+        g = -tl.exp(a_log) * soft
+    return g
 
 
 @triton.jit
@@ -108,6 +113,7 @@ def delta_kernel(
     qkv, b, a, a_log, dt_bias, state, rows, lengths, out, qkv_row, b_row, a_row, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_PADDED: tl.constexpr, VALUES: tl.constexpr, ENTRIES: tl.constexpr, QUERY: tl.constexpr, CHANNELS: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
     """VALUES columns of one value head's states, for the QUERY tokens of one sequence. ENTRIES: of the states' ring.
     CHANNELS: each element of a key has its decay."""
@@ -140,9 +146,10 @@ def delta_kernel(
             if CHANNELS:
                 step = tl.load(a + token * a_row + head * KEY + dims, mask=real, other=0.0)
                 bias = tl.load(dt_bias + head * KEY + dims, mask=real, other=0.0)
-                s = s * tl.exp(log_decay(step, tl.load(a_log + head), bias))[:, None]
+                s = s * tl.exp(log_decay(step, tl.load(a_log + head), bias, FLOOR))[:, None]
             else:
-                g = log_decay(tl.load(a + token * a_row + head), tl.load(a_log + head), tl.load(dt_bias + head))
+                step, bias = tl.load(a + token * a_row + head), tl.load(dt_bias + head)
+                g = log_decay(step, tl.load(a_log + head), bias, FLOOR)
                 s = s * tl.exp(g)
             beta = sigmoid(tl.load(b + token * b_row + head))
             change = (v - tl.sum(s * k[:, None], 0)) * beta

@@ -39,7 +39,7 @@ class Layer:
 
     def __init__(
         self, sizes: DeltaSizes, batch: Any, taps: int = 4, dtype: torch.dtype = torch.float32, entries: int = 0,
-        plain: bool = False, channels: bool = False,
+        plain: bool = False, channels: bool = False, floor: float = 0.0,
     ):  # fmt: skip
         """entries: of the rings; as many as the batch needs unless given. plain: a convolution with a bias and without
         SiLU. channels: each element of a key has a decay of its own."""
@@ -51,7 +51,7 @@ class Layer:
         heads = sizes.value_heads
         decays = heads * (sizes.key_dim if channels else 1)
         b, a = (torch.randn(tokens, width).to(dtype) for width in (heads, decays))
-        self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(decays))
+        self.gates = Gates(b, a, torch.rand(heads) * 3 - 2, torch.randn(decays), floor)
         entries = entries or batch.query_len
         self.convolution = torch.randn(count, taps + entries - 2, sizes.channels).to(dtype).float()
         self.state = torch.randn(count, entries, heads, sizes.key_dim, sizes.value_dim)
@@ -66,7 +66,7 @@ class Layer:
             **{key: x.to(device) if isinstance(x, Tensor) else x for key, x in vars(self.batch).items()}
             | {"scratch": {}}
         )
-        other.gates = Gates(*(x.to(device) for x in self.gates))
+        other.gates = Gates(*(x.to(device) for x in self.gates[:4]), self.gates.floor)
         for name in ("x", "weight", "convolution", "state"):
             setattr(other, name, getattr(self, name).to(device, copy=True))
         return other
@@ -84,7 +84,7 @@ class Layer:
             guards.append((room, free))
             return room[GUARD:-GUARD].view(x.shape)
 
-        self.gates = Gates(*map(inside, self.gates))
+        self.gates = Gates(*map(inside, self.gates[:4]), self.gates.floor)
         for name in ("x", "weight", "convolution", "state"):
             setattr(self, name, inside(getattr(self, name)))
         return guards
@@ -93,7 +93,7 @@ class Layer:
         """The results of `run`, one token at a time in f64: outputs, and the rows' new states."""
         q_to, k_to = self.sizes.keys, 2 * self.sizes.keys
         each = self.sizes.value_heads // self.sizes.key_heads
-        g, beta = Gates(*(x.double() for x in self.gates)).decays()
+        g, beta = Gates(*(x.double() for x in self.gates[:4]), self.gates.floor).decays()
         out = torch.empty(len(self.x), self.sizes.value_heads, self.sizes.value_dim, dtype=torch.float64)
         convolution, states, t = self.convolution.double(), self.state.double(), 0
         kept, entries, taps = convolution.shape[1], states.shape[1], self.weight.shape[1]
@@ -155,13 +155,13 @@ class Layer:
 
 def check_steps(
     sizes: DeltaSizes, taps: int, dtype: torch.dtype, bound: float, device: str = "cpu", query_len: int = 1,
-    entries: int = 0, plain: bool = False, channels: bool = False,
+    entries: int = 0, plain: bool = False, channels: bool = False, floor: float = 0.0,
 ) -> None:  # fmt: skip
     """Sequences that begin and that go on, and a row that fills a captured step up."""
     torch.manual_seed(0)
     lengths = [9, query_len, 300, query_len, query_len + 1]
     rows = make_rows([query_len] * 5, lengths, [4, 0, 6, 2, 1], query_len)
-    layer = Layer(sizes, rows, taps, dtype, entries, plain, channels)
+    layer = Layer(sizes, rows, taps, dtype, entries, plain, channels, floor)
     there = layer.on(device)
     there.batch.rows = torch.tensor([4, 0, 6, -1, 1], device=device)
     want = layer.run()
