@@ -24,10 +24,15 @@ class Args(deepseek_v3.Args):
     mlp_layer_types: list[str] = field(default_factory=list)
 
     def sparse(self, index: int) -> bool:
-        if index < len(self.mlp_layer_types):
-            base.expect("mlp_layer_types", self.mlp_layer_types[index], DENSE, SPARSE)
-            return self.mlp_layer_types[index] == SPARSE
-        return super().sparse(index)
+        return sparse(self.mlp_layer_types, index, super().sparse(index))
+
+
+def sparse(types: list[str], index: int, usual: bool) -> bool:
+    """Whether a layer has experts, by mlp_layer_types, or `usual` where that has no entry for it."""
+    if index >= len(types):
+        return usual
+    base.expect("mlp_layer_types", types[index], DENSE, SPARSE)
+    return types[index] == SPARSE
 
 
 Model = deepseek_v3.Model

@@ -67,6 +67,15 @@ MODELS = {
             num_hidden_layers=3, out_hidden_size=48, num_position_embeddings=16, deepstack_visual_indexes=[0, 1],
         ),
     ),
+    "hy_v3": dict(
+        model_type="hy_v3", head_dim=16, num_experts=10, num_experts_per_tok=3, num_shared_experts=2,
+        moe_intermediate_size=20, attention_bias=True,
+    ),
+    "hy_v3 mixed": dict(
+        model_type="hy_v3", head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
+        mlp_layer_types=["sparse", "dense"] * 2, num_key_value_heads=1, router_scaling_factor=0.7,
+        tie_word_embeddings=True,
+    ),
     "qwen2": dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=13),
     "mistral no window": dict(model_type="mistral", sliding_window=None),

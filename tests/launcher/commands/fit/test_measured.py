@@ -59,6 +59,8 @@ OTHERS = {
     "kimi_linear": DEEPSEEK | {
         "num_experts_per_token": 2, "num_shared_experts": 1, "linear_num_heads": 6, "linear_head_dim": 16,
     },
+    "bailing_hybrid": DEEPSEEK | {"head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2},
+    "hy_v3": {"num_shared_experts": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},
@@ -78,7 +80,7 @@ OTHERS = {
 }  # fmt: skip
 REFUSED = [
     ("phi", "tied"), ("moondream1", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"),
-    ("ernie4_5_moe", "biased"),
+    ("ernie4_5_moe", "biased"), ("hy_v3", "biased"),
 ]  # fmt: skip
 
 
