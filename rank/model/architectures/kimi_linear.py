@@ -80,12 +80,12 @@ class Args(glm4_moe_lite.Args):
 
 
 class Layer(deepseek_v2.Layer):
+    DELTA: type[KimiDeltaAttention] = KimiDeltaAttention
+
     def __init__(self, args: Any, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
         if args.linear(index):
-            self.self_attn: nn.Module = KimiDeltaAttention(
-                args.hidden_size, args.delta_net, args.rms_norm_eps, mesh, local
-            )
+            self.self_attn: nn.Module = self.DELTA(args.hidden_size, args.delta_net, args.rms_norm_eps, mesh, local)
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))

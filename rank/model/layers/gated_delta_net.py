@@ -32,6 +32,7 @@ class DeltaNetShape(NamedTuple):
     key_dim: int
     value_dim: int
     taps: int  # tokens that the convolution reads, this one included
+    floor: float = 0.0  # of the decays' logarithms, as of Gates
 
 
 class CausalConv(ShardedModule):
@@ -70,14 +71,16 @@ class Decay(ShardedModule):
 class ChannelDecay(Decay):
     """How fast each channel of a value head's key is forgotten."""
 
-    def __init__(self, heads: Shard, channels: int):
+    def __init__(self, heads: Shard, channels: int, axes: str):
+        """axes: of A_log in checkpoints, as of Field."""
         super().__init__(heads)
         self.fields = (
-            Field("A_log", "bbob", torch.float32),
+            Field("A_log", axes, torch.float32),
             Field("dt_bias", "o", torch.float32, ratios={"o": Ratio(channels)}),
         )
-        for name, shape in (("A_log", (1, 1, heads.width, 1)), ("dt_bias", (heads.width * channels,))):
-            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+        shape = [heads.width if axis == "o" else 1 for axis in axes]
+        for name, one in (("A_log", shape), ("dt_bias", [heads.width * channels])):
+            setattr(self, name, nn.Parameter(torch.empty(one, device="meta"), requires_grad=False))
 
 
 class GatedDeltaNet(nn.Module):
@@ -96,7 +99,7 @@ class GatedDeltaNet(nn.Module):
         values = scaled(self.heads, self.each)
         self.sizes = DeltaSizes(self.heads.width, values.width, shape.key_dim, shape.value_dim)
         self.keys, self.values = scaled(self.heads, shape.key_dim), scaled(values, shape.value_dim)
-        self.local = local
+        self.local, self.floor = local, shape.floor
         self.conv1d = CausalConv((self.keys, self.keys, self.values), shape.taps)
         self.decay = self._make_decay(values)
         self._make_projections(hidden, values)
@@ -147,7 +150,8 @@ class GatedDeltaNet(nn.Module):
         """The convolution and what heads read of the states, [T, value heads, value dim]."""
         convolution, state = batch.caches[self.local]
         qkv = self.conv1d(qkv, convolution, batch)
-        return gated_delta(qkv, Gates(b, a, self.decay.A_log.flatten(), self.decay.dt_bias), state, batch, self.sizes)
+        gates = Gates(b, a, self.decay.A_log.flatten(), self.decay.dt_bias, self.floor)
+        return gated_delta(qkv, gates, state, batch, self.sizes)
 
     def _mix_into(self, qkv: Tensor, b: Tensor, a: Tensor, batch: Batch, out: Tensor) -> None:
         out.copy_(self._mix(qkv, b, a, batch))
@@ -215,7 +219,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     }
 
     def _make_decay(self, values: Shard) -> Decay:
-        return ChannelDecay(values, self.sizes.key_dim)
+        return ChannelDecay(values, self.sizes.key_dim, "bbob")
 
     def _make_projections(self, hidden: int, values: Shard) -> None:
         self.narrow = whole(self.sizes.value_dim)
@@ -228,3 +232,22 @@ class KimiDeltaAttention(GatedDeltaNet):
         narrow = self.narrow.width
         qkv, b, f, g = self.in_proj(h).split([self.sizes.channels, self.sizes.value_heads, narrow, narrow], 1)
         return qkv, self.g_b_proj(g.contiguous()), b, self.f_b_proj(f.contiguous())
+
+
+class WideDeltaAttention(KimiDeltaAttention):
+    """Kimi delta attention whose decays and output gates come of the hidden state itself (Ling 3). `in_proj` merges all
+    that reads it."""
+
+    MERGED = KimiDeltaAttention.MERGED | {"in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "g_proj")}
+
+    def _make_decay(self, values: Shard) -> Decay:
+        return ChannelDecay(values, self.sizes.key_dim, "o")
+
+    def _make_projections(self, hidden: int, values: Shard) -> None:
+        outputs = self.keys, self.keys, self.values, values, scaled(values, self.sizes.key_dim), self.values
+        self.in_proj = ColumnParallel(whole(hidden), outputs, bias=False)
+
+    def project(self, h: Normed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        widths = [output.width for output in self.in_proj.outputs[3:]]
+        qkv, b, f, g = self.in_proj(h).split([self.sizes.channels, *widths], 1)
+        return qkv, g.contiguous(), b, f

@@ -148,7 +148,11 @@ class LatentAttention(nn.Module):
         return self.kv_b_proj.heads * of_head + 2 * (sizes.latent + sizes.rope) + sizes.query_latent
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
-        """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
+        return self.o_proj(self.attend(h, cos_sin, batch))
+
+    def attend(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Tensor:
+        """What this rank's heads read, [T, heads * value]. In the last layer only sampled rows continue: h's residual
+        stream is reduced to them."""
         q, latents = self._project(h)
         if cos_sin.q_scale is not None:
             q.mul_(cos_sin.q_scale)
@@ -160,16 +164,15 @@ class LatentAttention(nn.Module):
             def attend(q: Tensor, batch: Batch, out: Tensor) -> None:
                 out.flatten(1).copy_(latent_attention(q, cache, up, batch, self.params, *scales))
 
-            return self.o_proj(batch.replayed.mix(q.shape[1], self.sizes.value, attend, q))
+            return batch.replayed.mix(q.shape[1], self.sizes.value, attend, q)
         if batch.sampled is None or self.local < len(batch.caches) - 1:
-            made = store_and_attend(q, latents, norm, cos_sin, cache, up, batch, self.params, *scales)
-            return self.o_proj(made)
+            return store_and_attend(q, latents, norm, cos_sin, cache, up, batch, self.params, *scales)
         rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
         h.keep(batch.sample_at)
         q = q[batch.sample_at]
         if len(q) == 0:
-            return self.o_proj(q.new_empty(0, self.o_proj.inputs.width))
-        return self.o_proj(latent_attention(q, cache, up, batch.sampled, self.params, *scales))
+            return q.new_empty(0, self.o_proj.inputs.width)
+        return latent_attention(q, cache, up, batch.sampled, self.params, *scales)
 
     def _project(self, h: Normed) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, nope + rope] of this rank's heads, latents [T, latent + rope]."""

@@ -28,6 +28,12 @@ KIMI = dict(
     kv_lora_rank=24, num_experts=10, num_shared_experts=2, num_experts_per_token=3, moe_intermediate_size=20,
     rms_norm_eps=0.1,
 )  # fmt: skip
+# transformers writes the latent heads' rotated size as head_dim, whatever it was, and reads the other heads' there.
+LING = dict(
+    model_type="bailing_hybrid", num_key_value_heads=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    kv_lora_rank=24, head_dim=8, num_experts=16, num_shared_experts=1, moe_intermediate_size=20, rms_norm_eps=0.1,
+    num_nextn_predict_layers=0,
+)  # fmt: skip
 HYBRIDS = {
     "kimi_linear": KIMI | dict(
         layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2], linear_head_dim=12,
@@ -39,6 +45,12 @@ HYBRIDS = {
         ),
         q_lora_rank=20, num_experts=16, num_expert_group=4, topk_group=2, moe_renormalize=False,
         first_k_dense_replace=2,
+    ),
+    "bailing_hybrid": LING | dict(layer_group_size=2, num_experts_per_tok=3),
+    "bailing_hybrid unbounded": LING | dict(
+        layer_types=["full_attention", "linear_attention"] * 2, kda_safe_gate=False, short_conv_kernel_size=3,
+        n_group=2, topk_group=1, norm_topk_prob=False, num_experts_per_token=2,
+        mlp_layer_types=["sparse", "dense"] * 2,
     ),
     "falcon_h1": FALCON,
     "falcon_h1 normed": FALCON | dict(

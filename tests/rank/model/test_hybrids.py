@@ -13,7 +13,7 @@ from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
 from .harness import distance, run_steps, tokens
-from .hybrids import EXPERTS, HYBRID, HYBRIDS, KIMI
+from .hybrids import EXPERTS, HYBRID, HYBRIDS, KIMI, LING
 from .test_architectures import COMMON, TOLERANCE, write
 
 
@@ -40,6 +40,8 @@ def made(tmp_path_factory):
         ("nemotron_h dense", 1, 2, 1),
         ("kimi_linear", 1, 1, 1),
         ("kimi_linear published", 2, 2, 2),
+        ("bailing_hybrid", 2, 1, 2),
+        ("bailing_hybrid unbounded", 1, 2, 1),
     ],
 )
 def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
@@ -104,6 +106,7 @@ def test_ranks_that_do_not_divide_groups_are_refused(made):
         (KIMI | {"mla_use_nope": False}, "mla_use_nope False is not supported"),
         (KIMI | {"linear_attn_config": {"num_heads": 0}}, "linear_attn_config.num_heads is 0"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2, 3]}}, "layer type 'none'"),
+        (LING | {"kda_lower_bound": 0.5}, "kda_lower_bound is 0.5"),
         ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache is 0"),
         ({"model_type": "lfm2", "layer_types": ["linear_attention"] * 4}, "supported are full_attention, conv"),
     ],

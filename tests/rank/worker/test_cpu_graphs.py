@@ -28,6 +28,7 @@ MODELS = {
 # Model types whose decode steps are not recorded: torch computes latent attention, Gemma 4's norm
 # of values, and what Hunyuan norms behind the rotation.
 EAGER = {
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",

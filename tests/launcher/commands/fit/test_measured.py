@@ -59,7 +59,9 @@ OTHERS = {
     "kimi_linear": DEEPSEEK | {
         "num_experts_per_token": 2, "num_shared_experts": 1, "linear_num_heads": 6, "linear_head_dim": 16,
     },
-    "bailing_hybrid": DEEPSEEK | {"head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2},
+    "bailing_hybrid": DEEPSEEK | {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2, "q_lora_rank": None,
+    },
     "hy_v3": {"num_shared_experts": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
@@ -80,7 +82,7 @@ OTHERS = {
 }  # fmt: skip
 REFUSED = [
     ("phi", "tied"), ("moondream1", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"),
-    ("ernie4_5_moe", "biased"), ("hy_v3", "biased"),
+    ("ernie4_5_moe", "biased"), ("hy_v3", "biased"), ("bailing_hybrid", "biased"),
 ]  # fmt: skip
 
 
@@ -282,8 +284,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     if hybrid:
         keys, values = 3 * 16, 6 * 24
         widest = 2 * (2 * keys + 2 * values) + 2 * 6 * (4 * 16 + 4 * 24)
-    if model_type == "kimi_linear":  # 3 heads, each of whose channels has a decay
-        widest = 2 * 4 * 3 * 16 + 2 * 3 * (4 * 16 + 4 * 16 + 8 * 16)
+    if heads := {"kimi_linear": 3, "bailing_hybrid": 6}.get(model_type):  # each of whose channels has a decay
+        widest = 2 * 4 * heads * 16 + 2 * heads * (4 * 16 + 4 * 16 + 8 * 16)
     if model_type in (
         "falcon_h1",
         "granitemoehybrid",
