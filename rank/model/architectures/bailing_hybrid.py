@@ -28,6 +28,12 @@ CONFIG = {
     },
     "defaults": {"rope_theta": 6000000.0},
 }  # fmt: skip
+RENAMED = {  # as checkpoints of all generations of Ling have names
+    "model.word_embeddings.": "model.embed_tokens.",
+    ".attention.": ".self_attn.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+    ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +95,4 @@ class Layer(kimi_linear.Layer):
 class Model(deepseek_v3.Model):
     LAYER = Layer
     MERGED = deepseek_v3.Model.MERGED | WideDeltaAttention.MERGED
-    RENAMED = {
-        "model.word_embeddings.": "model.embed_tokens.",
-        ".attention.": ".self_attn.",
-        ".self_attn.dense.": ".self_attn.o_proj.",
-        ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
-    } | WideDeltaAttention.RENAMED
+    RENAMED = RENAMED | WideDeltaAttention.RENAMED

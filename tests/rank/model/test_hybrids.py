@@ -105,6 +105,7 @@ def test_ranks_that_do_not_divide_groups_are_refused(made):
         ({"model_type": "nemotron_h", "mamba_num_heads": 0}, "mamba_num_heads is 0"),
         (KIMI | {"mla_use_nope": False}, "mla_use_nope False is not supported"),
         (KIMI | {"linear_attn_config": {"num_heads": 0}}, "linear_attn_config.num_heads is 0"),
+        (KIMI | {"linear_attn_config": {"kda_layers": 1, "full_attn_layers": []}}, "kda_layers.*lists"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2, 3]}}, "layer type 'none'"),
         (LING | {"kda_lower_bound": 0.5}, "kda_lower_bound is 0.5"),
         ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache is 0"),

@@ -16,7 +16,7 @@ from phalanx.rank.model.load import load
 from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
-from . import test_chatglm
+from . import test_bailing_moe, test_chatglm
 from .test_architectures import COMMON, MODELS, options_of, write
 from .vision import test_moondream1
 
@@ -118,6 +118,7 @@ def test_configs(made, tmp_path, name, change, message):
 TYPES = {options["model_type"]: options for options in reversed(MODELS.values())} | {
     "llama": COMMON | {"model_type": "llama"}, "qwen3": COMMON | {"model_type": "qwen3"},
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
+    "bailing_moe": test_bailing_moe.CONFIG,
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,
 }  # fmt: skip
 
@@ -125,7 +126,7 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
 def changed(tmp_path, model_type, change):
     """Build a model whose config.json has other keys, of a multimodal one those of the text. Raises FatalError."""
     options = deepcopy(TYPES[model_type])
-    if model_type not in ("chatglm", "moondream1"):
+    if model_type not in ("bailing_moe", "chatglm", "moondream1"):
         options = options_of(**options)
         options = transformers.AutoConfig.for_model(**options).to_dict() | {"model_type": model_type}
     change(options.get("text_config", options))
