@@ -91,7 +91,8 @@ class TextEngine:
         self.defaults = resolve_defaults(config.sampling, text.generation)
         if text.family:
             log.warning(
-                "the model has no chat template: chats are written as the %s family does; --chat-template sets another",
+                "the model has no chat template, so it looks like a base model, which continues texts: use "
+                "/v1/completions. Chats are written as the %s family does; --chat-template sets another",
                 text.family,
             )
         if text.tool_format is tool_formats.find("json") and config.tool_call_parser == "auto":

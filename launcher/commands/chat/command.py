@@ -20,6 +20,7 @@ from .options import ChatOptions, sampling
 from .prompt import Prompt
 from .slash_commands import run
 
+BASE_TOKENS = 256  # of an answer of a base model, which seldom ends one by itself
 HELP = "talk to a running server in the terminal"
 USAGE = """phalanx chat [options]: talk to a running server; an empty line or Ctrl-D ends, /help lists commands
 
@@ -42,6 +43,13 @@ def main(argv: Sequence[str]) -> int:
     fields = {name: getattr(options, name) for name in sampling()}
     if options.thinking is not None:
         fields["enable_thinking"] = options.thinking
+    if model.get("chat_template") is False:
+        fields["max_tokens"] = fields["max_tokens"] or BASE_TOKENS
+        print(
+            "phalanx: this looks like a base model, as it has no chat template: it continues texts, for which there is "
+            f"/v1/completions. Answers end after {fields['max_tokens']} tokens (--max-tokens)",
+            file=sys.stderr,
+        )
     conversation = Conversation(server, _display(options), fields, options.system, tools, options.approve)
     conversation.context = model.get("max_model_len") or 0
     prompt = Prompt()

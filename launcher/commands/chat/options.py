@@ -68,7 +68,15 @@ class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
         int | None, flag("--seed", group=_SAMPLING, metavar="N", low=0, help="equal answers to equal questions")
     ] = None
     max_tokens: Annotated[
-        int | None, flag("--max-tokens", "--max_tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer")
+        int | None,
+        flag(
+            "--max-tokens",
+            "--max_tokens",
+            group=_SAMPLING,
+            metavar="N",
+            low=1,
+            help="longest answer; unless given what the context allows, and 256 for a base model",
+        ),
     ] = None
 
 

@@ -28,9 +28,9 @@ class SelectRequest(Body):
 
 
 def models(call: Call) -> dict[str, Any]:
-    """The models that there are, with `max_model_len` and `input_modalities`, and what `images` they take once they are
-    loaded; of several with their `status`. In Anthropic's shape where the
-    client sends `anthropic-version`."""
+    """The models that there are, with `max_model_len` and `input_modalities`, what `images` they take once they are
+    loaded, and `chat_template: false` for one that ships none; of several with their `status`. In Anthropic's shape
+    where the client sends `anthropic-version`."""
     assert call.server is not None
     data = [_shown(call, *one) for one in _names(call.server)]
     return anthropic_page(data, call.query) if call.anthropic else {"object": "list", "data": data}
@@ -114,6 +114,8 @@ def _describe(state: ServerState, name: str, engine: TextEngine) -> dict[str, An
     }
     if images is not None:
         entry["images"] = images
+    if engine.text is not None and engine.text.family:
+        entry["chat_template"] = False
     if state.models is not None:
         entry["status"] = state.models.status(engine)
         if notes := state.config.models[engine.model].notes:

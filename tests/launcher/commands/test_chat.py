@@ -29,7 +29,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        self.answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+        self.answer(200, json.dumps({"data": [{"id": "tiny", **getattr(self.server, "entry", {})}]}).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -94,6 +94,15 @@ def test_url_key_and_thinking(server, monkeypatch):
     assert chat(server, monkeypatch, "one\n", *argv) == 0
     ((body, authorization),) = server.seen
     assert (authorization, body["enable_thinking"], body["max_tokens"]) == ("Bearer k", False, 7)
+
+
+@pytest.mark.parametrize(("argv", "tokens"), [((), 256), (("--max-tokens", "900"), 900)])
+def test_answers_of_a_base_model_end(server, monkeypatch, capsys, argv, tokens):
+    server.entry = {"chat_template": False}
+    assert chat(server, monkeypatch, "one\n", *argv) == 0
+    assert server.seen[0][0]["max_tokens"] == tokens
+    said = capsys.readouterr().err
+    assert "base model" in said and "/v1/completions" in said and f"{tokens} tokens" in said
 
 
 def test_no_proxy_stands_before_this_machine(server, monkeypatch, capsys):

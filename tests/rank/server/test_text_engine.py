@@ -209,6 +209,7 @@ def test_the_template_of_a_family(tmp_path, caplog):
     engine.close()
     (message,) = caplog.messages
     assert "no chat template" in message and "OLMo" in message and "--chat-template" in message
+    assert "base model" in message and "/v1/completions" in message
 
 
 def test_an_error_without_words(fresh_server):

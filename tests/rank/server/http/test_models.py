@@ -46,3 +46,12 @@ def test_errors_have_the_client_s_shape(server, client):
         answer = server.request("GET", f"/v1/models?{query}", headers=VERSION)
         assert answer.status == 400 and answer.body["error"]["type"] == "invalid_request_error"
     assert server.request("GET", "/v1/models/none").body["error"]["code"] == "model_not_found"
+
+
+def test_a_model_without_a_template_says_so(server, monkeypatch):
+    """Clients tell a base model by it; one with a template has no such field."""
+    (entry, *_) = server.request("GET", "/v1/models").body["data"]
+    assert "chat_template" not in entry
+    monkeypatch.setattr(server.engine.text, "family", "Gemma")
+    (entry, *_) = server.request("GET", "/v1/models").body["data"]
+    assert entry["chat_template"] is False
