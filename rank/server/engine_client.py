@@ -209,6 +209,8 @@ class EngineClient:
         known = [id for id in ids if self._streams.pop(id, None) is not None]
         if known and self._scheduler is not None:
             self._scheduler.transport.write(protocol.frame(protocol.Abort(known)))
+        if known:
+            self._say_drained()
 
     async def switch(self, model: int, options: str, weights: str = "") -> str:
         """Have the ranks serve another model; "" for `options`: none. Call it when nothing is open. weights: as of
@@ -234,11 +236,17 @@ class EngineClient:
         if self.draining:
             return
         self.draining = True
+        count = len(set(self._streams.values()))
+        log.info("draining: open requests: %d%s", count, ", which may take as long as they need" if count else "")
         self._drain = protocol.Drain(code)
         if self.state in ("loading", "ready", "unloaded"):
             self.state = "draining"
         if self._scheduler is not None:
             self._scheduler.transport.write(protocol.frame(self._drain))
+
+    def _say_drained(self) -> None:
+        if self.draining and not self._streams:
+            log.info("drained: no request is open any more")
 
     def unavailable(self) -> ApiError:
         """Why no request is taken now."""
@@ -338,6 +346,7 @@ class EngineClient:
                     if delta.finish:
                         del streams[delta.id]
                     stream.push(delta)
+                    self._say_drained()
             if message.stats is not None:
                 self.stats = message.stats
         elif isinstance(message, protocol.Progress):

@@ -232,6 +232,25 @@ def test_drain(tmp_path, by_server):
     run(tmp_path, test)
 
 
+def test_what_a_drain_waits_for_is_said(tmp_path, caplog):
+    async def test(link, scheduler):
+        scheduler.send(READY)
+        await link.wait_ready()
+        link.submit([request("a"), request("b")])  # two choices of one request
+        link.submit([request("c")])
+        await scheduler.receive()
+        link.drain()
+        assert "2" in caplog.messages[-1] and "open" in caplog.messages[-1]
+        link.abort(["c"])
+        scheduler.send(protocol.Deltas([protocol.Delta(one, [1], finish="stop") for one in "ab"], None))
+        while "drained" not in caplog.messages[-1]:
+            await asyncio.sleep(0.01)
+
+    caplog.set_level("INFO")
+    run(tmp_path, test)
+    assert sum("drained" in one for one in caplog.messages) == 1
+
+
 def test_drain_before_a_lead_is_there_reaches_it(tmp_path):
     async def main():
         link = EngineClient(str(tmp_path / "link"))
