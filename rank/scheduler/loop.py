@@ -19,6 +19,7 @@ from .server_link import ServerLink
 
 log = logging.getLogger(__name__)
 STATS_EVERY = 0.5  # seconds between statistics for the server
+ENOUGH = 100  # verified drafts, before a line speaks of their speed: the first ones are measurements of noise
 REPORT_EVERY = 60.0  # seconds between the log's lines about speculation, at least
 AUDIT_AFTER = 1.0  # seconds without a sequence before the block audit
 GRAMMAR_POLL = 2e-3  # seconds between looks at the grammar processes while nothing else is to be done
@@ -159,10 +160,11 @@ class StepLoop:
         if drafts == before or time.monotonic() < then + REPORT_EVERY or not stats.plain_seconds:
             return
         self._said = time.monotonic(), drafts
-        log.info(
-            "speculation: %d of %d guessed tokens were right; steps that verified some gave tokens %.2f times as fast "
-            "as others", right, tokens, stats.plain_seconds / stats.speculation_seconds,
-        )  # fmt: skip
+        factor = stats.plain_seconds / stats.speculation_seconds
+        worth = (
+            f"; steps with guesses gave tokens {factor:.2f} times as fast as steps without" if drafts >= ENOUGH else ""
+        )
+        log.info("speculation: %d of %d guessed tokens were right%s", right, tokens, worth)
 
     def _finish(self, blocked: list[Replica]) -> None:
         """Send the server the results of one step of each blocked replica, as far as they are here.

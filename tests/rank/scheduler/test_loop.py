@@ -159,3 +159,16 @@ def test_a_grammar_that_no_process_can_compile_fails_alone(monkeypatch):
 
 def no_process(*_, **__):
     raise BlockingIOError("cannot start a process")
+
+
+@pytest.mark.parametrize(("drafts", "factor"), [(1, False), (100, True)])
+def test_a_speed_up_is_said_once_enough_was_verified(caplog, drafts, factor):
+    stats = StepLoop([Engine().replica], Link())._stats()
+    measured = {
+        "speculation": {"ngram": (drafts, 2 * drafts, drafts)},
+        "speculation_seconds": 1.0,
+        "plain_seconds": 1.5,
+    }
+    caplog.set_level("INFO")
+    StepLoop([Engine().replica], Link())._report(msgspec.structs.replace(stats, **measured))
+    assert f"{drafts} of {2 * drafts}" in caplog.messages[-1] and ("1.50" in caplog.messages[-1]) == factor
