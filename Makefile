@@ -1,8 +1,9 @@
-# make serve            install what is missing and serve the built-in model; ARGS="--p 2100 …" hands options on
+# make serve            install what is missing and serve the built-in model; ARGS="--port 2100 …" hands options on
 # make test             the checks and the tests that take minutes; make test-long the others. PYTEST_ARGS="-k mpirun"
 #                       hands options on
 # make test-attack      of the long tests, those that attack a server as SECURITY.md says it may be: for every night
 # make install          only fill .venv
+# make help             print this
 # make wheelhouse       put all that install and test need into wheelhouse/, for a machine without network; there:
 #                       make install WHEELS=wheelhouse. Wheels are made for a Python version and an architecture:
 #                       those of PYTHON on this machine have to be the other's
@@ -68,7 +69,11 @@ define long
 echo 'pytest -m "$(1)" $(2)'; $(BIN)/pytest -m "$(1)" $(2) $(PYTEST_ARGS) || { code=$$?; test $$code = 5 || failed=$$code; }
 endef
 
-.PHONY: serve test test-long test-attack install install-test wheelhouse lint rewritten clean
+# The comment that this file begins with.
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: help serve test test-long test-attack install install-test wheelhouse lint rewritten clean
 .DEFAULT_GOAL := serve
 
 serve: install

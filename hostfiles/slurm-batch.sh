@@ -1,5 +1,5 @@
 #!/bin/bash
-# Answer a file of requests, in as many jobs as it takes:  sbatch SCRIPT
+# Run the requests of a file, in as many jobs as it takes:  sbatch SCRIPT
 # As `phalanx batch … --sbatch` prints it.
 # Sites ask for more: take one # away from what yours needs. Without cpus-per-task a rank may get a single core.
 ##SBATCH --account=NAME

@@ -21,11 +21,11 @@ Phalanx serves a large language model from an MPI job, with an OpenAI-compatible
 
   phalanx serve                             the built-in model, one rank
   phalanx serve DIR --np 2 --device cpu     a model directory, two CPU ranks on this machine
-  phalanx --w DIR --d 0,1,2,3 --p 2000      four GPUs of this machine
-  mpirun -np 16 -hostfile H … phalanx serve --w DIR --d 0,1,2,3,4,5,6,7
-  srun --mpi=pmix phalanx serve --w DIR
+  phalanx serve DIR --d 0,1,2,3             four GPUs of this machine
+  mpirun -np 16 -hostfile H … phalanx serve DIR --d 0,1,2,3,4,5,6,7
+  srun --mpi=pmix phalanx serve DIR
 
-Verbs (phalanx VERB --help tells more):
+Verbs (phalanx VERB --help lists its options; phalanx serve --help those of a server):
 """
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what writing to a full disk fails with
 
@@ -129,11 +129,7 @@ def _help(file: Path) -> str:
 
 
 def _overview() -> str:
-    from ..rank.options import Options
-    from .options.help import options_help
-
-    lines = "\n".join(f"  {verb:8} {text}" for verb, text in verbs().items())
-    return f"{INTRO}{lines}\n\nOptions of serve:{options_help(Options)}"
+    return INTRO + "\n".join(f"  {verb:8} {text}" for verb, text in verbs().items())
 
 
 def _fail(message: str, code: int) -> int:

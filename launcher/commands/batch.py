@@ -30,7 +30,7 @@ from ..options import option_sources
 from ..options.help import options_help, show_config
 from ..options.resolve import in_force, joined, resolve
 
-HELP = "answer a file of requests, in as many starts as it takes"
+HELP = "run the requests of a file without a server; what was killed resumes"
 USAGE_LINE = """phalanx batch [DIR] -i FILE -o FILE [options]: answer a file of requests in OpenAI's batch format
 Start it again to go on where it was: after exit code 75, and after any kill.
 """

@@ -119,7 +119,7 @@ def script(verb: str, chosen: ParsedOptions[Any], nodes: int = 0) -> str:
     if options.api_key:
         key = "# The key is not written here: export PHALANX_API_KEY before sbatch, or give --api-key-file.\n"
     head = _HEAD.format(
-        what="Answer a file of requests, in as many jobs as it takes" if verb == "batch" else "Serve a model",
+        what="Run the requests of a file, in as many jobs as it takes" if verb == "batch" else "Serve a model",
         verb=verb,
         flag=FLAG,
         nodes=ranks // per_node,

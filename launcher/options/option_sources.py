@@ -205,6 +205,7 @@ class _Line:
         if any(bare in spec.flag.flags for spec in specs(Options).values()):
             return ": phalanx serve has it, but not this command; --help lists what this one has"
         longer = [one for one in own if one.startswith(bare) and len(bare) > 3]
+        longer += [one for one in own if one == bare[:-1] and len(one) > 3]  # --tpp: too short for a likeness
         for one in longer[:1] or self._close(bare, own):
             return f"; did you mean {one}?"
         return "; --help lists the options"

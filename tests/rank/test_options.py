@@ -210,6 +210,7 @@ def test_gpu_memory_utilization_is_said_to_be_a_share_of_free_memory():
             "option have commas between them",
         ),
         ("--tens 2", "unknown option --tens; did you mean --tensor-parallel-size?"),
+        ("--tpp 2", "unknown option --tpp; did you mean --tp?"),
         ("--tensor-paralel-size 2", "unknown option --tensor-paralel-size; did you mean --tensor-parallel-size?"),
         ("--max_model_len 2", "unknown option --max_model_len; did you mean --max-model-len?"),
         ("-p 2000", "unknown option -p; did you mean --p?"),
