@@ -19,5 +19,5 @@ next="flux --parent job id --to=dec \$(flux --parent batch '$script')"
 # Each rank finds its GPU by --d and binds itself, so Flux does neither. Open MPI joins by PMIx (the package flux-pmix);
 # MPICH needs no -o pmi. `flux job timeleft` tells the seconds until the time limit.
 flux run --nodes=2 --tasks-per-node=8 --gpus-per-node=8 -o pmi=pmix -o cpu-affinity=off -o gpu-affinity=off \
-    phalanx serve --w "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --h 0.0.0.0 --p 0 \
+    phalanx serve --model "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --host 0.0.0.0 --port 0 \
     --resubmit --resubmit-command "$next" --time-left "$(flux job timeleft)"

@@ -22,7 +22,7 @@ trap 'asked=1; kill -USR1 $job' USR1
 # Open MPI starts the other node's ranks through LSF where it was built for it, through ssh elsewhere. With MPICH:
 #   mpirun -np 16 -f "$hosts" phalanx serve …
 mpirun -np 16 -hostfile "$hosts" --bind-to none --map-by slot \
-    phalanx serve --w "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --p 2000 &
+    phalanx serve --model "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --port 2000 &
 job=$!
 wait $job
 code=$?

@@ -14,10 +14,10 @@ hosts=phalanx-hosts-$PBS_JOBID
 phalanx hostfile --slots 8 --mpi openmpi -o "$hosts" || exit
 
 # Open MPI starts the other node's ranks through PBS where it was built for it, through ssh elsewhere. They do not get
-# this script's environment: --w and the other options travel from rank 0, a PATH does not. With MPICH:
+# this script's environment: --model and the other options travel from rank 0, a PATH does not. With MPICH:
 #   mpirun -np 16 -f "$hosts" phalanx serve …
 mpirun -np 16 -hostfile "$hosts" --bind-to none --map-by slot \
-    phalanx serve --w "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --p 2000 &
+    phalanx serve --model "$MODEL" --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --port 2000 &
 job=$!
 
 # PBS ends a job whose time is over with SIGTERM, which leaves no time to finish anything. So two minutes before the end

@@ -47,7 +47,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "hostfile": HostfileOptions,
     "gateway": GatewayOptions,
 }
-MADE = f"Made by `{COMMAND}`, which says what the code has. Change the code, then run it again."
+MADE = f"<!-- Made by `{COMMAND}`: change the code, then run it again. -->"
 SOURCES = """\
 An option is a flag, an environment variable or a line of a YAML file (`--config FILE`, or `PHALANX_CONFIG`): `--port
 2100`, `PHALANX_PORT=2100`, `port: 2100`. The command line wins over the environment, the environment over the file, the

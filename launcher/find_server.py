@@ -167,7 +167,7 @@ def _reached(name: str, job: RegisteredServer, verb: str) -> FoundServer:
     if job.host == mpi_env.hostname():
         return FoundServer(job.url, job.key, job.certificate)
     if parts.scheme == "unix":
-        remedy = f"run phalanx {verb} there, or start the server with --h HOST"
+        remedy = f"run phalanx {verb} there, or start the server with --host HOST"
         raise FatalError(f"job {name} listens on {job.url} of {job.host} only: {remedy}", USAGE)
     port = parts.port
     if http_client.is_loopback(parts.hostname or ""):
@@ -176,7 +176,7 @@ def _reached(name: str, job: RegisteredServer, verb: str) -> FoundServer:
             f"  ssh -N -L {port}:127.0.0.1:{port} {job.host}\n"
             f"and here:\n"
             f"  phalanx {verb} --job {name} --url {parts.scheme}://127.0.0.1:{port}\n"
-            "A server that is started with --h 0.0.0.0 is reached without ssh",
+            "A server that is started with --host 0.0.0.0 is reached without ssh",
             USAGE,
         )
     path = server_registry.directory() / f"{name}.json"

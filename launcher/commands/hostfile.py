@@ -20,7 +20,7 @@ HELP = "write the current Slurm, PBS, LSF or Flux allocation as a file for mpiru
 USAGE = """phalanx hostfile [options]: write the hosts of the current Slurm, PBS, LSF or Flux allocation for mpirun
 
   phalanx hostfile --slots 8 -o hosts
-  mpirun -np 16 -hostfile hosts --bind-to none --map-by slot phalanx serve --w DIR --d 0,1,2,3,4,5,6,7
+  mpirun -np 16 -hostfile hosts --bind-to none --map-by slot phalanx serve DIR --d 0,1,2,3,4,5,6,7
 """
 _GROUP = "Hostfile"
 

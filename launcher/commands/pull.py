@@ -19,7 +19,7 @@ from ..options.help import shown
 HELP = "fetch a model from the Hugging Face hub, before a job without network"
 USAGE = """phalanx pull ID [options]: fetch a model such as Qwen/Qwen3-0.6B from the Hugging Face hub
 
-Without --to it goes where Hugging Face's own tools keep theirs ($HF_HOME), and `phalanx serve --m ID` finds it there.
+Without --to it goes where Hugging Face's own tools keep theirs ($HF_HOME), and `phalanx serve ID` finds it there.
 The same command goes on after an interruption. HF_TOKEN is the key to private models, HF_ENDPOINT another hub.
 """
 _GROUP = "Pull"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
                 "--f goes into the cache alone, from main: leave --to and --revision out", errors.USAGE
             )
         path = hf_hub.gguf(options.model, options.weight_file, pulling=True)
-        say(f"complete; serve it with: phalanx serve --m {options.model} --f {shlex.quote(options.weight_file)}")
+        say(f"complete; serve it with: phalanx serve --model {options.model} --f {shlex.quote(options.weight_file)}")
         print(path)
         return 0
     path = hf_hub.fetch(options.model, options.revision, os.path.expanduser(options.to), pulling=True)

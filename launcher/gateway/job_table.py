@@ -125,7 +125,7 @@ class JobTable:
         if parts.scheme not in ("http", "https", "unix") or (parts.scheme != "unix" and not parts.port):
             why = f"{server.url!r} is no address"
         elif server.host != self._host and (parts.scheme == "unix" or http_client.is_loopback(parts.hostname or "")):
-            why = f"it listens on {server.host} for that host only: start it with --h 0.0.0.0"
+            why = f"it listens on {server.host} for that host only: start it with --host 0.0.0.0"
         elif self.open_to_all and not server.key:
             why = "it takes requests without a key, and other machines reach this gateway"
         if why and name not in self._passed_over:

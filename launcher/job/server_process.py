@@ -163,9 +163,9 @@ def _split(host: str, port: int) -> tuple[str, int]:
 
 def _why_not(error: OSError, host: str, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is taken: choose another with --p, or let --p 0 pick a free one"
+        return f"port {port} on {host} is taken: choose another with --port, or let --port 0 pick a free one"
     if error.errno == errno.EACCES:
-        return f"port {port} is not allowed to this user: choose one of 1024 or above with --p"
+        return f"port {port} is not allowed to this user: choose one of 1024 or above with --port"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host!r} is no address of this machine; 0.0.0.0 listens on all of them"
     return f"cannot listen on {host} port {port}: {error.strerror}"

@@ -140,7 +140,7 @@ def test_the_allocation_becomes_a_hostfile(name, cluster, tmp_path):
     assert told(tmp_path) == [
         f"phalanx hostfile --slots 8 --mpi openmpi -o {hosts}",
         f"mpirun -np 16 -hostfile {hosts} --bind-to none --map-by slot "
-        "phalanx serve --w /m o d e l --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --p 2000",
+        "phalanx serve --model /m o d e l --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --port 2000",
     ]
     assert not (tmp_path / hosts).exists()
     (tmp_path / "told").unlink()

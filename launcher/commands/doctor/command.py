@@ -30,7 +30,7 @@ HELP = "look at ranks, MPI, devices, links, disks and versions, and say what to 
 USAGE = """phalanx doctor [DIR] [options]: look at ranks, MPI, devices, links, disks and versions, in under a minute
 
   phalanx doctor                                       this machine, with two ranks
-  mpirun -np 16 -hostfile H … phalanx doctor --w DIR   the ranks of this line
+  mpirun -np 16 -hostfile H … phalanx doctor DIR   the ranks of this line
 """
 _GROUP = "Doctor"
 MARGIN = 8.0  # seconds that mpirun may take beside the ranks' own

@@ -124,5 +124,5 @@ def port(host: str, number: int) -> Check:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind((host, number))
     except OSError as error:
-        return Check("port", WARN, f"{host}:{number}: {error.strerror}", "--p 0 picks a free one, --p N another")
+        return Check("port", WARN, f"{host}:{number}: {error.strerror}", "--port 0 picks a free one, --port N another")
     return Check("port", OK, f"{host}:{number} is free")

@@ -30,7 +30,7 @@ def file_system(model: str) -> Check:
     if not directory.exists():
         if not hf_hub.is_id(model):
             text = f"{model}: there is no such directory on {mpi_env.hostname()}"
-            return Check("disk", FAIL, text, "--w DIR names a model's directory or GGUF file")
+            return Check("disk", FAIL, text, "--model DIR names a model's directory or GGUF file")
         directory = Path(hf_hub.cached(model))
         if not directory.name:
             return Check("disk", WARN, f"{model} is not in the cache", f"fetch it first: phalanx pull {model}")
@@ -39,7 +39,7 @@ def file_system(model: str) -> Check:
     except OSError as error:
         return Check("disk", FAIL, f"{directory}: {error.strerror}", "the weights cannot be read from here")
     if speed is None:
-        return Check("disk", WARN, f"{directory} has no weight files", "nothing was read; --w DIR names a model's")
+        return Check("disk", WARN, f"{directory} has no weight files", "nothing was read; --model DIR names a model's")
     text = f"{directory} ({speed.kind}): {speed.gbps:.2g} GB/s of {gb(speed.bytes)} read"
     if not speed.direct:
         text += ", perhaps from the page cache"

@@ -24,7 +24,7 @@ from .shape import ModelShape
 HELP = "what a model needs on a cluster and how fast it would be, before the allocation"
 USAGE = """phalanx fit [DIR] [options]: what fits and how fast, from config.json and tensor headers alone
 
-  phalanx fit --w DIR --nodes 2 --gpus 8 --gpu-mem 141 --context 32768 --concurrency 256
+  phalanx fit DIR --nodes 2 --gpus 8 --gpu-mem 141 --context 32768 --concurrency 256
   phalanx fit DIR --device cpu --gpus 4
 """
 _GROUP = "Fit"

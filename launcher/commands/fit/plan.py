@@ -223,7 +223,7 @@ def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 102
 def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, dtype: str = "auto") -> list[str]:
     """The lines that start it. dtype: as it was asked for."""
     layout = one.layout
-    words = ["--w", model]
+    words = ["--model", model]
     if cluster.device.cpu:
         words += ["--device", "cpu"]
     else:

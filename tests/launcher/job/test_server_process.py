@@ -47,7 +47,7 @@ def test_a_free_port_is_picked(listen):
 
 def test_a_taken_port(listen):
     port = listen("127.0.0.1").socket.getsockname()[1]
-    expected = f"port {port} on 127.0.0.1 is taken: choose another with --p, or let --p 0 pick a free one"
+    expected = f"port {port} on 127.0.0.1 is taken: choose another with --port, or let --port 0 pick a free one"
     assert refusal("127.0.0.1", port) == expected
 
 

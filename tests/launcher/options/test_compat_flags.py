@@ -112,7 +112,10 @@ def test_what_is_understood_or_passed_over(line, changed, notes):
         ("-c 4096", "-c: --max-model-len N limits each sequence; llama.cpp's N is shared by all slots"),
         ("-np 4", "-np: --max-num-seqs N says how many sequences run at once; --np are ranks here"),
         ("-ctk q8_0", "-ctk: --kv-cache-dtype fp8 keeps 8 bits; otherwise keys and values have the type of --dtype"),
-        ("-hf a/b:Q4", "-hf: give the hub id in place of the file: phalanx serve ID, or --m ID --f FILE for one GGUF"),
+        (
+            "-hf a/b:Q4",
+            "-hf: give the hub id in place of the file: phalanx serve ID, or --model ID --f FILE for one GGUF",
+        ),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported; merge one into the model's weights"),
         (
             "--speculative-algorithm EAGLE3",

@@ -314,7 +314,7 @@ def test_a_hub_id(tmp_path):
         first = call("org/tiny")
         assert first.returncode == 0, first.stderr
         assert "llama, 8.03 billion parameters;" in first.stdout
-        assert "serve --w org/tiny --d" in first.stdout
+        assert "serve --model org/tiny --d" in first.stdout
         assert {line.split()[1].rpartition("/")[2] for line in hub.seen if "/resolve/" in line} == {"config.json"}
         hub.seen.clear()
         assert call("org/tiny").stdout == first.stdout
@@ -333,7 +333,7 @@ def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
     file = gguf_files.write(source, tmp_path / "tiny.gguf", "F16")
     whole = fit("", str(file), "--gpu-mem", "80")
     assert whole[0] == 0
-    assert f" --w {file} --d 0 " in whole[1]
+    assert f" --model {file} --d 0 " in whole[1]
     assert fit("", "--w", str(tmp_path), "--f", file.name, "--gpu-mem", "80") == whole
     assert fit("", "--f", str(file), "--gpu-mem", "80") == whole
     cached = {"tiny.gguf": str(file)}

@@ -132,7 +132,7 @@ def test_the_fewest_ranks(shape):
 def test_commands(shape):
     model = shape("Llama-3.1-70B")
     one = plan.estimate(model, Layout(8, 2), cluster(nodes=2), ASKED)
-    serve = "phalanx serve --w /m --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --max-model-len 8192 --max-num-seqs 64"
+    serve = "phalanx serve --model /m --d 0,1,2,3,4,5,6,7 --tp 8 --pp 2 --max-model-len 8192 --max-num-seqs 64"
     assert plan.command("/m", one, cluster(nodes=2), ASKED) == [
         "phalanx hostfile --slots 8 --mpi openmpi -o hosts",
         f"mpirun -np 16 -hostfile hosts --bind-to none --map-by slot {serve}",
@@ -140,9 +140,10 @@ def test_commands(shape):
     ]
     one = plan.estimate(model, Layout(8), cluster(), ASKED)
     assert plan.command("/a b", one, cluster(), ASKED, ASKED.dtype) == [
-        "phalanx serve --w '/a b' --d 0,1,2,3,4,5,6,7 --tp 8 --pp 1 --max-model-len 8192 --max-num-seqs 64 --dtype bf16"
+        "phalanx serve --model '/a b' --d 0,1,2,3,4,5,6,7 --tp 8 --pp 1 --max-model-len 8192 --max-num-seqs 64 "
+        "--dtype bf16"
     ]
     slow = plan.Cluster(1, 2, devices.cpu(devices.TYPICAL, 2, 64e9, ""), 50e9)
     asked = Workload(4096, 4, 2048, "f32", kv_fraction=0.5)
     (line,) = plan.command("/m", plan.estimate(model, Layout(2), slow, asked), slow, asked)
-    assert "serve --w /m --device" in line
+    assert "serve --model /m --device" in line
