@@ -72,8 +72,11 @@ ARCHITECTURES = {
     "mixtral": "llama", "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "phi": "phi2", "glm4_moe": "glm4moe", "gpt_bigcode": "starcoder", "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss", "olmo3": "olmo2", "minimax_m2": "minimax-m2", "glm": "chatglm",
-    "ministral3": "mistral3", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "glm_moe_dsa": "glm-dsa", "ministral3": "mistral3",
+    "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
+LATENTS = "deepseek2", "glm-dsa"
+NEWER_LATENTS = "deepseek_v3", "glm_moe_dsa"  # what becomes keys and values is in two tensors
 # Names that gguf-py does not have.
 NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias", "self_attn.sinks": "attn_sinks.weight",
@@ -122,7 +125,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_layer_norm_eps(eps)
     if (eps := of("rms_norm_eps")) is not None:
         writer.add_layer_norm_rms_eps(eps)
-    if config.get("head_dim") and architecture != "deepseek2":
+    if config.get("head_dim") and architecture not in LATENTS:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     _rope(writer, config, dim)
@@ -141,7 +144,7 @@ def _experts(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str)
             writer.add_expert_feed_forward_length(inner)
     if shared := of("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
-    if architecture in ("glm4moe", "deepseek2", "dots1"):
+    if architecture in ("glm4moe", "dots1", *LATENTS):
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
@@ -160,7 +163,7 @@ def _particular(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: s
         _xielu(writer, config, tensors)
     if architecture == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
-    if architecture == "deepseek2":
+    if architecture in LATENTS:
         _latents(writer, config)
     if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss", "cohere2", "exaone4") or config["model_type"] == "olmo3":
         writer.add_sliding_window(config["sliding_window"] or 0)
@@ -192,7 +195,7 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Keys of V2 as files had them at first, of V3 as newer ones have them."""
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
-    newer = config["model_type"] == "deepseek_v3"
+    newer = config["model_type"] in NEWER_LATENTS
     if config.get("q_lora_rank"):
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(latent)
@@ -203,6 +206,10 @@ def _latents(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length_mla(value)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_rope_dimension_count(rotated)
+    if config.get("index_topk"):
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
 
 
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
@@ -235,7 +242,7 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], together: bool 
         tensors = dict(one for name, x in tensors.items() for one in _of_gpt_oss(name, x))
     if config["model_type"] == "granitemoe":
         tensors = dict(one for name, x in tensors.items() for one in _of_granite(name, x))
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in NEWER_LATENTS:
         tensors = dict(one for name, x in tensors.items() for one in _of_latents(name, x, config))
     if config["model_type"] == "glm" and config["attention_bias"]:
         tensors = _with_whole_qkv(tensors)

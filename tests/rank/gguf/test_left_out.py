@@ -32,13 +32,15 @@ NETS = {
     "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
 }  # fmt: skip
 SCALES = {"embedding_scale": 12.0, "attention.scale": 0.25, "residual_scale": 0.22, "logit_scale": 8.0}
+INDEXER = {"expert_gating_func": 2} | {f"attention.indexer.{key}": 16 for key in ("head_count", "key_length", "top_k")}
 WINDOW = {"attention.sliding_window": 9}
 # Keys that files of some architectures have besides.
 KEYS = {
     "cohere2": WINDOW | {"logit_scale": 0.5}, "deepseek2": EXPERTS | LATENT,
     "dots1": EXPERTS | {"expert_shared_count": 1}, "exaone4": WINDOW, "granitemoe": SCALES | EXPERTS, "olmoe": EXPERTS,
     "gemma2": WINDOW, "gemma3": WINDOW,
-    "glm4moe": EXPERTS, "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS, "qwen2moe": SHARED,
+    "glm4moe": EXPERTS, "glm_dsa": EXPERTS | LATENT | INDEXER,
+    "gpt_oss": EXPERTS | WINDOW, "granite": SCALES, "minimax_m2": EXPERTS, "qwen2moe": SHARED,
     "qwen3moe": EXPERTS, "qwen3next": NETS | SHARED, "qwen35": NETS, "qwen35moe": NETS | SHARED,
 }  # fmt: skip
 
@@ -72,6 +74,10 @@ LEFT_OUT = {
     )),
     "glm4": ("glm4", {}),
     "glm4moe": ("glm4_moe", FURTHER | dict(scoring_func="sigmoid", topk_method="noaux_tc")),
+    "glm_dsa": ("glm_moe_dsa", dict(
+        head_dim=8, moe_layer_freq=1, rope_interleave=True, mlp_layer_types=[], index_topk_pattern=None,
+        index_topk_freq=1, index_skip_topk_offset=2,
+    )),
     "gpt_oss": ("gpt_oss", dict(layer_types=[], swiglu_limit=7.0, swiglu_alpha=1.702)),
     "granite": ("granite", {}),
     "granitemoe": ("granitemoe", {}),

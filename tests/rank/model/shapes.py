@@ -248,11 +248,12 @@ MODELS = {
         rope_parameters=DEEPSEEK_YARN,
     ),
     "glm_moe_dsa": DEEPSEEK | INDEXER | dict(
-        model_type="glm_moe_dsa", q_lora_rank=40, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        model_type="glm_moe_dsa", q_lora_rank=40, first_k_dense_replace=1,
         indexer_types=["full", "shared", "full", "shared"],
     ),
     "glm_moe_dsa own": DEEPSEEK | INDEXER | dict(
-        model_type="glm_moe_dsa", q_lora_rank=40, attention_bias=True, first_k_dense_replace=1, index_topk=7,
+        model_type="glm_moe_dsa", q_lora_rank=40, attention_bias=True, index_topk=7,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
     ),
     "kimi_k25": dict(
         model_type="kimi_k25", vision_config=dict(hidden_size=32, num_hidden_layers=1), image_token_id=500,

@@ -50,7 +50,7 @@ MODELS = {
         "gemma", "phi", "phi3", "phi3 partial", "stablelm", "stablelm parallel", "glm", "glm rotated whole", "glm4",
         "glm4_moe", "glm4_moe plain", "granite", "olmo2", "cohere2", "smollm3", "minimax_m2", "minimax_m2 few keys",
         "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "ernie4_5", "ernie4_5 biased", "arcee", "arcee biased",
-        "seed_oss", "seed_oss other biases", "granitemoe", "nemotron", "olmoe",
+        "seed_oss", "seed_oss other biases", "glm_moe_dsa", "granitemoe", "nemotron", "olmoe",
     )
 }  # fmt: skip
 
