@@ -195,7 +195,8 @@ class ImageReader:
         tokens = rules.tokens(rows, columns)
         shown = ShownImage(
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,
-            tokens=tokens, runs=rules.runs(rows, columns), mark=rules.mark, text=rules.text(rows, columns),
+            tokens=tokens, runs=rules.runs(read.height, read.width), mark=rules.mark,
+            text=rules.text(read.height, read.width),
             spans=rules.spans(tokens),
         )  # fmt: skip
         return shown, read

@@ -53,17 +53,18 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         """Rows and columns of features of an image of that size."""
         raise NotImplementedError
 
-    def text(self, rows: int, columns: int) -> str:
-        """The text that takes the place of `mark`, with a placeholder for each run of features."""
+    def text(self, height: int, width: int) -> str:
+        """The text that takes the place of `mark`, with a placeholder for each run of features. height, width: as
+        `size` has them."""
         return self.mark
 
-    def runs(self, rows: int, columns: int) -> int:
-        """How many placeholders an image has."""
+    def runs(self, height: int, width: int) -> int:
+        """How many placeholders an image of that size has."""
         return 1
 
     def tokens(self, rows: int, columns: int) -> list[int]:
         """The tokens that take a placeholder's place."""
-        return [self.token] * (rows * columns // self.runs(rows, columns))
+        return [self.token] * (rows * columns)
 
     @property
     def span(self) -> int:

@@ -50,15 +50,18 @@ class Rules(ImageRules, frozen=True, kw_only=True):
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // self.edge * self.side, self.side
 
-    def text(self, rows: int, columns: int) -> str:
-        square, crops = f"\n\n{BEGIN}{PLACEHOLDER}{END}\n\n", rows // columns - 1
+    def text(self, height: int, width: int) -> str:
+        square, crops = f"\n\n{BEGIN}{PLACEHOLDER}{END}\n\n", height // self.edge - 1
         if not crops:
             return square
         others = " ".join([square] * crops)
         return f"Here is the original image {square} and here are some crops to help you see better {others}"
 
-    def runs(self, rows: int, columns: int) -> int:
-        return rows // columns
+    def runs(self, height: int, width: int) -> int:
+        return height // self.edge
+
+    def tokens(self, rows: int, columns: int) -> list[int]:
+        return [self.token] * self.side**2
 
     @property
     def span(self) -> int:

@@ -45,5 +45,5 @@ def test_every_shape_of_an_image(tmp_path, kind):
                 continue
             rows, columns = rules.grid(*size)
             assert rows > 0 < columns and rows * columns <= 2 * largest[0] * largest[1]
-            own = rules.tokens(rows, columns) * rules.runs(rows, columns)
+            own = rules.tokens(rows, columns) * rules.runs(*size)
             assert own.count(rules.token) == rows * columns

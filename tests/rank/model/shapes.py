@@ -116,6 +116,16 @@ MODELS = {
         image_grid_pinpoints=[[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
         text_config=dict(model_type="mistral", head_dim=16, vocab_size=520),
     ),
+    "idefics3": dict(
+        model_type="idefics3", image_token_id=IMAGE, tie_word_embeddings=False, scale_factor=2,
+        vision_config=dict(num_hidden_layers=2, image_size=28, patch_size=7),
+        text_config=dict(model_type="llama", vocab_size=520, tie_word_embeddings=False),
+    ),
+    "smolvlm": dict(
+        model_type="smolvlm", image_token_id=IMAGE, tie_word_embeddings=True, scale_factor=2,
+        vision_config=dict(num_hidden_layers=2, image_size=28, patch_size=7),
+        text_config=dict(model_type="llama", vocab_size=520, tie_word_embeddings=True),
+    ),
     "gemma": dict(model_type="gemma", head_dim=16),
     "gemma2": dict(
         model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=11, attn_logit_softcapping=5.0,

@@ -63,6 +63,9 @@ PREPROCESSOR = {
         image_processor_type="LlavaNextImageProcessor", size=dict(shortest_edge=42),
         crop_size=dict(height=42, width=42), image_grid_pinpoints=[[42, 84], [84, 42], [84, 84], [126, 42], [42, 126]],
     ),
+    "idefics3": dict(
+        image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=84), max_image_size=dict(longest_edge=28),
+    ),
     "mistral3": dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),
@@ -76,6 +79,7 @@ TEMPLATE = (
 )
 # Special tokens by model_type, of which the first stands for features, and what templates write.
 SPECIAL = {
+    "idefics3": (["<image>", "<fake_token_around_image>", "<global-img>"], "<image>"),
     "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>"),
 }
 # Widths and heights.
@@ -130,8 +134,9 @@ def prompt(rules, images, between=(5, 7, 9), before=(11, 12, 13)):
     """Token ids of texts with images between them, and the images' places."""
     ids, pictures = list(before), []
     for image in images:
-        rows, columns = rules.grid(*rules.size(image.height, image.width))
-        own = ([*rules.tokens(rows, columns), 14] * rules.runs(rows, columns))[:-1]
+        size = rules.size(image.height, image.width)
+        rows, columns = rules.grid(*size)
+        own = ([*rules.tokens(rows, columns), 14] * rules.runs(*size))[:-1]
         spans = tuple((len(ids) + first, len(ids) + end) for first, end in rules.spans(own))
         pictures.append(Picture(b"", len(ids), len(own), rows, columns, spans))
         ids += [*own, *between]

@@ -54,9 +54,10 @@ def test_sizes_and_pixels(made, name, size):
         own = own.expand_as(want)
     elif want.dim() == 5:  # a square, and below it a grid of squares
         edge, want = want.shape[-1], want[0]
-        (height, width), _ = rules.parts(*pixels.shape[:2])
-        grid = own[:, edge : edge + height, :width].unfold(1, edge, edge).unfold(2, edge, edge)
-        own = torch.cat((own[None, :, :edge, :edge], grid.permute(1, 2, 0, 3, 4).flatten(0, 1)))
+        grid = own[:, edge : own.shape[1] // edge * edge, : own.shape[2] // edge * edge]
+        grid = grid.unflatten(2, (-1, edge)).unflatten(1, (-1, edge)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        parts = own[None, :, :edge, :edge], grid
+        own = torch.cat(parts[::-1] if "pixel_attention_mask" in theirs else parts)
     elif len(want) > 1:  # squares, which stand one below the other
         want = torch.cat(tuple(want), 1)
     assert distance(own, want.view_as(own)) < 1e-5
