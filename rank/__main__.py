@@ -122,7 +122,7 @@ class Rank:
         if len(limits.query_lens) == 1:
             return None
         model = limits.draft_model if stages == 1 else ""
-        return Speculation(limits.query_lens, limits.verified_tokens, model)
+        return Speculation(limits.query_lens, limits.verified_tokens, model, limits.step_times)
 
     def _stopped(self, plan: protocol.Plan) -> int:
         self._switch = protocol.decode_switch(plan.switch) if plan.switch else None

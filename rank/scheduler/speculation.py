@@ -3,7 +3,7 @@
 Drafts come from what a sequence repeats (ngram.py), from the client's prediction, from a model that the ranks run, or
 from a grammar that leaves no choice.
 How many a step verifies is what gives the most tokens a second: by how often drafts of the sequence were right, and by
-how long steps of so many sequences and tokens took. Whether a repetition goes on is seen without verifying it, as the
+how long steps of so many sequences and tokens took, at the start and since. Whether a repetition goes on is seen without verifying it, as the
 tokens come anyway: so text that matches nothing costs the looking alone, and that grows rare. A model that drafts rests
 where it does not pay, and what has not paid is tried again after ever longer pauses.
 """
@@ -31,7 +31,7 @@ GRAMMAR = "grammar"  # the source of drafts that a grammar forces ...
 FORCED_RATE = 0.9  # ... and how often they are right at first: the same text may be other tokens
 TIMES = 15  # durations that are kept, of which the median counts
 FEW = 3  # of them, without drafts, that a number of sequences needs to be compared
-HOPED = 1.02  # times the duration without drafts that a step takes as long as it was not tried
+HOPED = 1.02  # times the duration without drafts that a step takes as long as it was neither tried nor measured
 GAIN = 1.15  # that drafts must promise, as times and chances are estimates
 TRY_AGAIN = 32  # steps that were too slow with drafts before it is tried again: the first time, then twice as many ...
 MAX_PAUSE = 1 << 14  # ... up to so many
@@ -66,9 +66,15 @@ def kind_of_run(length: int) -> int:
 
 
 class StepTimes:
-    """How long steps take, by sequences and tokens of each. Medians of the newest ones."""
+    """How long steps take, by sequences and tokens of each. Medians of the newest ones; and as long as there are none,
+    what the ranks have measured at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Iterable[tuple[int, int, float]] = ()) -> None:
+        """measured: sequences, tokens of each, and seconds of such a step; sequences ascend."""
+        self._measured: dict[int, list[tuple[int, float]]] = {}  # by tokens of each
+        for sequences, query_len, seconds in measured:
+            self._measured.setdefault(query_len, []).append((sequences, seconds))
+        self._doubted: set[tuple[int, int]] = set()  # measured ones that were to be tried again
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._median: dict[tuple[int, int], float] = {}
         self._passed: dict[tuple[int, int], int] = {}
@@ -83,12 +89,18 @@ class StepTimes:
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         """Seconds of a step of so many sequences, and so many tokens of each; 0: nothing is known of such sequences.
-        What was never tried is hoped to be fast, as far as fewer tokens were."""
+        Further tokens add what they added at the start. What was neither tried nor measured is hoped to be fast, as far
+        as fewer tokens were."""
         sequences, query_len = key
         number = _bucket(sequences)
-        found, plain = self._median.get((number, query_len)), self._median.get((number, 1), 0.0)
+        found = self._median.get((number, query_len))
         if found is not None:
             return found
+        plain = self._median.get((number, 1), 0.0) or self._at_start(sequences, 1)
+        if query_len == 1:
+            return plain
+        if plain and self._was_measured(sequences, query_len):
+            return plain + max(0.0, self._at_start(sequences, query_len) - self._at_start(sequences, 1))
         fewer = next((n for n in range(query_len - 1, 1, -1) if (number, n) in self._median), 1)
         if not plain or fewer == 1:
             return HOPED * plain
@@ -96,7 +108,22 @@ class StepTimes:
         return plain + slower * (fewer - 1 + (query_len - fewer) / 2)
 
     def tried(self, sequences: int, query_len: int) -> bool:
-        return (_bucket(sequences), query_len) in self._median
+        return (_bucket(sequences), query_len) in self._median or self._was_measured(sequences, query_len)
+
+    def _was_measured(self, sequences: int, query_len: int) -> bool:
+        if (_bucket(sequences), query_len) in self._doubted:
+            return False
+        return bool(self._at_start(sequences, query_len) and self._at_start(sequences, 1))
+
+    def _at_start(self, sequences: int, query_len: int) -> float:
+        """Seconds as measured at the start, between two numbers of sequences in proportion; 0: unknown."""
+        before = 0, 0.0
+        for size, seconds in self._measured.get(query_len, ()):
+            if size >= sequences:
+                share = (sequences - before[0]) / (size - before[0])
+                return before[1] + share * (seconds - before[1])
+            before = size, seconds
+        return 0.0
 
     def passed_over(self, sequences: int, query_len: int) -> None:
         """Count that a number of tokens is not used, as it is too slow. Ever more rarely that is forgotten."""
@@ -105,6 +132,7 @@ class StepTimes:
         patience = self._patience.get(key, TRY_AGAIN)
         if passed >= patience:
             self._passed[key], self._patience[key] = 0, min(2 * patience, MAX_PAUSE)
+            self._doubted.add(key)
             self._seconds.pop(key, None)
             self._median.pop(key, None)
 
@@ -181,9 +209,13 @@ class Drafter:
 class Speculation:
     """One replica's."""
 
-    def __init__(self, query_lens: Iterable[int], most_tokens: int, model: str = ""):
+    def __init__(
+        self, query_lens: Iterable[int], most_tokens: int, model: str = "",
+        measured: Iterable[tuple[int, int, float]] = (),
+    ):  # fmt: skip
         """query_lens: tokens of a sequence that a step may have, ascending from 1. most_tokens: of a step that has
-        drafts. model: the kind of the model that drafts on the ranks; empty: there is none."""
+        drafts. model: the kind of the model that drafts on the ranks; empty: there is none. measured: as StepTimes has
+        it."""
         self._query_lens = list(query_lens)[1:]
         self._most_tokens = most_tokens
         self._model = model
@@ -199,7 +231,7 @@ class Speculation:
         self.lookahead = self._query_lens[-1] - 1 if model else 0
         self._rates, self._model_rates = Rates(list(FIRST_RATES)), Rates(list(MODEL_RATES))
         self._answers = Answers()
-        self._times = StepTimes()
+        self._times = StepTimes(measured)
         self._drafters: dict[str, Drafter] = {}
         self.counts: dict[str, Counts] = {}  # by source
         self.seconds = self.plain_seconds = 0.0  # of steps with drafts; and of as many tokens without them

@@ -100,6 +100,7 @@ class Limits(NamedTuple):
     draft_model: str = ""  # the kind of the draft model, as --speculate names it; empty: there is none
     images: ImageCosts = ImageCosts()
     verified_tokens: int = 0  # of all sequences in a step with drafts, those of prompts' ends apart
+    step_times: tuple[tuple[int, int, float], ...] = ()  # as ModelRunner.step_times
 
 
 class LoadRefused(errors.FatalError):
@@ -186,7 +187,7 @@ class Engine:
         self._served = True
         return Limits(
             blocks, block_size, max_model_len, max_num_seqs, budget, shares, snapshots, in_host, layout.groups,
-            self._query_lens, self.draft_kind, self._image_costs, verified,
+            self._query_lens, self.draft_kind, self._image_costs, verified, self.runner.step_times,
         )  # fmt: skip
 
     def unload(self, keep: bool = False) -> None:

@@ -48,6 +48,9 @@ from .token_masks import RowMasks, TokenMasks
 from .upload import Upload, to_host
 
 log = logging.getLogger("phalanx")
+# The steps that are timed at the start: sequences, how often each, of which the shortest counts, and how many times as
+# long as a step of one token all of it may take before no larger ones are timed.
+TIMED_SIZES, TIMES, TIMING = (1, 4, 16, 64, 256), 3, 24
 
 
 class DeviceOutput(NamedTuple):
@@ -181,6 +184,7 @@ class ModelRunner:
         self._piecewise: PiecewiseGraphs | None = None
         self._images = Images(model, state, self.device)
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | protocol.Pixels | None] = queue.SimpleQueue()
+        self.step_times: tuple[tuple[int, int, float], ...] = ()  # sequences, tokens of each, seconds of such a step
         self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends
         self._thread = threading.Thread(target=self._execute_all, name="step", daemon=True)
         self._thread.start()
@@ -235,6 +239,56 @@ class ModelRunner:
             self._enter_device()
         elif self.device.type == "cpu" and self.mesh.stages == 1 and ops.available():
             self._graphs = CpuDecodeGraphs(self.model, self.state, self._last, self.caches)
+        if self._graphs is not None and len(self._limits.query_lens) > 1:
+            self.step_times = self._time_steps(self._graphs)
+
+    def _time_steps(self, graphs: DecodeGraphs | CpuDecodeGraphs) -> tuple[tuple[int, int, float], ...]:
+        """Time captured steps and their heads, by which the scheduler compares numbers of drafts until it has seen its
+        own. Tokens are drawn: so there are as many distinct experts as of so many tokens. All of them write block 0,
+        which nobody has yet. Collective over the tensor group."""
+        self.watch.begin("timing steps")
+        draw, found, offload = np.random.default_rng(0), [], self.model.offload
+        counted = dict(vars(offload.counters)) if offload is not None else {}
+        longest, began, first = self.state.table.shape[1] * self.state.block_size, time.perf_counter(), 0.0
+        for size in TIMED_SIZES:
+            for query_len in self._limits.query_lens:
+                times = []
+                for _ in range(1 + TIMES):  # the first one may record
+                    scheduled = self._drawn(size, query_len, draw)
+                    fits = query_len <= longest and size <= len(self.state.length) and graphs.supports(scheduled)
+                    if self._slowest(float(not fits)):  # recording may fail, and not on all ranks
+                        break
+                    self._last.random_(self.model.vocab_size)
+                    started = time.perf_counter()
+                    hidden, _ = graphs.replay(scheduled)
+                    if graphs.head is None:
+                        self.model.logits(hidden)
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize()
+                    times.append(time.perf_counter() - started)
+                if len(times) > TIMES:
+                    found.append((size, query_len, min(times[1:])))
+                    first = first or self._slowest(found[0][2])
+                    self.watch.reached(len(found))
+            if self._slowest(time.perf_counter() - began) > TIMING * first:
+                break
+        if offload is not None:
+            vars(offload.counters).update(counted)
+        return tuple(found)
+
+    def _slowest(self, seconds: float) -> float:
+        """The most of the tensor group's."""
+        mine = torch.tensor([seconds], dtype=torch.float32, device=self.device)
+        return float(self.mesh.tensor.all_gather(mine).max())
+
+    def _drawn(self, size: int, query_len: int, draw: np.random.Generator) -> ScheduledBatch:
+        """A step at the beginning of so many sequences, with drawn drafts."""
+        zeros, drafts = np.zeros(size, np.int64), None
+        if query_len > 1:
+            drafts = draw.integers(self.model.vocab_size, size=(size, query_len - 1))
+        return ScheduledBatch(
+            np.arange(size), zeros, zeros + query_len, np.ones(size, bool), zeros, query_len, drafts
+        )  # fmt: skip
 
     def _finished(self, number: int) -> None:
         """Record that a step is computed or, on a GPU, launched; there `_poll_device` finds its end."""

@@ -204,6 +204,8 @@ def test_the_built_in_models_head_is_often_right():
         engine = Engine(options, place)
         limits = engine.load()
         assert limits.draft_model == "mtp"
+        assert [query_len for n, query_len, _ in limits.step_times if n == 1] == [*limits.query_lens]
+        assert all(seconds > 0 for *_, seconds in limits.step_times)
         executor = LocalExecutor(ThreadPlanBroadcast(world), engine.runner)
         for speculation in (None, Hasty(limits.query_lens, 64, limits.draft_model)):
             server = Server(limits, executor, 1, speculation)

@@ -159,6 +159,36 @@ def test_a_number_that_was_slow_is_tried_again_ever_more_rarely():
     assert waited == [min(TRY_AGAIN << i, MAX_PAUSE) for i in range(12)]
 
 
+MEASURED = [(n, q, 1 + 0.1 * n * (q - 1)) for n in (1, 4, 16) for q in QUERY_LENS]
+
+
+def test_steps_are_compared_by_what_the_start_measured_until_some_were_seen():
+    times = StepTimes(MEASURED)
+    for n, q in ((1, 8), (4, 2), (2, 4), (10, 1), (16, 8)):  # also between the numbers that were measured
+        assert math.isclose(times[n, q], 1 + 0.1 * n * (q - 1)) and times.tried(n, q)
+    assert not times[17, 1] and not times[17, 2] and not times.tried(17, 2)
+    for _ in range(FEW):
+        times.add(4, 1, 3.0)  # longer contexts: the difference stays
+    assert math.isclose(times[4, 8], 3 + 0.1 * 4 * 7)
+    times.add(4, 8, 9.0)
+    assert times[4, 8] == 9 and math.isclose(times[4, 4], 3 + 0.1 * 4 * 3)
+
+
+def test_what_the_start_measured_may_be_wrong():
+    """As of a machine that was busy: it is tried after a while."""
+    times = StepTimes([(1, 1, 1.0), (1, 2, 50.0)])
+    for _ in range(TRY_AGAIN):
+        assert times[1, 2] == 50 and times.tried(1, 2)
+        times.passed_over(1, 2)
+    assert times[1, 2] < 1.1 and not times.tried(1, 2)
+
+
+def test_a_start_that_was_timed_drafts_at_once():
+    scheduler = sequences(Speculation(QUERY_LENS, 64, measured=MEASURED), [*DOCUMENT, *DOCUMENT[:30]])
+    query_len, drafts = scheduler.speculation.choose([*scheduler._by_id.values()])
+    assert query_len == 8 and drafts["0"] == DOCUMENT[30:37]
+
+
 def test_more_tokens_are_tried_behind_fewer():
     made = Speculation(QUERY_LENS, 64)
     assert made._possible(1) == []
