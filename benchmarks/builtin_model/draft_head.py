@@ -25,6 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...launcher.builtin_model import DIRECTORY
+from ...rank import protocol
+from ...rank.scheduler.ngram import Answers, Ngrams
+from ...rank.scheduler.sequence import Sequence
 from . import check, data, heldout
 from .model import Layer, Model, Norm, linear, rotate
 from .optimizer import Muon
@@ -32,6 +35,7 @@ from .optimizer import Muon
 Keys = tuple[Tensor, Tensor]  # and values, [tokens, heads, head] each
 DEPTH = 3  # tokens that it is trained to draft in a row
 WEIGHTS = 1.0, 0.7, 0.5  # of the losses of these
+SAMPLED = (1.0, 1.0), (1.0, 0.95), (0.7, 0.95)  # temperatures, and top_p of each, for which `measure` looks
 
 
 class Head(nn.Module):
@@ -192,31 +196,76 @@ def train(args: argparse.Namespace) -> None:
     save_file(head.tensors(), args.out)
 
 
+def limited(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Logits [places, vocab] as they are sampled: of the likeliest tokens that have a share top_p together."""
+    logits = logits / temperature
+    shares, order = logits.softmax(-1).sort(-1, descending=True)
+    out = shares.cumsum(-1) - shares >= top_p
+    return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
+
+
+class Acceptance:
+    """How often drafts are right, by their position, where those before were right."""
+
+    def __init__(self) -> None:
+        self._make = torch.Generator().manual_seed(0)
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, position: int, targets: Tensor, drafted: Tensor) -> None:
+        """Logits [places, vocab] of both; of a draft that no model makes all but one are -inf."""
+        self._count("greedy", position, targets.argmax(-1) == drafted.argmax(-1))
+        for temperature, top_p in SAMPLED:
+            p, q = limited(targets, temperature, top_p), limited(drafted, temperature, top_p)
+            noise = -torch.rand(p.shape, generator=self._make).log().neg().log()
+            name = f"temperature {temperature}, top_p {top_p}"
+            self._count(f"{name}: bound", position, torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1))
+            self._count(f"{name}: coupled", position, (p + noise).argmax(-1) == (q + noise).argmax(-1))
+
+    def _count(self, name: str, position: int, shares: Tensor) -> None:
+        sums = self._sums.setdefault(name, torch.zeros(2, DEPTH))
+        sums[:, position] += torch.tensor([shares.sum(), len(shares)])
+
+    def listed(self) -> dict[str, list[float]]:
+        return {name: (right / seen).tolist() for name, (right, seen) in self._sums.items()} | {
+            "places": self._sums["greedy"][1].tolist()
+        }
+
+
+def repeated(ids: list[int], first: int, targets: Tensor, found: Acceptance) -> None:
+    """Add what a document's own n-grams draft of its tokens from `first` on. targets: the trunk's logits."""
+    sequence = Sequence(protocol.Request("", protocol.pack_u32(ids[:first]), protocol.SamplingParams(1)), 0, [])
+    ngrams = Ngrams(sequence, Answers(), [])
+    for at in range(first, len(ids)):
+        ngrams.follow()
+        for position, draft in enumerate(ngrams.draft(DEPTH)):
+            if at + position == len(ids):
+                break
+            known = torch.full((1, targets.shape[1]), -torch.inf)
+            known[0, draft] = 0.0
+            found.add(position, targets[at + position - 1 : at + position], known)
+            if draft != ids[at + position]:
+                break
+        sequence.tokens.append(ids[at])
+
+
 @torch.no_grad()
-def measure(file: Path, count: int) -> dict[str, list[float]]:
-    """By position of the draft, over the answers of held-out conversations where those before it were right: the share
-    of greedy drafts that are the trunk's greedy token, and, at temperature 1, the shared mass of both distributions,
-    the bound of any coupling of the two (sum over tokens of min(p, q)), and the share of drafts that equal the trunk's
-    token where both are drawn with the same noise."""
+def measure(file: Path, count: int) -> dict[str, dict[str, list[float]]]:
+    """By position of the draft, over the answers of held-out conversations where those before it were right, of the
+    head and of n-grams: the share of greedy drafts that are the trunk's greedy token, and, of sampled ones, the shared
+    mass of both distributions, which is the bound of any coupling of the two (sum over tokens of min(p, q)), and the
+    share of drafts that equal the trunk's token where both are drawn with the same noise."""
     trunk = check.load(DIRECTORY, "cpu").float()
-    head = Head(trunk.config)
+    head, of_head, of_ngrams = Head(trunk.config), Acceptance(), Acceptance()
     found = {name.removeprefix("mtp."): x.float() for name, x in load_file(file).items() if name.startswith("mtp.")}
     head.load_state_dict(found)
-    make = torch.Generator().manual_seed(0)
-    sums = torch.zeros(4, DEPTH)
-    for document in heldout.documents(count):
-        batch = read(trunk, [document])
+    for ids, learn in heldout.documents(count):
+        batch = read(trunk, [(ids, learn)])
         if not len(batch.at):
             continue
         for step, (logits, target) in enumerate(drafted(head, trunk, batch)):
-            p, q = target.softmax(-1), logits.softmax(-1)
-            noise = -torch.rand(p.shape, generator=make).log().neg().log()
-            coupled = (target + noise).argmax(-1) == (logits + noise).argmax(-1)
-            greedy = target.argmax(-1) == logits.argmax(-1)
-            shares = greedy.float(), torch.minimum(p, q).sum(-1), coupled.float(), torch.ones(len(p))
-            sums[:, step] += torch.stack([one.sum() for one in shares])
-    names = "greedy", "bound", "coupled"
-    return {name: (row / sums[3]).tolist() for name, row in zip(names, sums, strict=False)}
+            of_head.add(step, target, logits)
+        repeated(ids, learn.index(True), trunk.logits(batch.hidden).float(), of_ngrams)
+    return {"head": of_head.listed(), "ngram": of_ngrams.listed()}
 
 
 def join(head: Path) -> None:
