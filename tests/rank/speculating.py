@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
+import msgspec
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.comm.broadcast import ThreadPlanBroadcast
@@ -178,6 +179,14 @@ def random_request(draw, number):
     return protocol.Request(*of, cache_salt=salt, grammar=grammar), grammar
 
 
+def predicted(request, wanted, draw):
+    """The request, now and then with a prediction: its answer, of which some tokens are others."""
+    if draw.random() < 0.5 or request.sampling.pooling:
+        return request
+    answer = [draw.randrange(VOCAB) if draw.random() < 0.1 else token for token in wanted.get(request.id, ())]
+    return msgspec.structs.replace(request, prediction=protocol.pack_u32(answer))
+
+
 def _schema(draw):
     return {"json_schema": {**random_schema(draw, 2), "x-guidance": {"lenient": True}}}
 
@@ -243,10 +252,10 @@ def check(
     speculate="ngram", draft_model="", texts=None, vocab=VOCAB,
 ):  # fmt: skip
     """Random requests get what they get without drafts. blocks: of the pool, if not all that fit. real: drafts are what
-    sequences repeat, as users' are, of themselves and of earlier answers to the same requests, and what a model drafts
-    that the ranks have. texts: requests instead of random ones, with their grammars."""
+    sequences repeat, as users' are, of themselves and of earlier answers to the same requests, what clients predict,
+    and what a model drafts that the ranks have. texts: requests instead of random ones, with their grammars."""
     torch.set_num_threads(1)
-    draw = random.Random(seed)
+    draw, drawn = random.Random(seed), not texts
     texts = texts or [random_request(draw, i) for i in range(requests)]
     grammars = Grammars()
     grammars.know(Text(str(path)).vocabulary(vocab))
@@ -274,14 +283,16 @@ def check(
             executor = LocalExecutor(control, engine.runner)
             plain = Server(limits, executor, pp)
             aborted = serve(plain, texts, grammars, seed)
-            wanted = {name: one.get("tokens", []) for name, one in plain.results.items()}
+            wanted, again = {name: one.get("tokens", []) for name, one in plain.results.items()}, texts
             drafts = Drafts(wanted, seed, limits.query_lens)
             if real:
                 drafts = Hasty(limits.query_lens, 64, limits.draft_model)
-                for request, _ in texts:
+                for request, _ in texts[:: 1 + drawn]:
                     drafts._answers.add(request.cache_salt, wanted.get(request.id, []))
+                if drawn:
+                    again = [(predicted(request, wanted, draw), grammar) for request, grammar in texts]
             other = Server(limits, executor, pp, drafts)
-            aborted |= serve(other, texts, grammars, seed + 1)
+            aborted |= serve(other, again, grammars, seed + 1)
             executor.start(protocol.Plan(step=-1, stop=0))
             counters = other.scheduler.counters
             of = drafts.counts, getattr(drafts, "constrained", 0)

@@ -151,6 +151,19 @@ def test_random_requests_get_the_same_tokens(made, name, how):
     assert found.steps > 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name, how", [
+    ("qwen3", dict(sequences=12, blocks=60, tp=2)), ("deepseek_v3", {}), ("qwen3_5_moe_text", {}),
+    ("eagle3", dict(tp=2)), ("draft", dict(sequences=12, blocks=60)),
+])  # fmt: skip
+def test_many_requests_get_the_same_tokens(made, name, how):
+    path, options = made(name)
+    write_tokenizer(path)
+    found = check(path, requests=100, seed=7, real=True, mem=8, **options, **how)
+    assert bool(found.preemptions) or "blocks" not in how
+
+
 def heldout_prompts(count, answered):
     """Prompts of conversations with answers of so many tokens or more."""
     documents = [(ids[: learn.index(True)], sum(learn)) for ids, learn in heldout.documents(count)]

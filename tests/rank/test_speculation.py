@@ -30,6 +30,12 @@ WAYS = {
     "states of Kimi delta attention": ("kimi_linear", {}),
     "experts": ("qwen3_moe", {}),
     "sinks": ("gpt_oss", {}),
+    "latent attention of two ranks": ("deepseek_v2", dict(tp=2)),
+    "latent attention of two stages": ("deepseek_v2", dict(pp=2)),
+    "windows of two ranks": ("gemma3_text", dict(tp=2)),
+    "recurrent states of two stages": ("qwen3_next", dict(pp=2)),
+    "states of Mamba-2 of two ranks": ("nemotron_h", dict(tp=2)),
+    "experts of two ranks": ("qwen3_moe", dict(tp=2)),
 }
 MANY = 2000 // len(WAYS)
 
@@ -63,8 +69,9 @@ def test_some_ways(made, name):
     assert check(made(model), requests=20, seed=2, **how).verified["right"]
 
 
-def test_drafts_of_what_was_answered_before(made):
-    assert check(made("llama"), requests=40, seed=4, real=True).verified["answers"] > 100
+def test_drafts_of_what_was_answered_before_and_what_clients_predict(made):
+    verified = check(made("llama"), requests=40, seed=4, real=True).verified
+    assert verified["answers"] > 100 and verified["prediction"] > 20
 
 
 def test_forced_texts_of_grammars_are_drafted_whatever_is_asked_for(made):
