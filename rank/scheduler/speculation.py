@@ -3,9 +3,9 @@
 Drafts come from what a sequence repeats (ngram.py), from the client's prediction, from a model that the ranks run, or
 from a grammar that leaves no choice.
 How many a step verifies is what gives the most tokens a second: by how often drafts of the sequence were right, and by
-how long steps of so many sequences and tokens took, at the start and since. Whether a repetition goes on is seen without verifying it, as the
-tokens come anyway: so text that matches nothing costs the looking alone, and that grows rare. A model that drafts rests
-where it does not pay, and what has not paid is tried again after ever longer pauses.
+how long steps of so many sequences and tokens took, at the start and since. Whether a repetition goes on is seen
+without verifying it, as the tokens come anyway: so text that matches nothing costs the looking alone, and that grows
+rare. A model that drafts rests where it does not pay, and what has not paid is tried again after ever longer pauses.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MAX_PAUSE = 1 << 14  # ... up to so many
 MAX_REST = 32  # tokens between two looks at what a sequence repeats
 CLEAR = 0.5  # chance of a first draft for which a sequence is looked at again at once
 PAUSE = 64  # steps without a model's drafts once these do not pay: the first time, then twice as many
+PATIENCE = 8  # steps without use for its drafts, before a model rests: some may have been wrong by chance
 CATCH_UP = 32  # steps that a model reads before it drafts, where it has missed as many or more
 
 
@@ -226,7 +227,7 @@ class Speculation:
         self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
         self._look_at = 0  # the call at which one of these is to be looked at
         self._began = self._resumes = 0  # calls at which the model's last pause began, and ends
-        self._pause = PAUSE
+        self._pause, self._unpaid = PAUSE, 0
         # Tokens behind a step's last one for which a sequence has blocks: of models that draft.
         self.lookahead = self._query_lens[-1] - 1 if model else 0
         self._rates, self._model_rates = Rates(list(FIRST_RATES)), Rates(list(MODEL_RATES))
@@ -285,7 +286,8 @@ class Speculation:
             self._rest_or_go_on(query_len > 1)
         if query_len == 1:
             return 1, {}
-        self.model_drafts = query_len - 1 if model else 0
+        if model:
+            self.model_drafts = query_len - 1
         drafts = {}
         for name, (drafter, _) in chances.items():
             if drafter.source == GRAMMAR:
@@ -299,11 +301,17 @@ class Speculation:
         return (query_len, drafts) if drafts else (1, {})
 
     def _rest_or_go_on(self, pays: bool) -> None:
-        """Have the model rest where drafts do not pay, ever longer. Then it counts as often right as at first."""
+        """Have the model rest where drafts do not pay for some steps, ever longer. Then it counts as often right as at
+        first. Meanwhile it drafts a token, which is compared with what comes and not verified."""
+        self._unpaid = 0 if pays else self._unpaid + 1
         if pays:
             if self._steps >= self._resumes + self._pause:
                 self._pause = PAUSE
             return
+        if self._unpaid < PATIENCE:
+            self.model_drafts = 1
+            return
+        self._unpaid = 0
         self._began, self._resumes = self._steps, self._steps + self._pause
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._model_rates = Rates(list(MODEL_RATES))
@@ -369,6 +377,7 @@ class Speculation:
         if drafter is not None and self._model and drafter.source == self._model:
             for i in range(min(accepted + 1, drafted)):
                 drafter.model_rates.add(i, i < accepted)
+            drafter.made = []
         elif drafter is not None and drafter.source == GRAMMAR:
             for i in range(min(accepted + 1, drafted)):
                 drafter.forced_rate.add(0, i < accepted)
@@ -378,6 +387,10 @@ class Speculation:
     def made(self, sequence: Sequence, drafts: list[int]) -> None:
         """The ranks have drafted what follows a sequence's tokens."""
         drafter = self._drafters.get(sequence.id) or self._new(sequence)
+        for i, (drafted, token) in enumerate(zip(drafter.made, sequence.tokens[drafter.made_behind :], strict=False)):
+            drafter.model_rates.add(i, drafted == token)  # of no use, but seen
+            if drafted != token:
+                break
         drafter.made, drafter.made_behind = drafts, len(sequence.tokens)
 
     def ended(self, sequence: Sequence) -> None:
