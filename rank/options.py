@@ -290,7 +290,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0  # fmt: skip
     ep: Annotated[
         int, launcher("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
-                      help="ranks of tp that share experts out; 1 splits each; 0: measured"),
+                      help="ranks of tp among which experts are divided; 1: each is split; 0: measured"),
     ] = 1  # fmt: skip
     multithread: Annotated[
         bool, launcher("--multithread", group=_RANKS, off=("--no-multithread",),

@@ -274,7 +274,7 @@ class Supervisor(supervisor.Supervisor):
         if self._stopping:
             return
         if code not in DECIDED and code < 0:
-            say(f"the batch process was killed by signal {-code}; the same command goes on where it was", "error")
+            say(f"the batch process was killed by signal {-code}; the same command resumes", "error")
         if self._ranks is None:
             self._code = code if code in DECIDED else errors.RANK_FAILED
         elif code in DECIDED:

@@ -358,7 +358,10 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     if config.raw.get("num_nextn_predict_layers"):
         further += [name for name in unread if _layer(name) >= config.num_layers]
     if further:
-        log.info("%d tensors of layers that predict further tokens are left to --speculate mtp", len(further))
+        log.info(
+            "%d tensors of layers for multi-token prediction (MTP) are not loaded; --speculate mtp uses them",
+            len(further),
+        )
     unread = [name for name in unread if name not in set(further)]
     others = (*model.LEFT_OUT, TOWER)
     if left_out := [name for name in unread if name.startswith(others)]:

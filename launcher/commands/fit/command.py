@@ -49,7 +49,7 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_mem: Annotated[
         float,
         flag("--gpu-mem", group=_GROUP, metavar="GB", low=0,
-             help="memory of one as it is sold: 141 for an H200; on CPUs of one rank"),
+             help="memory of one by its data sheet: 141 for an H200; on CPUs that of one rank"),
     ] = 0.0  # fmt: skip
     device: Annotated[
         str,

@@ -191,7 +191,7 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(made, tmp_path, caplog
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     caplog.set_level("INFO", "phalanx")
     run_steps(tmp_path, [[1]], pp=pp)
-    assert "predict further tokens" in caplog.text
+    assert "multi-token prediction" in caplog.text
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 

@@ -123,7 +123,7 @@ def test_layers_that_predict_further_tokens_are_told(made, tmp_path, caplog):
     file = gguf_files.write(tmp_path, tmp_path / "x.gguf", **further)
     caplog.set_level("INFO", "phalanx")
     run_steps(file, [[1]])
-    assert "predict further tokens" in caplog.text
+    assert "multi-token prediction" in caplog.text
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 

@@ -68,7 +68,7 @@ def test_a_head_that_predicts_further_tokens_is_left_out(made, tmp_path, caplog)
     save_file(weights | further, tmp_path / "model.safetensors")
     caplog.set_level("INFO", "phalanx")
     run_steps(tmp_path, [[1]])
-    assert "predict further tokens" in caplog.text
+    assert "multi-token prediction" in caplog.text
     assert not [one for one in caplog.records if one.levelname != "INFO"]
 
 
