@@ -236,7 +236,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                     help="most images of a request; 0: text alone, and no tower is loaded"),
     ] = 16  # fmt: skip
     mmproj: Annotated[
-        str, engine("--mmproj", "-mm", group=_SERVER, metavar="FILE",
+        str, engine("--mmproj", group=_SERVER, metavar="FILE",
                     help="the GGUF file with the tower of a GGUF model that takes images"),
     ] = ""  # fmt: skip
     allowed_media_hosts: Annotated[
@@ -290,7 +290,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0  # fmt: skip
     ep: Annotated[
         int, launcher("--ep", "--expert-parallel-size", group=_RANKS, metavar="N", low=0,
-                      help="ranks of tp among which experts are divided; 1: each is split; 0: measured"),
+                      help="ranks of tp that divide the experts; 1: each is split; 0: measured"),
     ] = 1  # fmt: skip
     multithread: Annotated[
         bool, launcher("--multithread", group=_RANKS, off=("--no-multithread",),
