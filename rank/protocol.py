@@ -205,6 +205,9 @@ class Stats(msgspec.Struct, frozen=True):
     experts_loaded: int = 0  # experts that became resident
     chunks: int = 0  # pieces of prompts that did not reach the prompt's end: chunked prefill at work
     aborted: int = 0
+    images: int = 0  # of sequences, each counted once its features are there ...
+    image_hits: int = 0  # ... and of these such whose features, or the prefix that they are in, were there before
+    tower_seconds: float = 0.0  # that the tower has worked on rank 0, whose pipeline stage may have none
     # Counts by source: how often a sequence had drafts, how many drafts, and how many were accepted of each position.
     speculation: dict[str, list[int]] = {}
     speculation_seconds: float = 0.0  # of steps that verified drafts ...

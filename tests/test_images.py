@@ -2,6 +2,7 @@
 image costs no tower."""
 
 import json
+import time
 import urllib.request
 
 import phalanx
@@ -82,6 +83,12 @@ def test_equal_images_are_cached(served):
         assert tokens == generated(path, answer["prompt_token_ids"], [image], 8)
         found.append(answer["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0))
     assert found[1] > found[0] and found[2] < found[1]
+    time.sleep(0.6)  # figures come with a step, twice a second
+    ask(server, "And now?", max_tokens=2)
+    names = "vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total", "phalanx_tower_seconds_total"
+    asked, there, seconds = map(server.metric, names)
+    assert asked >= 3 and 1 <= there <= asked - 2
+    assert (seconds > 0) == ("--tp" in server.process.args)  # with --pp rank 0 has the last layers
 
 
 def test_the_library(tmp_path):

@@ -13,5 +13,7 @@ class Counters:
     output_tokens: int = 0
     preemptions: int = 0
     swapped_in: int = 0
+    images: int = 0
+    image_hits: int = 0
     chunks: int = 0
     aborted: int = 0

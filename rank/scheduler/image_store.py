@@ -57,6 +57,7 @@ class ImageStore:
                 if self._bytes + size > self._memory:
                     used = used or {picture.digest for one in users for picture in one.pictures}
                     dropped = self._make_room(size, used)
+                sequence.towered += 1
                 self._held[picture.digest] = size
                 self._bytes += size
                 image = sequence.pixels[picture.digest]

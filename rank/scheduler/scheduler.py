@@ -287,6 +287,8 @@ class Scheduler:
                 sequence.cached_tokens, sequence.admitted = computed, time.monotonic()
                 self.counters.prompt_tokens += sequence.prompt_len
                 self.counters.cached_tokens += computed
+                self.counters.images += len(sequence.pictures)
+                self.counters.image_hits += max(0, len(sequence.pictures) - sequence.towered)
             step.new.append(sequence.introduced())
             bisect.insort(self.running, sequence, key=_order)
             self._add_chunk(sequence, count, step)

@@ -33,6 +33,7 @@ class Sequence:
         self.borders: list[int] = []  # tokens after which it leaves a state snapshot: no chunk goes beyond
         self.expected = 0  # tokens that the prefix cache will probably have; 0 once it is admitted
         self.cached_tokens = -1  # prompt tokens found in the prefix cache; -1 until first admitted
+        self.towered = 0  # images that the tower worked on for it
         self.admitted = 0.0  # when that was, by time.monotonic()
         self.prediction: list[int] = unpack_u32(request.prediction).tolist()
         self.verifying = False  # a step in flight has drafts of it: how many tokens that adds is not known

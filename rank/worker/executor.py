@@ -57,7 +57,8 @@ class LocalExecutor:
 
     def counters(self) -> dict[str, int]:
         offload = self.runner.model.offload
-        return {f"experts_{name}": n for name, n in vars(offload.counters).items()} if offload is not None else {}
+        experts = {} if offload is None else {f"experts_{name}": n for name, n in vars(offload.counters).items()}
+        return experts | {"tower_seconds": self.runner.tower_seconds}
 
 
 class RemoteExecutor:

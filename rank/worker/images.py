@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+import time
+from collections.abc import Generator, Iterator
 from typing import cast
 
 import numpy as np
@@ -25,6 +27,8 @@ class Images:
         self._pixels: dict[bytes, protocol.Pixels] = {}  # the tower has not begun with these
         self._started: tuple[bytes, Generator[None, None, Tensor]] | None = None  # an image it is working on
         self._features: dict[bytes, Tensor] = {}  # as towers make them, on the host
+        self.seconds = 0.0  # that the tower has worked
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # on a GPU, for the image it is working on
         self._rows: dict[int, list[protocol.Picture]] = {}  # of prompts that are not computed yet
 
     def take(self, image: protocol.Pixels) -> None:
@@ -52,10 +56,31 @@ class Images:
                 self._started = image.digest, cast(Tower, self._model.vision).pieces(shown)
             digest, features = self._started
             try:
-                next(features)
+                with self._timer():
+                    next(features)
             except StopIteration as done:
                 self._features[digest] = done.value.to(self._model.dtype).cpu()
                 self._started = None
+                self.seconds += sum(begin.elapsed_time(end) for begin, end in self._timed) / 1000
+                self._timed.clear()
+
+    @contextlib.contextmanager
+    def _timer(self) -> Iterator[None]:
+        """Count the seconds of a part of an image; on a GPU once all of it is done."""
+        if self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self._timed.append((begin, end))
+            return
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - started
 
     def embeddings(self, scheduled: ScheduledBatch) -> EmbeddingOverride | None:
         """The embeddings of a step's image tokens; None: it has none, or another pipeline stage embeds."""

@@ -199,6 +199,11 @@ class ModelRunner:
         if self.mesh.last:
             self._token_masks.put(masks)
 
+    @property
+    def tower_seconds(self) -> float:
+        """Seconds that the tower has worked on this rank."""
+        return self._images.seconds
+
     def show(self, image: protocol.Pixels) -> None:
         """An image of a later plan."""
         self._queue.put(image)

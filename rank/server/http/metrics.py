@@ -176,6 +176,9 @@ class _Engine(Collector):
             ("experts_loaded", "Experts that became resident, on rank 0", s.experts_loaded),
             ("prefill_chunks", "Pieces of prompts that did not reach the prompt's end", s.chunks),
             ("aborted", "Sequences aborted", s.aborted),
+            ("mm_cache_queries", "Images of sequences", s.images),
+            ("mm_cache_hits", "Images whose features were there already, or in the prefix cache", s.image_hits),
+            ("tower_seconds", "Seconds in which images' features were computed, on rank 0", s.tower_seconds),
         ):
             yield CounterMetricFamily(f"phalanx_{name}", text, value=value)
         yield from _speculation(s)
@@ -220,6 +223,8 @@ VLLM_NAMES = {
     "phalanx_request_prompt_tokens": "request_prompt_tokens",
     "phalanx_request_output_tokens": "request_generation_tokens",
     "phalanx_requests": "request_success",
+    "phalanx_mm_cache_queries": "mm_cache_queries",
+    "phalanx_mm_cache_hits": "mm_cache_hits",
     "phalanx_spec_decode_num_drafts": "spec_decode_num_drafts",
     "phalanx_spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens",
     "phalanx_spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens",

@@ -16,7 +16,7 @@ def sequence(*names, computed=0):
     """A sequence of images of 10 tokens each, whose features take 100 bytes."""
     pictures = [Picture(name, 10 * i, 10, 2, 5) for i, name in enumerate(names)]
     pixels = {name: Pixels(name, 2, 5, name * 30) for name in names}
-    return SimpleNamespace(pictures=pictures, pixels=pixels, num_computed=computed)
+    return SimpleNamespace(pictures=pictures, pixels=pixels, num_computed=computed, towered=0)
 
 
 def sent(store, one, *others):
