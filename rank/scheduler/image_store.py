@@ -14,7 +14,7 @@ from .step import PlannedStep
 class ImageStore:
     """The images that the ranks were sent, least recently used first. The ranks keep what rank 0 does not drop.
 
-    The tower works on one image at a time, in pieces, of which a step has as many as its budget of tokens allows.
+    The tower works on one image at a time, and before a step on as much of it as the step's budget of tokens allows.
     """
 
     def __init__(self, memory: int = 0, token_bytes: int = 1, pieces: int = 1, pixel: float = 0.0, pair: float = 0.0):
