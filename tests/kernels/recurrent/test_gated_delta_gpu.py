@@ -29,6 +29,13 @@ def test_decode_steps(sizes, dtype, bound):
 
 @pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
 @pytest.mark.parametrize("dtype, bound", KINDS)
+def test_steps_with_decays_of_channels(sizes, dtype, bound):
+    for query_len, entries, floor in ((1, 1, 0.0), (4, 4, -5.0)):
+        check_steps(sizes, 4, dtype, bound, "cuda", query_len, entries, channels=True, floor=floor)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
+@pytest.mark.parametrize("dtype, bound", KINDS)
 def test_what_is_around_steps(sizes, dtype, bound):
     check_ungroup(sizes, dtype, "cuda")
     check_norm(sizes, dtype, bound, "cuda")
@@ -46,10 +53,20 @@ def test_chunks(sizes, dtype, bound):
     check_chunks(Layer(sizes, make_rows(*BESIDE_DRAFTS, query_len=4), 4, dtype), bound, "cuda")
 
 
-def test_equal_keys_in_a_row():
+@pytest.mark.parametrize("sizes", [*SIZES, PUBLISHED])
+@pytest.mark.parametrize("dtype, bound", CHUNK_KINDS)
+def test_chunks_with_decays_of_channels(sizes, dtype, bound):
+    for lens, floor in ((PROMPTS, 0.0), (([300], [300]), -5.0)):
+        torch.manual_seed(0)
+        check_chunks(Layer(sizes, make_rows(*lens), 4, dtype, channels=True, floor=floor), bound, "cuda")
+    check_chunks(Layer(sizes, make_rows(*BESIDE_DRAFTS, query_len=4), 4, dtype, channels=True), bound, "cuda")
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_equal_keys_in_a_row(channels):
     """The system within a chunk is then as far from the unit matrix as it can be."""
     torch.manual_seed(0)
-    layer = Layer(PUBLISHED, make_rows([128], [128]))
+    layer = Layer(PUBLISHED, make_rows([128], [128]), channels=channels)
     layer.x[:] = layer.x[0]
     check_chunks(layer, 2e-4, "cuda")
 
