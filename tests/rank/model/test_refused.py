@@ -118,7 +118,8 @@ def test_configs(made, tmp_path, name, change, message):
 TYPES = {options["model_type"]: options for options in reversed(MODELS.values())} | {
     "llama": COMMON | {"model_type": "llama"}, "qwen3": COMMON | {"model_type": "qwen3"},
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
-    "bailing_moe": test_bailing_moe.CONFIG,
+    "bailing_moe": test_bailing_moe.CONFIG, "internlm2": COMMON | {"model_type": "internlm2"},
+    "qwen": COMMON | {"model_type": "qwen"},
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,
 }  # fmt: skip
 
@@ -126,7 +127,7 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
 def changed(tmp_path, model_type, change):
     """Build a model whose config.json has other keys, of a multimodal one those of the text. Raises FatalError."""
     options = deepcopy(TYPES[model_type])
-    if model_type not in ("bailing_moe", "chatglm", "moondream1"):
+    if options["model_type"] in transformers.CONFIG_MAPPING:
         options = options_of(**options)
         options = transformers.AutoConfig.for_model(**options).to_dict() | {"model_type": model_type}
     change(options.get("text_config", options))

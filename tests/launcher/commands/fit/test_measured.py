@@ -62,6 +62,7 @@ OTHERS = {
     "bailing_hybrid": DEEPSEEK | {
         "head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2, "q_lora_rank": None,
     },
+    "qwen": {"intermediate_size": 1000},
     "hy_v3": {"num_shared_experts": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
