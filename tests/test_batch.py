@@ -84,6 +84,7 @@ def test_under_a_users_own_mpirun(checkpoint, tmp_path):
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
 
 
+@pytest.mark.long
 def test_standard_input(checkpoint, tmp_path):
     """One rank. The requests are answered while they come; the end of the input ends the job."""
     names = requests(tmp_path / "in.jsonl", 12)
@@ -101,6 +102,7 @@ def test_standard_input(checkpoint, tmp_path):
     assert sorted(answers(tmp_path / "out.jsonl")) == sorted(names)
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said_under_mpirun_too(checkpoint, tmp_path):
     requests(tmp_path / "in.jsonl", 2)
     (tmp_path / "out.jsonl.journal").write_text("my diary\n")

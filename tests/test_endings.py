@@ -131,6 +131,7 @@ def test_restarts(checkpoint):
         assert not server.left()
 
 
+@pytest.mark.long
 def test_under_a_users_own_mpirun(checkpoint):
     """The program without a supervisor, so rank 0 starts the server. SIGUSR1 to mpirun drains."""
     command = (*under_mpirun(2), "--allow-run-as-root")

@@ -15,6 +15,7 @@ def objects(server):
     return [json.loads(line) for line in list(server.lines)]
 
 
+@pytest.mark.long
 def test_the_whole_jobs_output_is_json_and_the_access_log_has_fields():
     with Server("--np", "2", "--device", "cpu", "--mem", "64", "--log-format", "json", "--access-log") as server:
         for id in ("first", "second"):

@@ -18,6 +18,7 @@ from ..processes import Started
 pytestmark = retries.CLOCKS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_a_paced_server_answers_and_reports():
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -209,6 +209,7 @@ def shared_memory(pid: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 def test_threads_and_memory_are_of_the_node_that_is_named(checkpoint, expected, tmp_path, monkeypatch):
     """Node 0, as no other may be here, with one of this machine's processors."""
     cpu, node = max(os.sched_getaffinity(0)), tmp_path / "devices/system/node/node0"

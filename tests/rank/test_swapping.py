@@ -96,6 +96,7 @@ def test_other_caches(request, kind, dtype):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 def test_more_host_memory_than_there_is(checkpoint):
     with pytest.raises(AssertionError, match="--kvcache-mem-cpu.*asks"):
         Engine(checkpoint, kvcache_mem_cpu=1 << 40, **OPTIONS)

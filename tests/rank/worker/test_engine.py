@@ -316,6 +316,7 @@ def test_weights_that_cannot_be_kept_are_dropped_on_all_ranks(gpu, monkeypatch, 
     assert "dropped" in caplog.text
 
 
+@pytest.mark.long
 def test_weights_whose_memory_is_taken_meanwhile(gpu, monkeypatch):
     def no_room(self):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")

@@ -110,6 +110,7 @@ def test_llama_70b_over_four(shape):
     assert last.kv_token == 20 * 2 * 8 * 128 * 2
 
 
+@pytest.mark.long
 def test_llama_405b(shape):
     model = shape("Llama-3.1-405B")
     # 2 x 128256 x 16384 = 4,202,692,608; a layer: attention 2 x 16384^2 + 2 x 1024 x 16384 = 570,425,344,

@@ -153,7 +153,10 @@ def test_where_8_bits_are_multiplied(tmp_path):
     assert [name for name, one in DEVICES.items() if one.fp8 > 1] == ["H200", "H100", "GH200", "H20"]
 
 
-@pytest.mark.parametrize(("name", "device", "experts", "batch"), OFFLOADED, ids=str)
+@pytest.mark.parametrize(
+    ("name", "device", "experts", "batch"),
+    [pytest.param(*one, marks=[pytest.mark.long] if "235B" in one[0] else []) for one in OFFLOADED],
+)
 def test_experts_in_host_memory(predict, name, device, experts, batch):
     fast = msgspec.structs.replace(DEVICES[device], host=devices.host(None, 1))
     found = predict(name, Layout(1, offload=experts), batch, 192, fast, isq="q4km")
