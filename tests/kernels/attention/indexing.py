@@ -107,7 +107,7 @@ def check_choice(sizes: Index, step, dtype: torch.dtype, fp8: bool, device: str 
         assert len(set(mine) & set(other)) >= 0.95 * len(other) and len(set(mine)) == len(mine)
 
 
-def check_ties(device: str = "cpu") -> None:
+def check_ties(parts: int, device: str = "cpu") -> None:
     """Equal scores, of either sign of zero, and NaNs, which count as zeros: the first ones are chosen."""
     from phalanx.kernels.attention import indexer_triton
 
@@ -116,9 +116,7 @@ def check_ties(device: str = "cpu") -> None:
         slots, counts = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((1, topk), (1,)))
         seen = torch.tensor([len(values)], dtype=torch.int32, device=device)
         tables = torch.arange(100, 100 + len(values), dtype=torch.int32, device=device)[None]
-        indexer_triton.select_kernel[(1,)](
-            scores, tables, seen, slots, counts, 1, topk, len(values), len(values), 1, 4, num_warps=1
-        )
+        indexer_triton.select(scores, tables, seen, slots, counts, 1, 1, parts, 4)
         assert counts.item() == topk
         want = indexer.best_positions(scores.cpu(), seen.cpu()[:, None], topk)[0].tolist()
         found = [slot - 100 for slot in slots[0].tolist()]
@@ -162,7 +160,8 @@ def main() -> None:
     mend_interpreter()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
-    check_ties()
+    check_ties(1)
+    check_ties(2)
     for i, sizes in enumerate(INDEXES):
         dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
         check_store(sizes, bool(i % 2), dtype, bound, fp8=False)

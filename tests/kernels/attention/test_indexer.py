@@ -67,7 +67,7 @@ def test_kernels_in_the_interpreter():
     interpret("attention.indexing")
 
 
-KERNELS = "store_kernel", "score_kernel", "select_kernel"
+KERNELS = "store_kernel", "score_kernel", "count_kernel", "select_kernel"
 CASES = [
     (torch.bfloat16, 90, False), (torch.bfloat16, 90, True), (torch.float16, 80, True), (torch.bfloat16, 100, False),
     (torch.float32, 90, False), (torch.float32, 80, True), (torch.bfloat16, 100, True),

@@ -35,8 +35,9 @@ def test_choice(sizes, dtype, fp8):
         indexing.check_choice(sizes, step, dtype, fp8, "cuda")
 
 
-def test_ties():
-    indexing.check_ties("cuda")
+@pytest.mark.parametrize("parts", [1, 2, 32])
+def test_ties(parts):
+    indexing.check_ties(parts, "cuda")
 
 
 @pytest.mark.parametrize("dtype, bound", KINDS)
