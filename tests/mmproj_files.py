@@ -114,7 +114,7 @@ def _processor(model_type: str) -> dict[str, list[float]]:
 def _converted(
     name: str, x: Tensor, vision: dict[str, Any], heads: int, names: gguf.TensorNameMap
 ) -> dict[str, Tensor]:
-    """What becomes of a tensor, by the names of the file."""
+    """The tensors that one becomes, by their names in the file."""
     ending = name.rpartition(".")[2]
     if name == "visual.patch_embed.proj.weight":
         return {"v.patch_embd.weight": x[:, :, 0], "v.patch_embd.weight.1": x[:, :, 1]}

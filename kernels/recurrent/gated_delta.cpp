@@ -34,7 +34,7 @@ template <typename T> INLINE void unit(const T* x, float* y, int64_t size, doubl
     for (int64_t i = 0; i < size; i++) y[i] *= scale;
 }
 
-// What a token does to a state, for each element of its key.
+// A token's effect on a state, for each element of its key.
 struct Keys {
     float q[MOST], k[MOST];
     float left[MOST];     // the factor that is left of the state: exp(g) of Gates.decays

@@ -30,7 +30,7 @@ class ScheduledStep:
     @property
     def timed(self) -> bool:
         """Whether its duration tells how long such steps take: all its sequences were known and have as many tokens,
-        and a step of one token each has no model that drafts beside it."""
+        and a step of one token each has no draft model that runs next to it."""
         plan = self.plan
         decodes = not plan.counts and not plan.new and not plan.tower
         return decodes and (self.query_len > 1 or not (plan.wanted or plan.follows))

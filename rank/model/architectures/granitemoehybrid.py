@@ -1,5 +1,5 @@
 """Granite 4 (IBM 2025): Granite with Mamba-2 in most layers, attention that is not rotated in the others, and a
-feed-forward layer that all tokens visit, beside experts or alone."""
+feed-forward layer that all tokens visit, with experts or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hy3 (Tencent 2026): Llama with QK norm and, behind the first layer, experts that are chosen by sigmoids, beside one
+"""Hy3 (Tencent 2026): Llama with QK norm and, behind the first layer, experts that are chosen by sigmoids, next to one
 that all tokens visit."""
 
 from __future__ import annotations

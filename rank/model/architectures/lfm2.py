@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI 2025, arXiv 2511.23404): gated short convolutions beside attention with QK norm."""
+"""LFM2 (Liquid AI 2025, arXiv 2511.23404): gated short convolutions, and attention with QK norm."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_steps_are_compared_by_what_the_start_measured_until_some_were_seen():
 
 
 def test_what_the_start_measured_may_be_wrong():
-    """As of a machine that was busy: it is tried after a while."""
+    """A machine may have been busy then: it is tried after a while."""
     times = StepTimes([(1, 1, 1.0), (1, 2, 50.0)])
     for _ in range(TRY_AGAIN):
         assert times[1, 2] == 50 and times.tried(1, 2)

@@ -100,7 +100,7 @@ def test_quantised_towers(made):
 
 
 def test_names_of_early_files(made, tmp_path):
-    """Of Gemma 3, whose two linears of an MLP were called by each other's names."""
+    """Two linears of Gemma 3's MLP were called by each other's names."""
     path, file = made("gemma3")
     _, mmproj = mmproj_files.write(path, tmp_path / "files", tokenizer=VOCABULARIES["gemma3"], swapped=True)
     copy = tmp_path / "model.gguf"

@@ -235,7 +235,7 @@ def test_minimax_has_several_calls_between_its_markers():
 
 @pytest.mark.parametrize("text, expected", [("true", '"5"'), ("false", "5")])
 def test_deepseek_says_which_values_are_texts(text, expected):
-    """Where the schema leaves it open."""
+    """The schema leaves it open."""
     written = f'<｜DSML｜parameter name="a" string="{text}">5</｜DSML｜parameter>\n'
     words = (
         f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="g">\n{written}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
