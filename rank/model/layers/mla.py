@@ -151,8 +151,8 @@ class LatentAttention(nn.Module):
         return self.o_proj(self.attend(h, cos_sin, batch))
 
     def attend(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Tensor:
-        """Values that this rank's heads read, [T, heads * value]. In the last layer only sampled rows continue: h's residual
-        stream is reduced to them."""
+        """Values that this rank's heads read, [T, heads * value]. In the last layer only sampled rows continue: h's
+        residual stream is reduced to them."""
         q, latents = self._project(h)
         if cos_sin.q_scale is not None:
             q.mul_(cos_sin.q_scale)
