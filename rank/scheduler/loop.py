@@ -61,6 +61,7 @@ class StepLoop:
             if blocked:
                 self._finish(blocked)
             elif self._draining and self._idle:
+                self._report(self._stats(), last=True)
                 for replica in self.replicas:
                     replica.executor.start(protocol.Plan(step=-1, stop=self._code))
                 return self._code
@@ -151,13 +152,14 @@ class StepLoop:
         self._audit = itertools.chain.from_iterable(replica.scheduler.audit() for replica in self.replicas)
         self._patience = AUDIT_AFTER
 
-    def _report(self, stats: protocol.Stats) -> None:
-        """Log what speculation is worth, now and then."""
+    def _report(self, stats: protocol.Stats, last: bool = False) -> None:
+        """Log what speculation is worth, now and then, and last."""
         then, before = self._said
         drafts = tokens = right = 0
         for more, guessed, *accepted in stats.speculation.values():
             drafts, tokens, right = drafts + more, tokens + guessed, right + sum(accepted)
-        if drafts == before or time.monotonic() < then + REPORT_EVERY or not stats.plain_seconds:
+        early = time.monotonic() < then + REPORT_EVERY and not last
+        if drafts == before or early or not stats.plain_seconds:
             return
         self._said = time.monotonic(), drafts
         factor = stats.plain_seconds / stats.speculation_seconds

@@ -172,3 +172,13 @@ def test_a_speed_up_is_said_once_enough_was_verified(caplog, drafts, factor):
     caplog.set_level("INFO")
     StepLoop([Engine().replica], Link())._report(msgspec.structs.replace(stats, **measured))
     assert f"{drafts} of {2 * drafts}" in caplog.messages[-1] and ("1.50" in caplog.messages[-1]) == factor
+
+
+def test_the_last_report_waits_for_no_minute(caplog):
+    loop = StepLoop([Engine().replica], Link())
+    caplog.set_level("INFO")
+    for count, last in ((1, False), (2, False), (3, True), (3, True)):
+        measured = {"speculation": {"ngram": (count, count, count)}, "speculation_seconds": 1.0, "plain_seconds": 1.5}
+        loop._report(msgspec.structs.replace(loop._stats(), **measured), last)
+    assert [line for line in caplog.messages if "speculation" in line and "3 of 3" in line] == [caplog.messages[-1]]
+    assert not any("2 of 2" in line for line in caplog.messages)
