@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from phalanx.benchmarks.ops_table import Table, copies, make_rows, randn
 from phalanx.benchmarks.timing import Call
-from phalanx.kernels.attention import mla, mla_decode, mla_store_triton, mla_triton
+from phalanx.kernels.attention import indexer, mla, mla_decode, mla_store_triton, mla_triton
 from phalanx.kernels.attention.attention import AttentionParams
+from phalanx.kernels.attention.backend import Selection
 from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 NOPE, ROPE, VALUE, LATENT = 128, 64, 128, 512
 WIDTH = LATENT + ROPE
 LONGEST = 32768  # tokens of a sequence, for which a graph fixes the most KV splits
+INDEX_HEADS, INDEX_DIM, TOPK = 64, 128, 2048  # DeepSeek-V3.2's
 PARAMS = AttentionParams((NOPE + ROPE) ** -0.5)
 DECODES = [(batch, length) for length in (256, 1024, 8192, 32768) for batch in (1, 4, 16, 64)] + [(256, 256)]
 PROMPTS = (1, 1024, 0), (1, 8192, 0), (16, 1024, 0), (1, 2048, 30720), (1, 64, 32704)  # sequences, new tokens, others
@@ -43,9 +45,7 @@ def decode(table: Table, heads: int, batch: int, length: int) -> None:
     splits = mla_triton.choose_kv_splits(programs, LONGEST, num_sms)
     splits = mla_decode.choose_kv_splits(programs, LONGEST, num_sms * mla_decode.choose_tiles(q.device, False).per_sm)
     versions: dict[str, list[Call]] = {
-        f"Triton, tiles of {tile}": [
-            partial(mla_triton.decode, q, c, LATENT, *rest, splits, None, tile) for c in caches
-        ]
+        f"Triton, tiles of {tile}": [partial(mla_triton.decode, q, c, LATENT, *rest, splits, tile=tile) for c in caches]
         for tile in (32, 64)
     }
     for fill in (0, 1, 2, 4):
@@ -118,6 +118,28 @@ def store(table: Table, heads: int, tokens: int) -> None:
     table.add(f"mla store {tokens}", 2 * tokens * 2 * (heads * ROPE + WIDTH), versions)
 
 
+def sparse(table: Table, heads: int, batch: int, length: int) -> None:
+    """A decode step whose tokens an indexer chooses, next to dense attention: all of either, and the choice alone."""
+    rows, blocks = make_rows([1] * batch, [length] * batch)
+    caches = [randn(blocks, 16, WIDTH) for _ in range(2)]
+    keys, index = randn(blocks, 16, INDEX_DIM), randn(batch, INDEX_HEADS, INDEX_DIM)
+    q, up, weights = randn(batch, heads, NOPE + ROPE), randn(heads, NOPE + VALUE, LATENT), randn(batch, INDEX_HEADS)
+
+    def choose() -> Selection:
+        found = indexer.select(index, weights, keys, rows, TOPK, ROPE)
+        assert found is not None
+        return found
+
+    selection = choose()
+    versions: dict[str, list[Call]] = {
+        "dense": [partial(mla.latent_attention, q, c, up, rows, PARAMS) for c in caches],
+        "sparse": [partial(lambda c: mla.sparse_latent_attention(q, c, up, choose(), PARAMS), c) for c in caches],
+        "choice": [partial(choose)],
+        "chosen": [partial(mla.sparse_latent_attention, q, c, up, selection, PARAMS) for c in caches],
+    }
+    table.add(f"mla sparse {batch} x {length}", batch * 2 * (length * INDEX_DIM + TOPK * WIDTH), versions)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16, help="of one rank")
@@ -131,6 +153,8 @@ def main() -> None:
             store(table, asked.heads, tokens)
         for batch, length in DECODES:
             decode(table, asked.heads, batch, length)
+        for batch in (1, 4, 16, 64):
+            sparse(table, asked.heads, batch, 65536)
         for batch, count, before in PROMPTS:
             prompt(table, asked.heads, batch, count, before)
     table.append(asked.json, heads=asked.heads)
