@@ -73,6 +73,11 @@ class IndexedLatentAttention(LatentAttention):
         latent = super().cache_spec()
         return latent if self.indexer is None else IndexedLatent(latent, PagedLatent(self.index.dim))
 
+    @property
+    def inner(self) -> int:
+        sizes = self.index
+        return super().inner + (0 if self.indexer is None else sizes.heads * (sizes.dim + 1) + sizes.dim)
+
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
         """In the last layer only sampled rows continue: h's residual stream is reduced to them."""
         q_latent, latents = self.q_a_kv_a_proj(h)
