@@ -263,7 +263,8 @@ class ModelRunner:
                     fits = query_len <= longest and size <= len(self.state.length) and graphs.supports(scheduled)
                     if self._slowest(float(not fits)):  # recording may fail, and not on all ranks
                         break
-                    self._last.random_(self.model.vocab_size)
+                    ids = draw.integers(self.model.vocab_size, size=len(self._last))
+                    self._last.copy_(torch.from_numpy(ids))  # the same on all ranks
                     started = time.perf_counter()
                     hidden, _ = graphs.replay(scheduled)
                     if graphs.head is None:
