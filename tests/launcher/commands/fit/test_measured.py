@@ -293,6 +293,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
         "nemotron_h",
     ):  # x, z, keys and queries, and what chunks take in f32
         widest = 2 * (384 + 2 * 32 + 384) + 2 * 6 * (3 * 64 + 2 * 64)
+    if model_type in ("deepseek_v32", "glm_moe_dsa"):  # latent attention's, and the indexer's queries, weights and key
+        widest = 576 + 16 * (16 + 1) + 16
     # A convolution's three inputs, and its output; or as much of heads that all have keys of their own.
     if model_type.startswith(("lfm2", "gpt_neox")):
         widest = 3 * 192 + 192
