@@ -28,7 +28,7 @@ def rows_of(blocks, lengths, query_len=1):
     return SimpleNamespace(
         block_tables=blocks, lengths=torch.tensor(lengths, dtype=torch.int32), query_starts=None,
         num_decodes=len(lengths), query_len=query_len, query_lens=[query_len] * len(lengths), kv_lens=lengths,
-        scratch={},
+        reach=None, scratch={},
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def test_a_step_may_have_the_towers_work_alone():
     scheduler.add(msgspec.structs.replace(request("a", [7, 7]), pictures=[Picture(b"p", 0, 2, 1, 2)], pixels=[pixels]))
     for last in (False, False, True):
         planned = scheduler.schedule()
-        assert planned.plan.tower == 1 and bool(planned.plan.rows) == last and not planned.decodes_only
+        assert planned.plan.tower == 1 and bool(planned.plan.rows) == last and not planned.timed
         scheduler.update(planned, step_output([[5]] if planned.sampled else []))
     assert scheduler.running[0].tokens == [7, 7, 5]
 
