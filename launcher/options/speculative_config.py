@@ -12,11 +12,16 @@ METHODS = {"ngram": "ngram", "suffix": "ngram", "eagle3": "eagle3", "draft_model
 class SpeculativeConfig(msgspec.Struct, forbid_unknown_fields=True):
     """The keys that can be understood."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
     method: str | None = None
     model: str | None = None
-    prompt_lookup_max: int | None = None  # not read: how many tokens have to be equal is fixed
+    # Not read: how many tokens have to be equal is fixed, drafts are computed on the target's ranks for sequences as
+    # long as its own, and how many are verified is chosen for each step, whatever the batch.
+    prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    draft_tensor_parallel_size: int | None = None
+    max_model_len: int | None = None
+    disable_by_batch_size: int | None = None
 
 
 def options(text: str) -> dict[str, Any]:
@@ -32,5 +37,9 @@ def options(text: str) -> dict[str, Any]:
         raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
     if kind in ("draft", "eagle3") and not found.model:
         raise ValueError(f"the method {method} needs a model")
-    model = found.model if kind in ("draft", "eagle3") else ""
-    return {"speculate": kind, "num_speculative_tokens": found.num_speculative_tokens, "draft_model": model}
+    values: dict[str, Any] = {"speculate": kind, "draft_model": found.model if kind in ("draft", "eagle3") else ""}
+    if found.num_speculative_tokens is not None:
+        values["num_speculative_tokens"] = found.num_speculative_tokens
+    elif kind != "mtp" and method != "suffix":
+        raise ValueError(f"the method {method} needs num_speculative_tokens")
+    return values

@@ -23,6 +23,8 @@ def given(config, flag="--speculative-config"):
         (TOKENS | {"method": "deepseek_mtp"}, "mtp", ""),
         (TOKENS | {"method": "qwen3_next_mtp", "model": "the target again"}, "mtp", ""),
         (TOKENS | {"method": "eagle3", "model": "head"}, "eagle3", "head"),
+        (TOKENS | {"method": "eagle3", "model": "head", "draft_tensor_parallel_size": 1}, "eagle3", "head"),
+        (TOKENS | {"method": "mtp", "disable_by_batch_size": 32, "max_model_len": 4096}, "mtp", ""),
         (TOKENS | {"model": "small"}, "draft", "small"),
         (TOKENS | {"method": "draft_model", "model": "small"}, "draft", "small"),
     ],
@@ -30,6 +32,11 @@ def given(config, flag="--speculative-config"):
 def test_what_it_says_is_what_options_say(config, speculate, model):
     for flag in ("--speculative-config", "-sc"):
         assert given(config, flag) == Options(speculate=speculate, num_speculative_tokens=3, draft_model=model)
+
+
+@pytest.mark.parametrize("method, speculate", [("mtp", "mtp"), ("suffix", "ngram")])
+def test_how_many_tokens_may_be_left_open(method, speculate):
+    assert given({"method": method}) == Options(speculate=speculate)
 
 
 @pytest.mark.parametrize(
