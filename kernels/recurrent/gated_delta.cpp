@@ -37,21 +37,24 @@ template <typename T> INLINE void unit(const T* x, float* y, int64_t size, doubl
 // A token's effect on a state, for each element of its key.
 struct Keys {
     float q[MOST], k[MOST];
-    float left[MOST];     // the factor that is left of the state: exp(g) of Gates.decays
-    float decayed[MOST];  // left * k
+    float left[MOST];     // the factor that is left of the state: exp(g) of Gates.decays; a head's one decay is first
+    float decayed[MOST];  // left * k, where channels have decays of their own
 };
 
 // The `n` columns of a state that become `to`; returns what the query reads.
-INLINE Vec strip(const float* s, float* to, const Keys& keys, Vec v, const DeltaStep& a, float beta, int64_t n) {
+template <bool CHANNELS> INLINE Vec strip(const float* s, float* to, const Keys& keys, Vec v, const DeltaStep& a, float beta, int64_t n) {
     bool full = n == LANES;
+    float decay = keys.left[0];
     Vec held = {}, read = {};
-    for (int64_t i = 0; i < a.key; i++)
-        held += (full ? load(s + i * a.value) : load(s + i * a.value, n)) * keys.decayed[i];
-    Vec change = (v - held) * beta;
+    for (int64_t i = 0; i < a.key; i++) {
+        float k = CHANNELS ? keys.decayed[i] : keys.k[i];
+        held += (full ? load(s + i * a.value) : load(s + i * a.value, n)) * k;
+    }
+    Vec change = (v - (CHANNELS ? held : held * decay)) * beta;
     for (int64_t i = 0; i < a.key; i++) {
         const float* from = s + i * a.value;
         float* at = to + i * a.value;
-        Vec x = (full ? load(from) : load(from, n)) * keys.left[i] + change * keys.k[i];
+        Vec x = (full ? load(from) : load(from, n)) * (CHANNELS ? keys.left[i] : decay) + change * keys.k[i];
         if (full)
             store(at, x);
         else
@@ -72,13 +75,9 @@ template <typename T> INLINE void delta_token(const DeltaStep& a, int64_t token,
     unit(from + keys, made.k, a.key, a.eps, 1);
     const T* steps = (const T*)a.a + token * a.a_pitch + head * a.decays;
     float rate = -exp(a.a_log[head]);
-    for (int64_t i = 0; i < a.key; i++) {
-        if (i < a.decays) {
-            float x = widen(steps[i]) + a.dt_bias[head * a.decays + i];
-            made.left[i] = exp(a.floor ? (float)a.floor / (1 + exp(rate * x)) : rate * softplus(x));
-        } else {
-            made.left[i] = made.left[0];
-        }
+    for (int64_t i = 0; i < a.decays; i++) {
+        float x = widen(steps[i]) + a.dt_bias[head * a.decays + i];
+        made.left[i] = exp(a.floor ? (float)a.floor / (1 + exp(rate * x)) : rate * softplus(x));
         made.decayed[i] = made.left[i] * made.k[i];
     }
     float beta = 1 / (1 + exp(-widen(((const T*)a.b)[token * a.b_pitch + head])));
@@ -87,7 +86,8 @@ template <typename T> INLINE void delta_token(const DeltaStep& a, int64_t token,
         const T* value = x + 2 * keys + head * a.value + c;
         T* out = (T*)a.out + (token * a.value_heads + head) * a.value + c;
         Vec v = n == LANES ? load(value) : load(value, n);
-        Vec y = strip(before + c, state + c, made, v, a, beta, n);
+        Vec y = a.decays > 1 ? strip<true>(before + c, state + c, made, v, a, beta, n)
+                             : strip<false>(before + c, state + c, made, v, a, beta, n);
         if (n == LANES)
             store(out, y);
         else

@@ -321,8 +321,8 @@ def decayed(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
     for n in range(BLOCK):
         if n:
             between = between[..., 1:, :] + g[..., 1 : BLOCK + 1 - n, :]
-        products = x[..., n:, :] * k[..., : BLOCK - n, :] * between.exp()
-        squares.diagonal(-n, -2, -1).copy_(products.sum(-1))
+        earlier = k[..., : BLOCK - n, :] * between.exp()
+        squares.diagonal(-n, -2, -1).copy_((x[..., n:, :] * earlier).sum(-1))
     # From a block to a later one in three parts: behind the token, between the blocks, and up to the later token.
     x, since = x * g.cumsum(-2).exp(), _behind(g)
     for i in range(g.shape[-3]):
