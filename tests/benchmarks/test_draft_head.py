@@ -31,9 +31,9 @@ def test_a_repetition_is_right_as_often_as_its_token_is_drawn():
     targets = torch.zeros(len(ids), vocab)
     targets[range(len(ids) - 1), ids[1:]] = 3.0
     found = Acceptance()
-    for _ in range(60):
+    for _ in range(15):
         repeated(ids, 12, targets, found)
     listed, chance = found.listed(), float(targets[0].softmax(-1).max())
-    assert listed["greedy"] == [1.0] * DEPTH and listed["places"][0] > 900
+    assert listed["greedy"] == [1.0] * DEPTH and listed["places"][0] > 200
     assert all(abs(bound - chance) < 1e-5 for bound in listed["temperature 1.0, top_p 1.0: bound"])
-    assert all(abs(share - chance) < 0.05 for share in listed["temperature 1.0, top_p 1.0: coupled"])
+    assert all(abs(share - chance) < 0.12 for share in listed["temperature 1.0, top_p 1.0: coupled"])

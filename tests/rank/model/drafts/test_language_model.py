@@ -42,6 +42,7 @@ def drafted(target, draft, ids, chunks, tp):
     return threads.run(rank, tp)[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_logits_equal_transformers(tmp_path, name, tp):
