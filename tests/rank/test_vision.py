@@ -13,6 +13,8 @@ from phalanx.rank import vision
     {"image_std": ["a", 1, 1]},
 ], ids=str)  # fmt: skip
 def test_files_that_make_no_sense(tmp_path, kind, processor):
+    if kind == "gemma4" and "size" in processor:
+        pytest.skip("it does not read it")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     with pytest.raises(errors.FatalError) as told:
         vision.find(tmp_path, {"model_type": kind, "vision_config": {}})

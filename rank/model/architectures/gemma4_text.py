@@ -63,6 +63,12 @@ class Args(gemma3_text.Args):
     num_experts: int | None = None
     top_k_experts: int | None = None
     moe_intermediate_size: int | None = None
+    # "vision": the tokens of an image attend to each other, in sliding layers alone
+    use_bidirectional_attention: bool | str | None = None  # type: ignore[assignment]
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        base.expect("use_bidirectional_attention", self.use_bidirectional_attention, None, False, "vision")
 
     @property
     def norm_offset(self) -> float:  # type: ignore[override]
@@ -132,7 +138,8 @@ class Attention(nn.Module):
         if self.owner:
             self.k_norm = RMSNorm(dim, eps)
         self.o_proj = RowParallel(heads * dim, hidden, mesh, args.attention_bias)
-        self.attention = PagedAttention(local, args.attention_params(index), local - index + source)
+        causal = args.layer_type(index) == FULL
+        self.attention = PagedAttention(local, args.attention_params(index), local - index + source, causal)
 
     def cache_spec(self) -> CacheSpec:
         if not self.owner:
@@ -268,6 +275,7 @@ class Decoder(base.Decoder):
             )
         super().__init__(args, mesh, layer)
         self.shape, self.scale = (layers, size), args.hidden_size**-0.5
+        self.pad = args.pad_token_id or 0  # stands for images' tokens in embeddings for layers
         if size:
             self.embed_tokens_per_layer = VocabParallelEmbedding(
                 args.vocab_size_per_layer_input, layers * size, mesh, size**0.5
@@ -279,7 +287,10 @@ class Decoder(base.Decoder):
         embedded = super().embed(batch)
         if self.shape[1]:
             made = self.per_layer_model_projection(embedded).mul_(self.scale).view(-1, *self.shape)
-            own = self.embed_tokens_per_layer(batch.ids).view(-1, *self.shape)
+            ids = batch.ids
+            if batch.embeddings is not None:
+                ids = ids.index_fill(0, batch.embeddings.at, self.pad)
+            own = self.embed_tokens_per_layer(ids).view(-1, *self.shape)
             batch.layer_inputs = (self.per_layer_projection_norm(made) + own) * 2**-0.5
         return embedded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,11 @@ class PagedAttention:
     """Applies the rotary embedding, writes the step's keys and values to the layer's cache, and attends to the cache.
 
     layer: the layer's index in this pipeline stage, by which it finds its cache. source: the layer whose cache it
-    reads, where that is another (`shared`).
+    reads, where that is another (`shared`). causal: tokens attend up to themselves, whatever the batch's `reach` has.
     """
 
-    def __init__(self, layer: int, params: AttentionParams, source: int | None = None):
-        self.layer, self.params = layer, params
+    def __init__(self, layer: int, params: AttentionParams, source: int | None = None, causal: bool = False):
+        self.layer, self.params, self.causal = layer, params, causal
         self.source = layer if source is None else source
 
     def __call__(
@@ -65,7 +66,7 @@ class PagedAttention:
         sinks: a logit of each head [heads] f32, as AttentionParams has it.
         """
         params = self.params if sinks is None else self.params._replace(sinks=sinks)
-        batch = batch.of_layer(self.layer)
+        batch = self._seen(batch.of_layer(self.layer))
         cache, new = _kv(batch.caches[self.layer]), CurrentKV(k, v, cos_sin, norms, batch.slots)
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
@@ -82,11 +83,14 @@ class PagedAttention:
         keys, values, scales = KVCache(*cache)
         return paged_attention(q[batch.sample_at], keys, values, batch.sampled, params, scales)
 
+    def _seen(self, batch: Batch) -> Batch:
+        return replace(batch, reach=None) if self.causal and batch.reach is not None else batch
+
     def shared(self, h: Normed, q: Tensor, cos_sin: CosSin, batch: Batch) -> Tensor:
         """Attention of queries [T, heads, head_dim], normed and not rotated, to the cache of `source`, which has the
         step's keys and values already. Returns as __call__ does."""
         last = self.layer == len(batch.caches) - 1
-        batch = batch.of_layer(self.source)
+        batch = self._seen(batch.of_layer(self.source))
         q = apply_rotary(q, cos_sin)
         if batch.replayed is not None:
             attend = functools.partial(_attend, self.source, self.params)

@@ -31,7 +31,7 @@ DEEPSEEK_YARN = {
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 # Entries of MODELS whose layers cannot be divided into pipeline stages.
-ONE_STAGE = ("gemma4_text small",)
+ONE_STAGE = ("gemma4_text small", "gemma4 small")
 # Arguments that each is tested with besides; several sets where an architecture has several shapes.
 MODELS = {
     "qwen2_5_vl": dict(
@@ -242,10 +242,28 @@ MODELS = {
         layer_types=["sliding_attention", "full_attention"] * 3 + ["full_attention"], final_logit_softcapping=3.0,
     ),
     "gemma4": dict(
-        model_type="gemma4", vision_config=dict(hidden_size=32, num_hidden_layers=1),
+        model_type="gemma4", image_token_id=IMAGE, boi_token_id=513, eoi_token_id=514,
+        vision_config=dict(
+            num_hidden_layers=2, head_dim=16, num_attention_heads=2, num_key_value_heads=2, patch_size=7,
+            position_embedding_size=1024, standardize=True,
+        ),
         audio_config=None, text_config=dict(
             model_type="gemma4_text", head_dim=16, global_head_dim=32, sliding_window=11, hidden_size_per_layer_input=0,
-            pad_token_id=0,
+            pad_token_id=0, vocab_size=520, use_bidirectional_attention="vision",
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+    ),
+    "gemma4 small": dict(
+        model_type="gemma4", image_token_id=IMAGE, boi_token_id=513, eoi_token_id=514,
+        vision_config=dict(
+            num_hidden_layers=2, head_dim=16, num_attention_heads=2, num_key_value_heads=1, patch_size=7,
+            position_embedding_size=1024, use_clipped_linears=True,
+        ),
+        audio_config=None, text_config=dict(
+            model_type="gemma4_text", num_hidden_layers=3, head_dim=16, global_head_dim=32, sliding_window=11,
+            vocab_size_per_layer_input=520, hidden_size_per_layer_input=8, num_kv_shared_layers=1, pad_token_id=0,
+            use_double_wide_mlp=True, vocab_size=520, final_logit_softcapping=3.0,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
         ),
     ),
     "glm4_moe_lite": DEEPSEEK | dict(

@@ -59,6 +59,8 @@ def write(directory, **options):
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
+            elif name.endswith(("put_min", "put_max", "std_bias", "std_scale")):  # of Gemma 4's tower
+                buffer.fill_(-1.5 if name.endswith("min") else 1.5)
     model.save_pretrained(directory)
     if options["model_type"] == "qwen3_vl_moe":  # published with inputs before outputs, as transformers loads it
         tensors = load_file(directory / "model.safetensors")

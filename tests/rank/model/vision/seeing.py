@@ -66,6 +66,8 @@ PREPROCESSOR = {
     "idefics3": dict(
         image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=84), max_image_size=dict(longest_edge=28),
     ),
+    "gemma4": dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70),
+    "gemma4 small": dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70),
     "mistral3": dict(
         image_processor_type="PixtralImageProcessor", size=dict(longest_edge=200), patch_size=dict(height=28, width=28),
     ),

@@ -8,7 +8,7 @@ import torch
 import transformers
 from phalanx.comm import mesh, threads
 from phalanx.rank.model.load import load
-from phalanx.rank.model.vision._tower import normalised
+from phalanx.rank.model.vision._tower import in_rows, normalised
 from phalanx.rank.model.vision.qwen2_5_vl import patches
 
 from .. import harness
@@ -36,7 +36,9 @@ def of_images(path, ids, images):
     shown = (ids == IMAGE).int()
     if given.pop("num_crops", None) is not None:
         return given | {"token_type_ids": shown}
-    return given | ({"mm_token_type_ids": shown} if "image_grid_thw" in given else {})
+    given.pop("num_soft_tokens_per_image", None)
+    typed = "image_grid_thw" in given or "image_position_ids" in given
+    return given | ({"mm_token_type_ids": shown} if typed else {})
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -52,6 +54,9 @@ def test_sizes_and_pixels(made, name, size):
         own = patches(pixels, rules).view(rows * columns * rules.merge**2, 3, 1, -1)
         want = want.view(len(own), 3, 2, -1)
         own = own.expand_as(want)
+    elif "image_position_ids" in theirs:  # patches from 0 to 1, whose colours stand side by side
+        own = in_rows(own, rules.patch).permute(0, 2, 3, 1).flatten(1) / 2 + 0.5
+        want = want[0, : len(own)]
     elif want.dim() == 5:  # a square, and below it a grid of squares
         edge, want = want.shape[-1], want[0]
         grid = own[:, edge : own.shape[1] // edge * edge, : own.shape[2] // edge * edge]
@@ -69,7 +74,9 @@ def test_features(made, name, size):
     path, image = made(name), picture(*size)
     model = harness.reference(path)
     with torch.no_grad():
-        found = model.model.get_image_features(**processed(path, [image]))
+        given = dict(processed(path, [image]))
+        given.pop("num_soft_tokens_per_image", None)
+        found = model.model.get_image_features(**given)
         deeper = getattr(found, "deepstack_features", None) or ()
         want = torch.cat([torch.cat(tuple(one)) for one in (found.pooler_output, *deeper)], 1)
         (tower,) = threads.run(lambda comm: load(path, mesh.build(comm, 1, 1)).vision, 1)
