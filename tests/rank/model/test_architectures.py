@@ -8,9 +8,12 @@ import shutil
 import pytest
 import torch
 import transformers
+from phalanx.comm import mesh, threads
 from phalanx.errors import MODEL, USAGE, FatalError
 from phalanx.rank.model import architectures
+from phalanx.rank.model.batch import Replayed
 from phalanx.rank.model.config import read_config, tensor_degrees
+from phalanx.rank.model.load import load
 from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
@@ -137,6 +140,27 @@ def test_stages_begin_with_an_indexer(tmp_path, expected, pp):
     with pytest.raises(FatalError, match="--pp 4.*3 layers") as stop:
         args.stage_layers(0, 4)
     assert stop.value.code == USAGE
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm_moe_dsa"])
+def test_latents_between_the_segments_of_a_captured_step(made, name):
+    """Which CPUs capture no steps of, as theirs have tokens without a slot."""
+
+    def run(comm):
+        grid = mesh.build(comm, 1, 1)
+        model = load(made(name), grid)
+        found = []
+        for replayed in (None, Replayed(50)):
+            caches = harness.nan_caches(model, 13)
+            step = [(tokens(1, seed=1), 0, [12]), (tokens(48), 0, range(12))], harness.BLOCK, caches
+            batch = harness.make_batch(*step)
+            if replayed is not None:
+                batch.replayed, replayed.batch = replayed, harness.make_batch(*step)
+            found.append(model([batch]))
+        return found
+
+    ((plain, between),) = threads.run(run, 1)
+    assert torch.equal(plain, between)
 
 
 def test_longrope_beyond_the_original_context(tmp_path, expected):
