@@ -33,6 +33,12 @@ OTHERS = (
         "ernie4_5_moe",
         "hunyuan_v1_moe",
         "mistral4",
+        "qwen3_vl_moe",
+        "hy_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "kimi_linear",
+        "bailing_hybrid",
     ),
 )
 ALL = 1 << 20
