@@ -164,7 +164,7 @@ def test_on_several_ranks(checkpoint, tp, pp):
         assert len(plain) == 0 or distance(plain, narrowed) < TOLERANCE * plain.abs().max()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp, pp, narrow", [(1, 1, True), (2, 1, False), (2, 1, True), (2, 2, True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_may_be_cut(made, monkeypatch, name, tp, pp, narrow):

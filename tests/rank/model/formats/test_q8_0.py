@@ -50,7 +50,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (3, 1), (1, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(made, name, tp, pp):

@@ -147,7 +147,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tp, pp", [*(pytest.param(tp, 1, marks=pytest.mark.long) for tp in (1, 2)), (3, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_logits(made, expected, name, tp, pp):

@@ -70,6 +70,7 @@ def test_config(made, name):
     assert rules.patch == want.whole["vision_config"]["patch_size"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_several_images(made, name, tp):

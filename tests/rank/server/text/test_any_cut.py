@@ -80,7 +80,7 @@ def test_reasoning(name, thinking, count):
             assert form.opens[0] not in content.replace("`" + form.opens[0], ""), text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PARTS)
 def test_calls_with_all_that_arguments_can_hold(name):
     """They are found as they were written, between texts."""
