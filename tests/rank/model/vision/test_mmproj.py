@@ -9,8 +9,10 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank.gguf import checkpoint
+from phalanx.rank.model import fingerprint
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
+from phalanx.rank.model.weights.local_copy import make_local_copy
 
 from .... import gguf_files, mmproj_files
 from ....server import Server
@@ -113,6 +115,21 @@ def test_names_of_early_files(made, tmp_path):
         for index in (ours, theirs)
     ]
     assert shapes[0] == shapes[1] and any(name.endswith(".mlp.fc1.weight") for name in shapes[0])
+
+
+def test_a_staged_model_has_its_tower(made, tmp_path):
+    _, file = made("qwen3_vl")
+    copy, _ = make_local_copy(file, tmp_path / "stage")
+    assert copy.parent != file.parent and checkpoint.mmproj(copy) == checkpoint.mmproj(file)
+    assert fingerprint.take(copy, True).files.keys() == {copy.name, str(checkpoint.mmproj(file))}
+    image = picture(100, 75)
+    both = [
+        threads.run(
+            lambda comm, path=path: load(path, mesh.build(comm, 1, 1)).vision(resized(rules_of(path), image)), 1
+        )
+        for path in (file, copy)
+    ]
+    assert torch.equal(both[0][0], both[1][0])
 
 
 def test_files_that_do_not_fit(made, tmp_path):
