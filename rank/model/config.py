@@ -119,12 +119,12 @@ def read_config(path: str | Path) -> Config:
         path=path,
         model_type=model_type,
         hidden_size=hidden,
-        num_layers=_integer(raw, "num_hidden_layers", path),
+        num_layers=_integer(raw, "num_hidden_layers", path) * config_keys(model_type).layer_parts,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_integer(raw, "head_dim", path, default=hidden // heads),
         vocab_size=_integer(raw, "vocab_size", path),
-        max_positions=_max_positions(raw, path),
+        max_positions=_max_positions(raw, path) + _beside(whole, model_type),
         dtype=raw["dtype"],
         raw=raw,
         whole=whole,
@@ -231,6 +231,15 @@ def _text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(types := renamed.get("layer_types"), list):  # of such models it may be all that tells how many
         renamed["num_hidden_layers"] = len(types)
     return dict.fromkeys(raw) | keys.defaults | given | renamed | {"model_type": model_type}
+
+
+def _beside(whole: dict[str, Any], model_type: str) -> int:
+    """Tokens of an image, where images take none of the text's positions."""
+    vision = whole.get("vision_config")
+    if not config_keys(model_type).images_beside or not isinstance(vision, dict):
+        return 0
+    size, patch = vision.get("image_size", 384), vision.get("patch_size", 16)
+    return 1 + (size // patch) ** 2 if isinstance(size, int) and isinstance(patch, int) and 0 < patch <= size else 0
 
 
 def _nested(raw: dict[str, Any], name: str) -> Any:

@@ -17,6 +17,8 @@ class ConfigKeys(NamedTuple):
     names: dict[str, str] = {}  # keys under another name, "outer.inner" in an object → the usual one
     defaults: dict[str, Any] = {}  # keys that checkpoints leave out → what they then mean, as in transformers' classes
     text_type: str = ""  # of a multimodal model: its text model's type, where text_config does not say
+    layer_parts: int = 1  # layers here for each of config.json's
+    images_beside: bool = False  # images take tokens, but no positions of the text's
     # Layers of full attention have other rope parameters than the sliding ones. Where config.json has one set, it is
     # that of full attention; sliding layers have no scaling, and may have a base of their own.
     rope_per_layer_type: bool = False

@@ -95,6 +95,12 @@ def seeing(caption: str, question: str, between: str = "") -> str:
     )
 
 
+# BLIP goes on with what the last message of the user begins; [CLS] becomes the image and the decoder's beginning.
+CAPTIONED = (
+    "[CLS]{% for message in messages %}{% set content = message['content'] %}{% if content is string %} {{ content }}"
+    "{% else %}{% for part in content or () if part['type'] == 'text' %} {{ part['text'] }}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
 CAPTION = "{{ '\\n\\n' }}{{ {'short': 'Short caption', 'normal': 'Caption', 'long': 'Long caption'}[length] }}:"
 ASKED = FOLD + "{{ text }}"
 # Apertus's text behind its system message, or before all others where there is none.
@@ -215,6 +221,7 @@ FAMILIES = (
         "Moondream 2", seeing(CAPTION, f"{{{{ '\\n\\n' }}}}Question: {ASKED}\n\nAnswer:", " "), "<|endoftext|>",
         models=("moondream1",),
     ),
+    FamilyTemplate("BLIP", CAPTIONED, "[SEP]", models=("blip",)),
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
     FamilyTemplate(
         "Mistral", FIRST + BOS + instructions("", FOLD),

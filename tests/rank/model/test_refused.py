@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from . import test_bailing_moe, test_chatglm
 from .test_architectures import COMMON, MODELS, options_of, write
-from .vision import test_moondream1
+from .vision import test_blip, test_moondream1
 
 REFUSED = [
     ("falcon_h1", {"ssm_out_multiplier": 0}, "ssm_out_multiplier is 0, expected float, above 0"),
@@ -70,7 +70,7 @@ REFUSED = [
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 # Types without a rope, or with none by default.
-UNROTATED = "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
+UNROTATED = "blip", "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
 MISSING = [
     ("phi", "model.layers.1.self_attn.dense.bias"),
     ("phi", "model.layers.0.mlp.fc2.weight"),
@@ -121,6 +121,7 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
     "bailing_moe": test_bailing_moe.CONFIG, "internlm2": COMMON | {"model_type": "internlm2"},
     "qwen": COMMON | {"model_type": "qwen"},
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,
+    "blip": {"model_type": "blip", "text_config": test_blip.TEXT, "vision_config": {}},
 }  # fmt: skip
 
 

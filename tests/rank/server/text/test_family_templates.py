@@ -49,6 +49,7 @@ WRITTEN = {
     "Moondream 2": "<|endoftext|>\n\nQuestion: Be brief.\n\nHi\n\nAnswer: Ho\n\nQuestion: Bye\n\nAnswer:",
     "Moondream 2, starmie": "<|endoftext|><|md_reserved_0|>query<|md_reserved_1|>Be brief.\n\nHi<|md_reserved_2|>Ho"
     "<|md_reserved_0|>query<|md_reserved_1|>Bye<|md_reserved_2|>",
+    "BLIP": "[CLS] Be brief. Hi Ho Bye",
     "Zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n<|assistant|>\nHo<|endoftext|>\n"
     "<|user|>\nBye<|endoftext|>\n<|assistant|>\n",
     "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo</s>\n<|user|>\nBye\n<|assistant|>\n",
