@@ -41,6 +41,7 @@ def of_images(path, ids, images):
     return given | ({"mm_token_type_ids": shown} if typed else {})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_and_pixels(made, name, size):
