@@ -235,5 +235,5 @@ def explained(id: str, revision: str, error: Any, pulling: bool = False) -> Fata
         f"does not answer ({why}). "
         f"Where compute nodes have no network, run `phalanx pull {id}` on the login node first, "
         "with the same HF_HOME",
-        MODEL,
+        MODEL if constants.HF_HUB_OFFLINE else ERROR,  # later the hub may answer
     )

@@ -120,9 +120,10 @@ def test_no_network(run, tmp_path):
         assert "network" in done.stderr and len(done.stderr.splitlines()) == 1
     for verb in ("serve", "fit"):
         done = run(verb, "--device", "cpu", "--m", "org/tiny", HF_ENDPOINT="http://127.0.0.1:1")
-        assert done.returncode == 3
+        assert done.returncode == 1
         assert f"{tmp_path}/hf/hub, and http://127.0.0.1:1" in done.stderr
         assert "`phalanx pull org/tiny`" in done.stderr
+    assert run("fit", "--device", "cpu", "--m", "org/tiny", HF_HUB_OFFLINE="1").returncode == 3
 
 
 def test_an_id_that_the_hub_would_not_have(run):
@@ -210,7 +211,7 @@ def test_one_gguf_file_with_its_shards(server, run, tmp_path):
     place = tmp_path / "hf" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     assert (done.returncode, done.stdout) == (0, f"{place / SHARDS[0]}\n"), done.stderr
     assert sorted(one.name for one in place.iterdir()) == SHARDS == fetched(server)
-    assert f" --m org/tiny --f {SHARDS[0]}\n" in done.stderr
+    assert f" --model org/tiny --f {SHARDS[0]}\n" in done.stderr
     assert run("pull", "org/tiny", "--f", SHARDS[0], "--to", "x").returncode == 2
     done = run("pull", "org/tiny", "--f", "none.gguf")
     assert done.returncode == 3 and "model 'org/tiny'" in done.stderr
