@@ -92,6 +92,7 @@ def test_equal_images_are_cached(served):
     assert (seconds > 0) == ("--tp" in server.process.args)  # with --pp rank 0 has the last layers
 
 
+@pytest.mark.long
 def test_the_library(tmp_path):
     """An image of Pillow's, and a file."""
     path = add_text(write_seeing(tmp_path / "model", SEEING[0]))

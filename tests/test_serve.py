@@ -208,6 +208,7 @@ def test_every_event_of_a_raw_stream_is_whole_json(server):
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
 
 
+@pytest.mark.long
 def test_mixed_load_from_many_clients(client, want):
     """64 requests at once, half of them streams; the greedy one among them is not disturbed."""
     results = {}

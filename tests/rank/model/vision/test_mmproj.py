@@ -157,6 +157,7 @@ def test_a_missing_tensor_by_the_files_name(made, tmp_path):
         threads.run(lambda comm: load(copy, mesh.build(comm, 1, 1)), 1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_greedy_texts_on_a_live_server(made, tmp_path):
     """--mmproj, with the file in another directory."""

@@ -189,6 +189,7 @@ def test_logits_of_an_image(made):
     assert want.std() > 0.5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_greedy_texts_on_a_live_server(made, tmp_path):
     """A question, a caption and a text alone, of two ranks; chunks do not part an image."""
