@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         return image.resize((width, height), self.resample)
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        """Height and width of the largest image of so many tokens, of those that are resized."""
+        """Height and width of the largest image of so many tokens: no result of `size` has more pixels to encode, as
+        memory is kept for this one."""
         raise NotImplementedError
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -102,6 +104,13 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         return module.read(config, given or (nested if isinstance(nested, dict) else {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # the first: a list where keys are expected
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
+
+
+def squarish(tokens: int) -> tuple[int, int]:
+    """Rows and columns of nearly a square that has so many tokens, or as few more as there may be."""
+    square = math.isqrt(tokens)
+    rows = min(range(square, square // 2, -1), key=lambda rows: -(-tokens // rows) * rows)
+    return rows, -(-tokens // rows)
 
 
 def whole(values: dict[str, Any], key: str, default: int, most: int = MAX_EDGE) -> int:

@@ -45,7 +45,8 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return [(0, begin, width, end) for begin, end in along]
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        return self.edge, self.edge
+        squares = min(1 + self.most_crops, max(1, tokens // self.side**2))
+        return self.edge * squares, self.edge
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // self.edge * self.side, self.side

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import ImageRules, colours, whole
+from . import ImageRules, colours, squarish, whole
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
@@ -28,7 +28,8 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return rows * unit, columns * unit
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        return self.size(1, 1)
+        rows, columns = squarish(min(self.most, max(1, tokens)))
+        return rows * self.patch * self.merge, columns * self.patch * self.merge
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.merge

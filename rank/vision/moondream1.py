@@ -47,8 +47,8 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return made
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        sizes = (self.size(self.crop * i, self.crop * j) for i, j in ((1, self.crops), (self.crops, 1), (4, 4)))
-        return max(sizes, key=math.prod)
+        # A row of crops: it is as wide as the black that fills up beside the whole image.
+        return 2 * self.crop, self.crop + (self.crops - 1) * self.window
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return self.edge, self.edge
@@ -71,7 +71,9 @@ def tiling(height: int, width: int, window: int, most: int) -> tuple[int, int]:
     rows, columns = -(-height // window), -(-width // window)
     if rows * columns > most:
         share = math.sqrt(most / (rows * columns))
-        return max(1, math.floor(rows * share)), max(1, math.floor(columns * share))
+        # A strip's shorter edge comes to less than one crop. The published code has more than `most` along the longer.
+        rows, columns = max(1, math.floor(rows * share)), max(1, math.floor(columns * share))
+        return min(rows, most), min(columns, most)
     rows = max(rows, math.floor(math.sqrt(most * height / width)))
     columns = max(columns, math.floor(math.sqrt(most * width / height)))
     if rows * columns > most and columns > rows:

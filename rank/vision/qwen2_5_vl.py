@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import MAX_EDGE, ImageRules, colours, whole
+from . import ImageRules, colours, squarish, whole
 
 MAX_RATIO = 200  # of the longer edge to the shorter
 MAX_PIXELS = 1 << 28
@@ -33,7 +33,16 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return rounded
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        return self.size(MAX_EDGE, MAX_EDGE, tokens * (self.patch * self.merge) ** 2)
+        unit = self.patch * self.merge
+        least = self.least / unit**2
+        most = max(1.0, min(tokens, self.most / unit**2), least)
+        # A strip's shorter edge is never less than a token, and both edges of an image that is grown are rounded up.
+        strip = 1, int(math.sqrt(MAX_RATIO * min(most, MAX_RATIO)))
+        narrow = math.sqrt(least / MAX_RATIO)
+        fewer = range(int(narrow), math.isqrt(math.ceil(least)) + 1)  # than the rows
+        grown = [(rows + 1, math.ceil(least / max(rows, narrow))) for rows in fewer]
+        rows, columns = max([squarish(int(most)), strip, *grown], key=math.prod)
+        return rows * unit, columns * unit
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.merge

@@ -1,6 +1,8 @@
 """How a model's files say how it takes images, strangers' files first of all."""
 
+import itertools
 import json
+import math
 
 import pytest
 from phalanx import errors
@@ -33,19 +35,32 @@ def test_moondream_files_that_make_no_sense(tmp_path, config, tokenizer):
     assert told.value.code == errors.MODEL and str(tmp_path) in str(told.value)
 
 
-@pytest.mark.parametrize("kind", vision.kinds())
-def test_every_shape_of_an_image(tmp_path, kind):
-    """Images keep within the model's pixels and are whole tokens, or are refused with a reason."""
+EDGES = 1, 3, 200, 256, 400, 900, 1030, 1820, 7000, 65_500, 50_000_000
+
+
+@pytest.mark.parametrize("kind, processor", [
+    *((kind, {}) for kind in vision.kinds()),
+    ("gemma3", {"do_pan_and_scan": True}),
+    *(("qwen3_vl", {"min_pixels": least, "max_pixels": 1 << 16}) for least in (1, 1 << 15, 1 << 16)),
+], ids=str)  # fmt: skip
+def test_every_shape_of_an_image(tmp_path, kind, processor):
+    """Images become no larger than the largest that is measured, and whole tokens, or are refused with a reason."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     rules = vision.find(tmp_path, {"model_type": kind, "vision_config": {}})
-    largest = rules.grid(*rules.largest(1 << 20))
-    for height, width in ((1, 1), (1, 200), (200, 1), (1, 50_000_000), (7000, 7000), (3, 400), (65_500, 700)):
-        for most in (0, 512 * 512):
-            try:
-                size = rules.size(height, width, most)
-            except ValueError as error:
-                assert max(height, width) > 100 * min(height, width) and "times the shorter" in str(error)
-                continue
-            rows, columns = rules.grid(*size)
-            assert rows > 0 < columns and rows * columns <= 2 * largest[0] * largest[1]
-            own = rules.tokens(rows, columns) * rules.runs(*size)
-            assert own.count(rules.token) == rows * columns
+    largest = rules.largest(1 << 20)
+    for height, width, most in itertools.product(EDGES, EDGES, (0, 512 * 512)):
+        try:
+            size = rules.size(height, width, most)
+        except ValueError as error:
+            assert max(height, width) > 100 * min(height, width) and "times the shorter" in str(error)
+            continue
+        rows, columns = rules.grid(*size)
+        assert rows > 0 < columns and rows * columns <= math.prod(rules.grid(*largest)), (height, width)
+        assert encoded(rules, size) <= encoded(rules, largest), (height, width)
+        own = rules.tokens(rows, columns) * rules.runs(*size)
+        assert own.count(rules.token) == rows * columns
+
+
+def encoded(rules, size):
+    """The pixels of an image of that size that a tower encodes."""
+    return math.prod(rules.parts(*size)[0] if hasattr(rules, "parts") else size)

@@ -118,7 +118,8 @@ def cut(image):
         rows, columns = math.ceil(height / window), math.ceil(width / window)
         if rows * columns > most:
             ratio = math.sqrt(most / (rows * columns))
-            rows, columns = max(1, int(rows * ratio)), max(1, int(columns * ratio))
+            # The published code has more than `most` crops of a strip.
+            rows, columns = (min(most, max(1, int(length * ratio))) for length in (rows, columns))
         else:
             rows = max(rows, int(math.sqrt(most * height / width)))
             columns = max(columns, int(math.sqrt(most * width / height)))
