@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
     start: int  # among the step's tokens
     stop: int
-    tables: Tensor  # [sequences, most blocks] int32
+    tables: Tensor  # [sequences, max blocks] int32
     query_len: int  # tokens of each sequence
     seen: Tensor  # [stop - start] int32: how many tokens each one sees, itself included
     longest: int  # at most that many
@@ -143,7 +143,7 @@ def choose_reference(
     q: Tensor, weights: Tensor, cache: Tensor, piece: Piece, rotated: int, slots: Tensor, counts: Tensor,
     scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write slots [T, topk] and counts [T] of a piece's T tokens."""
+    """Write slots [T, topk] and counts [T] of T tokens."""
     topk, size = slots.shape[1], cache.shape[1]
     torch.clamp(piece.seen, max=topk, out=counts)
     for i, table in enumerate(piece.tables):

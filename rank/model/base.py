@@ -258,7 +258,7 @@ class Model(nn.Module):
     aux_layers: tuple[int, ...] = ()
     # The token that images' features stand for, and how images move positions; in models that take images alone.
     image_token = -1
-    image_span = 0  # the most tokens of an image that attend to each other, and not only to those before; 0: none do
+    image_span = 0  # how many tokens of an image attend to each other at most, and not only to those before; 0: none do
     image_positions: Callable[[int, Sequence[Picture]], np.ndarray] | None = None
     num_weights: int  # that a token is multiplied with on this rank: of linears, and of the experts that it visits
 

@@ -83,7 +83,7 @@ class Batch:
     ids: Tensor  # [T] int64 token ids
     positions: Tensor  # [T] int64; or [axes, T], where rotary embeddings have several axes (M-RoPE)
     slots: Tensor  # [T] int64: block * block_size + offset in the cache
-    block_tables: Tensor  # [B, most blocks] int32; unused entries are 0
+    block_tables: Tensor  # [B, max blocks] int32; unused entries are 0
     lengths: Tensor  # [B] int32: tokens in the cache after this step
     rows: Tensor  # [B] int64: each sequence's entry in caches of whole sequences; -1 fills a captured step up
     query_starts: Tensor  # [B + 1] int32: sequence i has tokens query_starts[i]:query_starts[i + 1]

@@ -56,7 +56,7 @@ class ImageStore:
                 size, dropped = picture.rows * picture.columns * self._token_bytes, list[bytes]()
                 if self._bytes + size > self._memory:
                     used = used or {picture.digest for one in users for picture in one.pictures}
-                    dropped = self._make_room(size, used)
+                    dropped = self._make_room(size, used | step.images)
                 sequence.towered += 1
                 self._held[picture.digest] = size
                 self._bytes += size
@@ -71,6 +71,7 @@ class ImageStore:
             if not pieces:
                 break
             step.tower += pieces
+            step.images.add(self._current)
             self._left -= pieces
             spent += pieces * self._cost
         return math.ceil(spent)

@@ -99,6 +99,8 @@ class Sequence:
     def chunk(self, computed: int, most: int) -> int:
         """Tokens of its next chunk, up to `most`, where so many are computed. It has more where it would end within
         tokens that attend to each other."""
+        if computed + 1 >= self.length:  # it decodes
+            return most
         count = min([most, *(border - computed for border in self.borders if border > computed)])
         spans = (span for picture in self.pictures for span in picture.spans)
         return next((end - computed for first, end in spans if first < computed + count < end), count)

@@ -101,6 +101,7 @@ class PlannedStep:
     new: list[protocol.NewSequence] = field(default_factory=list)
     pixels: list[protocol.Pixels] = field(default_factory=list)  # as ScheduledStep has them
     tower: int = 0  # as protocol.Plan has it
+    images: set[bytes] = field(default_factory=set)  # that the tower works on before this step, by digest
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)  # blocks that this step fills and enters into the prefix cache

@@ -70,7 +70,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def span(self) -> int:
-        """The most tokens of an image that attend to each other; 0: each attends to those before alone."""
+        """How many tokens of an image attend to each other at most; 0: each attends to those before alone."""
         return 0
 
     def spans(self, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -250,7 +250,7 @@ class ModelRunner:
     def _time_steps(self, graphs: DecodeGraphs | CpuDecodeGraphs) -> tuple[tuple[int, int, float], ...]:
         """Time captured steps and their heads, by which the scheduler compares numbers of drafts until it has seen its
         own. Tokens are drawn: so there are as many distinct experts as of so many tokens. All of them write block 0,
-        which nobody has yet. Collective over the tensor group."""
+        which is in no table. Collective over the tensor group."""
         self.watch.begin("timing steps")
         draw, found, offload = np.random.default_rng(0), [], self.model.offload
         counted = dict(vars(offload.counters)) if offload is not None else {}
