@@ -18,6 +18,7 @@ from .. import untrusted_files
 from ..json_decoding import decode_object
 
 MAX_EDGE = 1 << 16  # pixels of an edge of what a model takes
+MAX_PIXELS, MAX_TOKENS = 1 << 26, 1 << 17  # of an image: no model comes near
 BICUBIC = 3  # of Pillow's filters
 SEEING = ("moondream1",)  # types all of whose models take images, whether config.json has a vision_config or not
 
@@ -101,9 +102,24 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         given = _read(directory, getattr(module, "FILE", "preprocessor_config.json"))
     nested = _read(directory, "processor_config.json").get("image_processor") if not given else None
     try:
-        return module.read(config, given or (nested if isinstance(nested, dict) else {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the first: a list where keys are expected
+        rules: ImageRules = module.read(config, given or (nested if isinstance(nested, dict) else {}))
+        _check_sizes(rules)
+        return rules
+    # As of a number that is no float, and of a list where keys are expected.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
+
+
+def _check_sizes(rules: ImageRules) -> None:
+    """Raises ValueError for images that are too large, or of no token, which would be left out in silence."""
+    height, width = rules.largest(MAX_PIXELS)
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"the largest image has {height} x {width} pixels, expected at most {MAX_PIXELS}")
+    rows, columns = rules.grid(height, width)
+    if not 1 <= rows * columns <= MAX_TOKENS:
+        raise ValueError(
+            f"an image of {height} x {width} pixels is {rows * columns} tokens, expected 1 to {MAX_TOKENS}"
+        )
 
 
 def squarish(tokens: int) -> tuple[int, int]:

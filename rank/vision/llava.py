@@ -67,7 +67,7 @@ def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
         "mean": colours(processor, "image_mean", CLIP_MEAN if clip else HALF),
         "std": colours(processor, "image_std", CLIP_STD if clip else HALF),
         "resample": whole(processor, "resample", 3, 5),
-        "patch": whole(vision, "patch_size", 14),
+        "patch": whole(vision, "patch_size", 14, edge),
         "edge": edge,
         "shortest": shortest,
     }

@@ -23,6 +23,28 @@ def test_files_that_make_no_sense(tmp_path, kind, processor):
     assert told.value.code == errors.MODEL and str(tmp_path) in str(told.value)
 
 
+@pytest.mark.parametrize("kind, config, processor", [
+    ("gemma3", {}, '{"image_mean": [1%s, 0, 0]}' % ("0" * 400)),
+    ("gemma3", {}, '{"do_pan_and_scan": true, "pan_and_scan_min_ratio_to_activate": 1%s}' % ("0" * 400)),
+    ("gemma3", {"vision_config": {"image_size": 1 << 14}}, "{}"),
+    ("llava_next", {"vision_config": {"image_size": 10}, "image_grid_pinpoints": [[20, 20]]}, "{}"),
+    ("llava_next", {"vision_config": {"image_size": 1 << 16}, "image_grid_pinpoints": [[1 << 20, 1 << 20]]}, "{}"),
+    ("llava", {"vision_config": {"image_size": 4}}, "{}"),
+    ("llava", {"vision_config": {"image_size": 14, "model_type": "siglip_vision_model"}}, "{}"),
+    ("idefics3", {"vision_config": {"image_size": 1 << 12, "patch_size": 1}}, "{}"),
+    ("mistral3", {}, '{"size": {"longest_edge": 65536}}'),
+    ("qwen3_vl", {"vision_config": {"patch_size": 1}}, '{"max_pixels": 4000000}'),
+    ("qwen3_vl", {"vision_config": {"patch_size": 65536, "spatial_merge_size": 65536}}, "{}"),
+    ("moondream1", {"config": {"vision": {"crop_size": 4096, "enc_patch_size": 1}}}, "{}"),
+    ("moondream1", {"config": {"vision": {"crop_size": 4088, "max_crops": 256}}}, "{}"),
+])  # fmt: skip
+def test_sizes_that_no_model_has(tmp_path, kind, config, processor):
+    (tmp_path / "preprocessor_config.json").write_text(processor)
+    with pytest.raises(errors.FatalError) as told:
+        vision.find(tmp_path, {"model_type": kind, "vision_config": {}} | config)
+    assert told.value.code == errors.MODEL and str(tmp_path) in str(told.value)
+
+
 @pytest.mark.parametrize("config, tokenizer", [
     ({"config": 5}, {}), ({"config": {"vision": {"crop_size": 30}}}, {}), ({}, {"added_tokens": 5}),
     ({"config": {"vision": {"overlap_margin": 14}}}, {}), ({}, {"added_tokens": [{"content": "<|endoftext|>"}]}),
