@@ -75,6 +75,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         models[tp] = models.get(tp) or cut(config, tp, formats)
     ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
     plain = build(config, GroupRank(0, 1), GroupRank(0, 1))
+    cuts = list(stages(config))
     return {
         "model_type": config.model_type,
         "hidden": config.hidden_size,
@@ -85,9 +86,9 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "checkpoint_bytes": stored_bytes(ranks[1], DTYPES[config.dtype]),
         "chosen": max(map(visited, plain.modules()), default=0),
         "degrees": list(ranks),
-        "stages": list(stages(config)),
+        "stages": cuts,
         "ranks": {
-            tp: rank_of(model, config, tp, DTYPES[chosen], device, formats, kept)
+            tp: rank_of(model, config, GroupRank(0, tp), len(cuts), DTYPES[chosen], device, formats, kept)
             for tp, model in ranks.items()
             if tp <= question["most"] or tp == question["tp"]
         },
@@ -140,15 +141,15 @@ def build(
 def rank_of(
     whole: Model,
     config: Config,
-    tp: int,
+    tensor: GroupRank,
+    most: int,
     dtype: torch.dtype,
     device: torch.device,
     formats: tuple[ChooseFormat, ChooseFormat],
     kv_dtype: str,
 ) -> dict[str, Any]:
-    """Memory of a rank of a tensor group of `tp`: each layer, and what a stage has in addition by its place. whole:
-    that rank's model without stages."""
-    tensor, count = GroupRank(0, tp), config.num_layers  # a group's ranks hold as much: what does not divide is padded
+    """Memory of each rank of a tensor group, as what does not divide is padded: each layer, and what a stage has in
+    addition by its place. whole: that rank's model without stages. most: stages that it may have."""
     kinds: list[dict[str, Any]] = []
     layers = []
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
@@ -164,9 +165,9 @@ def rank_of(
             kinds.append(held)
         layers.append(kinds.index(held))
     ends = {"whole": whole}
-    if count > 1:  # each layer a stage of its own, so that little is built
-        places = {"first": 0, "last": count - 1} | ({"middle": 1} if count > 2 else {})
-        ends |= {place: build(config, tensor, GroupRank(at, count), *formats) for place, at in places.items()}
+    if most > 1:  # so that little is built
+        places = {"first": 0, "last": most - 1} | ({"middle": 1} if most > 2 else {})
+        ends |= {place: build(config, tensor, GroupRank(at, most), *formats) for place, at in places.items()}
     return {
         "kinds": kinds,
         "layers": layers,

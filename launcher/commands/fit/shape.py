@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        return len(self.stages)
+        return sum(self.stages[0])
 
     @property
     def experts(self) -> int:

@@ -140,6 +140,14 @@ def test_bytes_of_live_ranks(tmp_path, model_type, variants, dtype, layouts, mon
     compare(path, dtype, layouts=LAYOUTS if model_type == "llama" else layouts)
 
 
+def test_layers_that_share_an_indexer(tmp_path):
+    """Stages begin with one that has its own, so there are fewer stages than layers."""
+    path = write(tmp_path, config_of("glm_moe_dsa", index_topk_freq=2))
+    compare(path, "bf16", layouts=[(2, 1), (1, 3)])
+    shape = read(path)
+    assert shape.layers == 5 and shape.stages == ((5,), (3, 2), (1, 2, 2))
+
+
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
