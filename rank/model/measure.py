@@ -75,7 +75,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         models[tp] = models.get(tp) or cut(config, tp, formats)
     ranks = {tp: model for tp, model in sorted(models.items()) if model is not None}
     plain = build(config, GroupRank(0, 1), GroupRank(0, 1))
-    cuts = list(stages(config))
+    cuts = list(stages(config, 0 if plain.vision is None else plain.vision.levels))
     return {
         "model_type": config.model_type,
         "hidden": config.hidden_size,
@@ -95,12 +95,15 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def stages(config: Config) -> Iterator[list[int]]:
-    """How many layers each pipeline stage has, for each number of stages that there may be."""
+def stages(config: Config, levels: int) -> Iterator[list[int]]:
+    """How many layers each pipeline stage has, for each number of stages that there may be. levels: layers that the
+    tower's features enter, all of the first stage."""
     args = architectures.find(config.model_type).Args.from_config(config)
     for count in range(1, config.num_layers + 1):
         with contextlib.suppress(FatalError):
-            yield [len(args.stage_layers(i, count)) for i in range(count)]
+            made = [len(args.stage_layers(i, count)) for i in range(count)]
+            if made[0] >= levels:
+                yield made
 
 
 def stored_bytes(model: Model, dtype: torch.dtype) -> int:

@@ -148,6 +148,18 @@ def test_layers_that_share_an_indexer(tmp_path):
     assert shape.layers == 5 and shape.stages == ((5,), (3, 2), (1, 2, 2))
 
 
+def test_features_that_enter_several_layers(tmp_path):
+    """The first stage has all of these, so there are fewer stages than layers."""
+    levels = {"num_heads": 4, "hidden_size": 64, "depth": 3, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 384}
+    text = {**COMMON, "rope_parameters": {"mrope_section": [4, 6, 6], "rope_theta": 1e6, "rope_type": "default"}}
+    config = {"model_type": "qwen3_vl", "image_token_id": 3, "text_config": text, "vision_config": levels}
+    path = write(tmp_path, config | {"vision_start_token_id": 1, "vision_end_token_id": 2})
+    compare(path, "bf16", layouts=[(1, 3)])
+    shape = read(path)
+    assert shape.stages == ((5,), (3, 2), (2, 2, 1), (2, 1, 1, 1))
+    assert any(one.name.startswith("vision.") for one in shape.ranks[1].ends["first"])
+
+
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
