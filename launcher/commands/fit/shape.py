@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-KINDS = ("embedding", "attention", "MLP", "experts", "norms", "head")  # classes of tensors, in the order of reports
+# Classes of tensors, in the order of reports
+KINDS = ("tower", "embedding", "attention", "MLP", "experts", "norms", "head")
 CLASSES = (  # a word in a tensor's name → its class; the first that fits
+    ("vision.", "tower"),  # of images
     ("embed_", "embedding"),  # of tokens, of positions
     ("lm_head", "head"),
     (".experts.", "experts"),
@@ -111,10 +113,10 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with: chosen experts only, and no embedding."""
+        """Parameters that one token is multiplied with: chosen experts only, no embedding and no tower."""
         (whole,) = self.stage_shapes(1, 1, 1)
-        each = (one.elements * min(one.copies, self.chosen or 1) for one in whole.weights if one.kind != "embedding")
-        return sum(each)
+        used = (one for one in whole.weights if one.kind not in ("embedding", "tower"))
+        return sum(one.elements * min(one.copies, self.chosen or 1) for one in used)
 
     def kinds(self, tp: int, ep: int) -> tuple[Layer, ...]:
         """Its kinds of layers on a rank. ep > 1: experts are shared out over ep ranks, each whole, or cut over the

@@ -87,9 +87,10 @@ class StepModel:
         total += context * sum(layer.kv for layer in stage.layers) / (self.device.bandwidth * CACHED)
         states = sampled * sum(layer.state for layer in stage.layers)  # read and written
         total += 2 * states / (self.device.bandwidth * CACHED)
-        for head in stage.ends:
-            if head.matrix:
-                total += self._gemm(head, sampled)
+        for one in stage.ends:
+            if one.matrix and one.kind != "tower":
+                total += self._gemm(one, sampled if one.kind == "head" else tokens)
+            if one.kind == "head":
                 logits = sampled * self.shape.vocab * 4
                 total += 3 * logits / self.device.bandwidth + 4 * self.device.small  # the sampler reads them thrice
                 if self.layout.tp > 1:

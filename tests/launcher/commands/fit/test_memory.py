@@ -35,6 +35,7 @@ def test_llama_8b(shape):
     assert model.parameters == 8_030_261_248
     # one rank, bf16: twice that
     assert weights(model, Layout(1)) == {
+        "tower": 0,
         "embedding": 1_050_673_152,
         "attention": 2 * 32 * 41_943_040,
         "MLP": 2 * 32 * 176_160_768,

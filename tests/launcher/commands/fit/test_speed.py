@@ -248,6 +248,31 @@ def test_the_floor_is_reading_the_weights(predict):
     assert found == pytest.approx(floor + 32 * (4 * 3.5e-3 + 5 * 2.5e-3), rel=0.02)
 
 
+def test_a_tower_takes_no_time_of_a_step(tmp_path):
+    """Its linears multiply an image's patches, and not the tokens that are sampled."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 2, "model_type": "gemma3_text"}
+    seen = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "image_size": 896}
+    seen |= {"patch_size": 14, "num_attention_heads": 16, "num_hidden_layers": 27}
+    both = {"model_type": "gemma3", "image_token_index": 9, "text_config": text, "vision_config": seen}
+    shapes = [read(write(tmp_path / str(i), config)) for i, config in enumerate((both, text))]
+    found = [speed.predict(one, Layout(1), H200, Workload(8192, 64, 4096), 64, 8192, 8, 50e9) for one in shapes]
+    assert found[0] == found[1] and shapes[0].active == shapes[1].active
+    assert shapes[0].parameters > 1.5 * shapes[1].parameters - 2 * 262208 * 2560
+
+
+def test_only_a_head_samples(tmp_path):
+    """A linear before the layers is multiplied with all tokens."""
+    shape = read(write(tmp_path, CONFIGS["Llama-3.1-8B"]))
+    (stage,) = shape.stage_shapes(1, 1, 1)
+    (head,) = (one for one in stage.ends if one.matrix)
+    other = msgspec.structs.replace(head, name="model.projection")
+    asked = Workload(8192, 64, 4096)
+    clock = speed.StepModel(shape, Layout(1), H200, speed.links(Layout(1), H200, 8, 50e9), asked)
+    with_both = msgspec.structs.replace(stage, ends=(*stage.ends, other))
+    more = clock.step(with_both, 2048, 0, 1) - clock.step(stage, 2048, 0, 1)
+    assert more == pytest.approx(2 * head.elements * 2048 / H200.flops, rel=0.2)
+
+
 def test_pipelines(predict):
     """A lone sequence walks through all stages; with one for each, the slowest stage sets the pace."""
     one = predict("Llama-3.1-8B", Layout(1), 1, 256)
