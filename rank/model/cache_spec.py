@@ -79,10 +79,12 @@ class PagedLatent(NamedTuple):
 
 
 class IndexedLatent(NamedTuple):
-    """The latent of every token, and behind it the key by which an indexer finds it, on each rank alike."""
+    """The latent of every token, and behind it the key by which an indexer finds it, on each rank alike. Layers without
+    an indexer behind it read the same tokens."""
 
     latent: PagedLatent
     keys: PagedLatent  # in e4m3 they have two scales as well: of the rotated part, and of the rest
+    topk: int  # tokens that the indexer chooses of a longer context
 
     @property
     def window(self) -> int:

@@ -18,7 +18,7 @@ from ...kernels.attention.prefill import WIDENED_BYTES
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
-from ..model.cache_spec import E4M3, PagedKV, PagedLatent
+from ..model.cache_spec import E4M3, IndexedLatent, PagedKV, PagedLatent
 from ..model.drafts import DraftSource
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
@@ -52,9 +52,10 @@ def profile_run(
 ) -> int:  # fmt: skip
     """Run the largest step and the small ones. Returns the peak bytes of the largest. Collective over the mesh.
 
-    The largest step has `tokens` prompt tokens and samples `sequences` rows. Afterwards all kernels are compiled. kept:
-    the dtype of caches, as CacheSpec.block takes it; None: the model's. sampled: tokens that are sampled where these
-    are more, as with drafts. query_lens: tokens of a sequence in steps that decode. source: of drafts, on this rank.
+    The largest step has `tokens` prompt tokens and samples `sequences` rows; where indexers choose there are several.
+    Afterwards all kernels are compiled. kept: the dtype of caches, as CacheSpec.block takes it; None: the model's.
+    sampled: tokens that are sampled where these are more, as with drafts. query_lens: tokens of a sequence in steps
+    that decode. source: of drafts, on this rank.
     """
     device = sampler.device
     torch.cuda.synchronize()
@@ -79,12 +80,14 @@ def profile_run(
             sample(sampler, logits, drawn, sequences)
         del shard, logits
         if source is not None:
-            of = cast(Model, source), tokens, block_size, upload, kept or model.dtype
-            draft(source, hidden, sequences, prompts(*of))
-    small = list(small_steps(model, tokens, block_size, upload, kept, query_lens))
+            largest = prompts(cast(Model, source), tokens, block_size, upload, kept or model.dtype)
+            draft(source, hidden, sequences, largest)
+    hidden = hidden[:0].clone()  # others may be as large
+    of = model, tokens, block_size, upload, kept
+    others = [*small_steps(*of, query_lens), *indexed_steps(*of)]
     if mesh.last:  # this stage's last layer computes sampled rows only
-        small += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
-    for batch in small:
+        others += [last_token_only(model, longest, block_size, upload, kept) for longest in (2, model.max_model_len)]
+    for batch in others:
         model.forward([batch], hidden.new_zeros(len(batch.ids), model.hidden_size))
     for _ in tower:
         pass
@@ -124,15 +127,23 @@ def sample(sampler: Sampler, logits: torch.Tensor, sampling: protocol.SamplingPa
 def context_bytes(model: Model, tokens: int, kept: torch.dtype) -> int:
     """An upper bound of what a prompt's attention takes in one layer for a context of max_model_len beyond what it
     takes for one of `tokens`, which the largest step has shown: copies of the context's cached tokens."""
-    longer = max(0, model.max_model_len - tokens)
+    longer, gathered = max(0, model.max_model_len - tokens), max(0, read_whole(model) - tokens)
     most = 0
     for spec in model.cache_specs():
-        if isinstance(spec, PagedLatent):  # gathered: mla.attend_expanded
-            most = max(most, longer * spec.width * (model.dtype.itemsize + kept.itemsize))
+        if isinstance(spec, IndexedLatent):
+            spec = spec.latent
+        if isinstance(spec, PagedLatent):  # mla.attend_expanded
+            most = max(most, gathered * spec.width * (model.dtype.itemsize + kept.itemsize))
         elif isinstance(spec, PagedKV) and kept == E4M3:  # widened: prefill.widened_blocks
             each = spec.kv_heads * (spec.key_dim + spec.value_dim) * model.dtype.itemsize
             most = max(most, min(WIDENED_BYTES, longer * each))
     return most
+
+
+def read_whole(model: Model) -> int:
+    """Tokens of the longest context that latent attention reads whole: indexers choose from longer ones."""
+    chosen = [spec.topk for spec in model.cache_specs() if isinstance(spec, IndexedLatent)]
+    return min([model.max_model_len, *chosen])
 
 
 @torch.no_grad()
@@ -176,7 +187,7 @@ def small_steps(
             if longest + count - 1 <= model.max_model_len:
                 step = _step(model, [count], block_size, upload, kept, query_len=count)
                 yield dataclasses.replace(step, kv_lens=[longest + count - 1])
-    if any(isinstance(spec, PagedLatent) for spec in model.cache_specs()):
+    if any(isinstance(spec, PagedLatent | IndexedLatent) for spec in model.cache_specs()):
         yield from latent_steps(model, tokens, block_size, upload, kept)
     for count in query_lens:
         for longest in (count + 1, model.max_model_len):
@@ -188,13 +199,25 @@ def latent_steps(
     model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None
 ) -> Iterator[Batch]:
     """`small_steps` of latent attention: a short chunk, and decoding sequences alone and with a prompt (mla.py)."""
-    longest = model.max_model_len
-    yield dataclasses.replace(_step(model, [2], block_size, upload, kept), kv_lens=[longest])
-    for count in DECODING:
-        for prompt in ([], [2]):
-            if count + sum(prompt) <= tokens:
-                step = _step(model, [1] * count + prompt, block_size, upload, kept)
-                yield dataclasses.replace(step, kv_lens=[longest] * count + prompt)
+    for longest in sorted({read_whole(model), model.max_model_len}):
+        yield _step(model, [2], block_size, upload, kept, context=longest)
+        for count in DECODING:
+            for prompt in ([], [2]):
+                if count + sum(prompt) <= tokens:
+                    step = _step(model, [1] * count + prompt, block_size, upload, kept)
+                    yield dataclasses.replace(step, kv_lens=[longest] * count + prompt)
+
+
+def indexed_steps(
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None
+) -> Iterator[Batch]:
+    """The largest steps where indexers choose from long contexts: one of such a context, and one of contexts that are
+    read whole. `prompts` is one kind alone."""
+    whole, longest = read_whole(model), model.max_model_len
+    if whole < longest:
+        yield _step(model, [min(tokens, longest)], block_size, upload, kept, context=longest)
+        (batch,) = _prompts(model, tokens, block_size, upload, kept, 0, whole)
+        yield batch
 
 
 def last_token_only(
@@ -213,34 +236,37 @@ def prompts(model: Model, tokens: int, block_size: int, upload: Upload, kept: to
 
 
 def _prompts(
-    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None, min_tokens: int
-) -> list[Batch]:
-    longest = min(tokens, model.max_model_len)
+    model: Model, tokens: int, block_size: int, upload: Upload, kept: torch.dtype | None, min_tokens: int,
+    longest: int = 0,
+) -> list[Batch]:  # fmt: skip
+    longest = min(tokens, longest or model.max_model_len)
     counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
     return _batches(model, sorted(counts, key=lambda count: count > 1), block_size, upload, kept, False, min_tokens)
 
 
 def _step(
     model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool = False,
-    query_len: int = 1,
+    query_len: int = 1, context: int = 0,
 ) -> Batch:  # fmt: skip
-    (batch,) = _batches(model, counts, block_size, upload, kept, samples, 0, query_len)
+    (batch,) = _batches(model, counts, block_size, upload, kept, samples, 0, query_len, context)
     return batch
 
 
 def _batches(
     model: Model, counts: list[int], block_size: int, upload: Upload, kept: torch.dtype | None, samples: bool,
-    min_tokens: int, query_len: int = 1,
+    min_tokens: int, query_len: int = 1, context: int = 0,
 ) -> list[Batch]:  # fmt: skip
     """A step of prompts with these token counts, all in the same blocks of the same caches. samples: of the last layer,
-    only their last tokens are computed. min_tokens: as in build_batches. query_len: tokens of those that decode."""
+    only their last tokens are computed. min_tokens: as in build_batches. query_len: tokens of those that decode.
+    context: tokens of each sequence, with those of the step; these blocks hold all of them."""
     n = len(counts)
-    state = BatchState(n, max(counts), block_size)
-    blocks = state.table.shape[1]
-    state.table[:] = np.arange(blocks)
-    state.tokens, state.known[:] = [np.zeros(count, np.int64) for count in counts], counts
+    lengths = np.maximum(counts, context)
+    state = BatchState(n, int(lengths.max()), block_size)
+    columns, blocks = state.table.shape[1], -(-max(counts) // block_size)
+    state.table[:] = np.arange(columns) % blocks
+    state.tokens, state.known[:] = [np.zeros(length, np.int64) for length in lengths], lengths
     zeros = np.zeros(n, np.int64)
-    work = ScheduledBatch(np.arange(n), zeros, np.array(counts), np.full(n, samples), zeros, query_len)
+    work = ScheduledBatch(np.arange(n), lengths - counts, np.array(counts), np.full(n, samples), zeros, query_len)
     last = torch.zeros(n, dtype=torch.int64, device=upload.device)
     of = blocks, block_size, kept or model.dtype, upload.device, n, query_len
     caches = kv_cache.allocate_shared(model.cache_specs(), *of)

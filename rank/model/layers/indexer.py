@@ -71,7 +71,7 @@ class IndexedLatentAttention(LatentAttention):
 
     def cache_spec(self) -> CacheSpec:  # type: ignore[override]
         latent = super().cache_spec()
-        return latent if self.indexer is None else IndexedLatent(latent, PagedLatent(self.index.dim))
+        return latent if self.indexer is None else IndexedLatent(latent, PagedLatent(self.index.dim), self.index.topk)
 
     @property
     def inner(self) -> int:

@@ -1,17 +1,20 @@
 """The steps that the start runs: of the most memory, and of every kernel."""
 
+import json
 import random
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from phalanx.comm import mesh, threads
 from phalanx.kernels.attention import attention, cudnn, mla
 from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import linear, pipelined_gemm
 from phalanx.kernels.rope.rope import CosSin, CurrentKV
-from phalanx.rank.model.cache_spec import E4M3, PagedKV, PagedLatent
+from phalanx.rank.model.cache_spec import E4M3, IndexedLatent, PagedKV, PagedLatent
+from phalanx.rank.model.load import load
 from phalanx.rank.worker import profile_run
 from phalanx.rank.worker.sampler import Sampler
 from phalanx.rank.worker.upload import Upload
@@ -81,6 +84,52 @@ def test_small_steps_of_latents():
         assert ([1] * count, [300] * count, count) in found
         assert ([1] * count + [2], [300] * count + [2], count) in found
     assert max(len(lens) for lens, _, _ in found) == 34  # no step has more tokens than steps may have
+
+
+def indexed(longest, topk):
+    """A model of which half of the layers have an indexer."""
+    specs = [IndexedLatent(PagedLatent(24), PagedLatent(8), topk), PagedLatent(24)]
+    return SimpleNamespace(max_model_len=longest, cache_specs=lambda: specs, dtype=torch.bfloat16, modules=lambda: ())
+
+
+def test_small_steps_of_latents_that_an_indexer_chooses():
+    """Shorter contexts are read whole, and longer ones chosen from: by decoding sequences and in the largest step."""
+    of = indexed(300, 32), 40, BLOCK, Upload(CPU)
+    steps = [*profile_run.small_steps(*of), *profile_run.indexed_steps(*of, None)]
+    found = [(step.query_lens, step.kv_lens, step.num_decodes) for step in steps]
+    for length in (32, 300):
+        assert ([2], [length], 0) in found and ([1] * 33 + [2], [length] * 33 + [2], 33) in found
+    assert ([40], [300], 0) in found and ([32, 8], [32, 8], 0) in found
+    for step in steps:  # an indexer reads the whole context of a prompt, as the host has its length
+        assert max(step.kv_lens[step.num_decodes :], default=0) <= step.block_tables.shape[1] * BLOCK
+        assert max(step.block_tables.max(), step.slots.max() // BLOCK) < len(step.caches[0][0])
+    assert not [*profile_run.indexed_steps(indexed(300, 300), 40, BLOCK, Upload(CPU), None)]
+
+
+def test_prompts_run_with_contexts_that_an_indexer_chooses_from(tmp_path):
+    """Through a model whose layers share one."""
+    config = {
+        "model_type": "glm_moe_dsa", "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 300,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "index_n_heads": 2, "index_head_dim": 16, "index_topk": 32, "indexer_types": ["full", "shared"],
+        "mlp_layer_types": ["dense"] * 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 2, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chosen = []
+
+    def rank(world):
+        one = load(tmp_path, mesh.build(world, 1, 1), "cpu", "f32", max_model_len=300, load_format="dummy")
+        of = one, 40, BLOCK, Upload(CPU)
+        for step in (*profile_run.small_steps(*of), *profile_run.indexed_steps(*of, None)):
+            if not step.num_decodes:
+                assert one.forward([step], None).shape == (len(step.ids), 32)
+                chosen.append(step.selection is not None)
+        return profile_run.read_whole(one)
+
+    assert threads.run(rank, 1) == [32]
+    assert chosen[-2:] == [True, False] and chosen.count(True) == 3
 
 
 class Launches:
@@ -246,7 +295,7 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    ran, one = [], model(100)
+    ran, one = [], indexed(100, 32)
     one.hidden_size, one.vocab_size = 8, 11
     one.logits = lambda rows: torch.zeros(len(rows), 11)
     one.vision = Mock()
@@ -270,7 +319,7 @@ def test_the_start_runs_all_small_steps(first, last, monkeypatch):
     profile_run.profile_run(one, mesh, sampler, 64, 4, BLOCK, None, 6, (1, 3), source if last else None)
     assert rows_of == last * [[0, 1, 2, 3], [0, 0, 1, 1, 2, 3]] and source.ran == last * [64, 4]
     steps = profile_run.small_steps(one, 64, BLOCK, Upload(CPU), None, (1, 3))
-    small = [(b.query_lens, b.kv_lens, False) for b in steps]
+    small = [(b.query_lens, b.kv_lens, False) for b in steps] + [([64], [100], False), ([32, 32], [32, 32], False)]
     assert ([3], [3], False) in small and ([3, 4], [4, 4], False) in small
     assert len(small) > 6 and all(step in ran for step in small)
     assert ran[0] == ("tower", 28, 56, 3)
@@ -295,6 +344,7 @@ def test_memory_for_contexts_longer_than_the_largest_step():
     latent = SimpleNamespace(max_model_len=1000, cache_specs=lambda: [PagedLatent(576)] * 2, dtype=torch.bfloat16)
     assert profile_run.context_bytes(latent, 200, torch.bfloat16) == 800 * 576 * 4
     assert profile_run.context_bytes(latent, 1000, torch.bfloat16) == 0
+    assert profile_run.context_bytes(indexed(1000, 500), 200, torch.bfloat16) == 300 * 24 * 4, "others are chosen from"
     paged = model(1000)
     assert profile_run.context_bytes(paged, 200, torch.bfloat16) == 0, "read where they are"
     assert profile_run.context_bytes(paged, 200, E4M3) == 800 * 2 * 16 * 2
