@@ -30,8 +30,8 @@ class Metadata:
         """Numbers that files list for each layer have to be equal."""
         value = self.values.get(f"{self.architecture}.{key}")
         if isinstance(value, list) and value and all(one == value[0] for one in value):
-            return int(value[0])
-        return self._own(key, int, default)
+            value = value[0]
+        return self._checked(f"{self.architecture}.{key}", default if value is None else value, int)
 
     def number(self, key: str, default: float | None = None) -> float:
         return self._own(key, (int, float), default)
@@ -54,7 +54,9 @@ class Metadata:
         return self._of(f"{self.architecture}.{key}", kind, default)
 
     def _of(self, key: str, kind: Any, default: Any = None) -> Any:
-        value = self.values.get(key, default)
+        return self._checked(key, self.values.get(key, default), kind)
+
+    def _checked(self, key: str, value: Any, kind: Any) -> Any:
         if value is None:
             raise FatalError(f"{self.file} has no {key} in its metadata", MODEL)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

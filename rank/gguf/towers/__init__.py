@@ -15,7 +15,9 @@ from typing import Any
 
 from ....errors import MODEL, FatalError
 from ..header import read
-from ..metadata import Metadata
+from ..metadata import MAX_LAYERS, Metadata
+
+MAX_SIZE = 1 << 16  # no tower comes near
 
 
 def spelled(projector: str) -> str:
@@ -59,6 +61,18 @@ def config(m: Metadata, text: Metadata, keys: dict[str, Any]) -> dict[str, Any]:
     if (made := m.integer("vision.projection_dim", keys["hidden_size"])) != keys["hidden_size"]:
         raise FatalError(f"{m.file} makes features of {made} numbers, not of the model's {keys['hidden_size']}", MODEL)
     return {"model_type": kind, "text_config": keys} | _tokens(text, getattr(tower, "TOKENS", {})) | vision
+
+
+def size(m: Metadata, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    """A size of the tower, which is at least 1. Raises FatalError."""
+    key = f"vision.{key}"
+    if not 1 <= (value := m.integer(key, default)) <= most:
+        raise FatalError(f"{m.file}: the metadata's clip.{key} is {value}, expected 1 to {most}", MODEL)
+    return value
+
+
+def layers(m: Metadata) -> int:
+    return size(m, "block_count", most=MAX_LAYERS)
 
 
 def common(m: Metadata) -> dict[str, Any]:

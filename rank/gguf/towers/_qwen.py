@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from . import common
+from . import common, layers, size
 
 TOKENS = {"image_token_id": "<|image_pad|>"}
 TENSORS = {
@@ -24,12 +24,12 @@ TENSORS = {
 def config(m: Metadata) -> dict[str, Any]:
     return common(m) | {
         "vision_config": {
-            "hidden_size": m.integer("vision.embedding_length"),
-            "intermediate_size": m.integer("vision.feed_forward_length"),
-            "depth": m.integer("vision.block_count"),
-            "num_heads": m.integer("vision.attention.head_count"),
-            "patch_size": m.integer("vision.patch_size"),
-            "spatial_merge_size": m.integer("vision.spatial_merge_size", 2),
+            "hidden_size": size(m, "embedding_length"),
+            "intermediate_size": size(m, "feed_forward_length"),
+            "depth": layers(m),
+            "num_heads": size(m, "attention.head_count"),
+            "patch_size": size(m, "patch_size"),
+            "spatial_merge_size": size(m, "spatial_merge_size", 2),
             "temporal_patch_size": 1,
             "second_frame": True,
         }

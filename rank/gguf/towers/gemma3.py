@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from . import common
+from . import common, layers, size
 
 MODELS = {"gemma3_text": "gemma3"}
 TOKENS = {"image_token_index": "<image_soft_token>"}
@@ -25,23 +25,23 @@ TENSORS = {
 
 
 def config(m: Metadata) -> dict[str, Any]:
-    size, patch = m.integer("vision.image_size"), m.integer("vision.patch_size")
+    image, patch = size(m, "image_size"), size(m, "patch_size")
     vision = {
-        "model_type": "siglip_vision_model", "image_size": size, "patch_size": patch,
-        "hidden_size": m.integer("vision.embedding_length"),
-        "intermediate_size": m.integer("vision.feed_forward_length"),
-        "num_hidden_layers": m.integer("vision.block_count"),
-        "num_attention_heads": m.integer("vision.attention.head_count"),
+        "model_type": "siglip_vision_model", "image_size": image, "patch_size": patch,
+        "hidden_size": size(m, "embedding_length"),
+        "intermediate_size": size(m, "feed_forward_length"),
+        "num_hidden_layers": layers(m),
+        "num_attention_heads": size(m, "attention.head_count"),
         "layer_norm_eps": m.number("vision.attention.layer_norm_epsilon", 1e-6),
     }  # fmt: skip
-    averaged = m.integer("vision.projector.scale_factor", 4)  # patches of a token along an edge
-    side = size // max(1, patch * averaged)
+    averaged = size(m, "projector.scale_factor", 4)  # patches of a token along an edge
+    side = image // (patch * averaged)
     return common(m) | {"vision_config": vision, "mm_tokens_per_image": side**2}
 
 
 def tensors(m: Metadata) -> dict[str, str]:
     up = m.tensor("v.blk.0.ffn_up.weight")
-    swapped = up is not None and up.shape[-1] == m.integer("vision.feed_forward_length") != up.shape[0]
+    swapped = up is not None and up.shape[-1] == size(m, "feed_forward_length") != up.shape[0]
     layer = LAYER | (LEGACY if swapped else {})
     return TENSORS | {
         f"v.blk.{{}}.{theirs}": f"vision.tower.encoder.layers.{{}}.{ours}" for theirs, ours in layer.items()

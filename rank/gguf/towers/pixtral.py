@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from . import common
+from . import common, layers, size
 
 MODELS = {"mistral": "mistral3", "ministral3": "mistral3", "llama": "mistral3"}
 TOKENS = {"image_token_id": "[IMG]", "image_break_token_id": "[IMG_BREAK]", "image_end_token_id": "[IMG_END]"}
@@ -28,18 +28,17 @@ TENSORS = {f"v.blk.{{}}.{theirs}": f"vision.tower.transformer.layers.{{}}.{ours}
 
 def config(m: Metadata) -> dict[str, Any]:
     found = common(m)
-    hidden, heads = m.integer("vision.embedding_length"), m.integer("vision.attention.head_count")
+    hidden, heads = size(m, "embedding_length"), size(m, "attention.head_count")
     activation = "gelu" if m.values.get("clip.use_gelu") else "silu"
     vision = {
-        "hidden_size": hidden, "num_attention_heads": heads, "head_dim": hidden // max(heads, 1),
-        "num_hidden_layers": m.integer("vision.block_count"), "patch_size": m.integer("vision.patch_size"),
-        "intermediate_size": m.integer("vision.feed_forward_length"), "hidden_act": activation,
+        "hidden_size": hidden, "num_attention_heads": heads, "head_dim": hidden // heads,
+        "num_hidden_layers": layers(m), "patch_size": size(m, "patch_size"),
+        "intermediate_size": size(m, "feed_forward_length"), "hidden_act": activation,
         "rope_theta": m.number("rope.freq_base", 10000.0),
     }  # fmt: skip
-    size = {"longest_edge": m.integer("vision.image_size", 1540)}
     return {
         "vision_config": vision,
-        "spatial_merge_size": m.integer("vision.spatial_merge_size", 1),
-        "image_processor": found["image_processor"] | {"size": size},
+        "spatial_merge_size": size(m, "spatial_merge_size", 1),
+        "image_processor": found["image_processor"] | {"size": {"longest_edge": size(m, "image_size", 1540)}},
         "multimodal_projector_bias": m.tensor("mm.1.bias") is not None,
     }

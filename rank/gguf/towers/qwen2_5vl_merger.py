@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..metadata import Metadata
-from . import _qwen
+from . import _qwen, size
 
 MODELS = {"qwen2": "qwen2_5_vl"}
 TOKENS = _qwen.TOKENS
@@ -22,7 +22,7 @@ PUBLISHED = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}  # which 
 def config(m: Metadata) -> dict[str, Any]:
     found = _qwen.config(m)
     vision, every = found["vision_config"], m.integer("vision.n_wa_pattern", 0)
-    vision["window_size"] = m.integer("vision.window_size", 112)
+    vision["window_size"] = size(m, "window_size", 112)
     # Each `every`-th layer attends to the whole image.
     vision["fullatt_block_indexes"] = [i for i in range(vision["depth"]) if not every or (i + 1) % every == 0]
     return found | {"image_processor": PUBLISHED | found["image_processor"]}

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....errors import MODEL, FatalError
 from ..metadata import Metadata
-from . import _qwen
+from . import _qwen, size
 
 MODELS = {"qwen3": "qwen3_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 TOKENS = _qwen.TOKENS
@@ -29,10 +29,13 @@ TENSORS = _qwen.TENSORS | {
 def config(m: Metadata) -> dict[str, Any]:
     found = _qwen.config(m)
     vision = found["vision_config"]
-    vision["num_position_embeddings"] = (m.integer("vision.image_size") // vision["patch_size"]) ** 2
+    vision["num_position_embeddings"] = (size(m, "image_size") // vision["patch_size"]) ** 2
     handed_on = m.values.get("clip.vision.is_deepstack_layers") or []
-    if not isinstance(handed_on, list):
-        raise FatalError(f"{m.file}: the metadata's clip.vision.is_deepstack_layers is {handed_on!r}", MODEL)
+    if not isinstance(handed_on, list) or len(handed_on) > vision["depth"]:
+        raise FatalError(
+            f"{m.file}: the metadata's clip.vision.is_deepstack_layers is no list of at most {vision['depth']} layers",
+            MODEL,
+        )
     vision["deepstack_visual_indexes"] = [i for i, one in enumerate(handed_on) if one]
     return found
 
