@@ -22,7 +22,7 @@ from ...rank.flags import ENGINE
 from ...rank.options import Options, specs
 from ...rank.server.config import ModelConfig, model_settings
 from . import option_sources
-from .resolve import model_path, rank_options
+from .resolve import check_mmproj, model_path, rank_options
 
 # candle-vLLM's names that are no option's.
 ALSO = {"kvcache_mem_gpu": "mem", "prefill_chunk_size": "max_num_batched_tokens"}
@@ -139,22 +139,28 @@ def _options(path: Path, entry: Entry, base: Options, notes: list[str]) -> Optio
     if entry.parking_lot is not None:
         notes.append(f"{entry.name}: parking_lot has no effect: requests wait in the server's queue (--queue-size)")
     if entry.capabilities.get("vision_mode", "disabled") != "disabled":
-        notes.append(f"{entry.name}: vision_mode has no effect: text is served")
+        notes.append(f"{entry.name}: vision_mode has no effect: a model takes images if it has a tower")
     if bool(entry.hf_id) == bool(entry.local_path):
         raise _wrong(path, f"model {entry.name!r}: either hf_id or local_path is needed")
-    where = Path(entry.local_path).expanduser() if entry.local_path else None
-    if where is not None and not where.is_absolute():
-        where = path.parent / where
+    where = _beside(path, entry.local_path) if entry.local_path else None
+    if isinstance(given.get("mmproj"), str) and given["mmproj"]:
+        given["mmproj"] = str(_beside(path, given["mmproj"]))
     given["model"] = str(where / entry.weight_file if entry.weight_file else where) if where else entry.hf_id
     try:
         own = option_sources.overridden(base, given, f"{path}, model {entry.name}")
         directory = model_path(own)
+        own = check_mmproj(own, directory)
     except FatalError as stop:
         raise _wrong(path, f"model {entry.name!r}: {stop}") from None
     job = (name for name, spec in specs().items() if ENGINE not in spec.flag.scope)
     if foreign := [name for name in job if getattr(own, name) != getattr(base, name)]:
         raise _wrong(path, f"model {entry.name!r}: {foreign[0]} is the whole job's: give it on the command line")
     return msgspec.structs.replace(own, model=directory, weight_file="")
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A path of the file's, from its place."""
+    return path.parent / Path(name).expanduser()
 
 
 def _prompt_cache(path: Path, entry: Entry, value: Any, notes: list[str]) -> bool:

@@ -39,7 +39,7 @@ def resolve(options: Options, place: RankPlacement | None) -> Options:
     options = _check_tool_servers(options)
     _check_template(options)
     api_key, model = _api_key(options), model_path(options, place)
-    options = _check_mmproj(options, model)
+    options = check_mmproj(options, model)
     name = options.served_model_name
     if is_gguf(model) and not name:
         name = checkpoint.name(Path(model))
@@ -50,7 +50,8 @@ def resolve(options: Options, place: RankPlacement | None) -> Options:
     )
 
 
-def _check_mmproj(options: Options, model: str) -> Options:
+def check_mmproj(options: Options, model: str) -> Options:
+    """Options with an absolute path of --mmproj. Raises FatalError where it is none for the model."""
     if not options.mmproj:
         return options
     if not is_gguf(model):

@@ -67,13 +67,16 @@ def headers(path: Path) -> list[Header]:
     return found
 
 
-def config(path: Path) -> dict[str, Any]:
-    """The config.json that the same model would have. Raises FatalError where the architecture is not supported."""
+def config(path: Path, beside: Path | None = None) -> dict[str, Any]:
+    """The config.json that the same model would have. beside: its mmproj file; None: the one that `pair` named.
+
+    Raises FatalError where the architecture is not supported.
+    """
     m = Metadata(headers(path))
     architecture = _architecture(m)
     keys = architecture.config(m)
     parts = [(m, architecture, keys)]
-    if tower := _tower(path):
+    if tower := _tower(beside or mmproj(path)):
         parts.append(tower)
     types = {}
     for part, entries, sizes in parts:
@@ -100,7 +103,7 @@ def read_index(path: Path) -> Index:
         entries = index.headers[header.file.name] = _entries(header, architecture, keys, index)
         for key, ours in getattr(architecture, "PER_LAYER", {}).items():
             entries |= _numbers(header, key, ours, keys["num_hidden_layers"])
-    if (tower := _tower(path)) is not None:
+    if (tower := _tower(mmproj(path))) is not None:
         # Its name is absolute, so that it leads there from the model's directory, too.
         index.headers[str(tower[0].file.absolute())] = _entries(read(tower[0].file), *tower[1:], index)
     index.files = {name: file for file, entries in index.headers.items() for name in entries}
@@ -129,10 +132,9 @@ def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Ind
     return entries
 
 
-def _tower(path: Path) -> tuple[Metadata, Any, dict[str, Any]] | None:
-    """The metadata of the mmproj file that belongs to a model's file, how its tensors are called, and sizes that their
-    orders need."""
-    if (file := mmproj(path)) is None:
+def _tower(file: Path | None) -> tuple[Metadata, Any, dict[str, Any]] | None:
+    """The metadata of a mmproj file, how its tensors are called, and sizes that their orders need."""
+    if file is None:
         return None
     m = Metadata([read(file)])
     tower = towers.find(m)
@@ -145,7 +147,7 @@ def spelled(path: Path, name: str) -> str:
     """A tensor's name in the file, by the one that the architecture's own checkpoints give it; for messages."""
     if name.endswith(BLOCKS):
         name = name.removesuffix(BLOCKS) + ".weight"
-    tower = _tower(path)
+    tower = _tower(mmproj(path))
     tensors: dict[str, str] = _architecture(Metadata(headers(path))).TENSORS | (tower[1].TENSORS if tower else {})
     numbers, pattern = NUMBER.findall(name), NUMBER.sub("{}", name)
     for theirs, ours in tensors.items():

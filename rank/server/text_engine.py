@@ -67,7 +67,6 @@ class TextEngine:
         self.link = link
         self.config = config
         self.names = config.names()
-        checkpoint.pair(config.model_dir, config.mmproj)
         self.text: RemoteText | None = None
         self._images: ImageReader | None = None
         self.defaults: dict[str, Any] = {}
@@ -105,7 +104,7 @@ class TextEngine:
         config = self.config
         parsers = config.tool_call_parser, config.reasoning_parser
         text = RemoteText(TextSettings(config.model_dir, config.generation_config, config.chat_template, *parsers))
-        said = read_json(Path(config.model_dir), "config.json")
+        said = model_config(config)
         size = said.get("vocab_size", (said.get("text_config") or {}).get("vocab_size"))
         # The first request should not wait for this. Rank 0 has the last word, and refuses sizes that cannot be.
         if isinstance(size, int) and 2 * size > text.tokenizer.end:
@@ -282,6 +281,12 @@ class TextEngine:
                 code="queue_full",
                 retry_after=1,
             )
+
+
+def model_config(config: ServerConfig) -> dict[str, Any]:
+    """config.json of a model with its tower."""
+    path = Path(config.model_dir)
+    return checkpoint.config(path, Path(config.mmproj)) if config.mmproj else read_json(path, "config.json")
 
 
 def _choice(index: int, prompt: Prompt, generation: Generation, text: RemoteText, min_tokens: int) -> Choice:

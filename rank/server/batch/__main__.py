@@ -8,6 +8,7 @@ import os
 import signal
 
 from .... import errors, logs
+from ...gguf import checkpoint
 from ..__main__ import prepare
 from ..config import take
 from ..engine_client import EngineClient
@@ -27,6 +28,7 @@ def main() -> int:
     if not prepare(config.server):
         return errors.ERROR
     try:
+        checkpoint.pair(config.server.model_dir, config.server.mmproj)  # both have weights to be known by
         journal = Journal(config.journal, config.input, setup(config.server), config.overwrite)
     except errors.FatalError as stop:
         logs.say(str(stop), "error")

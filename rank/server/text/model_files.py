@@ -12,7 +12,6 @@ from msgspec import Meta
 from ....errors import MODEL, FatalError
 from ... import untrusted_files
 from ...checkpoint_files import is_gguf
-from ...gguf import checkpoint
 from ..decoding import explain
 from ..fields import MinP, Positive, RepetitionPenalty, Temperature, TopK, TopP
 from . import gguf
@@ -88,8 +87,6 @@ def read_json(model: Path, name: str) -> dict[str, Any]:
     """A file of a model directory, or a GGUF file's in its place; empty where there is none. Raises FatalError
     where it is damaged, or has a value that cannot be one."""
     if is_gguf(model):
-        if name == "config.json" and checkpoint.mmproj(model) is not None:
-            return checkpoint.config(model)
         found = gguf.documents(model).get(name)
         return _checked(found, SHAPES.get(name), model) if found else {}
     file = model / name

@@ -21,6 +21,8 @@ def directory(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
+    for name in ("m.gguf", "t.gguf"):
+        (tmp_path / name).touch()
     return tmp_path
 
 
@@ -93,6 +95,9 @@ def test_keys_of_candle_vllm(directory):
         ("models: [{name: a, local_path: a, params: {dtype: f8}}]", "one of auto, bf16"),
         ("models: [{name: a, local_path: a, colour: red}]", "unknown field `colour`"),
         ("models: [{name: a, local_path: a, params: {prompt_cache: 3}}]", "prompt_cache"),
+        ("models: [{name: a, local_path: a, options: {mmproj: t.gguf}}]", "is no GGUF file"),
+        ("models: [{name: a, local_path: m.gguf, options: {mmproj: none.gguf}}]", "none.gguf"),
+        ("models: [{name: a, local_path: m.gguf, options: {mmproj: 3}}]", "mmproj"),
         ("idle_unload_secs: -1\nmodels: [{name: a, local_path: a}]", "idle_unload_secs"),
     ],
 )
@@ -100,6 +105,12 @@ def test_what_is_wrong_is_said(directory, text, message):
     with pytest.raises(FatalError, match="--models-config") as told:
         read(directory, text)
     assert message in str(told.value) and told.value.code == 2
+
+
+def test_a_tower_from_the_files_place(directory):
+    entry = "{name: %s, local_path: m.gguf, options: {mmproj: '%s'}}"
+    found = read(directory, f"models: [{entry % ('a', 't.gguf')}, {entry % ('b', '')}]")
+    assert [one.mmproj for one in found.configs(found.first())] == [str(directory / "t.gguf"), ""]
 
 
 def test_each_model_has_its_parsers(directory):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from phalanx.comm import mesh, threads
 from phalanx.rank import vision
+from phalanx.rank.gguf import checkpoint
 from phalanx.rank.model.batch import EmbeddingOverride
 from phalanx.rank.model.load import load
 from phalanx.rank.protocol import Picture
@@ -123,7 +124,7 @@ def picture(width, height, seed=0):
 
 
 def rules_of(path):
-    return vision.find(path, read_json(path, "config.json"))
+    return vision.find(path, checkpoint.config(path) if checkpoint.is_gguf(path) else read_json(path, "config.json"))
 
 
 def resized(rules, image):

@@ -8,11 +8,14 @@ import pytest
 import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
+from phalanx.rank import vision
 from phalanx.rank.gguf import checkpoint
 from phalanx.rank.model import fingerprint
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.local_copy import make_local_copy
+from phalanx.rank.server.config import ServerConfig
+from phalanx.rank.server.text_engine import model_config
 
 from .... import gguf_files, mmproj_files
 from ....server import Server
@@ -130,6 +133,17 @@ def test_a_staged_model_has_its_tower(made, tmp_path):
         for path in (file, copy)
     ]
     assert torch.equal(both[0][0], both[1][0])
+
+
+def test_a_file_with_and_without_its_tower(made, tmp_path):
+    """Two models of one server, whose requests are read in turn."""
+    _, file = made("qwen2_5_vl")
+    copy = tmp_path / "model.gguf"
+    copy.symlink_to(file)
+    mmproj = str(checkpoint.mmproj(file))
+    seeing, blind = (ServerConfig(model_dir=str(copy), mmproj=one, link="", listen_fd=-1) for one in (mmproj, ""))
+    for _ in range(2):
+        assert vision.find(copy, model_config(seeing)) is not None and vision.find(copy, model_config(blind)) is None
 
 
 def test_files_that_do_not_fit(made, tmp_path):
