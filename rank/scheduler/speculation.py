@@ -241,20 +241,26 @@ class Speculation:
 
     def choose(self, sequences: list[Sequence]) -> tuple[int, dict[str, list[int]]]:
         """Tokens that a step computes of each of these sequences, which decode, and drafts by their ids."""
-        count = len(sequences)
         self._steps += 1
-        if not count:  # prompts alone: what their ends want is what was wanted last
+        if not sequences:  # prompts alone: what their ends want is what was wanted last
             if self._model and not self.model_drafts and 2 * self._steps > self._began + self._resumes:
                 self.model_drafts = self._query_lens[-1] - 1
             return 1, {}
         self.model_drafts, self.model_follows = 0, False
+        chosen = self._choose(sequences)
+        if not self.model_drafts and not self.model_follows:
+            self._behind = min(self._behind + 1, CATCH_UP)
+        return chosen
+
+    def _choose(self, sequences: list[Sequence]) -> tuple[int, dict[str, list[int]]]:
+        count = len(sequences)
         model = self._model if self._steps >= self._resumes else ""
         waits = not model and self._steps < self._look_at and count == self._looked
         possible = self._possible(count) if not waits else []
+        if model and not any(one.grammar is None or one.grammar.planned_ahead for one in sequences):
+            model = ""  # no sequence may have drafts
         if model and possible and self._behind:
             self._behind, self.model_follows, model = self._behind - 1, True, ""
-        elif not model or not possible:
-            self._behind = min(self._behind + 1, CATCH_UP)
         if not possible:
             return 1, {}
         chances: dict[str, tuple[Drafter, list[float]]] = {}

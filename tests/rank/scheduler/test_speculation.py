@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from phalanx.rank import protocol
@@ -290,6 +291,19 @@ def test_a_model_reads_some_tokens_before_it_drafts_again():
     assert [(step.plan.follows, step.plan.wanted > 0, step.timed) for step in steps] == [
         (True, False, False), (True, False, False), (False, True, False),
     ]  # fmt: skip
+
+
+def test_a_model_misses_steps_of_grammars_that_it_may_not_draft_for():
+    made = speculation(lambda n, q: 1.0, model="mtp")
+    (one,) = sequences(made, list(range(40)))._by_id.values()
+    one.grammar = SimpleNamespace(planned_ahead=False)
+    for _ in range(3):
+        assert made.choose([one]) == (1, {}) and not made.model_drafts and not made.model_follows
+    one.grammar, does = None, []
+    for _ in range(5):
+        made.choose([one])
+        does.append((made.model_follows, made.model_drafts > 0))
+    assert does == [(True, False)] * 3 + [(False, True)] * 2
 
 
 def test_text_that_never_matches_is_looked_at_ever_more_rarely():
