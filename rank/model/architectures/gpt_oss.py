@@ -89,8 +89,8 @@ class Experts(MoE):
         params = RouterParams(args.num_experts_per_tok, biased=True)
         layout = ExpertLayout("eio", interleaved=True, biased=True)
         hidden, inner = args.hidden_size, args.intermediate_size
-        super().__init__(hidden, inner, args.num_local_experts, params, mesh, layout=layout)
-        self.experts.activation = clamped_swiglu(args.swiglu_limit)
+        act = clamped_swiglu(args.swiglu_limit)
+        super().__init__(hidden, inner, args.num_local_experts, params, mesh, act, layout)
 
 
 class Layer(llama.Layer):

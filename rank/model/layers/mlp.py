@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import activate
+from ....kernels.activation.activation import CLAMPED_SWIGLU, activate, kind
 from ..shard import even, whole
 from .linear import ColumnParallel, GatedColumnParallel, RowParallel
 from .residual import Normed, Partial
@@ -25,7 +25,9 @@ NAMES = {
 
 
 def activation(name: str) -> str:
-    """The kernels' name for an activation of config.json."""
+    """The kernels' name for an activation of config.json, or of clamped_swiglu."""
+    if kind(name) == CLAMPED_SWIGLU:
+        return name
     if name not in NAMES:
         raise FatalError(f"activation {name!r} is not supported; supported are {', '.join(NAMES)}", MODEL)
     return NAMES[name]
