@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import jit
-from ..norm.norm import layer_norm
+from ..norm.norm import layer_norm, rms_norm
 from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
 from .backend import AttentionMetadata, Selection
@@ -24,10 +24,10 @@ SCORES_BYTES = 1 << 27  # scores that are kept at once; on CPUs of each head
 
 
 class IndexNorm(NamedTuple):
-    """The layer norm of an index key, before it is rotated."""
+    """The norm of an index key, before it is rotated: a layer norm, or without a bias an RMS norm."""
 
     weight: Tensor  # [dim]
-    bias: Tensor
+    bias: Tensor | None
     eps: float
 
 
@@ -50,7 +50,11 @@ def rope_and_store_index(
 def rope_and_store_index_reference(
     q: Tensor, k: Tensor, norm: IndexNorm, cos_sin: CosSin, cache: Tensor, slots: Tensor, scales: Tensor | None = None
 ) -> Tensor:
-    kept = apply_rotary(layer_norm(k.contiguous(), norm.weight, norm.bias, norm.eps)[:, None], cos_sin)[:, 0]
+    if norm.bias is None:
+        k = rms_norm(k.contiguous(), norm.weight, norm.eps)
+    else:
+        k = layer_norm(k.contiguous(), norm.weight, norm.bias, norm.eps)
+    kept = apply_rotary(k[:, None], cos_sin)[:, 0]
     if scales is not None:
         fp8_cache.store_latents(kept, cache, scales, cos_sin.cos.shape[-1], slots)
     else:
@@ -95,34 +99,32 @@ def select(
             choose_reference(*given)
     if q.is_cuda:
         jit.written(q.device, slots, counts)
-    bounds = (min(length - after, topk) for length, after in _behind(rows))
-    return Selection(slots, counts, list(bounds))
+    return Selection(slots, counts, [min(seen, topk) for seen in tokens_seen(rows)])
 
 
-def _behind(rows: AttentionMetadata) -> Iterator[tuple[int, int]]:
-    """The length of each token's sequence, and how many of its tokens follow."""
+def tokens_seen(rows: AttentionMetadata) -> Iterator[int]:
+    """How many tokens each of the step's tokens sees, itself included."""
     for count, length in zip(rows.query_lens, rows.kv_lens, strict=True):
-        for after in range(count - 1, -1, -1):
-            yield length, after
+        yield from range(length - count + 1, length + 1)
 
 
-def pieces(rows: AttentionMetadata, pair_bytes: int) -> list[Piece]:
-    """Pieces whose scores take SCORES_BYTES, if one token's do, of so many bytes for a token and one that it sees; made
-    once a step."""
+def pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int = 0) -> list[Piece]:
+    """Pieces that take SCORES_BYTES, if one token does, of so many bytes for a token and one that it sees, and for a
+    token besides; made once a step."""
     found = rows.scratch.get("indexer")
     if found is None:
-        found = rows.scratch["indexer"] = list(_make_pieces(rows, SCORES_BYTES // pair_bytes))
+        found = rows.scratch["indexer"] = list(_make_pieces(rows, pair_bytes, token_bytes))
     return found
 
 
-def _make_pieces(rows: AttentionMetadata, pairs: int) -> Iterator[Piece]:
+def _make_pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int) -> Iterator[Piece]:
     n, query_len, device = rows.num_decodes, rows.query_len, rows.lengths.device
     if n:
         longest, lengths = max(rows.kv_lens[:n]), rows.lengths[:n]
         if query_len > 1:
             behind = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=device)
             lengths = (lengths[:, None] - behind).clamp_(min=0).flatten()
-        together = max(1, pairs // (longest * query_len))
+        together = max(1, SCORES_BYTES // ((pair_bytes * longest + token_bytes) * query_len))
         for first in range(0, n, together):
             last = min(n, first + together)
             start, stop = first * query_len, last * query_len
@@ -130,7 +132,7 @@ def _make_pieces(rows: AttentionMetadata, pairs: int) -> Iterator[Piece]:
     row = n * query_len
     for i in range(n, len(rows.query_lens)):
         count, length = rows.query_lens[i], rows.kv_lens[i]
-        together = max(1, pairs // length)
+        together = max(1, SCORES_BYTES // (pair_bytes * length + token_bytes))
         for start in range(0, count, together):
             stop = min(count, start + together)
             seen = torch.arange(length - count + start + 1, length - count + stop + 1, dtype=torch.int32, device=device)

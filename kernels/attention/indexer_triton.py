@@ -41,10 +41,10 @@ def rope_and_store_index(
     assert q.stride()[1:] == (dim, 1) and k.stride(1) == 1 and cache.is_contiguous()
     if tokens:
         store_kernel[tokens, 1 + triton.cdiv(heads, STORE_HEADS)](
-            q, k, norm.weight, norm.bias, cos_sin.cos, cos_sin.sin, _bytes(cache), slots if scales is None else scales,
-            slots, norm.eps, q.stride(0), k.stride(0), heads, dim, rope, triton.next_power_of_2(dim),
-            triton.next_power_of_2(rope // 2), STORE_HEADS, cos_sin.interleaved, cache.shape[1],
-            int(scales is not None), num_warps=4,
+            q, k, norm.weight, norm.weight if norm.bias is None else norm.bias, cos_sin.cos, cos_sin.sin, _bytes(cache),
+            slots if scales is None else scales, slots, norm.eps, q.stride(0), k.stride(0), heads, dim, rope,
+            triton.next_power_of_2(dim), triton.next_power_of_2(rope // 2), STORE_HEADS, cos_sin.interleaved,
+            cache.shape[1], int(scales is not None), norm.bias is not None, num_warps=4,
         )  # fmt: skip
     return q
 
@@ -94,8 +94,10 @@ def store_kernel(
     q, k, weight, bias, cos, sin, cache, scales, slots, eps, q_row, k_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, DIM_PADDED: tl.constexpr, PAIRS: tl.constexpr,
     EACH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """One token: its key by program 0, its queries by the others, EACH heads each."""
+    """One token: its key by program 0, its queries by the others, EACH heads each. CENTERED: a layer norm, with a
+    bias."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS)
     cos += token * ROPE
@@ -107,10 +109,13 @@ def store_kernel(
             inside, rest = dims < DIM, (dims >= ROPE) & (dims < DIM)
             x = k + token * k_row
             y = tl.load(x + dims, mask=inside, other=0.0).to(tl.float32)
-            y = tl.where(inside, y - tl.sum(y) / DIM, 0.0)
+            if CENTERED:
+                y = tl.where(inside, y - tl.sum(y) / DIM, 0.0)
             w = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
-            y = (y * tl.rsqrt(tl.sum(y * y) / DIM + eps) * w + b).to(k.dtype.element_ty)
+            y = y * tl.rsqrt(tl.sum(y * y) / DIM + eps) * w
+            if CENTERED:
+                y += tl.load(bias + dims, mask=inside, other=0.0).to(tl.float32)
+            y = y.to(k.dtype.element_ty)
             tl.debug_barrier()  # all of the key is read before its first part is written over
             tl.store(x + dims, y, mask=dims < ROPE)
             tl.debug_barrier()  # _rotate reads what other threads have written

@@ -78,11 +78,11 @@ class PagedLatent(NamedTuple):
         return ()
 
 
-class IndexedLatent(NamedTuple):
-    """The latent of every token, and behind it the key by which an indexer finds it, on each rank alike. Layers without
-    an indexer behind it read the same tokens."""
+class Indexed(NamedTuple):
+    """The keys and values or the latent of every token, and behind them the key by which an indexer finds it, on each
+    rank alike. Layers without an indexer behind one of latents read the same tokens."""
 
-    latent: PagedLatent
+    kept: PagedKV | PagedLatent
     keys: PagedLatent  # in e4m3 they have two scales as well: of the rotated part, and of the rest
     topk: int  # tokens that the indexer chooses of a longer context
 
@@ -91,7 +91,7 @@ class IndexedLatent(NamedTuple):
         return 0
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        return *self.latent.block(tokens, dtype), *self.keys.block(tokens, dtype)
+        return *self.kept.block(tokens, dtype), *self.keys.block(tokens, dtype)
 
     def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         return ()

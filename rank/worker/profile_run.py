@@ -18,7 +18,7 @@ from ...kernels.attention.prefill import WIDENED_BYTES
 from .. import protocol
 from ..model.base import Model
 from ..model.batch import Batch
-from ..model.cache_spec import E4M3, IndexedLatent, PagedKV, PagedLatent
+from ..model.cache_spec import E4M3, Indexed, PagedKV, PagedLatent
 from ..model.drafts import DraftSource
 from ..model.experts.fused import FusedExperts
 from . import kv_cache
@@ -130,8 +130,8 @@ def context_bytes(model: Model, tokens: int, kept: torch.dtype) -> int:
     longer, gathered = max(0, model.max_model_len - tokens), max(0, read_whole(model) - tokens)
     most = 0
     for spec in model.cache_specs():
-        if isinstance(spec, IndexedLatent):
-            spec = spec.latent
+        if isinstance(spec, Indexed):
+            spec = spec.kept
         if isinstance(spec, PagedLatent):  # mla.attend_expanded
             most = max(most, gathered * spec.width * (model.dtype.itemsize + kept.itemsize))
         elif isinstance(spec, PagedKV) and kept == E4M3:  # widened: prefill.widened_blocks
@@ -141,8 +141,8 @@ def context_bytes(model: Model, tokens: int, kept: torch.dtype) -> int:
 
 
 def read_whole(model: Model) -> int:
-    """Tokens of the longest context that latent attention reads whole: indexers choose from longer ones."""
-    chosen = [spec.topk for spec in model.cache_specs() if isinstance(spec, IndexedLatent)]
+    """Tokens of the longest context that attention reads whole: indexers choose from longer ones."""
+    chosen = [spec.topk for spec in model.cache_specs() if isinstance(spec, Indexed)]
     return min([model.max_model_len, *chosen])
 
 
@@ -187,7 +187,7 @@ def small_steps(
             if longest + count - 1 <= model.max_model_len:
                 step = _step(model, [count], block_size, upload, kept, query_len=count)
                 yield dataclasses.replace(step, kv_lens=[longest + count - 1])
-    if any(isinstance(spec, PagedLatent | IndexedLatent) for spec in model.cache_specs()):
+    if any(isinstance(spec, PagedLatent | Indexed) for spec in model.cache_specs()):
         yield from latent_steps(model, tokens, block_size, upload, kept)
     for count in query_lens:
         for longest in (count + 1, model.max_model_len):

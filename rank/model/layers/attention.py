@@ -67,7 +67,7 @@ class PagedAttention:
         """
         params = self.params if sinks is None else self.params._replace(sinks=sinks)
         batch = self._seen(batch.of_layer(self.layer))
-        cache, new = _kv(batch.caches[self.layer]), CurrentKV(k, v, cos_sin, norms, batch.slots)
+        cache, new = kv_tensors(batch.caches[self.layer]), CurrentKV(k, v, cos_sin, norms, batch.slots)
         if cos_sin.q_scale is not None:  # a factor and a rotation commute
             assert norms is None
             q.mul_(cos_sin.q_scale)
@@ -95,7 +95,7 @@ class PagedAttention:
         if batch.replayed is not None:
             attend = functools.partial(_attend, self.source, self.params)
             return batch.replayed.mix(q.shape[1], q.shape[2], attend, q)
-        keys, values, scales = KVCache(*_kv(batch.caches[self.source]))
+        keys, values, scales = KVCache(*kv_tensors(batch.caches[self.source]))
         if batch.sampled is None or not last:
             return paged_attention(q, keys, values, batch, self.params, scales)
         h.keep(batch.sample_at)
@@ -104,14 +104,14 @@ class PagedAttention:
         return paged_attention(q[batch.sample_at], keys, values, batch.sampled, self.params, scales)
 
 
-def _kv(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def kv_tensors(cache: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The keys and values of a layer's cache, without the states of whole sequences that may follow, in f32."""
     return cache[: 3 if len(cache) > 2 and cache[2].dtype == torch.uint8 else 2]
 
 
 def _attend(layer: int, params: AttentionParams, q: Tensor, batch: Batch, out: Tensor) -> None:
     batch = batch.of_layer(layer)
-    keys, values, scales = KVCache(*_kv(batch.caches[layer]))
+    keys, values, scales = KVCache(*kv_tensors(batch.caches[layer]))
     paged_attention(q, keys, values, batch, params, scales, out)
 
 

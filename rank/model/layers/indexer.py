@@ -17,7 +17,7 @@ from ....kernels.attention.indexer import IndexNorm, rope_and_store_index, selec
 from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents, sparse_latent_attention
 from ....kernels.rope.rope import CosSin
 from ..batch import Batch
-from ..cache_spec import CacheSpec, IndexedLatent, PagedLatent
+from ..cache_spec import CacheSpec, Indexed, PagedLatent
 from ..shard import whole
 from .linear import ColumnParallel
 from .mla import LATENT_EPS, LatentAttention, LatentSizes
@@ -71,7 +71,7 @@ class IndexedLatentAttention(LatentAttention):
 
     def cache_spec(self) -> CacheSpec:  # type: ignore[override]
         latent = super().cache_spec()
-        return latent if self.indexer is None else IndexedLatent(latent, PagedLatent(self.index.dim), self.index.topk)
+        return latent if self.indexer is None else Indexed(latent, PagedLatent(self.index.dim), self.index.topk)
 
     @property
     def inner(self) -> int:

@@ -54,17 +54,20 @@ def listed(selection: Selection) -> list[list[int]]:
     return [slots[:count] for slots, count in pairs]
 
 
-def check_store(sizes: Index, interleaved: bool, dtype: torch.dtype, bound: float, fp8: bool, device="cpu") -> None:
+def check_store(
+    sizes: Index, interleaved: bool, dtype: torch.dtype, bound: float, fp8: bool, device="cpu", bias: bool = True
+) -> None:
+    """bias: of a layer norm; without one it is an RMS norm."""
     from phalanx.kernels.attention import indexer_triton
 
     rows, q, _, cache, scales = make_step(sizes, STEPS[0], dtype, fp8)
     slots, dim = new_slots(rows, sizes.block_size), sizes.rope + sizes.rest
     _, turn = norm_and_angles(len(q), Sizes(rope=sizes.rope), dtype, interleaved)
-    norm = indexer.IndexNorm((torch.rand(dim) + 0.5).to(dtype), torch.randn(dim).to(dtype), 1e-6)
+    norm = indexer.IndexNorm((torch.rand(dim) + 0.5).to(dtype), torch.randn(dim).to(dtype) if bias else None, 1e-6)
     k = torch.randn(len(q), dim + 3).to(dtype)[:, :dim]
     mine, my_scales = cache.clone(), None if scales is None else scales.clone()
     want = indexer.rope_and_store_index_reference(q.clone(), k.clone(), norm, turn, cache, slots, scales)
-    there = norm._replace(weight=norm.weight.to(device), bias=norm.bias.to(device))
+    there = norm._replace(weight=norm.weight.to(device), bias=None if norm.bias is None else norm.bias.to(device))
     turn = turn._replace(cos=turn.cos.to(device), sin=turn.sin.to(device))
     mine, my_scales = mine.to(device), None if my_scales is None else my_scales.to(device)
     found = indexer_triton.rope_and_store_index(
@@ -164,11 +167,11 @@ def main() -> None:
     check_ties(2)
     for i, sizes in enumerate(INDEXES):
         dtype, bound = [(torch.float32, 3e-6), (torch.float16, 3e-3)][i % 2]
-        check_store(sizes, bool(i % 2), dtype, bound, fp8=False)
+        check_store(sizes, bool(i % 2), dtype, bound, fp8=False, bias=i < 2)
         for step in STEPS if i == 0 else STEPS[:1]:
             check_choice(sizes, step, dtype, False, tile=16, chunk=32, programs=2)
     for fp8 in (False, True):
-        check_store(INDEXES[1], False, torch.float32, 3e-6, fp8)
+        check_store(INDEXES[1], False, torch.float32, 3e-6, fp8, bias=not fp8)
         check_choice(INDEXES[1], STEPS[1], torch.float32, fp8, tile=16, chunk=64, programs=3)
         check_attention(torch.float32, 3e-6, fp8)
 

@@ -13,7 +13,7 @@ from phalanx.kernels.attention.attention import AttentionParams
 from phalanx.kernels.device import DeviceCaps
 from phalanx.kernels.gemm import linear, pipelined_gemm
 from phalanx.kernels.rope.rope import CosSin, CurrentKV
-from phalanx.rank.model.cache_spec import E4M3, IndexedLatent, PagedKV, PagedLatent
+from phalanx.rank.model.cache_spec import E4M3, Indexed, PagedKV, PagedLatent
 from phalanx.rank.model.load import load
 from phalanx.rank.worker import profile_run
 from phalanx.rank.worker.sampler import Sampler
@@ -88,7 +88,7 @@ def test_small_steps_of_latents():
 
 def indexed(longest, topk):
     """A model of which half of the layers have an indexer."""
-    specs = [IndexedLatent(PagedLatent(24), PagedLatent(8), topk), PagedLatent(24)]
+    specs = [Indexed(PagedLatent(24), PagedLatent(8), topk), PagedLatent(24)]
     return SimpleNamespace(max_model_len=longest, cache_specs=lambda: specs, dtype=torch.bfloat16, modules=lambda: ())
 
 
