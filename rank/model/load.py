@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "masked_bias", "attn.bias", "act_fn.beta", "act_fn.eps",
 )  # fmt: skip
-FURTHER = "mtp.", "model.mtp_layers."  # how names begin of tensors that predict further tokens: Qwen's, MiMo's
+# How names begin of tensors that predict further tokens: Qwen's, MiniMax's, MiMo's.
+FURTHER = "mtp.", "model.mtp.", "model.mtp_layers."
 
 Progress = Callable[[int, int], None]  # called with bytes done and all bytes
 

@@ -362,6 +362,31 @@ MODELS = {
     "minimax_m2 few keys": dict(
         model_type="minimax_m2", num_local_experts=5, num_experts_per_tok=5, head_dim=8, num_key_value_heads=1,
     ),
+    "minimax_m3_vl_text": dict(
+        model_type="minimax_m3_vl_text", head_dim=16, num_local_experts=10, num_experts_per_tok=3, intermediate_size=40,
+        dense_intermediate_size=72, shared_intermediate_size=36, index_n_heads=6, index_head_dim=16, index_block_size=4,
+        index_topk_blocks=4, layer_types=["full_attention", *["minimax_m3_sparse"] * 3],
+        mlp_layer_types=["dense", *["sparse"] * 3],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "minimax_m3_vl_text few keys": dict(
+        model_type="minimax_m3_vl_text", head_dim=8, num_key_value_heads=1, num_local_experts=5, num_experts_per_tok=2,
+        dense_intermediate_size=72, shared_intermediate_size=36, index_n_heads=1, index_head_dim=16, index_block_size=3,
+        index_topk_blocks=3, index_local_blocks=2, layer_types=["minimax_m3_sparse"] * 4, swiglu_limit=0.5,
+    ),
+    "minimax_m3_vl": dict(
+        model_type="minimax_m3_vl", image_token_index=510, video_token_index=511, projector_hidden_size=48,
+        tie_word_embeddings=False,
+        text_config=dict(
+            model_type="minimax_m3_vl_text", head_dim=8, num_local_experts=5, num_experts_per_tok=2,
+            dense_intermediate_size=72, shared_intermediate_size=36, moe_layer_freq=[0, 1, 1, 1],
+            sparse_attention_config=dict(
+                sparse_num_index_heads=6, sparse_index_dim=16, sparse_block_size=8, sparse_topk_blocks=2,
+                sparse_local_block=1, sparse_attention_freq=[0, 0, 1, 1],
+            ),
+        ),
+        vision_config=dict(hidden_size=32),
+    ),
     "mixtral": dict(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2, sliding_window=11),
     "gpt_oss": dict(
         model_type="gpt_oss", num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=11,

@@ -118,10 +118,13 @@ def test_kimi_k2(made, tmp_path, expected):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "minimax_m3_vl"]
+)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
-def test_latents_of_chunks_and_mixed_batches(made, expected, name, tp, pp):
-    """Latents that are expanded for long chunks and not for short ones, beside sequences that decode."""
+def test_chunks_and_mixed_batches(made, expected, name, tp, pp):
+    """Latents that are expanded for long chunks and not for short ones, and tokens that an indexer chooses, beside
+    sequences that decode."""
     sequences = [tokens(n, seed=n) for n in MIXED_LENGTHS]
     found = run_steps(made(name), sequences, MIXED_STEPS, tp=tp, pp=pp)
     for ids, logits in zip(sequences, found, strict=True):

@@ -25,6 +25,8 @@ OF_LAYERS |= {
     "moe_layer_end_index",
     "hybrid_override_pattern",
     "mlp_layer_types",
+    "moe_layer_freq",
+    "sparse_attention_freq",
     "indexer_types",
     "per_layer_config",
     "global_head_dim",

@@ -42,6 +42,8 @@ EAGER = {
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "minicpm3",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
     "mistral4",
 }
 RECORDED = {name: one for name, one in test_architectures.MODELS.items() if one["model_type"] not in EAGER}

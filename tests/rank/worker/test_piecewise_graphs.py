@@ -167,6 +167,8 @@ LATENT = (
     "kimi_k25",
     "kimi_linear",
     "minicpm3",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
     "mistral4",
 )
 HERE = {name: one for name, one in test_architectures.MODELS.items() if GPU or one["model_type"] not in LATENT}

@@ -37,6 +37,7 @@ NAMES = [
     "qwen3_moe",
     "deepseek_v2",
     "deepseek_v32",
+    "minimax_m3_vl_text",
     "gemma3_text",
     "qwen3_next",
     "gpt_oss",
@@ -47,6 +48,7 @@ NAMES = [
 REPLAYED = set(NAMES) - {
     "deepseek_v2",
     "deepseek_v32",
+    "minimax_m3_vl_text",
     "kimi_linear",
 }  # on CPUs torch computes latent attention, which is not recorded
 

@@ -56,6 +56,10 @@ OTHERS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), DEEPSEEK | {"index_n_heads": 16, "index_head_dim": 16}),
     **dict.fromkeys(("minicpm3", "mistral4"), DEEPSEEK),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), {
+        "dense_intermediate_size": 500, "shared_intermediate_size": 101, "index_n_heads": 6, "index_head_dim": 32,
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 4], "moe_layer_freq": [0, 1, 1, 1, 1],
+    }),
     "kimi_linear": DEEPSEEK | {
         "num_experts_per_token": 2, "num_shared_experts": 1, "linear_num_heads": 6, "linear_head_dim": 16,
     },
@@ -84,6 +88,7 @@ OTHERS = {
 REFUSED = [
     ("phi", "tied"), ("moondream1", "tied"), ("nemotron_h", "biased"), ("falcon_h1", "biased"),
     ("ernie4_5_moe", "biased"), ("hy_v3", "biased"), ("bailing_hybrid", "biased"),
+    ("minimax_m3_vl", "few keys"), ("minimax_m3_vl_text", "few keys"),
 ]  # fmt: skip
 
 

@@ -39,6 +39,8 @@ OTHERS = (
         "glm_moe_dsa",
         "kimi_linear",
         "bailing_hybrid",
+        "minimax_m3_vl_text",
+        "minimax_m3_vl",
     ),
 )
 ALL = 1 << 20
