@@ -100,14 +100,19 @@ def read_index(path: Path) -> Index:
     keys = architecture.config(m)
     index = Index({}, {}, path=str(path))
     for header in found:
-        entries = index.headers[header.file.name] = _entries(header, architecture, keys, index)
+        entries = _entries(header, architecture, keys, index)
         for key, ours in getattr(architecture, "PER_LAYER", {}).items():
             entries |= _numbers(header, key, ours, keys["num_hidden_layers"])
+        _add(index, header.file.name, entries)
     if (tower := _tower(mmproj(path))) is not None:
         # Its name is absolute, so that it leads there from the model's directory, too.
-        index.headers[str(tower[0].file.absolute())] = _entries(read(tower[0].file), *tower[1:], index)
-    index.files = {name: file for file, entries in index.headers.items() for name in entries}
+        _add(index, str(tower[0].file.absolute()), _entries(read(tower[0].file), *tower[1:], index))
     return index
+
+
+def _add(index: Index, file: str, entries: dict[str, Entry]) -> None:
+    index.headers[file] = entries
+    index.files |= dict.fromkeys(entries, file)
 
 
 def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Index) -> dict[str, Entry]:
@@ -117,18 +122,20 @@ def _entries(header: Header, architecture: Any, keys: dict[str, Any], index: Ind
         ours = _rename(architecture, name)
         if not ours:
             continue
-        if other := next((file for file, before in index.headers.items() if ours in before), None):
-            raise FatalError(f"{header.file}: tensor {name} is in {other} as well", MODEL)
         part = part_of(name)
         if part in getattr(architecture, "STACKED", {}):
-            entries |= _rows(ours, architecture.STACKED[part], tensor)
-            continue
-        tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
-        order = orders.get(part)
-        _check_order(f"{header.file}: {name}", order, tensor)
-        entries[ours] = _entry(architecture, name, tensor, order)
-        if tensor.type.group > 1 and _keeps_groups(order, tensor):
-            entries[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, order)
+            made = _rows(ours, architecture.STACKED[part], tensor)
+        else:
+            tensor = tensor._replace(shape=_with_one(tensor.shape, getattr(architecture, "ONES", {}).get(part)))
+            order = orders.get(part)
+            _check_order(f"{header.file}: {name}", order, tensor)
+            made = {ours: _entry(architecture, name, tensor, order)}
+            if tensor.type.group > 1 and _keeps_groups(order, tensor):
+                made[ours.removesuffix(".weight") + BLOCKS] = _blocks(tensor, order)
+        if twice := next((one for one in made if one in index.files or one in entries), None):
+            other = index.files.get(twice, header.file)
+            raise FatalError(f"{header.file}: tensor {name} is in {other} as well, by this name or another", MODEL)
+        entries |= made
     return entries
 
 

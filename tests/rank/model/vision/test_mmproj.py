@@ -9,7 +9,7 @@ import torch
 from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank import vision
-from phalanx.rank.gguf import checkpoint
+from phalanx.rank.gguf import checkpoint, header
 from phalanx.rank.model import fingerprint
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
@@ -169,6 +169,22 @@ def test_a_missing_tensor_by_the_files_name(made, tmp_path):
     checkpoint.pair(copy, mmproj)
     with pytest.raises(errors.FatalError, match=r"v\.deepstack\.1\.fc2\.bias"):
         threads.run(lambda comm: load(copy, mesh.build(comm, 1, 1)), 1)
+
+
+def test_two_names_of_one_tensor(made, monkeypatch):
+    _, file = made("gemma3")
+    name = "vision.projector.mm_input_projection_weight"
+
+    def read(path):
+        found = header.read(path)
+        given = found.tensors.get("mm.input_projection.weight")
+        return found._replace(tensors=found.tensors | ({name: given} if given else {}))
+
+    assert name in checkpoint.read_index(file).files
+    monkeypatch.setattr(checkpoint, "read", read)
+    with pytest.raises(errors.FatalError, match=name) as stop:
+        checkpoint.read_index(file)
+    assert stop.value.code == errors.MODEL
 
 
 @pytest.mark.long
