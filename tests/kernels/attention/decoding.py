@@ -13,7 +13,7 @@ import torch
 from phalanx.kernels import jit
 from phalanx.kernels.attention import decode, kv_boxes, prefill
 from phalanx.kernels.attention.attention import AttentionParams
-from phalanx.kernels.attention.backend import Part
+from phalanx.kernels.attention.backend import Part, Selection
 from phalanx.kernels.attention.reference import paged_attention_reference
 from phalanx.kernels.rope import fp8_cache
 from phalanx.kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, rope_and_store_kv_reference
@@ -352,6 +352,22 @@ def check_widened(dtype: torch.dtype, device: str = "cpu") -> None:
             assert torch.equal(found[mine].flatten(0, 1)[:length], want)
 
 
+def check_listed(dtype: torch.dtype, bound: float, device: str = "cpu") -> None:
+    """Lists of tokens of a cache of one key head, as block_sparse.py makes them."""
+    from phalanx.kernels.attention import attention_triton
+
+    lengths = [1, 40, 17, 0, 33, 16]
+    keys, values = torch.randn(2, 300, 1, 1, 32).to(dtype)
+    table, q = torch.randint(300, (len(lengths), 40), dtype=torch.int32), torch.randn(len(lengths), 16, 32).to(dtype)
+    live, found, want = [i for i, n in enumerate(lengths) if n], torch.empty_like(q), torch.zeros_like(q)
+    chosen = Selection(table[live], torch.tensor(lengths, dtype=torch.int32)[live], [lengths[i] for i in live])
+    want[live] = paged_attention_reference(q[live], keys, values, chosen, AttentionParams(0.2)).view(len(live), 16, 32)
+    given = [x.to(device) for x in (q, keys, values, table, torch.tensor(lengths, dtype=torch.int32), found)]
+    for splits in (1, 2):
+        attention_triton.decode(*given, *AttentionParams(0.2), splits, tile=16, part=16)
+        torch.testing.assert_close(given[-1].cpu(), want, atol=bound, rtol=bound)
+
+
 def mend_interpreter() -> None:
     """Triton 3.6's makes ints of arrays of one element by a way that NumPy 2.5 has closed."""
     from triton.runtime import interpreter
@@ -389,6 +405,8 @@ def main() -> None:
         check_prompts(window, 0.0, torch.float32, 3e-6, spans=spans)
         check_prompts(window, 1.5, torch.float16, 2e-3, fp8=True, spans=spans)
     check_widened(torch.float16)
+    check_listed(torch.float32, 3e-6)
+    check_listed(torch.float16, 2e-3)
     assert not jit.counters(torch.device("cpu"), 0).any()
 
 

@@ -24,7 +24,8 @@ def no_gradients():
 @pytest.mark.parametrize("fp8", [False, True])
 def test_store(sizes, dtype, bound, fp8):
     for interleaved in (False, True):
-        indexing.check_store(sizes, interleaved, dtype, bound, fp8, "cuda")
+        for bias in (False, True):
+            indexing.check_store(sizes, interleaved, dtype, bound, fp8, "cuda", bias)
 
 
 @pytest.mark.parametrize("sizes", [*INDEXES, DEEPSEEK])
