@@ -49,7 +49,7 @@ def test_file_systems_without_direct_reads(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_there_is_named(tmp_path, monkeypatch):
     host = mpi_env.hostname()
-    assert re.search(f"FAIL +disk .*/nowhere/model.*{host}.*--w", speeds.file_system("/nowhere/model").line())
+    assert re.search(f"FAIL +disk .*/nowhere/model.*{host}.*--model", speeds.file_system("/nowhere/model").line())
     monkeypatch.setattr(hf_hub, "cached", lambda id: "")
     said = "WARN  disk         some/model is not in the cache; fetch it first: phalanx pull some/model"
     assert speeds.file_system("some/model").line() == said
