@@ -51,15 +51,20 @@ def resolve(options: Options, place: RankPlacement | None) -> Options:
 
 
 def check_mmproj(options: Options, model: str) -> Options:
-    """Options with an absolute path of --mmproj. Raises FatalError where it is none for the model."""
-    if not options.mmproj:
-        return options
+    """Options with an absolute path of --mmproj."""
+    return msgspec.structs.replace(options, mmproj=mmproj_file(options.mmproj, model))
+
+
+def mmproj_file(given: str, model: str) -> str:
+    """The absolute path of --mmproj; empty: none is given. Raises FatalError where it is none for the model."""
+    if not given:
+        return ""
     if not is_gguf(model):
-        raise FatalError(f"--mmproj {options.mmproj}: {model} is no GGUF file, and has its tower itself", USAGE)
-    file = Path(options.mmproj).expanduser().absolute()
+        raise FatalError(f"--mmproj {given}: {model} is no GGUF file, and has its tower itself", USAGE)
+    file = Path(given).expanduser().absolute()
     if not is_gguf(file) or not file.is_file():
-        raise FatalError(f"--mmproj {options.mmproj}: there is no GGUF file {file} on {mpi_env.hostname()}", USAGE)
-    return msgspec.structs.replace(options, mmproj=str(file))
+        raise FatalError(f"--mmproj {given}: there is no GGUF file {file} on {mpi_env.hostname()}", USAGE)
+    return str(file)
 
 
 def rank_options(options: Options) -> Options:

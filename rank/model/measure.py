@@ -27,6 +27,7 @@ from ...errors import FatalError
 from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from ...kernels.quantized import cuda_layouts, e4m3
+from ..gguf import checkpoint
 from . import architectures
 from .base import Model
 from .cache_spec import block_bytes, cache_dtype, row_bytes
@@ -58,7 +59,8 @@ class GroupRank(NamedTuple):
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
-    (0: none), most (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    (0: none), mmproj, most (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    checkpoint.pair(question["model"], question["mmproj"])
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
     device = torch.device(question["device"])

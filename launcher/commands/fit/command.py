@@ -13,7 +13,7 @@ from .... import errors, linux_calls
 from ....logs import say
 from ....rank.options import IN_SITU, ISQ_SPELLINGS, KV_DTYPES, degrees, flag
 from ...job import binding
-from ...options import option_sources
+from ...options import option_sources, resolve
 from ...options.help import shown
 from . import devices, directory, headers, measured, plan, report
 from .devices import DEVICES, Device
@@ -44,6 +44,9 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, flag("--f", "--weight-file", group=_GROUP, metavar="FILE",
                   help="a GGUF file, its first shard; in --model's directory or fetched"),
     ] = ""  # fmt: skip
+    mmproj: Annotated[
+        str, flag("--mmproj", group=_GROUP, metavar="FILE", help="the GGUF file with the tower of a GGUF model")
+    ] = ""
     nodes: Annotated[int, flag("--nodes", "-N", group=_GROUP, metavar="N", low=1, help="hosts")] = 1
     gpus: Annotated[int, flag("--gpus", group=_GROUP, metavar="N", low=1, help="GPUs, or CPU ranks, of each host")] = 1
     gpu_mem: Annotated[
@@ -123,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
     question = Question(
         model=str(found.path), device=kind, dtype=options.dtype, tp=options.tp, pp=options.pp, isq=options.isq,
         kv_cache_dtype=options.kv_cache_dtype, most=cluster.per_node,
+        mmproj=resolve.mmproj_file(options.mmproj, str(found.path)),
     )  # fmt: skip
     shape = measured.read(question, found.name)
     asked = _asked(options, shape)
@@ -132,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
     if not figures:
         raise errors.FatalError(_no_layout(options, shape, cluster), errors.USAGE)
     best = plan.best(figures)
-    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, options.dtype)
+    given = options.dtype, options.mmproj
+    run = [] if best is None else plan.command(found.served_as, best, cluster, asked, *given)
     smallest = plan.fewest(shape, cluster, asked)
     answer = plan.Answer(shape, cluster, asked, checkpoint, figures, best, smallest, run)
     print(json.dumps(report.as_json(answer), indent=1) if options.json else "\n".join(report.text(answer)))

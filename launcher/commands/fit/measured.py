@@ -26,6 +26,7 @@ class Question(msgspec.Struct, frozen=True):
     pp: int = 0
     isq: str = "none"  # the format that linears are quantised to
     kv_cache_dtype: str = "auto"
+    mmproj: str = ""  # the file with the tower of a GGUF model
     most: int = 1  # ranks of the largest tensor group that is wanted
 
 

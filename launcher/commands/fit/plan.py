@@ -220,10 +220,12 @@ def fewest(shape: ModelShape, cluster: Cluster, asked: Workload, most: int = 102
     return None
 
 
-def command(model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, dtype: str = "auto") -> list[str]:
-    """The lines that start it. dtype: as it was asked for."""
+def command(
+    model: str, one: LayoutEstimate, cluster: Cluster, asked: Workload, dtype: str = "auto", mmproj: str = ""
+) -> list[str]:
+    """The lines that start it. dtype, mmproj: as they were asked for."""
     layout = one.layout
-    words = ["--model", model]
+    words = ["--model", model, *(["--mmproj", mmproj] if mmproj else [])]
     if cluster.device.cpu:
         words += ["--device", "cpu"]
     else:

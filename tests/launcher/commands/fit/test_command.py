@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import phalanx
 import pytest
 from phalanx.launcher import cli, hf_hub
@@ -347,6 +348,22 @@ def test_a_gguf_file_of_a_directory_or_of_the_hub(fit, tmp_path, monkeypatch):
     ):
         code, _, err = fit("", "--w", str(tmp_path), "--f", file, "--gpu-mem", "80")
         assert code == expected and message in err
+
+
+def test_the_tower_of_a_gguf_file(fit, tmp_path, monkeypatch):
+    """It is measured with the model, and in the command."""
+    source = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    file, tower = gguf_files.write(source, tmp_path / "tiny.gguf", "F16"), tmp_path / "mm.gguf"
+    tower.touch()
+    asked = []
+    monkeypatch.setattr(
+        measured, "ask", lambda one: asked.append(one.mmproj) or ask(msgspec.structs.replace(one, mmproj=""))
+    )
+    code, out, _ = fit("", str(file), "--gpu-mem", "80", "--mmproj", str(tower))
+    assert code == 0 and f"--mmproj {tower}" in out and asked == [str(tower)]
+    for words in ((str(file), "--mmproj", "none.gguf"), (str(source), "--mmproj", str(tower))):
+        code, _, err = fit("", *words, "--gpu-mem", "80")
+        assert code == 2 and "--mmproj" in err
 
 
 def test_foreign_flags_are_answered(fit):

@@ -10,7 +10,7 @@ from phalanx import errors
 from phalanx.comm import mesh, threads
 from phalanx.rank import vision
 from phalanx.rank.gguf import checkpoint, header
-from phalanx.rank.model import fingerprint
+from phalanx.rank.model import fingerprint, measure
 from phalanx.rank.model.config import read_config
 from phalanx.rank.model.load import load
 from phalanx.rank.model.weights.local_copy import make_local_copy
@@ -87,6 +87,20 @@ def test_logits_of_several_images(made, name, tp):
         want = reference(path)(given, **of_images(path, given, images)).logits[0]
     assert distance(got, want) < TOLERANCE
     assert np.isfinite(want.numpy()).all() and want.std() > 0.5
+
+
+def test_towers_are_measured(made):
+    """Without memory, as with ranks that load them; a model without its file has none."""
+    _, file = made("qwen2_5_vl")
+    question = {
+        "model": str(file), "device": "cpu", "dtype": "f32", "isq": "none", "kv_cache_dtype": "auto", "tp": 1, "pp": 1,
+        "most": 1, "mmproj": str(checkpoint.mmproj(file)),
+    }  # fmt: skip
+    tower, bytes_of = threads.run(lambda comm: load(file, mesh.build(comm, 1, 1)).vision, 1)[0], []
+    for given in (question, question | {"mmproj": ""}, question):  # the last pairs them again
+        ends = measure.measure(given)["ranks"][1]["ends"]["whole"]
+        bytes_of.append(sum(one["bytes"] for one in ends if one["name"].startswith("vision.")))
+    assert bytes_of[:2] == [sum(x.nbytes for x in tower.parameters()), 0]
 
 
 def test_quantised_towers(made):
