@@ -19,7 +19,10 @@ from ..json_decoding import decode_object
 
 MAX_EDGE = 1 << 16  # pixels of an edge of what a model takes
 MAX_PIXELS, MAX_TOKENS = 1 << 26, 1 << 17  # of an image: no model comes near
-BICUBIC = 3  # of Pillow's filters
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # of Pillow's filters
+HALF = 0.5, 0.5, 0.5
+CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
+CLIP_STD = 0.26862954, 0.26130258, 0.27577711
 SEEING = ("moondream1",)  # types all of whose models take images, whether config.json has a vision_config or not
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import ImageRules, colours, whole
-from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
+from . import CLIP_MEAN, CLIP_STD, ImageRules, colours, whole
 
 CLS = 101  # begins texts of BERT's tokenizer, and stands where the image and the decoder's own beginning go
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import ImageRules, colours, whole
+from . import BILINEAR, HALF, ImageRules, colours, whole
 
-BILINEAR = 2
 BEGIN, PLACEHOLDER, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
 
@@ -83,8 +82,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
         placeholder=token,
         token=token,
         mark=BEGIN,
-        mean=colours(processor, "image_mean", (0.5, 0.5, 0.5)),
-        std=colours(processor, "image_std", (0.5, 0.5, 0.5)),
+        mean=colours(processor, "image_mean", HALF),
+        std=colours(processor, "image_std", HALF),
         resample=whole(processor, "resample", BILINEAR, 5),
         edge=edge,
         patch=patch,

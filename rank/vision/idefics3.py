@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import ImageRules, colours, whole
+from . import HALF, LANCZOS, ImageRules, colours, whole
 
-LANCZOS = 1  # of Pillow's filters
 MOST = 4096  # pixels of an edge
 PLACEHOLDER, FRAME, GLOBAL = "<image>", "<fake_token_around_image>", "<global-img>"
 
@@ -112,8 +111,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
         placeholder=token,
         token=token,
         mark=PLACEHOLDER,
-        mean=colours(processor, "image_mean", (0.5, 0.5, 0.5)),
-        std=colours(processor, "image_std", (0.5, 0.5, 0.5)),
+        mean=colours(processor, "image_mean", HALF),
+        std=colours(processor, "image_std", HALF),
         resample=whole(processor, "resample", LANCZOS, 5),
         patch=patch,
         edge=edge,

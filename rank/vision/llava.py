@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import ImageRules, colours, mistral3, whole
-from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
+from . import CLIP_MEAN, CLIP_STD, HALF, ImageRules, colours, mistral3, whole
 
-CLIP, HALF = "clip_vision_model", (0.5, 0.5, 0.5)
+CLIP = "clip_vision_model"
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):

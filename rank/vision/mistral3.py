@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import MAX_EDGE, ImageRules, colours, whole
-from .qwen2_5_vl import CLIP_MEAN, CLIP_STD
+from . import CLIP_MEAN, CLIP_STD, MAX_EDGE, ImageRules, colours, whole
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):

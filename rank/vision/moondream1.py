@@ -10,11 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from . import ImageRules, whole
+from . import HALF, LANCZOS, ImageRules, whole
 
 FILE = "tokenizer.json"  # has the token that begins a text, which revisions have at different places
-HALF = 0.5, 0.5, 0.5
-LANCZOS = 1  # of Pillow's filters
 BEGIN = "<|endoftext|>"  # begins a text, and ends an answer
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import MAX_PIXELS, ImageRules, colours, squarish, whole
+from . import CLIP_MEAN, CLIP_STD, MAX_PIXELS, ImageRules, colours, squarish, whole
 
 MAX_RATIO = 200  # of the longer edge to the shorter
-CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
-CLIP_STD = 0.26862954, 0.26130258, 0.27577711
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
