@@ -45,21 +45,11 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> ImageRules:
 
 def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     """The fields of Rules but `count`. Raises ValueError."""
-    vision, size = config["vision_config"], processor.get("size") or {}
+    vision = config["vision_config"]
     edge, clip = whole(vision, "image_size", 336), vision.get("model_type", CLIP) == CLIP
     token = whole(config, "image_token_index", whole(config, "image_token_id", 32000, 1 << 24), 1 << 24)
-    cut = {"height": edge} | size if isinstance(size, dict) and "height" in size else processor.get("crop_size") or {}
-    if isinstance(size, int) or isinstance(cut, int) or whole(cut, "height", edge) != edge:
-        raise ValueError(
-            f"size is {size!r} with the crop_size {cut!r}, expected the image_size {edge} of vision_config"
-        )
     if processor.get("do_pad"):
         raise ValueError("do_pad is true, which is not supported")
-    shortest = (
-        0 if "height" in size or (not clip and "shortest_edge" not in size) else whole(size, "shortest_edge", edge)
-    )
-    if 0 < shortest < edge:
-        raise ValueError(f"size is {size!r}, less than the image_size {edge} of vision_config")
     return {
         "placeholder": token,
         "token": token,
@@ -68,5 +58,22 @@ def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
         "resample": whole(processor, "resample", 3, 5),
         "patch": whole(vision, "patch_size", 14, edge),
         "edge": edge,
-        "shortest": shortest,
+        "shortest": _shortest(processor, edge, clip),
     }
+
+
+def _shortest(processor: dict[str, Any], edge: int, clip: bool) -> int:
+    """Pixels of the shorter edge before the middle is cut out; 0: images are squeezed. clip: whether they are cut where
+    the processor does not say. Raises ValueError."""
+    size = processor.get("size") or {}
+    squeezed = isinstance(size, dict) and "height" in size
+    square = size if squeezed else processor.get("crop_size") or {}
+    if not isinstance(size, dict) or not isinstance(square, dict) or whole(square, "height", edge) != edge:
+        raise ValueError(
+            f"size is {size!r} with the crop_size {square!r}, expected the image_size {edge} of vision_config"
+        )
+    if squeezed or not (clip or "shortest_edge" in size):
+        return 0
+    if (shortest := whole(size, "shortest_edge", edge)) < edge:
+        raise ValueError(f"size is {size!r}, less than the image_size {edge} of vision_config")
+    return shortest

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...vision import ImageRules
 from ...vision import whole as number
+from ...vision.llava import CLIP
 from .. import base
 from ..layers.embedding import PositionEmbedding
 from ..layers.norm import LayerNorm
@@ -19,7 +20,6 @@ from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
 from ._tower import LARGEST, FeedForward, PatchEmbedding, Whole, in_rows, normalised
 
-CLIP = "clip_vision_model"
 DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     "siglip_vision_model": {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
