@@ -238,6 +238,7 @@ class Model(nn.Module):
 
     LAYER: ClassVar[type[Layer]]
     DECODER: ClassVar[type[Decoder]] = Decoder
+    STREAM: ClassVar[type[ResidualStream]] = ResidualStream
     # merged linear → the names under which checkpoints hold its parts, in the order of its outputs
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -284,6 +285,11 @@ class Model(nn.Module):
         self.vision = self._tower(args, mesh, names)
         self._build(names, format_of, table_of)
 
+    @property
+    def stream_size(self) -> int:
+        """Elements of a token that a stage passes on."""
+        return self.hidden_size
+
     @staticmethod
     def _is_tied(args: Args, names: Container[str]) -> bool:
         return args.tie_word_embeddings
@@ -315,7 +321,7 @@ class Model(nn.Module):
         else:
             assert hidden is not None
             embedded = list(hidden.split([len(batch.ids) for batch in batches]))
-        streams = [ResidualStream(x) for x in embedded]
+        streams = [self.STREAM(x) for x in embedded]
         if self.layer_offload is not None:
             self.layer_offload.begin(len(batches))
         if self.offload is not None:

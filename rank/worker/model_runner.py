@@ -402,7 +402,7 @@ class ModelRunner:
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
-            shape = int(scheduled.counts.sum()), self.model.hidden_size
+            shape = int(scheduled.counts.sum()), self.model.stream_size
             hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
             pipe.recv(hidden, pipe.rank - 1)
         hidden = self.model.forward(batches, hidden)

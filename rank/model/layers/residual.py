@@ -192,8 +192,12 @@ class ResidualStream:
                 x = x.sum()
             elif isinstance(x, PostNormed):
                 x = x.tensor()
-            self.value.add_(x)
+            self.value = self._added(x)
         return self.value
+
+    def _added(self, x: Tensor) -> Tensor:
+        """The new value with a sublayer's output [T, H]."""
+        return self.value.add_(x)
 
 
 class Normed:
