@@ -16,19 +16,25 @@ PLAIN = ("silu", "gelu", "gelu_tanh", "relu2")
 # gpt-oss (OpenAI 2025, arXiv 2508.10925): sigmoid(SLOPE * gate) * gate * (up + 1), where both are clamped first: gate
 # from above, up on both sides. Gated alone. With another limit than LIMIT its name goes on with @ and that limit.
 CLAMPED_SWIGLU = "clamped_swiglu"
+CLAMPED_SILU = "clamped_silu"  # silu(gate) * up, where both are clamped so, as in DeepSeek-V4
+CLAMPED = CLAMPED_SWIGLU, CLAMPED_SILU
 LIMIT, SLOPE = 7.0, 1.702
-ACTIVATIONS = (*PLAIN, CLAMPED_SWIGLU)
+ACTIVATIONS = (*PLAIN, *CLAMPED)
 LIMIT_UNITS = 1024  # kernels get a limit in these parts of 1, as an integer, ...
 MAX_LIMIT = 1 << 16  # ... which lies above the activation's four bits in an int of 32
 KIND_BITS = 4
 XIELU_BETA = 0.5  # xIELU's slope at zero
 
 
-def clamped_swiglu(limit: float) -> str:
-    """The name of the activation with this limit. Raises ValueError where kernels cannot take it."""
+def clamped(kind: str, limit: float) -> str:
+    """The name of one of CLAMPED with this limit. Raises ValueError where kernels cannot take it."""
     if not 0 < limit <= MAX_LIMIT or limit * LIMIT_UNITS % 1:
         raise ValueError(f"it must be a multiple of 1/{LIMIT_UNITS} above 0, at most {MAX_LIMIT}")
-    return CLAMPED_SWIGLU if limit == LIMIT else f"{CLAMPED_SWIGLU}@{limit}"
+    return kind if limit == LIMIT else f"{kind}@{limit}"
+
+
+def clamped_swiglu(limit: float) -> str:
+    return clamped(CLAMPED_SWIGLU, limit)
 
 
 def kind(act: str) -> str:
@@ -38,7 +44,7 @@ def kind(act: str) -> str:
 
 def limit_units(act: str) -> int:
     """Its limit in 1 / LIMIT_UNITS; 0 where it has none."""
-    if kind(act) != CLAMPED_SWIGLU:
+    if kind(act) not in CLAMPED:
         return 0
     return int(float(act.partition("@")[2] or LIMIT) * LIMIT_UNITS)
 
@@ -105,10 +111,11 @@ def activate_reference(x: Tensor, activation: str) -> Tensor:
 
 def gated_activation_reference(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    if kind(activation) == CLAMPED_SWIGLU:
-        limit = limit_units(activation) / LIMIT_UNITS
-        gate = gate.float().clamp(max=limit)
-        return (sigmoid(gate * SLOPE) * gate).mul_(up.float().clamp(-limit, limit) + 1).to(x.dtype)
+    if limit := limit_units(activation) / LIMIT_UNITS:
+        gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        if kind(activation) == CLAMPED_SILU:
+            return silu(gate).mul_(up).to(x.dtype)
+        return (sigmoid(gate * SLOPE) * gate).mul_(up + 1).to(x.dtype)
     return _act(gate.float(), activation).mul_(up).to(x.dtype)
 
 

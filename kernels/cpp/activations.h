@@ -39,11 +39,18 @@ template <typename F> struct Times {
     static INLINE Vec of(Vec gate, Vec up, float) { return F::of(gate) * up; }
 };
 
-struct ClampedSwiglu {  // as in activation.py; NaNs stay NaNs
+INLINE Vec at_most(Vec x, float limit) { return x > limit ? fill(limit) : x; }  // NaNs stay NaNs
+INLINE Vec at_least(Vec x, float limit) { return x < limit ? fill(limit) : x; }
+
+struct ClampedSwiglu {  // as in activation.py
     static INLINE Vec of(Vec gate, Vec up, float limit) {
-        gate = gate > limit ? fill(limit) : gate;
-        up = up > limit ? fill(limit) : up;
-        up = up < -limit ? fill(-limit) : up;
-        return gate / (1 + exp(-SLOPE * gate)) * (up + 1);
+        gate = at_most(gate, limit);
+        return gate / (1 + exp(-SLOPE * gate)) * (at_least(at_most(up, limit), -limit) + 1);
+    }
+};
+
+struct ClampedSilu {
+    static INLINE Vec of(Vec gate, Vec up, float limit) {
+        return Silu::of(at_most(gate, limit)) * at_least(at_most(up, limit), -limit);
     }
 };

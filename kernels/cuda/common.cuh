@@ -35,8 +35,8 @@ __device__ inline float exp2_approx(float x) {  // of 2
 }
 
 // Activations, by their place in ACTIVATIONS of kernels/activation/activation.py: the lower KIND_BITS of ACT. Above
-// them is CLAMPED_SWIGLU's limit, in 1 / LIMIT_UNITS. A test holds these numbers to the ones there.
-enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU };
+// them is the limit of clamped ones, in 1 / LIMIT_UNITS. A test holds these numbers to the ones there.
+enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU, CLAMPED_SILU };
 
 // act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential
 // and an IEEE division are 30 instructions for four bytes that come from memory.
@@ -44,11 +44,11 @@ template <class E, int ACT> __device__ inline float activated(float gate, float 
     constexpr int KIND_BITS = 4, KIND = ACT & ((1 << KIND_BITS) - 1);
     if constexpr (KIND == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
     if constexpr (KIND == RELU2) return gate > 0 ? gate * gate * up : 0;
-    if constexpr (KIND == CLAMPED_SWIGLU) {
+    if constexpr (KIND == CLAMPED_SWIGLU || KIND == CLAMPED_SILU) {
         constexpr int LIMIT_UNITS = 1024;
         constexpr float limit = (float)(ACT >> KIND_BITS) / LIMIT_UNITS;
         gate = gate > limit ? limit : gate;  // NaNs stay NaNs
-        up = (up > limit ? limit : up < -limit ? -limit : up) + 1;
+        up = (up > limit ? limit : up < -limit ? -limit : up) + (KIND == CLAMPED_SWIGLU ? 1 : 0);
     }
     float z = gate;  // the others are gate * sigmoid(z)
     if constexpr (KIND == CLAMPED_SWIGLU) {

@@ -28,6 +28,7 @@ GELU = tl.constexpr(activation.ACTIVATIONS.index("gelu"))
 GELU_TANH = tl.constexpr(activation.ACTIVATIONS.index("gelu_tanh"))
 RELU2 = tl.constexpr(activation.ACTIVATIONS.index("relu2"))
 CLAMPED_SWIGLU = tl.constexpr(activation.ACTIVATIONS.index(activation.CLAMPED_SWIGLU))
+CLAMPED_SILU = tl.constexpr(activation.ACTIVATIONS.index(activation.CLAMPED_SILU))
 KINDS = tl.constexpr(1 << activation.KIND_BITS)
 LIMIT_UNITS = tl.constexpr(activation.LIMIT_UNITS)
 SLOPE = tl.constexpr(activation.SLOPE)
@@ -42,11 +43,12 @@ def _activated(gate, up, ACT: tl.constexpr):
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476)) * up
     if kind == RELU2:
         return tl.where(gate > 0, gate * gate, 0.0) * up
-    if kind == CLAMPED_SWIGLU:  # NaNs stay NaNs
+    if kind >= CLAMPED_SWIGLU:  # NaNs stay NaNs
         limit: tl.constexpr = (ACT // KINDS) / LIMIT_UNITS
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        return gate / (1 + tl.exp(-SLOPE * gate)) * (up + 1)
+        if kind == CLAMPED_SWIGLU:
+            return gate / (1 + tl.exp(-SLOPE * gate)) * (up + 1)
     z = gate
     if kind == GELU_TANH:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)

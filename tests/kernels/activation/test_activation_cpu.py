@@ -2,9 +2,12 @@ import pytest
 import torch
 from phalanx.kernels.activation.activation import (
     ACTIVATIONS,
+    CLAMPED,
+    CLAMPED_SILU,
     PLAIN,
     act_number,
     activate,
+    clamped,
     clamped_swiglu,
     gated_activation,
     gated_activation_reference,
@@ -31,9 +34,17 @@ def clamp(gate, up, limit=7.0):
     return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
 
+def clamp_silu(gate, up, limit=7.0):
+    return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 GATED = {name: lambda gate, up, act=act: act(gate) * up for name, act in FUNCTIONS.items()}
 GATED["clamped_swiglu"] = clamp
-LIMITED = {clamped_swiglu(2.5): lambda gate, up: clamp(gate, up, 2.5)}
+GATED["clamped_silu"] = clamp_silu
+LIMITED = {
+    clamped_swiglu(2.5): lambda gate, up: clamp(gate, up, 2.5),
+    clamped(CLAMPED_SILU, 2.5): lambda gate, up: clamp_silu(gate, up, 2.5),
+}
 
 
 def test_each_activation_is_here():
@@ -116,11 +127,12 @@ def test_what_is_not_finite_stays_so(isa, name):
     assert y[1, 3].isnan() and y[1].isfinite().sum() == 19 and y[2, 19] == float("inf")
 
 
-def test_the_clamps_of_a_clamped_swiglu(isa):
+@pytest.mark.parametrize("name", CLAMPED)
+def test_clamps(isa, name):
     x = torch.tensor([[9.0, -9.0, 1.0, 1.0, float("nan"), 1.0, 30.0, -30.0, 9.0, -9.0, 1.0, float("nan")]])
     gate, up = x.chunk(2, -1)
-    y = gated_cpu("clamped_swiglu", x.clone())
-    close(y[:, :4], clamp(gate, up)[:, :4], torch.float32, atol=1e-5)
+    y = gated_cpu(name, x.clone())
+    close(y[:, :4], GATED[name](gate, up)[:, :4], torch.float32, atol=1e-5)
     assert y[0, 4:].isnan().all()
 
 
