@@ -1,7 +1,8 @@
 """A router: which experts each token goes to, and with which weights. Computed in f32, whatever the model's dtype.
 
 Scores are a softmax over all experts (Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088) or sigmoids
-with a bias that is for the choice alone (DeepSeek-V3, arXiv 2412.19437). With groups, experts are chosen from the best
+with a bias that is for the choice alone (DeepSeek-V3, arXiv 2412.19437), or roots of softplus in their place
+(DeepSeek-V4: DeepSeek-AI 2026), for which there are no kernels. With groups, experts are chosen from the best
 groups alone.
 """
 
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from .. import jit
 from ..cpp import ops
@@ -25,7 +27,7 @@ WARPS = 8  # of a block
 # take 107 us at 16 tokens instead of 189, and 122 instead of 166 at 64 (H200, 2026-11-25, `benchmarks/offline.py
 # --config deepseek-v2-lite --parts ap`).
 TILE_WARPS = 16
-SCORINGS = ("softmax", "sigmoid")  # in the order of router.cu
+SCORINGS = ("softmax", "sigmoid")  # of kernels, in the order of router.cu; "sqrtsoftplus" is torch's
 
 
 class RouterParams(NamedTuple):
@@ -49,16 +51,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) 
     """
     if supports(weight, params):
         return route_cuda(x, weight, bias, params)
-    if supports_cpu(x, weight):
+    if supports_cpu(x, weight) and params.scoring in SCORINGS:
         return route_cpu(x, weight, bias, params)
     return route_reference(x, weight, bias, params)
 
 
 def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> tuple[Tensor, Tensor]:
-    logits = x.float() @ weight.float().t()
-    if params.biased and bias is not None:
-        logits += bias
-    scores = logits.softmax(-1) if params.scoring == "softmax" else logits.sigmoid()
+    scores = _scores(x, weight, bias, params)
     ranks = scores + bias if params.corrected and bias is not None else scores
     if params.groups > 1:
         grouped = ranks.unflatten(1, (params.groups, -1))
@@ -66,10 +65,28 @@ def route_reference(x: Tensor, weight: Tensor, bias: Tensor | None, params: Rout
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
         ranks = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     ids = ranks.topk(params.top_k, -1).indices
+    return ids.int(), _weights(scores, ids, params)
+
+
+def weigh(x: Tensor, weight: Tensor, ids: Tensor, params: RouterParams) -> Tensor:
+    """Weights [T, k] f32 of experts that are chosen already, ids [T, k]; the others as `route` has them."""
+    return _weights(_scores(x, weight, None, params), ids, params)
+
+
+def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, params: RouterParams) -> Tensor:
+    logits = x.float() @ weight.float().t()
+    if params.biased and bias is not None:
+        logits += bias
+    if params.scoring == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if params.scoring == "sigmoid" else softplus(logits).sqrt()
+
+
+def _weights(scores: Tensor, ids: Tensor, params: RouterParams) -> Tensor:
     chosen = scores.gather(1, ids)
     if params.normalise:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if params.scoring == "sigmoid" else 0))
-    return ids.int(), chosen * params.scale
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + (0 if params.scoring == "softmax" else 1e-20))
+    return chosen * params.scale
 
 
 def supports_cpu(x: Tensor, weight: Tensor) -> bool:
@@ -97,6 +114,8 @@ def supports(weight: Tensor, params: RouterParams) -> bool:
     """Whether `route_cuda` takes this router."""
     experts, hidden = weight.shape
     sizes = experts <= 1024 and hidden % 8 == 0 and params.top_k <= min(32, experts)
+    if params.scoring not in SCORINGS:
+        return False
     if params.corrected and params.scoring == "softmax":  # the kernel ranks a softmax's experts by their logits
         return False
     return weight.is_cuda and weight.element_size() == 2 and sizes and supports_groups(params) and jit.plain(weight)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
+from ....errors import MODEL, USAGE, FatalError
 from ....kernels.moe.expert_mlp import SharedExperts
-from ....kernels.moe.router import RouterParams, route
+from ....kernels.moe.router import RouterParams, route, weigh
 from ..experts.fused import APART, ExpertLayout, FusedExperts
 from ..shard import whole
 from ..weights.slicing import Field, ShardedModule
@@ -38,6 +38,41 @@ class Router(ShardedModule):
         """x [T, H] → ids [T, k] int32 and weights [T, k] f32."""
         bias = self.bias if self.params.biased else self.e_score_correction_bias
         return route(x, self.weight, bias, self.params)
+
+
+class HashTable(ShardedModule):
+    """The experts of each token id."""
+
+    fields = (Field("tid2eid", "io", torch.int64, made_up=0),)
+
+    def __init__(self, vocab: int, top_k: int, mesh: Mesh):
+        super().__init__()
+        self.mesh, self.inputs, self.outputs = mesh, whole(vocab), (whole(top_k),)
+        empty = torch.empty(vocab, top_k, dtype=torch.int64, device="meta")
+        self.tid2eid = nn.Parameter(empty, requires_grad=False)
+
+    def finish(self) -> None:
+        """Raises FatalError on later stages of a pipeline. It is asked here, as `fit` makes stages of single layers."""
+        if not self.mesh.first:
+            raise FatalError(
+                f"--pp {self.mesh.pipe.size}: token ids choose experts in layers of stage {self.mesh.pipe.rank}, but "
+                "the first stage alone has them: use fewer stages",
+                USAGE,
+            )
+
+
+class HashRouter(Router):
+    """Chooses experts by a token's id alone (hash layers: Roller et al. 2021, arXiv 2106.04426), and weighs them by
+    their scores."""
+
+    def __init__(self, hidden: int, experts: int, params: RouterParams, vocab: int, mesh: Mesh):
+        super().__init__(hidden, experts, params._replace(corrected=False))
+        self.table = HashTable(vocab, params.top_k, mesh)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """tokens: [T] int64."""
+        ids = self.table.tid2eid[tokens]
+        return ids.int(), weigh(x, self.weight, ids, self.params)
 
 
 def _check_groups(experts: int, params: RouterParams) -> None:
@@ -101,13 +136,33 @@ class SharedMoE(MoE):
 
     def forward(self, h: Normed | Tensor) -> Partial:
         x = h.tensor() if isinstance(h, Normed) else h
+        return self._visit(x, *self.gate(x))
+
+    def _visit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Partial:
         shared = self._plain_shared()
         if shared is not None and self.experts.takes_shared(x, shared):
-            return self.experts(x, *self.gate(x), shared)
-        return super().forward(x) + self.shared_experts(x)
+            return self.experts(x, ids, weights, shared)
+        return self.experts(x, ids, weights) + self.shared_experts(x)
 
     def _plain_shared(self) -> SharedExperts | None:
         """For the routed experts' launch, which adds no biases: where they have none, and plain matrices."""
         linears = self.shared_experts.gate_up_proj, self.shared_experts.down_proj
         up, down = (None if one.biased else one.matrix for one in linears)
         return None if up is None or down is None else SharedExperts(up, down)
+
+
+class HashedMoE(SharedMoE):
+    """With experts that token ids choose."""
+
+    gate: HashRouter
+
+    def __init__(
+        self, hidden: int, inner: int, shared: int, experts: int, params: RouterParams, mesh: Mesh, vocab: int
+    ):
+        super().__init__(hidden, inner, shared, experts, params, mesh)
+        self.gate = HashRouter(hidden, experts, params, vocab, mesh)
+
+    def forward(self, h: Normed | Tensor, tokens: Tensor) -> Partial:  # type: ignore[override]
+        """tokens: ids [T] int64."""
+        x = h.tensor() if isinstance(h, Normed) else h
+        return self._visit(x, *self.gate(x, tokens))
