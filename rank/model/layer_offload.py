@@ -28,7 +28,7 @@ from .. import layer_slots
 from .formats._packed import PackedPart
 from .formats._part import Part
 from .layers.linear import Linear
-from .layers.mla import LatentUp
+from .layers.mla import PlainColumnParallel
 from .weights.slicing import ShardedModule
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def left_of_host(need: int, what: str, device: torch.device, room: int | None) -
 
 def may_move(module: nn.Module) -> bool:
     """Whether it is a linear that may be in host memory."""
-    return isinstance(module, Linear) and not isinstance(module, LatentUp)
+    return isinstance(module, Linear) and not isinstance(module, PlainColumnParallel)
 
 
 def _parts(layer: nn.Module) -> Iterator[Part]:

@@ -37,7 +37,7 @@ from .formats._part import Part
 from .formats._stacks import StackOfParts
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import Linear
-from .layers.mla import LatentUp
+from .layers.mla import PlainColumnParallel
 from .stored_formats.gptq import OrderedStack
 from .weights import ggml
 from .weights.dummy import Dummy
@@ -187,7 +187,7 @@ def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
     """Once its weights are loaded. dtype: the model's."""
     model.dtype = dtype
     for one in model.modules():
-        if isinstance(one, LatentUp):
+        if isinstance(one, PlainColumnParallel):
             one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())

@@ -28,7 +28,7 @@ from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.formats._part import Part
 from ..model.layers.linear import Linear, QKVParallel, RowParallel
-from ..model.layers.mla import LatentProjection, LatentUp
+from ..model.layers.mla import LatentProjection, PlainColumnParallel
 from .decode_batch import DeviceDecodeBatch
 from .state import BatchState, ScheduledBatch
 from .upload import Upload
@@ -96,7 +96,7 @@ def _kind(part: Part, gate: str) -> Hashable:
 def _linears(model: Model) -> Iterator[Linear]:
     """Linears of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
     named = ((name, one) for name, one in model.named_modules() if isinstance(one, Linear))
-    return (one for name, one in named if not isinstance(one, LatentUp) and not name.startswith(TOWER))
+    return (one for name, one in named if not isinstance(one, PlainColumnParallel) and not name.startswith(TOWER))
 
 
 class DecodeGraphs:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import LIMIT, SLOPE, clamped_swiglu
@@ -18,11 +15,10 @@ from ..base import Count
 from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..experts.fused import ExpertLayout
-from ..layers.attention import layer_type
+from ..layers.attention import Sinks, layer_type
 from ..layers.moe import MoE
 from ..layers.residual import Normed, Partial
-from ..shard import Shard, even
-from ..weights.slicing import Field, ShardedModule
+from ..shard import even
 from . import llama, ministral
 
 CONFIG = {
@@ -61,17 +57,6 @@ class Args(ministral.Args):
 
     def layer_type(self, index: int) -> str:
         return layer_type(self.layer_types, index, FULL if index % 2 else SLIDING)
-
-
-class Sinks(ShardedModule):
-    """A logit of each of this rank's heads, which takes part in the softmax and has no value."""
-
-    fields = (Field("weight", "o", torch.float32),)
-
-    def __init__(self, heads: Shard):
-        super().__init__()
-        self.outputs = (heads,)
-        self.weight = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
 
 
 class Attention(llama.Attention):

@@ -115,6 +115,17 @@ def _attend(layer: int, params: AttentionParams, q: Tensor, batch: Batch, out: T
     paged_attention(q, keys, values, batch, params, scales, out)
 
 
+class Sinks(ShardedModule):
+    """A logit of each of this rank's heads, which takes part in the softmax and has no value."""
+
+    fields = (Field("weight", "o", torch.float32),)
+
+    def __init__(self, heads: Shard):
+        super().__init__()
+        self.outputs = (heads,)
+        self.weight = nn.Parameter(torch.empty(heads.width, device="meta"), requires_grad=False)
+
+
 class ShardedRMSNorm(ShardedModule):
     """An RMS norm over all heads of a projection, of which this rank has some: QK norm as OLMo 2 has it."""
 

@@ -66,7 +66,32 @@ class HeadMatrices(ShardedModule):
         self.weight = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
 
 
-class LatentUp(ColumnParallel):
+class PlainColumnParallel(ColumnParallel):
+    """A linear whose weight becomes plain once it is loaded, in whatever format the checkpoint has it: others than
+    `forward` multiply with parts of it."""
+
+    def build(self, sources: Sequence[Source], format_of: ChooseFormat) -> None:
+        super().build(sources, lambda path: format_of(path).plain)
+        for part in self.parts:
+            if isinstance(part, PackedPart):
+                part.expanded = True
+
+    def expand(self, dtype: torch.dtype) -> None:
+        """Once it is loaded: make the weight plain, in the model's dtype, and give back what it was loaded in."""
+        held = self.matrix
+        if held is not None and not held.is_mkldnn:
+            return
+        device = next(x.device for x in (*self.parameters(), *self.buffers()))
+        self._hold(self.multiply(torch.eye(self.inputs.width, dtype=dtype, device=device)).t().contiguous())
+
+    def _hold(self, weight: Tensor) -> None:
+        sources = [source for part in self.parts for source in cast(Part, part).sources]
+        plain = Part(self.inputs, self.outputs, False, sources)
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        self.parts = nn.ModuleList((plain,))
+
+
+class LatentUp(PlainColumnParallel):
     """From a latent to keys without a position and values, of this rank's heads. Two sources: keys' [heads, latent,
     nope], and values' [heads, value, latent]."""
 
@@ -81,26 +106,13 @@ class LatentUp(ColumnParallel):
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._nope, "eio", keys))
             self.parts.append(HeadMatrices(self._shard, self.inputs, self._value, "eoi", values))
             return
-        super().build(sources, lambda path: format_of(path).plain)
-        for part in self.parts:
-            if isinstance(part, PackedPart):
-                part.expanded = True
+        super().build(sources, format_of)
 
     def expand(self, dtype: torch.dtype) -> None:
-        """Once it is loaded: make the weight plain, in the model's dtype, and give back what it was loaded in."""
-        if isinstance(self.parts[0], HeadMatrices):
-            keys, values = (cast(HeadMatrices, part).weight.data for part in self.parts)
-            weight = torch.cat((keys.mT, values), 1).flatten(0, 1)
-        else:
-            held = self.matrix
-            if held is not None and not held.is_mkldnn:
-                return
-            device = next(x.device for x in (*self.parameters(), *self.buffers()))
-            weight = self.multiply(torch.eye(self.inputs.width, dtype=dtype, device=device)).t().contiguous()
-        sources = [source for part in self.parts for source in cast(Part, part).sources]
-        plain = Part(self.inputs, self.outputs, False, sources)
-        plain.weight = nn.Parameter(weight, requires_grad=False)
-        self.parts = nn.ModuleList((plain,))
+        if not isinstance(self.parts[0], HeadMatrices):
+            return super().expand(dtype)
+        keys, values = (cast(HeadMatrices, part).weight.data for part in self.parts)
+        self._hold(torch.cat((keys.mT, values), 1).flatten(0, 1))
 
     @property
     def plain(self) -> Tensor:
