@@ -75,20 +75,21 @@ class Piece(NamedTuple):
 
 def select(
     q: Tensor, weights: Tensor, cache: Tensor, rows: AttentionMetadata, topk: int, rotated: int,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, stride: int = 1,
 ) -> Selection | None:  # fmt: skip
     """The topk tokens before each of the step's tokens, itself included, with the largest sums over heads of weight *
     relu(q k); equal ones in the order of positions. None: all, as no sequence has more.
 
     q: [T, heads, dim], rotated. weights: [T, heads]. cache: with this step's keys stored. rotated: elements of a key
-    that are. scales: as rope_and_store_index has them. It launches the same kernels whatever `lengths` has.
+    that are. scales: as rope_and_store_index has them. stride: tokens of a key, where the cache has one for each window
+    of so many; a token sees those of windows that have ended. It launches the same kernels whatever `lengths` has.
     """
-    longest = max(rows.kv_lens, default=0)
+    longest = max(rows.kv_lens, default=0) // stride
     if longest <= topk:
         return None
     slots = torch.empty(len(q), topk, dtype=torch.int32, device=q.device)
     counts = torch.empty(len(q), dtype=torch.int32, device=q.device)
-    for piece in pieces(rows, 4 if q.is_cuda else 4 * q.shape[1]):
+    for piece in pieces(rows, 4 if q.is_cuda else 4 * q.shape[1], stride=stride):
         tokens = slice(piece.start, piece.stop)
         given = q[tokens], weights[tokens], cache, piece, rotated, slots[tokens], counts[tokens], scales
         if q.is_cuda:
@@ -99,7 +100,7 @@ def select(
             choose_reference(*given)
     if q.is_cuda:
         jit.written(q.device, slots, counts)
-    return Selection(slots, counts, [min(seen, topk) for seen in tokens_seen(rows)])
+    return Selection(slots, counts, [min(seen // stride, topk) for seen in tokens_seen(rows)])
 
 
 def tokens_seen(rows: AttentionMetadata) -> Iterator[int]:
@@ -108,23 +109,25 @@ def tokens_seen(rows: AttentionMetadata) -> Iterator[int]:
         yield from range(length - count + 1, length + 1)
 
 
-def pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int = 0) -> list[Piece]:
+def pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int = 0, stride: int = 1) -> list[Piece]:
     """Pieces that take SCORES_BYTES, if one token does, of so many bytes for a token and one that it sees, and for a
-    token besides; made once a step."""
+    token besides; made once a step. stride: as `select` has it."""
     found = rows.scratch.get("indexer")
     if found is None:
-        found = rows.scratch["indexer"] = list(_make_pieces(rows, pair_bytes, token_bytes))
+        found = rows.scratch["indexer"] = list(_make_pieces(rows, pair_bytes, token_bytes, stride))
     return found
 
 
-def _make_pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int) -> Iterator[Piece]:
+def _make_pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int, stride: int) -> Iterator[Piece]:
     n, query_len, device = rows.num_decodes, rows.query_len, rows.lengths.device
     if n:
         longest, lengths = max(rows.kv_lens[:n]), rows.lengths[:n]
         if query_len > 1:
             behind = torch.arange(query_len - 1, -1, -1, dtype=torch.int32, device=device)
             lengths = (lengths[:, None] - behind).clamp_(min=0).flatten()
-        together = max(1, SCORES_BYTES // ((pair_bytes * longest + token_bytes) * query_len))
+        if stride > 1:
+            lengths, longest = lengths // stride, longest // stride
+        together = max(1, SCORES_BYTES // max(1, (pair_bytes * longest + token_bytes) * query_len))
         for first in range(0, n, together):
             last = min(n, first + together)
             start, stop = first * query_len, last * query_len
@@ -136,8 +139,8 @@ def _make_pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int) -> 
         for start in range(0, count, together):
             stop = min(count, start + together)
             seen = torch.arange(length - count + start + 1, length - count + stop + 1, dtype=torch.int32, device=device)
-            tables = rows.block_tables[i : i + 1]
-            yield Piece(row + start, row + stop, tables, stop - start, seen, length - count + stop)
+            tables, longest = rows.block_tables[i : i + 1], (length - count + stop) // stride
+            yield Piece(row + start, row + stop, tables, stop - start, seen // stride, longest)
         row += count
 
 

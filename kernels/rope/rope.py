@@ -32,6 +32,8 @@ class CosSin(NamedTuple):
     # [T, 1, 1] f32: each token's factor on its queries, by which attention's temperature depends on the position. It is
     # not applied here, and has no place where queries are normed after it.
     q_scale: Tensor | None = None
+    # The rotation of the first token of the window that each lies in, where rope parameters have a stride.
+    of_window: CosSin | None = None
 
 
 class KVCache(NamedTuple):
@@ -90,7 +92,7 @@ def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def apply_rotary_reference(x: Tensor, cos_sin: CosSin) -> Tensor:
-    cos, sin, interleaved, _ = cos_sin
+    cos, sin, interleaved = cos_sin[:3]
     r = cos.shape[-1]
     rotated = x[..., :r].float() if r < x.shape[-1] else x.float()
     if interleaved:

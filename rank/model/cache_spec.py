@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...errors import USAGE, FatalError
+from ...kernels.attention.compressed import entries_of
 from ...kernels.rope.fp8_cache import E4M3
 
 Caches = list[tuple[Any, ...]]  # of each local layer: the tensors of its spec, [blocks, ...] or [rows, ...] each
@@ -95,6 +97,38 @@ class Indexed(NamedTuple):
 
     def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
         return ()
+
+
+class CompressedKV(NamedTuple):
+    """Keys that are values too, of every token, and entries of windows of tokens (kernels/attention/compressed.py), on
+    each rank alike; an index key of each window; and, of a sequence, the newest inputs of its windows. Keys before the
+    layer's own window are kept, where it has entries: these are in the same blocks."""
+
+    dim: int
+    newest: int  # tokens whose keys the layer reads
+    rate: int = 0  # tokens of a window; 0: there are no entries
+    index_dim: int = 0  # 0: there are no index keys
+    tokens: int = 0  # of an entry
+    channels: int = 0  # of a token's inputs
+
+    @property
+    def window(self) -> int:
+        return 0 if self.rate else self.newest
+
+    def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """[tokens + entries, dim], and index keys [entries, index_dim]. Raises FatalError for e4m3, and where windows
+        and blocks do not fit into each other."""
+        if dtype == E4M3:
+            raise FatalError("--kv-cache-dtype fp8 is not supported for this model's compressed attention", USAGE)
+        if self.rate and tokens % self.rate and (self.index_dim or self.rate % tokens):
+            raise FatalError(f"--block-size {tokens} must be a multiple of this model's windows of {self.rate}", USAGE)
+        entries = entries_of(tokens, self.rate)
+        keys = TensorSpec((tokens + entries, self.dim), dtype)
+        return (keys, TensorSpec((entries, self.index_dim), dtype)) if self.index_dim else (keys,)
+
+    def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
+        """The inputs [tokens of an entry + query_len - 2, channels] f32: a ring, as RecurrentState has."""
+        return (TensorSpec((self.tokens + query_len - 2, self.channels), torch.float32),) if self.rate else ()
 
 
 class SharedCache(NamedTuple):

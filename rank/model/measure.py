@@ -48,6 +48,7 @@ from .stored_formats._part import BIAS, StoredPart
 from .weights.slicing import ShardedModule
 
 POSITIONS = 1  # of the rotary tables, which are computed
+BLOCK = 16  # tokens of a block by default; entries of windows are not in proportion to them
 
 
 class GroupRank(NamedTuple):
@@ -160,7 +161,7 @@ def rank_of(
     for layer, spec in zip(whole.model.layers.values(), whole.cache_specs(), strict=True):
         held = {
             "weights": weights(layer, dtype, device),
-            "kv": block_bytes(spec, 1, cache_dtype(kv_dtype, dtype)),  # of one token
+            "kv": -(-block_bytes(spec, BLOCK, cache_dtype(kv_dtype, dtype)) // BLOCK),  # of one token
             "window": spec.window,
             "state": row_bytes(spec),  # of one sequence
             "inner": widest(layer),

@@ -22,16 +22,25 @@ class RotaryEmbeddings(nn.Module):
     """The rotary embeddings of all layers: one table for those of equal parameters."""
 
     def __init__(self, layers: Sequence[Parameters], head_dim: int, max_positions: int, max_model_len: int):
-        """layers: each layer's rope parameters."""
+        """layers: each layer's rope parameters, with a stride where it asks for rotations of windows of so many tokens,
+        too."""
         super().__init__()
-        kinds = [one for i, one in enumerate(layers) if one not in layers[:i]]
+        plain = [{name: value for name, value in one.items() if name != "stride"} for one in layers]
+        kinds = [one for i, one in enumerate(plain) if one not in plain[:i]]
         self.kinds = nn.ModuleList(RotaryEmbedding(one, head_dim, max_positions, max_model_len) for one in kinds)
-        self.of = [kinds.index(one) for one in layers]
+        self.of = [kinds.index(one) for one in plain]
+        self.strides = [one.get("stride", 0) for one in layers]
 
     def forward(self, positions: Tensor) -> list[CosSin]:
         """Each layer's cosines and sines of positions [T] or [axes, T] int64."""
         made = [kind(positions) for kind in self.kinds]
-        return [made[i] for i in self.of]
+        windows = {
+            (i, stride): self.kinds[i](positions // stride * stride)
+            for i, stride in set(zip(self.of, self.strides, strict=True))
+            if stride
+        }
+        each = zip(self.of, self.strides, strict=True)
+        return [made[i]._replace(of_window=windows[i, n]) if n else made[i] for i, n in each]
 
     @property
     def device(self) -> torch.device:

@@ -11,13 +11,13 @@ from .indexing import DEEPSEEK, INDEXES, STEPS, listed, make_step
 from .latents import Sizes, latent_cache
 
 
-def definition(q, weights, cache, rows, topk):
-    """The slots of each token's choice."""
+def definition(q, weights, cache, rows, topk, stride=1):
+    """The slots of each token's choice. stride: tokens of a key."""
     keys, t = cache.view(-1, cache.shape[2]), 0
     size = cache.shape[1]
     for i, (count, length) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
-        slots = [int(rows.block_tables[i, j // size]) * size + j % size for j in range(length)]
-        for seen in range(length - count + 1, length + 1):
+        slots = [int(rows.block_tables[i, j // size]) * size + j % size for j in range(length // stride)]
+        for seen in [at // stride for at in range(length - count + 1, length + 1)]:
             scores = ((q[t].double() @ keys[slots[:seen]].double().T).relu() * weights[t, :, None].double()).sum(0)
             best = scores.sort(descending=True, stable=True).indices[:topk].sort().values.tolist()
             yield [slots[j] for j in best]
@@ -37,6 +37,19 @@ def test_choice(sizes, step, monkeypatch):
     assert listed(found) == want and len(rows.scratch["indexer"]) > 2
     kept = found.keep(torch.tensor([len(q) - 1, 0]), [rows.kv_lens[-1], 1])
     assert listed(kept) == [want[-1], want[0]] and kept.kv_lens == [len(want[-1]), 1]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_choice_of_windows(step):
+    """Keys of windows that have ended; the first tokens see none."""
+    torch.manual_seed(0)
+    sizes, stride = INDEXES[2], 4
+    rows, q, weights, cache, _ = make_step(sizes, step, torch.float32, False)
+    rows.kv_lens = [stride * n - n % 3 for n in rows.kv_lens]
+    rows.lengths = torch.tensor(rows.kv_lens, dtype=torch.int32)
+    found = indexer.select(q, weights, cache, rows, sizes.topk, sizes.rope, stride=stride)
+    assert listed(found) == list(definition(q, weights, cache, rows, sizes.topk, stride))
+    assert all(n <= bound for n, bound in zip(found.lengths.tolist(), found.kv_lens, strict=True))
 
 
 def test_no_choice_where_all_are_read():
