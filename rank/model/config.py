@@ -44,6 +44,7 @@ LARGEST = (
 MAX_POSITIONS = 1 << 27
 # The types of layers, as config.json's layer_types has them.
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
+ROPE_TYPES = {"compress": FULL, "main": SLIDING}  # DeepSeek-V4's names of types of layers there
 # Keys of a multimodal model that stand outside its text_config and hold for the text model.
 SHARED = (
     "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vision_config",
@@ -259,6 +260,7 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise FatalError(f"{config_file(path)}: the rope parameters are {given!r}, not an object", MODEL)
+    given = {ROPE_TYPES.get(key, key): value for key, value in given.items()}
     full, sliding = given, dict[str, Any]()
     nested = FULL in given or SLIDING in given
     if nested:

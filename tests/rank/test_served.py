@@ -177,7 +177,7 @@ def checkpoint(tmp_path_factory):
         path = write_checkpoint(tmp_path_factory.mktemp(re.sub(r"\W", "-", name)), SERVED[name])
         weights = load_file(path / "model.safetensors")
         for key, x in weights.items():
-            if x.dim() > 1 and "lm_head" not in key:
+            if x.dim() > 1 and x.is_floating_point() and "lm_head" not in key:
                 x *= EMBEDDING_GAINS.get(name, 0.05) if EMBEDDING.search(key) else 1.2
             elif key.endswith("bias"):
                 x *= 0.1

@@ -23,6 +23,7 @@ WAYS = {
     "two stages": ("llama", dict(pp=2)),
     "two stages, preemption": ("llama", dict(pp=2, blocks=44)),
     "latent attention": ("deepseek_v2", {}),
+    "entries of windows": ("deepseek_v4", {}),
     "windows": ("gemma3_text", {}),
     "recurrent states": ("qwen3_next", {}),
     "recurrent states of two ranks": ("qwen3_next", dict(tp=2)),

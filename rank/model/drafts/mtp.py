@@ -56,7 +56,9 @@ def spellings(layers: int) -> list[Names]:
 
 def find_names(config: Config, tensors: Collection[str]) -> Names | None:
     """The names of the head among a checkpoint's tensors; None: it ships none. Without tensors, as for dummy weights,
-    config.json decides."""
+    config.json decides. Heads of models with another residual stream are not read."""
+    if architectures.find(config.model_type).Model.STREAM is not ResidualStream:
+        return None
     qwens, deepseeks, mimos = spellings(config.num_layers)
     if not tensors:
         of_qwen = config.raw.get("mtp_num_hidden_layers")

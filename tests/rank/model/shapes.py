@@ -26,6 +26,12 @@ DEEPSEEK = dict(
 )  # fmt: skip
 # With few heads relu leaves many scores of zero, among which transformers chooses otherwise than here.
 INDEXER = dict(index_n_heads=16, index_head_dim=16, index_topk=20)
+DEEPSEEK_V4 = INDEXER | dict(
+    model_type="deepseek_v4", num_key_value_heads=1, head_dim=16, qk_rope_head_dim=8, q_lora_rank=40, o_groups=6,
+    o_lora_rank=8, n_routed_experts=16, num_experts_per_tok=3, moe_intermediate_size=20, intermediate_size=20,
+    swiglu_limit=0.5, sliding_window=11, index_topk=5, hc_sinkhorn_iters=3,
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+)  # fmt: skip
 DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -274,6 +280,12 @@ MODELS = {
     "deepseek_v32": DEEPSEEK | INDEXER | dict(
         model_type="deepseek_v32", q_lora_rank=40, first_k_dense_replace=2, n_group=4, topk_group=2,
         rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v4": DEEPSEEK_V4 | dict(
+        layer_types=["sliding_attention", *["heavily_compressed_attention", "compressed_sparse_attention"] * 2][:4],
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"], rope_parameters=dict(
+            rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+        ),
     ),
     "glm_moe_dsa": DEEPSEEK | INDEXER | dict(
         model_type="glm_moe_dsa", q_lora_rank=40, first_k_dense_replace=1,

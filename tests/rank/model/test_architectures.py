@@ -64,6 +64,8 @@ def write(directory, **options):
                 buffer.normal_(0, 0.3)
             elif name.endswith(("put_min", "put_max", "std_bias", "std_scale")):  # of Gemma 4's tower
                 buffer.fill_(-1.5 if name.endswith("min") else 1.5)
+            elif name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).topk(buffer.shape[1]).indices)
     model.save_pretrained(directory)
     if options["model_type"] == "qwen3_vl_moe":  # published with inputs before outputs, as transformers loads it
         tensors = load_file(directory / "model.safetensors")
@@ -119,7 +121,8 @@ def test_kimi_k2(made, tmp_path, expected):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "minimax_m3_vl"]
+    "name",
+    ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text", "minimax_m3_vl"],
 )
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (2, 2)])
 def test_chunks_and_mixed_batches(made, expected, name, tp, pp):
@@ -165,6 +168,30 @@ def test_latents_between_the_segments_of_a_captured_step(made, name):
 
     ((plain, between),) = threads.run(run, 1)
     assert torch.equal(plain, between)
+
+
+def test_deepseek_v4_by_its_own_names(made, tmp_path, expected, caplog):
+    """As DeepSeek publishes it, with layers that predict further tokens."""
+    path, ids = made("deepseek_v4"), tokens(40)
+    spelled = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+
+    def own(name):
+        for theirs, ours in spelled.items():
+            name = name.replace(theirs, ours)
+        return name.removeprefix("model.")
+
+    tensors = {own(name): x for name, x in load_file(path / "model.safetensors").items()}
+    tensors["mtp.0.attn.wkv.weight"] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    config |= {"compress_ratios": [ratios[one] for one in config.pop("layer_types")], "num_hash_layers": 1}
+    del config["mlp_layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    caplog.set_level("WARNING", "phalanx")
+    (logits,) = run_steps(tmp_path, [ids])
+    assert distance(logits, expected(path, ids)) < TOLERANCE
+    assert not caplog.messages
 
 
 def test_longrope_beyond_the_original_context(tmp_path, expected):

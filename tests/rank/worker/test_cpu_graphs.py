@@ -32,6 +32,7 @@ EAGER = {
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "gemma4",
     "gemma4_text",
     "glm4_moe_lite",

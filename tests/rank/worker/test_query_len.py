@@ -38,6 +38,7 @@ NAMES = [
     "deepseek_v2",
     "deepseek_v32",
     "minimax_m3_vl_text",
+    "deepseek_v4",
     "gemma3_text",
     "qwen3_next",
     "gpt_oss",
@@ -50,6 +51,7 @@ REPLAYED = set(NAMES) - {
     "deepseek_v32",
     "minimax_m3_vl_text",
     "kimi_linear",
+    "deepseek_v4",
 }  # on CPUs torch computes latent attention, which is not recorded
 
 

@@ -68,6 +68,10 @@ OTHERS = {
     },
     "qwen": {"intermediate_size": 1000},
     "hy_v3": {"num_shared_experts": 1},
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 40, "o_groups": 12, "o_lora_rank": 8,
+        "num_hash_layers": 1,
+    },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"hidden_size_per_layer_input": 0, "global_head_dim": 32}),
     "gpt_bigcode": {"n_inner": 500},

@@ -1,0 +1,193 @@
+"""DeepSeek-V4 Flash and Pro (DeepSeek-AI 2026): hyper-connections, a window beside compressed attention, and experts
+that token ids choose in the first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
+from ....kernels.activation.activation import CLAMPED_SILU, clamped
+from ....kernels.attention.attention import AttentionParams
+from ....kernels.attention.compressed import Compression
+from ....kernels.moe.router import RouterParams
+from ....kernels.rope.rope import CosSin
+from .. import base
+from ..base import Count
+from ..batch import Batch
+from ..config import FULL, SLIDING
+from ..layers.attention import layer_type
+from ..layers.compressed_attention import CompressedAttention, CompressedSizes
+from ..layers.hyper_connections import HyperConnection, HyperHead, HyperNormed, HyperSizes, HyperStream
+from ..layers.indexer import IndexSizes
+from ..layers.moe import HashedMoE, SharedMoE
+from ..layers.norm import RMSNorm
+from ..layers.residual import Normed, ResidualStream
+from ..layers.rope import Parameters
+
+# Layers with entries have rope parameters of their own, those of full attention here.
+CONFIG = {
+    "defaults": {"head_dim": 512, "num_key_value_heads": 1},
+    "rope_per_layer_type": True,
+}
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {SPARSE: 4, HEAVY: 128}
+HASHED, ROUTED = "hash_moe", "moe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(base.Args):
+    num_key_value_heads: int = 1
+    q_lora_rank: Count = 1024
+    o_groups: Count = 8
+    o_lora_rank: Count = 1024
+    sliding_window: Count = 128
+    layer_types: list[str] = field(default_factory=list)
+    compress_ratios: list[int] = field(default_factory=list)
+    compress_rates: dict[str, Any] = field(default_factory=RATES.copy)
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    qk_rope_head_dim: int = 0
+    partial_rotary_factor: float = 0.0  # 0: as qk_rope_head_dim says
+    index_n_heads: Count = 64
+    index_head_dim: Count = 128
+    index_topk: Count = 512
+    hc_mult: Count = 4
+    hc_sinkhorn_iters: Count = 20
+    hc_eps: float = 1e-6
+    moe_intermediate_size: Count
+    n_routed_experts: Count = 256
+    num_experts_per_tok: Count = 6
+    mlp_layer_types: list[str] = field(default_factory=list)
+    num_hash_layers: int = 3
+    scoring_func: str = "sqrtsoftplus"
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    hidden_act: str = "silu"
+
+    def __post_init__(self) -> None:
+        factor = self.partial_rotary_factor or (self.qk_rope_head_dim or self.head_dim / 8) / self.head_dim
+        object.__setattr__(self, "qk_rope_head_dim", int(self.head_dim * factor))
+        object.__setattr__(self, "partial_rotary_factor", factor)
+        base.expect("scoring_func", self.scoring_func, "sqrtsoftplus")
+        base.expect("num_key_value_heads", self.num_key_value_heads, 1)
+        base.expect("hidden_act", self.hidden_act, "silu")
+        try:
+            clamped(CLAMPED_SILU, self.swiglu_limit)
+        except ValueError as error:
+            raise FatalError(f"config.json: swiglu_limit is {self.swiglu_limit}: {error}", MODEL) from None
+
+    def layer_type(self, index: int) -> str:
+        types = self.layer_types
+        if not types and self.compress_ratios:
+            names = {0: SLIDING} | {rate: name for name, rate in RATES.items()}
+            for ratio in self.compress_ratios:
+                base.expect("compress_ratios", ratio, *names)
+            types = [names[ratio] for ratio in self.compress_ratios]
+        default = SPARSE if index > 1 and index % 2 else HEAVY
+        return layer_type(types, index, default, (SLIDING, SPARSE, HEAVY))
+
+    def compression(self, index: int) -> Compression | None:
+        kind = self.layer_type(index)
+        if kind == SLIDING:
+            return None
+        return Compression(self.compress_rates[kind], self.head_dim, kind == SPARSE)
+
+    def sizes(self, index: int) -> CompressedSizes:
+        sparse = self.layer_type(index) == SPARSE
+        index_sizes = IndexSizes(self.index_n_heads, self.index_head_dim, self.index_topk, True) if sparse else None
+        return CompressedSizes(
+            self.num_attention_heads, self.head_dim, self.q_lora_rank, self.o_groups, self.o_lora_rank,
+            self.rms_norm_eps, self.compression(index), index_sizes,
+        )  # fmt: skip
+
+    @property
+    def hyper_sizes(self) -> HyperSizes:
+        return HyperSizes(self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters, self.hc_eps, self.rms_norm_eps)
+
+    def attention_params(self, index: int) -> AttentionParams:
+        return AttentionParams(self.head_dim**-0.5, self.sliding_window)
+
+    def rope(self, index: int) -> Parameters:
+        """YaRN has no temperature here."""
+        compression = self.compression(index)
+        found = self.rope_parameters[FULL if compression else SLIDING] | {"partial_rotary_factor": 1.0}
+        theta = self.compress_rope_theta if compression else self.rope_theta
+        found |= {"head_dim": self.qk_rope_head_dim, "interleaved": True, "rope_theta": theta}
+        if found["rope_type"] == "yarn":
+            found.setdefault("attention_factor", 1.0)
+        return found | ({"stride": compression.rate} if compression else {})
+
+    def hashed(self, index: int) -> bool:
+        """Whether token ids choose a layer's experts."""
+        if index < len(self.mlp_layer_types):
+            base.expect("mlp_layer_types", self.mlp_layer_types[index], HASHED, ROUTED)
+            return self.mlp_layer_types[index] == HASHED
+        return index < self.num_hash_layers
+
+
+class Layer(base.Layer):
+    def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
+        super().__init__(args, mesh, index, local)
+        hidden, inner, eps = args.hidden_size, args.moe_intermediate_size, args.rms_norm_eps
+        self.attn = CompressedAttention(hidden, args.sizes(index), args.attention_params(index), mesh, local)
+        self.attn_norm, self.ffn_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.hc_attn, self.hc_ffn = HyperConnection(args.hyper_sizes), HyperConnection(args.hyper_sizes)
+        experts, top_k, act = args.n_routed_experts, args.num_experts_per_tok, clamped(CLAMPED_SILU, args.swiglu_limit)
+        params = RouterParams(top_k, "sqrtsoftplus", corrected=True, scale=args.routed_scaling_factor)
+        of = hidden, inner, inner, experts, params, mesh
+        self.ffn = HashedMoE(*of, args.vocab_size) if args.hashed(index) else SharedMoE(*of)
+        self.ffn.experts.activation = self.ffn.shared_experts.gate_up_proj.activation = act
+
+    def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
+        yield (h := HyperNormed(self.hc_attn, self.attn_norm, stream))
+        stream.add(self.attn(h, cos_sin, batch))
+        yield (h := HyperNormed(self.hc_ffn, self.ffn_norm, stream))
+        if isinstance(self.ffn, HashedMoE):
+            ids = batch.ids if len(stream) == len(batch.ids) else batch.ids[batch.sample_at]
+            stream.add(self.ffn(h, ids))
+        else:
+            stream.add(self.ffn(h))
+
+
+class Decoder(base.Decoder):
+    def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
+        super().__init__(args, mesh, layer)
+        self.streams = args.hc_mult
+        self.hc_head = HyperHead(args.hyper_sizes) if mesh.last else None
+
+    def embed(self, batch: Batch) -> Tensor:
+        return super().embed(batch).repeat(1, self.streams)
+
+
+class Model(base.Model):
+    LAYER, DECODER, STREAM = Layer, Decoder, HyperStream
+    MERGED = base.Model.MERGED | {"wq_a_wkv": ("wq_a", "wkv"), "wkv_wgate": ("wkv", "wgate")}
+    LEFT_OUT = ("mtp.", "model.mtp.")
+    RENAMED = {
+        **{f".w{i}.": f".{name}_proj." for i, name in ((1, "gate"), (2, "down"), (3, "up"))},
+        ".gate.bias": ".gate.e_score_correction_bias", ".gate.tid2eid": ".gate.table.tid2eid",
+        ".attn.norm.": ".attn.kv_norm.", ".attn_sink": ".attn_sink.weight", ".ape": ".bias.ape",
+        ".hc_attn_scale": ".hc_attn.factors.scale", ".hc_ffn_scale": ".hc_ffn.factors.scale",
+        ".hc_attn_": ".hc_attn.", ".hc_ffn_": ".hc_ffn.",
+        ".hc_head_": ".hc_head.hc_", ".hc_head.hc_scale": ".hc_head.factors.scale", ".hc_head.hc_": ".hc_head.",
+    }  # fmt: skip
+
+    @property
+    def stream_size(self) -> int:
+        return self.hidden_size * cast(Decoder, self.model).streams
+
+    @classmethod
+    def rename(cls, name: str) -> str:
+        """DeepSeek's own files have no prefix."""
+        own = {"head.weight": "lm_head.weight", "embed.weight": "model.embed_tokens.weight"}.get(name, name)
+        return super().rename(own if own.startswith(("model.", "lm_head.", "mtp.")) else f"model.{own}")
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        head = cast(Decoder, self.model).hc_head
+        assert head is not None
+        return super().normed(head(hidden))
