@@ -25,6 +25,7 @@ OF_LAYERS |= {
     "moe_layer_end_index",
     "hybrid_override_pattern",
     "mlp_layer_types",
+    "compress_ratios",
     "moe_layer_freq",
     "sparse_attention_freq",
     "indexer_types",
