@@ -84,7 +84,9 @@ class StepModel:
         for layer in stage.layers:
             kinds[layer] = kinds.get(layer, 0) + 1
         total = sum(count * self._layer(layer, tokens) for layer, count in kinds.items())
-        total += context * sum(layer.kv for layer in stage.layers) / (self.device.bandwidth * CACHED)
+        for layer, count in kinds.items():
+            seen = min(context, sampled * layer.window) if layer.window else context
+            total += count * layer.kv * seen / (self.device.bandwidth * CACHED)
         states = sampled * sum(layer.state for layer in stage.layers)  # read and written
         total += 2 * states / (self.device.bandwidth * CACHED)
         for one in stage.ends:
@@ -169,8 +171,12 @@ class StepModel:
         return self.links.latency + moved / self.links.tensor
 
     def scores(self, stage: StageShape, tokens: int, prompt: int) -> float:
-        """Attention's arithmetic for prompt tokens: each sees half its prompt."""
-        return tokens * prompt / 2 * sum(layer.scores for layer in stage.layers) * 2 / (self.flops * SCORES)
+        """Attention's arithmetic for prompt tokens: each sees half its prompt on average, or its layer's window."""
+        pairs = 0.0
+        for layer in stage.layers:
+            most = min(prompt, layer.window or prompt)
+            pairs += layer.scores * (most - most**2 / (2 * prompt))
+        return tokens * pairs * 2 / (self.flops * SCORES)
 
 
 def predict(

@@ -14,7 +14,7 @@ from phalanx.launcher.commands.fit.memory import Layout, Workload
 from phalanx.rank.model.experts import host, small_batch, streamer
 from phalanx.rank.model.experts import offload as serving
 
-from .configs import CONFIGS, read, write
+from .configs import CONFIGS, WITH_WINDOWS, read, write
 
 H200 = DEVICES["H200"]
 # (model, GPUs): ms per step by batch; prompts of 128 and 256 new tokens: 272 are read on average
@@ -271,6 +271,20 @@ def test_only_a_head_samples(tmp_path):
     with_both = msgspec.structs.replace(stage, ends=(*stage.ends, other))
     more = clock.step(with_both, 2048, 0, 1) - clock.step(stage, 2048, 0, 1)
     assert more == pytest.approx(2 * head.elements * 2048 / H200.flops, rel=0.2)
+
+
+def test_windows_bound_what_attention_reads(tmp_path):
+    """Half of gpt-oss's layers read 128 tokens of a sequence, when they decode and when a prompt is computed."""
+    shape = read(write(tmp_path, WITH_WINDOWS["gpt-oss-20b"]))
+    (stage,) = shape.stage_shapes(1, 1, 1)
+    clock = speed.StepModel(shape, Layout(1), H200, speed.links(Layout(1), H200, 8, 50e9), Workload(8192, 64, 4096))
+    more = clock.step(stage, 64, 64 * 8192, 64) - clock.step(stage, 64, 64 * 128, 64)
+    assert more == pytest.approx(12 * 64 * (8192 - 128) * 2 * 8 * 64 * 2 / (H200.bandwidth * speed.CACHED))
+    narrow = [one for one in stage.layers if one.window]
+    windowed, whole = (msgspec.structs.replace(stage, layers=(layer,)) for layer in (narrow[0], stage.layers[1]))
+    assert (narrow[0].window, stage.layers[1].window, len(narrow)) == (128, 0, 12)
+    assert clock.scores(windowed, 99, 128) == clock.scores(whole, 99, 128)
+    assert clock.scores(windowed, 99, 1024) == pytest.approx(clock.scores(whole, 99, 2 * (128 - 8)))
 
 
 def test_pipelines(predict):
