@@ -145,7 +145,13 @@ def attend(
     none. selection: slots of those that a token reads among entries alone, of blocks without keys; None: it reads all.
     """
     out, tokens = torch.empty_like(q), tokens_of(rows)
-    entries = selection.block_tables.shape[1] if selection is not None else max(rows.kv_lens) // rate if rate else 0
+    entries = (
+        selection.block_tables.shape[1]
+        if selection is not None
+        else max(rows.kv_lens, default=0) // rate
+        if rate
+        else 0
+    )
     listed = params.window + entries
     together = max(1, GATHER_BYTES // (4 * listed * (cache.shape[2] + 2 * q.shape[1])))
     flat = cache.view(-1, cache.shape[2])

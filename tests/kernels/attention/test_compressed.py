@@ -113,3 +113,13 @@ def test_rows_that_fill_a_captured_step_up_write_nothing():
     cache = torch.zeros(2, 5, 4)
     compressed.store(x, cache, torch.tensor([7, -1]))
     assert torch.equal(cache[1, 2], x[0]) and cache.count_nonzero() == 4
+
+
+def test_a_step_without_tokens():
+    step, of = Step([], [], torch.zeros(0, 1, dtype=torch.int32)), Compression(4, DIM)
+    x, ring, rows = torch.zeros(0, 2 * DIM), torch.zeros(2, 3, 2 * DIM), torch.zeros(0, dtype=torch.int64)
+    windows = compressed.gather_windows(x, ring, rows, step, of)
+    compressed.write_ring(x, ring, rows, step)
+    assert len(compressed.compress(windows.inputs, windows.known, of)) == 0
+    q, cache = torch.zeros(0, HEADS, DIM), torch.zeros(BLOCKS, 5, DIM)
+    assert len(compressed.attend(q, cache, step, AttentionParams(1.0, WINDOW), 4, 4)) == 0
