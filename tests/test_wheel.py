@@ -90,7 +90,7 @@ def test_it_runs_from_the_wheel(wheel, tmp_path):
         env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Options of serve:" in done.stdout
+    assert "phalanx serve --help" in done.stdout
 
 
 def test_the_command_is_an_entry_point(wheel):
