@@ -11,7 +11,16 @@ from phalanx.rank.model.load import load
 from ...checkpoints import make_config
 from ...fields import each
 
-QUESTION = {"device": "cpu", "dtype": "auto", "isq": "none", "kv_cache_dtype": "auto", "tp": 0, "pp": 0, "most": 4}
+QUESTION = {
+    "mmproj": "",
+    "device": "cpu",
+    "dtype": "auto",
+    "isq": "none",
+    "kv_cache_dtype": "auto",
+    "tp": 0,
+    "pp": 0,
+    "most": 4,
+}
 
 
 @pytest.fixture

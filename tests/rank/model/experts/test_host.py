@@ -36,6 +36,7 @@ OTHERS = (
         "qwen3_vl_moe",
         "hy_v3",
         "deepseek_v32",
+        "deepseek_v4",
         "glm_moe_dsa",
         "kimi_linear",
         "bailing_hybrid",
