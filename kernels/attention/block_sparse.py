@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The most tokens that one reads."""
+        """How many tokens one reads at most."""
         return self.size * self.topk
 
     def counts(self, seen: int) -> int:
@@ -77,7 +77,7 @@ def block_sparse_attention(
 def choose(
     q: Tensor, keys: Tensor, piece: indexer.Piece, blocks: Blocks, rotated: int, scales: Tensor | None = None
 ) -> Tensor:
-    """The numbers of the blocks that a piece's tokens read, [T, heads, at most topk] in ascending order; behind them,
+    """The numbers of the blocks that each of T tokens reads, [T, heads, at most topk] in ascending order; behind them,
     where a token sees fewer, the number of all blocks. q: [T, heads, dim]."""
     (tokens, heads, dim), size, tables = q.shape, keys.shape[1], piece.tables.long()
     count, sequences = -(-piece.longest // blocks.size), len(tables)
@@ -105,7 +105,7 @@ def choose(
 
 
 def tokens_of(chosen: Tensor, piece: indexer.Piece, blocks: Blocks, keys: Tensor) -> Tensor:
-    """Where a cache like keys [blocks, block_size, kv_heads, head_dim] has what each token's key heads read, as heads
+    """Slots of what each token's key heads read in a cache like keys [blocks, block_size, kv_heads, head_dim], as heads
     of tokens: [T * kv_heads, most] int32. Behind what a token sees stands its last token."""
     (tokens, heads, _), (size, device) = chosen.shape, (keys.shape[1], chosen.device)
     positions = (chosen[..., None] * blocks.size + torch.arange(blocks.size, device=device)).flatten(2)

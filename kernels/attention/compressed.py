@@ -2,7 +2,7 @@
 
 Keys are the values, and all heads share them. A compressed entry stands for a window of `rate` tokens: each of its
 elements is a mean of theirs, weighted by a softmax over the window. A block of the cache has the keys of its tokens
-and behind them the entries of the windows that end in it: [blocks, tokens + entries, dim]. So one list of slots says
+and behind them the entries of the windows that end in it: [blocks, tokens + entries, dim]. So one list of slots has
 all that a token attends to. Everything here is torch on all devices and reads lengths on the device; prompts wait for
 it once.
 """
@@ -50,7 +50,7 @@ def tokens_of_block(size: int, rate: int) -> int:
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a step stand: [T] each."""
+    """Places of a step's tokens: [T] each."""
 
     sequence: Tensor
     position: Tensor

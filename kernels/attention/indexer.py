@@ -110,8 +110,8 @@ def tokens_seen(rows: AttentionMetadata) -> Iterator[int]:
 
 
 def pieces(rows: AttentionMetadata, pair_bytes: int, token_bytes: int = 0, stride: int = 1) -> list[Piece]:
-    """Pieces that take SCORES_BYTES, if one token does, of so many bytes for a token and one that it sees, and for a
-    token besides; made once a step. stride: as `select` has it."""
+    """Pieces that take SCORES_BYTES, if one token does, of so many bytes for a token and one that it sees, and for each
+    token; made once a step. stride: as `select` has it."""
     found = rows.scratch.get("indexer")
     if found is None:
         found = rows.scratch["indexer"] = list(_make_pieces(rows, pair_bytes, token_bytes, stride))

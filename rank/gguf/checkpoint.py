@@ -68,7 +68,7 @@ def headers(path: Path) -> list[Header]:
 
 
 def config(path: Path, beside: Path | None = None) -> dict[str, Any]:
-    """The config.json that the same model would have. beside: its mmproj file; None: the one that `pair` named.
+    """The config.json that the same model would have. beside: its mmproj file; None: the one that was named for it.
 
     Raises FatalError where the architecture is not supported.
     """

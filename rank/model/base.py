@@ -224,7 +224,7 @@ class Tower(nn.Module):
         return sum(one.num_weights for one in self.modules() if isinstance(one, Linear))
 
     def multiplications(self) -> tuple[float, float]:
-        """About how many an image takes for each of its pixels, and for each pair of them."""
+        """About how many an image takes for each of its pixels, and for each two of them."""
         patch = self.rules.patch**2
         return self.num_weights / patch, 2 * self.depth * self.hidden / patch**2
 

@@ -42,7 +42,7 @@ class ImageStore:
         self, sequence: Sequence, lacking: list[Picture], users: Iterable[Sequence], budget: int, step: PlannedStep
     ) -> int:
         """Have the tower work on these images of a sequence before a step, for about as long as `budget` tokens take,
-        at least on one piece. Returns how many tokens that are.
+        at least on a layer. Returns how many tokens that are.
 
         users: sequences whose images stay, this one included. What another one left behind is finished first.
         """

@@ -108,7 +108,7 @@ def find(directory: Path, config: dict[str, Any]) -> ImageRules | None:
         rules: ImageRules = module.read(config, given or (nested if isinstance(nested, dict) else {}))
         _check_sizes(rules)
         return rules
-    # As of a number that is no float, and of a list where keys are expected.
+    # Numbers that are no floats, and lists where keys are expected, among others.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FatalError(f"{directory}: its files do not say how it takes images: {error!r}", MODEL) from None
 

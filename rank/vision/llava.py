@@ -64,7 +64,7 @@ def square(config: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
 
 def _shortest(processor: dict[str, Any], edge: int, clip: bool) -> int:
     """Pixels of the shorter edge before the middle is cut out; 0: images are squeezed. clip: whether they are cut where
-    the processor does not say. Raises ValueError."""
+    the processor has no key for it. Raises ValueError."""
     size = processor.get("size") or {}
     squeezed = isinstance(size, dict) and "height" in size
     square = size if squeezed else processor.get("crop_size") or {}

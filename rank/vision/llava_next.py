@@ -15,7 +15,7 @@ GRIDS = (336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)
 
 class Rules(ImageRules, frozen=True, kw_only=True):
     """Pixels are the square, the grid below it, and a row of pixels, or column, for each of the grid's rows of patches
-    that are left out: so an image's size says all of it."""
+    that are left out: so an image's size is enough to know it."""
 
     edge: int  # pixels of a square
     shortest: int

@@ -45,7 +45,7 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return made
 
     def largest(self, tokens: int) -> tuple[int, int]:
-        # A row of crops: it is as wide as the black that fills up beside the whole image.
+        # A row of crops: it is as wide as the black that fills up next to the whole image.
         return 2 * self.crop, self.crop + (self.crops - 1) * self.window
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def tiling(height: int, width: int, window: int, most: int) -> tuple[int, int]:
     rows, columns = -(-height // window), -(-width // window)
     if rows * columns > most:
         share = math.sqrt(most / (rows * columns))
-        # A strip's shorter edge comes to less than one crop. The published code has more than `most` along the longer.
+        # A narrow image's edge comes to less than one crop. The published code has more than `most` along the longer.
         rows, columns = max(1, math.floor(rows * share)), max(1, math.floor(columns * share))
         return min(rows, most), min(columns, most)
     rows = max(rows, math.floor(math.sqrt(most * height / width)))

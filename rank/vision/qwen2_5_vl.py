@@ -33,7 +33,7 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         unit = self.patch * self.merge
         least = self.least / unit**2
         most = max(1.0, min(tokens, self.most / unit**2), least)
-        # A strip's shorter edge is never less than a token, and both edges of an image that is grown are rounded up.
+        # A narrow image's edge is never less than a token, and both edges of an image that is grown are rounded up.
         strip = 1, int(math.sqrt(MAX_RATIO * min(most, MAX_RATIO)))
         narrow = math.sqrt(least / MAX_RATIO)
         fewer = range(int(narrow), math.isqrt(math.ceil(least)) + 1)  # than the rows

@@ -127,7 +127,7 @@ def rope(m: Metadata) -> dict[str, Any]:
 
 
 def sections(m: Metadata, keys: dict[str, Any], interleaved: bool = False) -> dict[str, Any]:
-    """keys, whose rope_parameters say how rotary dimensions are divided among axes of images."""
+    """keys, with how rotary dimensions are divided among axes of images in rope_parameters."""
     found = m.values.get(f"{m.architecture}.rope.dimension_sections")
     if found is None:
         return keys

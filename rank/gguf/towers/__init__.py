@@ -1,6 +1,6 @@
 """One file per kind of mmproj file, named after `clip.projector_type`: towers that make features of images.
 
-Each has `config(m)`, which gives the keys of config.json that stand beside the text model's, `TENSORS`, from the file's
+Each has `config(m)`, which gives the keys of config.json that join the text model's, `TENSORS`, from the file's
 names to the tower's, as in rank/gguf/architectures, and `MODELS`, from the text model's model_type to the whole one's.
 It may have `tensors(m)` in place of `TENSORS` where names depend on the file, `PAIRED`, `ADDED` and `UNCHANGED` as in
 rank/gguf/architectures, and `TOKENS`, keys of config.json that are numbers of tokens by the tokens' texts.

@@ -1,5 +1,5 @@
-"""DeepSeek-V4 Flash and Pro (DeepSeek-AI 2026): hyper-connections, a window beside compressed attention, and experts
-that token ids choose in the first layers."""
+"""DeepSeek-V4 Flash and Pro (DeepSeek-AI 2026): hyper-connections, attention to a window and compressed entries, and
+experts that token ids choose in the first layers."""
 
 from __future__ import annotations
 

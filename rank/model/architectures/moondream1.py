@@ -1,7 +1,7 @@
 """Moondream 2 (vikhyatk/moondream2, revisions of 2025): Phi's layers behind an image, captions and answers to
 questions about it.
 
-config.json says nothing of its sizes but where they differ. The model that points and detects objects is left out.
+config.json has only those of its sizes that differ. The model that points and detects objects is left out.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class BlockSparseAttention(PagedAttention):
     def attend_blocks(
         self, h: Normed, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, batch: Batch, norms: QKNorm, index_q: Tensor
     ) -> Tensor:
-        """As PagedAttention's __call__. index_q: the indexer's queries, whose keys are stored."""
+        """Attend as PagedAttention's __call__ does. index_q: the indexer's queries, whose keys are stored."""
         cache = kv_tensors(batch.caches[self.layer])
         q = rope_and_store_kv(q, CurrentKV(k, v, cos_sin, norms, batch.slots), cache)
         if batch.replayed is not None:

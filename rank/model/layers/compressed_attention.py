@@ -44,7 +44,7 @@ class CompressedSizes(NamedTuple):
 
 
 class PositionBias(ShardedModule):
-    """What is added to gates by a token's place in its window."""
+    """Added to gates by a token's place in its window."""
 
     fields = (Field("ape", "io", torch.float32),)
 

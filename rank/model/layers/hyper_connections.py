@@ -121,7 +121,7 @@ class Projection(ShardedModule):
 
 
 class HyperConnection(Projection):
-    """What one sublayer reads of the streams, and how its output joins them."""
+    """Mixes the streams into what one sublayer reads, and its output into them."""
 
     def __init__(self, sizes: HyperSizes):
         super().__init__(sizes, sizes.streams, sizes.streams, sizes.streams**2)

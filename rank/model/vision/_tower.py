@@ -81,7 +81,7 @@ class Projector(nn.Module):
     """LLaVA's (Liu et al. 2023, arXiv 2310.03744): two linears to the text model's size."""
 
     def __init__(self, config: dict[str, Any], inputs: int, outputs: int, bias: bool = True):
-        """config: config.json. bias: whether there is one, where config.json does not say. Raises ValueError."""
+        """config: config.json. bias: whether there is one, where config.json has no key for it. Raises ValueError."""
         super().__init__()
         self.activation = activation_of(config.get("projector_hidden_act", "gelu"), "projector_hidden_act")
         bias = bool(config.get("multimodal_projector_bias", bias))
@@ -116,7 +116,7 @@ def in_rows(colours: Tensor, patch: int) -> Tensor:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """x [N, heads, dim], each pair of whose halves' elements is turned by angles [N, dim / 2] f32."""
+    """x [N, heads, dim], whose halves' elements are turned, two by two, by angles [N, dim / 2] f32."""
     cos, sin = (turn(angles)[:, None] for turn in (torch.cos, torch.sin))
     first, second = x.float().chunk(2, 2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), 2).to(x.dtype)

@@ -38,7 +38,7 @@ def tables(lengths, size):
 @pytest.mark.parametrize("rate, chooses", [(0, False), (4, False), (4, True), (32, False)])
 @pytest.mark.parametrize("most", [1, 1 << 20])
 def test_attention(monkeypatch, queries, lengths, rate, chooses, most):
-    """Where nothing was stored are NaNs. most: bytes of what is gathered at once."""
+    """Slots that nothing was stored in are NaNs. most: bytes of what is gathered at once."""
     torch.manual_seed(0)
     monkeypatch.setattr(compressed, "GATHER_BYTES", most)
     size = 16

@@ -171,7 +171,7 @@ def test_latents_between_the_segments_of_a_captured_step(made, name):
 
 
 def test_deepseek_v4_by_its_own_names(made, tmp_path, expected, caplog):
-    """As DeepSeek publishes it, with layers that predict further tokens."""
+    """DeepSeek's own names are read, also beside layers that predict further tokens."""
     path, ids = made("deepseek_v4"), tokens(40)
     spelled = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 

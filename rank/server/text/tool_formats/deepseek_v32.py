@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: markers around all calls; each argument says whether it is a text or JSON.
+"""DeepSeek V3.2: markers around all calls; each argument is marked as a text or as JSON.
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="NAME">
