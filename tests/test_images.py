@@ -68,7 +68,7 @@ def test_greedy_texts(served):
     fields = dict(max_tokens=100, ignore_eos=True, return_token_ids=True)
     answer = ask(server, parts("What is this: ", images[0], " and this?", images[1]), **fields)
     prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
-    assert answer["usage"]["prompt_tokens"] == len(prompt) and prompt.count(IMAGE) > 30
+    assert answer["usage"]["prompt_tokens"] == len(prompt) and prompt.count(IMAGE) > 15
     assert tokens == generated(path, prompt, images, 100)
 
 
