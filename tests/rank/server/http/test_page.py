@@ -15,7 +15,6 @@ from .... import browser, retries
 from ....fields import each
 from ....server import Server
 from ...mcp_servers import STDIO, free_port, written
-from ...model.vision.seeing import SEEING, add_text, write_seeing
 from ..conftest import LiveServer
 
 pytestmark = [pytest.mark.timeout(120), retries.BROWSER]
@@ -537,6 +536,9 @@ CONTENT = """return new Promise((resolve) => { const request = indexedDB.open("p
 @browsed
 def test_pictures_go_along_and_are_kept(chromium, tmp_path):
     """A model that sees, on a live server: pasted, dropped and chosen pictures, scaled down to what it takes."""
+    pytest.importorskip("torch")  # the checkpoint is made with it
+    from ...model.vision.seeing import SEEING, add_text, write_seeing
+
     path = add_text(write_seeing(tmp_path / "model", SEEING[0]))
     options = "--np", "1", "--device", "cpu", "--mem", "64", "--ui-server", "--images-per-prompt", "3"
     with Server(str(path), *options) as server:
