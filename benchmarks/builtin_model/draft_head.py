@@ -250,10 +250,10 @@ def repeated(ids: list[int], first: int, targets: Tensor, found: Acceptance) -> 
 
 @torch.no_grad()
 def measure(file: Path, count: int) -> dict[str, dict[str, list[float]]]:
-    """By position of the draft, over the answers of held-out conversations where those before it were right, of the
-    head and of n-grams: the share of greedy drafts that are the trunk's greedy token, and, of sampled ones, the shared
-    mass of both distributions, which is the bound of any coupling of the two (sum over tokens of min(p, q)), and the
-    share of drafts that equal the trunk's token where both are drawn with the same noise."""
+    """Acceptance of the head's and of n-grams' drafts, by position, over answers of held-out conversations where the
+    drafts before were right: the share of greedy drafts that are the trunk's greedy token, and, of sampled ones, the
+    shared mass of both distributions, which is the bound of any coupling of the two (sum over tokens of min(p, q)), and
+    the share of drafts that equal the trunk's token where both are drawn with the same noise."""
     trunk = check.load(DIRECTORY, "cpu").float()
     head, of_head, of_ngrams = Head(trunk.config), Acceptance(), Acceptance()
     found = {name.removeprefix("mtp."): x.float() for name, x in load_file(file).items() if name.startswith("mtp.")}

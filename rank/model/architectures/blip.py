@@ -194,7 +194,7 @@ class Model(base.SeeingModel):
         "vision_model.encoder.": "vision.",
         "vision_model.": "vision.",
     }
-    RENAMED = {".self_attn.qkv.": ".self_attn.qkv_proj.", ".self_attn.projection.": ".self_attn.proj."}
+    RENAMED = {".self_attn.qkv.": ".self_attn.qkv_proj.", ".self_attn.projection.": ".self_attn.out_proj."}
     LEFT_OUT = ("text_decoder.cls.predictions.decoder.", "text_decoder.bert.pooler.")
 
     @staticmethod

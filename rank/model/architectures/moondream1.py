@@ -45,7 +45,9 @@ class Args(base.SeeingArgs, phi.Args):
 class Model(base.SeeingModel, phi.Model):
     PREFIXES = {"model.text.": "model.", "text.": "model.", "model.vision.": "vision."}
     LEFT_OUT = "region.", "model.region."
-    MERGED = phi.Model.MERGED | {"o_proj": ("proj",)}
+    MERGED = phi.Model.MERGED | {
+        "o_proj": ("proj",), "out_proj": ("proj",), "layer_norm1": ("ln1",), "layer_norm2": ("ln2",),
+    }  # fmt: skip
     RENAMED = {
         "model.wte": "model.embed_tokens.weight",
         "model.blocks.": "model.layers.",

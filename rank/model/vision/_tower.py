@@ -67,11 +67,11 @@ class PatchEmbedding(ShardedModule):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, hidden: int, inner: int, activation: str):
-        """activation: as config.json calls it. Raises ValueError."""
+    def __init__(self, hidden: int, inner: int, activation: str, outputs: int = 0):
+        """activation: as config.json calls it. outputs: 0: as many as inputs. Raises ValueError."""
         super().__init__()
         self.activation = activation_of(activation, "hidden_act of vision_config")
-        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, hidden)
+        self.fc1, self.fc2 = Whole(hidden, inner), Whole(inner, outputs or hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))

@@ -13,19 +13,9 @@ from ...vision import whole
 from ...vision.blip import Rules
 from .. import base
 from ..layers.norm import LayerNorm
-from ._tower import LARGEST, FeedForward, PatchEmbedding, in_rows, normalised
-from .moondream1 import Attention, Positions
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, activation: str, eps: float):
-        super().__init__()
-        self.layer_norm1, self.layer_norm2 = LayerNorm(hidden, eps), LayerNorm(hidden, eps)
-        self.self_attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner, activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), 1)
-        return x + self.mlp(self.layer_norm2(x))
+from ._encoder import Layer
+from ._tower import LARGEST, PatchEmbedding, in_rows, normalised
+from .moondream1 import Positions
 
 
 class Tower(base.Tower):
@@ -45,7 +35,7 @@ class Tower(base.Tower):
         self.position_embedding = Positions(self.rules.grid(0, 0)[0], hidden)
         self.patch_embedding = PatchEmbedding(self.rules.patch, hidden, bias=True)
         of = hidden, inner, heads, config.get("hidden_act", "gelu"), eps
-        self.layers = nn.ModuleList([Block(*of) for _ in range(self.depth)])
+        self.layers = nn.ModuleList([Layer(*of) for _ in range(self.depth)])
         self.post_layernorm = LayerNorm(hidden, eps)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
@@ -54,7 +44,7 @@ class Tower(base.Tower):
         x = self.patch_embedding(in_rows(normalised(pixels, self.rules), self.rules.patch))
         x = torch.cat((self.class_embedding.weight[0], x)) + self.position_embedding.weight[0]
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, 1)
             yield
         x = pad(self.post_layernorm(x), (0, self.outputs - x.shape[1]))
         x[:, -1] = 1

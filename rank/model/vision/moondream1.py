@@ -8,16 +8,17 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, gelu, scaled_dot_product_attention
+from torch.nn.functional import adaptive_avg_pool2d
 
 from ...vision import whole
 from ...vision.moondream1 import Rules
 from .. import base, shard
 from ..layers.norm import LayerNorm
 from ..weights.slicing import Field, Ratio, ShardedModule
-from ._tower import LARGEST, Whole, normalised
+from ._encoder import Layer
+from ._tower import LARGEST, FeedForward, Whole, normalised
 
-EPS = 1e-5
+EPS, ACTIVATION = 1e-5, "gelu_pytorch_tanh"
 ONE = Ratio(1, 0, shared=True)  # entry of an axis
 
 
@@ -30,38 +31,6 @@ class Positions(ShardedModule):
         super().__init__()
         self.inputs, self.outputs = shard.whole(hidden), (shard.whole(patches),)
         self.weight = nn.Parameter(torch.empty(1, patches, hidden, device="meta"), requires_grad=False)
-
-
-class Attention(nn.Module):
-    def __init__(self, hidden: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv_proj, self.proj = Whole(hidden, hidden, hidden, hidden), Whole(hidden, hidden)
-
-    def forward(self, x: Tensor, crops: int) -> Tensor:
-        """x: [crops * patches, hidden]; the patches of a crop attend to each other."""
-        q, k, v = self.qkv_proj(x).view(crops, -1, 3, self.heads, x.shape[1] // self.heads).permute(2, 0, 3, 1, 4)
-        return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, inputs: int, inner: int, outputs: int):
-        super().__init__()
-        self.fc1, self.fc2 = Whole(inputs, inner), Whole(inner, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu(self.fc1(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int):
-        super().__init__()
-        self.ln1, self.ln2 = LayerNorm(hidden, EPS), LayerNorm(hidden, EPS)
-        self.self_attn, self.mlp = Attention(hidden, heads), FeedForward(hidden, inner, hidden)
-
-    def forward(self, x: Tensor, crops: int) -> Tensor:
-        x = x + self.self_attn(self.ln1(x), crops)
-        return x + self.mlp(self.ln2(x))
 
 
 class Tower(base.Tower):
@@ -80,9 +49,10 @@ class Tower(base.Tower):
         self.rules, self.hidden, self.depth = rules, hidden, whole(config, "enc_n_layers", 27, 1 << 10)
         self.patch_emb = Whole(3 * rules.patch**2, hidden)
         self.pos_emb = Positions(rules.edge**2, hidden)
-        self.blocks = nn.ModuleList([Block(hidden, inner, heads) for _ in range(self.depth)])
+        self.blocks = nn.ModuleList([Layer(hidden, inner, heads, ACTIVATION, EPS) for _ in range(self.depth)])
         self.post_ln = LayerNorm(hidden, EPS)
-        self.proj_mlp = FeedForward(2 * hidden, whole(config, "proj_inner_dim", 8192, LARGEST), outputs)
+        inner = whole(config, "proj_inner_dim", 8192, LARGEST)
+        self.proj_mlp = FeedForward(2 * hidden, inner, ACTIVATION, outputs)
 
     def pieces(self, pixels: Tensor) -> Generator[None, None, Tensor]:
         """Features [tokens, outputs] of an image as the rules show it: the whole, and below it the crops'."""
