@@ -15,6 +15,7 @@ from . import gguf_files
 
 # model_type → GGUF's name of the text model's architecture, the text model's own type, and the projector's
 KINDS = {
+    "qwen2_vl": ("qwen2vl", "qwen2", gguf.VisionProjectorType.QWEN2VL),
     "qwen2_5_vl": ("qwen2vl", "qwen2", gguf.VisionProjectorType.QWEN25VL),
     "qwen3_vl": ("qwen3vl", "qwen3", gguf.VisionProjectorType.QWEN3VL),
     "qwen3_5": ("qwen35", "qwen3_5_text", gguf.VisionProjectorType.QWEN3VL),
@@ -54,7 +55,9 @@ def write(
 
 def _mmproj(config: dict[str, Any], tensors: dict[str, Tensor], file: Path, kind: str, swapped: bool) -> Path:
     vision, writer = config["vision_config"], gguf.GGUFWriter(file, "clip")
-    model_type, hidden = config["model_type"], config["vision_config"]["hidden_size"]
+    if config["model_type"] == "qwen2_vl":  # as the converter renames them
+        vision = vision | {"intermediate_size": vision["hidden_size"], "hidden_size": vision["embed_dim"]}
+    model_type, hidden = config["model_type"], vision["hidden_size"]
     layers = vision.get("depth") or vision["num_hidden_layers"]
     heads = vision.get("num_heads") or vision["num_attention_heads"]
     writer.add_clip_has_vision_encoder(True)
@@ -72,6 +75,9 @@ def _mmproj(config: dict[str, Any], tensors: dict[str, Tensor], file: Path, kind
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
         writer.add_uint32("clip.vision.window_size", vision["window_size"])
         writer.add_vision_use_silu(True)
+    elif model_type == "qwen2_vl":
+        writer.add_vision_image_size(560)
+        writer.add_vision_attention_layernorm_eps(1e-6)
     elif model_type in ("qwen3_vl", "qwen3_5"):
         writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
@@ -126,7 +132,7 @@ def _converted(
         return {f"mm.{0 if 'fc1' in name else 2}.{ending}": x}
     if name.startswith("visual.merger.norm."):
         return {f"v.post_ln.{ending}": x}
-    if ".qkv." in name and "fullatt_block_indexes" in vision:
+    if ".qkv." in name and ("fullatt_block_indexes" in vision or "embed_dim" in vision):
         parts = zip("qkv", x.chunk(3), strict=True)
         return {names.get_name(name.replace(".qkv.", f".{one}."), (".weight", ".bias")): part for one, part in parts}
     if name == "multi_modal_projector.mm_input_projection_weight":

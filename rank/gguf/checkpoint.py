@@ -144,10 +144,9 @@ def _tower(file: Path | None) -> tuple[Metadata, Any, dict[str, Any]] | None:
     if file is None:
         return None
     m = Metadata([read(file)])
-    tower = towers.find(m)
-    vision = tower.config(m)["vision_config"]
-    heads = vision.get("num_attention_heads") or vision.get("num_heads") or 1
-    return m, towers.Tensors(tower, m), {"head_dim": vision["hidden_size"] // heads}
+    tensors = towers.Tensors(towers.find(m), m)
+    head_dim = towers.size(m, "embedding_length") // towers.size(m, "attention.head_count")
+    return m, tensors, {"head_dim": head_dim}
 
 
 def spelled(path: Path, name: str) -> str:

@@ -8,6 +8,7 @@ from ..metadata import Metadata
 from . import common, layers, size
 
 TOKENS = {"image_token_id": "<|image_pad|>"}
+PUBLISHED = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}  # of Qwen2-VL and Qwen2.5-VL: files have none
 TENSORS = {
     "v.patch_embd": "vision.patch_embed.proj",
     "v.patch_embd.weight.1": "vision.patch_embed.proj.second",  # of the second frame, which is the same image
@@ -25,7 +26,6 @@ def config(m: Metadata) -> dict[str, Any]:
     return common(m) | {
         "vision_config": {
             "hidden_size": size(m, "embedding_length"),
-            "intermediate_size": size(m, "feed_forward_length"),
             "depth": layers(m),
             "num_heads": size(m, "attention.head_count"),
             "patch_size": size(m, "patch_size"),

@@ -16,13 +16,13 @@ TENSORS = _qwen.TENSORS | {
     "v.blk.{}.ffn_up": "vision.blocks.{}.mlp.up_proj",
     "v.blk.{}.ffn_down": "vision.blocks.{}.mlp.down_proj",
 }
-PUBLISHED = {"min_pixels": 4 * 28 * 28, "max_pixels": 16384 * 28 * 28}  # which files do not have
 
 
 def config(m: Metadata) -> dict[str, Any]:
     found = _qwen.config(m)
     vision, every = found["vision_config"], m.integer("vision.n_wa_pattern", 0)
+    vision["intermediate_size"] = size(m, "feed_forward_length")
     vision["window_size"] = size(m, "window_size", 112)
     # Each `every`-th layer attends to the whole image.
     vision["fullatt_block_indexes"] = [i for i in range(vision["depth"]) if not every or (i + 1) % every == 0]
-    return found | {"image_processor": PUBLISHED | found["image_processor"]}
+    return found | {"image_processor": _qwen.PUBLISHED | found["image_processor"]}

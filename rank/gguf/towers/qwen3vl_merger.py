@@ -29,6 +29,7 @@ TENSORS = _qwen.TENSORS | {
 def config(m: Metadata) -> dict[str, Any]:
     found = _qwen.config(m)
     vision = found["vision_config"]
+    vision["intermediate_size"] = size(m, "feed_forward_length")
     vision["num_position_embeddings"] = (size(m, "image_size") // vision["patch_size"]) ** 2
     handed_on = m.values.get("clip.vision.is_deepstack_layers") or []
     if not isinstance(handed_on, list) or len(handed_on) > vision["depth"]:

@@ -53,8 +53,8 @@ class Tower(base.Tower):
         if (made := whole(config, "hidden_size", outputs, LARGEST)) != outputs:
             raise ValueError(f"hidden_size {made} of vision_config is not the text model's {outputs}")
         self.rules, self.hidden, self.dim = rules, hidden, hidden // heads
-        frames = whole(config, "temporal_patch_size", 2, 16)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames)})
+        frames, second = whole(config, "temporal_patch_size", 2, 16), bool(config.get("second_frame"))
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(rules.patch, hidden, frames, second=second)})
         self.depth = whole(config, "depth", 32, 1 << 10)
         of = hidden, inner, heads, config.get("hidden_act", "quick_gelu")
         self.blocks = nn.ModuleList([Block(*of) for _ in range(self.depth)])

@@ -33,7 +33,7 @@ VOCABULARIES = {"gemma3": {"tokenizer.ggml.tokens": [*VOCAB["tokenizer.ggml.toke
 VOCABULARIES["gemma3"]["tokenizer.ggml.tokens"][512] = "<image_soft_token>"
 # Files of Mistral do not have its window.
 SLIDING = dict(num_hidden_layers=7, layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"])
-SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")} | {
+SHAPES = {name: (MODELS | HYBRIDS)[name] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")} | {
     "gemma3": MODELS["gemma3"] | {
         "text_config": MODELS["gemma3"]["text_config"] | {"query_pre_attn_scalar": 16} | SLIDING,
         "vision_config": MODELS["gemma3"]["vision_config"] | {"intermediate_size": 64},
@@ -119,10 +119,11 @@ def test_quantised_towers(made):
     assert 0 < distance(near, plain) < 0.1
 
 
-def test_names_of_early_files(made, tmp_path):
-    """Two linears of Gemma 3's MLP were called by each other's names."""
-    path, file = made("gemma3")
-    _, mmproj = mmproj_files.write(path, tmp_path / "files", tokenizer=VOCABULARIES["gemma3"], swapped=True)
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_names_of_early_files(made, tmp_path, name):
+    """Two linears of the tower's MLPs were called by each other's names."""
+    path, file = made(name)
+    _, mmproj = mmproj_files.write(path, tmp_path / "files", tokenizer=VOCABULARIES.get(name, VOCAB), swapped=True)
     copy = tmp_path / "model.gguf"
     copy.symlink_to(file)
     checkpoint.pair(copy, mmproj)
