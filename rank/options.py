@@ -54,10 +54,12 @@ TOOL_SPELLINGS = {  # vLLM's and SGLang's
     "glm47": "glm45", "minimax": "minimax_m2", "phi4_mini_json": "phi4", "openai": "harmony", "seed_oss": "seed",
     "functiongemma": "gemma", "gemma4": "gemma", "hunyuan_a13b": "jamba",
     "qwen25": "hermes", "gpt-oss": "harmony", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
-    "deepseekv32": "deepseek_v32",
+    "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "minimax-m3": "minimax_m3",
 }  # fmt: skip
 REASONING_SPELLINGS = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"),
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "minimax_m2", "step3", "ernie45"), "think"
+    ),
     **dict.fromkeys(("deepseek-r1", "deepseek-v3", "qwen3-thinking"), "think"),
     "openai_gptoss": "harmony", "gpt-oss": "harmony", "seed_oss": "seed",
 }  # fmt: skip

@@ -5,9 +5,10 @@ References, allOf, anyOf and oneOf become a list of plain schemas, of which a va
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .schema_values import TYPES, kinds_of
@@ -138,35 +139,50 @@ def _types_of_value(value: Any) -> frozenset[str]:
 
 
 class Parameters:
-    """A tool's parameters, as far as they tell how to read arguments. Strange schemas allow everything."""
+    """An object's members, as far as its schema tells how to read them. Strange schemas allow everything."""
 
-    def __init__(self, schema: Mapping[str, Any]):
-        self._root = schema
+    def __init__(self, schema: Any, *others: Any, root: Mapping[str, Any] | None = None):
+        """others: schemas of which the object may fit one instead. root: what their references refer to."""
+        self._root = schema if root is None else root
+        self._shapes: list[Schema] = []
+        for one in (schema, *others):
+            try:
+                self._shapes += alternatives(one, self._root)
+            except (Unwritable, TypeError, AttributeError):
+                self._shapes.append({"properties": _mapping(one).get("properties")})
+        self._members: dict[str, Parameters] = {}
+
+    @functools.cached_property
+    def own_types(self) -> frozenset[str]:
+        """The JSON types of the value itself; all where the schema leaves it open."""
         try:
-            self._shapes = alternatives(schema, schema)
-        except (Unwritable, TypeError, AttributeError):
-            self._shapes = [{"properties": schema.get("properties")}]
-        self._types: dict[str, frozenset[str]] = {}
+            return frozenset[str]().union(*map(plain_types, self._shapes)) or frozenset(TYPES)
+        except TypeError:
+            return frozenset(TYPES)
 
     @property
     def names(self) -> list[str]:
         """In their order."""
         return list(dict.fromkeys(name for shape in self._shapes for name in _mapping(shape.get("properties"))))
 
+    def member(self, name: str) -> Parameters:
+        """The members of the argument of that name, if it is an object."""
+        if name not in self._members:
+            self._members[name] = self._inner(
+                _mapping(shape.get("properties")).get(name, shape.get("additionalProperties")) for shape in self._shapes
+            )
+        return self._members[name]
+
+    def item(self) -> Parameters:
+        """The members of an item, if this is a list."""
+        return self._inner(shape.get("items") for shape in self._shapes)
+
+    def _inner(self, schemas: Iterable[Any]) -> Parameters:
+        return Parameters(*(one or {} for one in schemas), root=self._root)
+
     def types(self, name: str) -> frozenset[str]:
         """The JSON types of the argument of that name; all where the schema leaves it open."""
-        if name not in self._types:
-            schemas = [
-                _mapping(shape.get("properties")).get(name, shape.get("additionalProperties")) for shape in self._shapes
-            ]
-            found: frozenset[str] = frozenset()
-            for schema in schemas:
-                try:
-                    found = found.union(*map(plain_types, alternatives(schema or {}, self._root)))
-                except (Unwritable, TypeError, AttributeError):
-                    found = frozenset(TYPES)
-            self._types[name] = found or frozenset(TYPES)
-        return self._types[name]
+        return self.member(name).own_types
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -231,10 +231,15 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">{}</parameter>\n</invoke>\n'
     "</minimax:tool_call>"
 )
+MINIMAX_M3 = "".join(
+    f"]<]minimax[>[<{tag}"
+    for tag in ("tool_call>\n", 'invoke name="get_weather">', "city>{}", "/city>", "/invoke>\n", "/tool_call>")
+)
 DSML = (
     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">{}'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
 )
+DSML_V4 = DSML.replace("function_calls", "tool_calls")
 GEMMA = "<start_function_call>call:get_weather{{city:<escape>{}<escape>}}<end_function_call>"
 HARMONY = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{{"city": "{}"}}'
 WRITTEN = [  # a call; whether another one may follow
@@ -244,6 +249,8 @@ WRITTEN = [  # a call; whether another one may follow
     ("glm45", GLM.replace("\n", ""), ""),
     ("minimax_m2", MINIMAX, None),
     ("deepseek_v32", DSML, None),
+    ("deepseek_v4", DSML_V4, None),
+    ("minimax_m3", MINIMAX_M3, None),
     ("gemma", GEMMA, ""),
     ("harmony", HARMONY, None),
     ("lfm2", '<|tool_call_start|>[get_weather(city="{}"), clock()]<|tool_call_end|>', None),
@@ -266,14 +273,17 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
     one, long = call.format("Rome"), call.format("Reykjavik")
     wanted = ("call", "get_weather", '{"city": "Rome"}')
     bare = not one.startswith(form.tool_format.opens)
-    for grammar in (free, must):
+    split = (
+        name == "minimax_m3"
+    )  # this tokenizer has a token in the middle of its marker, which no text is searched for
+    for grammar in (must,) if split else (free, must):
         marked = grammar is free or bare or not form.tool_format.bare
         assert takes(grammar, one) == takes(grammar, begun + one) == ("all" if marked else "no"), one
         assert takes(grammar, long) == "no"
         if between is not None:
             assert takes(grammar, one + between + one) == "all"
             assert takes(grammar, one + between + long) == "no"
-    if not bare and name != "harmony":
+    if not bare and not split and name != "harmony":
         assert takes(free, f"Let me see.\n{one}") == "all" and takes(free, f"Let me see.\n{long}") == "no"
     parsed = parse(list(begun + one), tool_format=form.tool_format, tools=SCHEMAS, reasoning=thoughts.format)[0]
     assert wanted in parsed
@@ -382,12 +392,10 @@ def test_custom_tools_with_a_grammar(text, takes, name):
         "hermes": '<tool_call>\n{{"name": "sql", "arguments": {{"input": "{}"}}}}\n</tool_call>',
         "lfm2": '<|tool_call_start|>[sql(input="{}")]<|tool_call_end|>',
         "pythonic": '[sql(input="{}")]',
-        "qwen3_coder": QWEN.replace("get_weather", "sql").replace("city", "input"),
-        "seed": SEED.replace("get_weather", "sql").replace("city", "input"),
-        "glm45": GLM.replace("get_weather", "sql").replace("city", "input"),
-        "minimax_m2": MINIMAX.replace("get_weather", "sql").replace("city", "input"),
-        "deepseek_v32": DSML.replace("get_weather", "sql").replace("city", "input"),
     }
+    tagged = {"qwen3_coder": QWEN, "seed": SEED, "glm45": GLM, "minimax_m2": MINIMAX, "minimax_m3": MINIMAX_M3}
+    tagged |= {"deepseek_v32": DSML, "deepseek_v4": DSML_V4}
+    calls |= {key: one.replace("get_weather", "sql").replace("city", "input") for key, one in tagged.items()}
     call = calls.get(name)
     if call is not None:
         assert takes(grammar, call.format("ab12")) == takes(grammar, call.format("x")) == "all"
@@ -397,7 +405,7 @@ def test_custom_tools_with_a_grammar(text, takes, name):
         assert not function.get("strict")
         return
     tool = enforced({"type": "custom", "custom": by_lark}, True)
-    grammar = answer_grammar(form, None, Calls([tool], False, True), None)
+    grammar = answer_grammar(form, None, Calls([tool], name == "minimax_m3", True), None)
     assert takes(grammar, call.format("1 + 22")) == "all" and takes(grammar, call.format("1 +")) == "no"
 
 

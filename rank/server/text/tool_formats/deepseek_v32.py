@@ -10,8 +10,8 @@
 from ..heads import NAME, Head
 from ..tagged_arguments import Tags
 from ..tagged_format import Around, tagged_format
+from . import ToolCallFormat
 
-OPEN, CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
 HEAD = Head(rf'\s{{0,8}}<｜DSML｜invoke name="{NAME}">', '<｜DSML｜invoke name="f">')
 PARAMETER = Head(
     r'<｜DSML｜parameter name="([^"<>\n]{1,128})"(?: string="(?P<text>true|false)")?>',
@@ -19,16 +19,24 @@ PARAMETER = Head(
     '<｜DSML｜parameter name="k" string="false">',
     '<｜DSML｜parameter name="k">',
 )
-TAGS = Tags(
-    PARAMETER,
-    "</｜DSML｜parameter>",
-    ("</｜DSML｜invoke>",),
-    (CLOSE,),
-    OPEN,
-    before='<｜DSML｜parameter name="',
-    behind='" string="true">',
-    behind_json='" string="false">',
-    after_end=(CLOSE, OPEN, "<｜DSML｜invoke "),
-)
 AROUND = Around('\n<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n")
-FORMAT = tagged_format(OPEN, CLOSE, HEAD, TAGS, AROUND, "deepseek_v32")
+
+
+def dsml(block: str, model: str) -> ToolCallFormat:
+    """block: the tag around all calls. model: the model_type whose format it is."""
+    open, close = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
+    tags = Tags(
+        PARAMETER,
+        "</｜DSML｜parameter>",
+        ("</｜DSML｜invoke>",),
+        (close,),
+        open,
+        before='<｜DSML｜parameter name="',
+        behind='" string="true">',
+        behind_json='" string="false">',
+        after_end=(close, open, "<｜DSML｜invoke "),
+    )
+    return tagged_format(open, close, HEAD, tags, AROUND, model)
+
+
+FORMAT = dsml("function_calls", "deepseek_v32")

@@ -7,6 +7,7 @@ from ..lark import Lark
 from . import CallableTool, ToolCallFormat
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OTHERS = "<function=", "<arg_key>", "]<]minimax[>["  # Qwen3-Coder, GLM 4.5 and MiniMax M3 have the same marker
 
 
 def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: str) -> str:
@@ -16,8 +17,7 @@ def grammar(lark: Lark, tools: Sequence[CallableTool], several: bool, marker: st
 
 
 FORMAT = ToolCallFormat(
-    # Qwen3-Coder and GLM 4.5 use the same markers around XML.
-    matches=lambda template: OPEN in template and "<function=" not in template and "<arg_key>" not in template,
+    matches=lambda template: OPEN in template and not any(one in template for one in OTHERS),
     opens=(OPEN,),
     parser=lambda marker, index, tools: JsonCalls(marker, index, CLOSE, (OPEN,)),
     markers=(CLOSE,),

@@ -7,6 +7,7 @@ MODELS = [
     ("granite", "Write the thoughts after 'Here is my thought process:'", ()),
     ("granite33", "within <think></think> and <response></response>", ()),
     ("harmony", "<|channel|>analysis<|message|>", ("<|channel|>",)),
+    ("minimax_m3", "<mm:think></mm:think>", ()),
     ("mistral", "[/THINK]", ()),
     ("mistral", "", ("[THINK]", "[/THINK]")),
     ("seed", "</seed:think>", ()),

@@ -10,6 +10,7 @@ from phalanx.rank.server.text.schema_values import TYPES
 from phalanx.rank.server.text.tool_formats import find
 
 from .parsing import check, parse
+from .written import MINIMAX
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = {
@@ -231,6 +232,43 @@ def test_minimax_has_several_calls_between_its_markers():
     one = '<invoke name="f">\n<parameter name="count">1</parameter>\n</invoke>\n'
     block = f"<minimax:tool_call>\n{one}{one}</minimax:tool_call>"
     check(block + "\nb", [*[call("f", '{"count": 1}')] * 2, text("b")], tool_format=find("minimax_m2"), tools=TOOLS)
+
+
+NESTED = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "points": {"type": "array", "items": {"$ref": "#/$defs/point"}},
+            "options": {"type": "object", "additionalProperties": {"type": ["integer", "null"]}},
+        },
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}, "label": {"type": "string"}}}},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("<tags><item>5</item><item></item></tags>", '{"tags": ["5", ""]}'),
+        ("<tags></tags><options></options>", '{"tags": [], "options": {}}'),
+        ("<points><item><x>1.5</x><label>7</label></item></points>", '{"points": [{"x": 1.5, "label": "7"}]}'),
+        ('<points>[{"x": 1}]</points>', '{"points": [{"x": 1}]}'),
+        ("<options><a>5</a><b>null</b></options>", '{"options": {"a": 5, "b": null}}'),
+        ("<other><item>5</item><item>x</item></other>", '{"other": [5, "x"]}'),
+        ("<other><k>true</k></other>", '{"other": {"k": true}}'),
+        ("<text>a<b>c</b></text>", '{"text": "aTOKEN<b>cTOKEN</b>"}'),
+        ("<points><item><x>2</points>", '{"points": [{"x": 2}]}'),
+        ("<text>a", '{"text": "a"}'),
+        ("", "{}"),
+    ],
+)
+def test_minimax_m3_writes_elements_within_each_other(words, expected):
+    """The end of a call closes elements that are open. A tag within a text belongs to the text."""
+    token = MINIMAX
+    call_ = f'<tool_call>\n<invoke name="f">{words}</invoke>\n</tool_call>'.replace("<", f"{token}<")
+    expected = expected.replace("TOKEN", token)
+    check(f"{call_}.", [call("f", expected), text(".")], tool_format=find("minimax_m3"), tools=NESTED)
 
 
 @pytest.mark.parametrize("text, expected", [("true", '"5"'), ("false", "5")])

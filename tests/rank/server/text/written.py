@@ -13,6 +13,7 @@ KIMI = (
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )  # fmt: skip
+MINIMAX = "]<]minimax[>["
 
 TEMPLATES = {
     "deepseek_v3": "<｜tool▁calls▁begin｜> ... ```json",
@@ -28,7 +29,9 @@ TEMPLATES = {
     "llama3": "<|python_tag|>",
     "llama_functions": "<function=example_function_name>",
     "deepseek_v32": "<｜DSML｜function_calls>",
+    "deepseek_v4": "<｜DSML｜tool_calls>",
     "minimax_m2": "<minimax:tool_call>",
+    "minimax_m3": "{%- set ns_token = ']<]minimax[>[' -%} {{ ns_token ~ '<tool_call>' }}",
     "mistral": "[TOOL_CALLS]",
     "phi4": "<|tool|> <|/tool|> <|tool_call|>",
     "pythonic": "<|python_start|>",
@@ -82,6 +85,31 @@ def _gemma(name, arguments):
     return f"<start_function_call>call:{name}{write(arguments)}<end_function_call>"
 
 
+def _element(name, value):
+    """Lists and objects as MiniMax M3's template writes them, empty ones as JSON."""
+    if value and isinstance(value, dict):
+        inner = "".join(_element(key, one) for key, one in value.items())
+    elif value and isinstance(value, list):
+        inner = "".join(_element("item", one) for one in value)
+    else:
+        inner = value if isinstance(value, str) else json.dumps(value)
+    return f"{MINIMAX}<{name}>{inner}{MINIMAX}</{name}>"
+
+
+def _minimax_m3(name, arguments):
+    inner = "".join(_element(key, value) for key, value in arguments.items())
+    call = f'{MINIMAX}<invoke name="{name}">{inner}{MINIMAX}</invoke>'
+    return f"{MINIMAX}<tool_call>\n{call}\n{MINIMAX}</tool_call>"
+
+
+def _dsml(block):
+    return _tagged(
+        f'<｜DSML｜{block}>\n<｜DSML｜invoke name="{{}}">\n',
+        '<｜DSML｜parameter name="{0}" string="{2}">{1}</｜DSML｜parameter>\n',
+        f"</｜DSML｜invoke>\n</｜DSML｜{block}>",
+    )
+
+
 WRITE = {
     "deepseek_v3": _named(f"{DEEPSEEK[0]}{DEEPSEEK[1]}function{DEEPSEEK[2]}{{}}\n```json\n",
                           "\n```" + "".join(DEEPSEEK[3:])),
@@ -96,16 +124,14 @@ WRITE = {
     "kimi_k2": _named(f"{KIMI[0]}{KIMI[1]}functions.{{}}:0{KIMI[2]}", "".join(KIMI[3:])),
     "llama3": _objects("<|python_tag|>", "", "parameters"),
     "llama_functions": _named("<function={}>", "</function>"),
-    "deepseek_v32": _tagged(
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{}">\n',
-        '<｜DSML｜parameter name="{0}" string="{2}">{1}</｜DSML｜parameter>\n',
-        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
     "minimax_m2": _tagged(
         '<minimax:tool_call>\n<invoke name="{}">\n',
         '<parameter name="{}">{}</parameter>\n',
         "</invoke>\n</minimax:tool_call>",
     ),
+    "minimax_m3": _minimax_m3,
     "mistral": _named("[TOOL_CALLS]{}[ARGS]", ""),
     "phi4": _objects("functools", "", listed=True),
     "lfm2": _python("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -120,6 +146,10 @@ WRITE = {
 
 _OBJECT = ['{"name": "f", ', '{"name": "f", "arguments": {', '"arguments": {', "}}", "}", '"', "[", "]"]
 _TAGGED = ["<function=", "<function=f>", "<parameter=k>", "</parameter>", "</function>", "5", "<p", "\n\n"]
+_DSML = [
+    '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", '<｜DSML｜parameter name="k" string="false">',
+    '<｜DSML｜parameter name="k" string="true">', "</｜DSML｜parameter>", "<｜DSML｜invoke ", "5",
+]  # fmt: skip
 
 PARTS = {
     "deepseek_v3": [*DEEPSEEK, "function", "f", "\n```json\n", '{"a"', "}", '"', "```"],
@@ -140,14 +170,15 @@ PARTS = {
     "kimi_k2": [*KIMI, "functions.f", ":1", '{"a"', "}", '"'],
     "llama3": ["<|python_tag|>", '{"name": "f", "parameters": {', "<|py", ";", *_OBJECT],
     "llama_functions": ["<function=", "<function=f>", "<function=f>{", "</function>", "{", "}", '"', "<f"],
-    "deepseek_v32": [
-        "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜function_calls>", "</｜DSML｜invoke>",
-        '<｜DSML｜parameter name="k" string="false">', '<｜DSML｜parameter name="k" string="true">',
-        "</｜DSML｜parameter>", "<｜DSML｜invoke ", "5",
-    ],
+    "deepseek_v32": ["<｜DSML｜function_calls>", "</｜DSML｜function_calls>", *_DSML],
+    "deepseek_v4": ["<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", *_DSML],
     "minimax_m2": [
         "<minimax:tool_call>", '<invoke name="f">', "</minimax:tool_call>", "</invoke>", '<parameter name="k">',
         "</parameter>", "<invoke ", "5",
+    ],
+    "minimax_m3": [
+        f"{MINIMAX}<tool_call>", f'{MINIMAX}<invoke name="f">', f"{MINIMAX}</invoke>", f"{MINIMAX}</tool_call>",
+        f"{MINIMAX}<k>", f"{MINIMAX}</k>", f"{MINIMAX}<item>", f"{MINIMAX}</item>", f"{MINIMAX}<", "5",
     ],
     "mistral": ["[TOOL_CALLS]f", "[TOOL_CALLS]f{", '[TOOL_CALLS][{"name": "f", ', '"arguments": {', "[ARGS]", "{", "}"],
     "phi4": ["functools", "functools[", "<|tool_call|>", "<|/tool_call|>", "funct", *_OBJECT],
