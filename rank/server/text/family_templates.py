@@ -1,8 +1,9 @@
 """Chat templates of model families, for checkpoints that have none: how the family's chat models write turns.
 
 A family is known by the control tokens of its tokenizer, which its base models have too, or else by its model_type.
-Sources: the prompt formats that model cards publish. None of these templates takes tools. What a family's own template
-says for a chat without a system message is left out: it says which of its models is speaking, or what day it is.
+Sources: the prompt formats that model cards publish. Only DeepSeek's newer models are shown tools. What a family's own
+template says for a chat without a system message is left out: it says which of its models is speaking, or what day it
+is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class FamilyTemplate(NamedTuple):
     source: str  # Jinja
     end: str = ""  # the token that ends an answer; empty: the tokenizer's eos_token
     tokens: tuple[str, ...] = ()  # the tokenizer has all of these
-    models: tuple[str, ...] = ()  # without tokens: the model_type is one of these
+    models: tuple[str, ...] = ()  # the model_type is one of these
 
 
 TEXT = "{{ message['content'] or '' }}"  # a message of calls may have none
@@ -95,6 +96,53 @@ def seeing(caption: str, question: str, between: str = "") -> str:
     )
 
 
+def dsml(block: str, results: str, result: str, results_end: str, prompt: str) -> str:
+    """DeepSeek's chats since V3.2, whose checkpoints bring a Python program instead of a template.
+
+    block: the tag around calls. results, results_end: around the results of tools that stand together. result: one of
+    them. prompt: opens the answer to them. Thoughts before the last message of the user are left out.
+    """
+    tag = "｜DSML｜"
+    call = (
+        f"<{tag}invoke name=\"{{{{ call['function']['name'] }}}}\">\n"
+        "{% for key, value in call['function']['arguments'].items() %}"
+        f"<{tag}parameter name=\"{{{{ key }}}}\" string=\"{{{{ 'true' if value is string else 'false' }}}}\">"
+        "{{ value if value is string else value | tojson }}"
+        f"</{tag}parameter>\n{{% endfor %}}</{tag}invoke>\n"
+    )
+    tools = (
+        "\n\n## Tools\n\nThese functions can be called. Each is described by its JSON schema:\n\n"
+        "{% for tool in tools %}{{ tool['function'] | tojson }}\n{% endfor %}"
+        "\nCalls stand in one block, each with an element for every argument:\n\n"
+        f'<{tag}{block}>\n<{tag}invoke name="FUNCTION">\n<{tag}parameter name="ARGUMENT" string="true">TEXT'
+        f'</{tag}parameter>\n<{tag}parameter name="ARGUMENT" string="false">JSON</{tag}parameter>\n</{tag}invoke>\n'
+        f'</{tag}{block}>\n\nA text (string="true") is written as it is, every other value (string="false") as JSON.'
+    )
+    begin = "{{ '<think>' if enable_thinking else '</think>' }}"
+    source = (
+        "{% set turn = namespace(user=-1) %}{% for message in messages if message['role'] == 'user' %}"
+        "{% set turn.user = turn.user + 1 %}{% endfor %}{% set place = namespace(user=-1, last='') %}" + BOS + ""
+        "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] or '' }}"
+        "{% set messages = messages[1:] %}{% endif %}"
+        f"{{% if tools %}}{tools}{{% endif %}}"
+        "{% for message in messages %}{% set role = message['role'] %}"
+        f"{{% if role == 'tool' %}}{{% if place.last != 'tool' %}}{results}{{% endif %}}{result}"
+        f"{{% if loop.last or loop.nextitem['role'] != 'tool' %}}{results_end}{{% endif %}}"
+        "{% elif role == 'assistant' %}"
+        f"{{% if place.last == 'tool' %}}{prompt}{{% else %}}<｜Assistant｜>{{% endif %}}"
+        "{% if enable_thinking and place.user == turn.user %}<think>{{ message['reasoning_content'] or '' }}{% endif %}"
+        f"</think>{TEXT}"
+        f"{{% if message['tool_calls'] %}}\n\n<{tag}{block}>\n"
+        f"{{% for call in message['tool_calls'] %}}{call}{{% endfor %}}</{tag}{block}>{{% endif %}}{EOS}"
+        f"{{% elif role == 'system' %}}{TEXT}"
+        f"{{% else %}}{{% set place.user = place.user + 1 %}}<｜User｜>{TEXT}{{% endif %}}"
+        "{% set place.last = role %}{% endfor %}"
+        "{% if add_generation_prompt %}"
+        f"{{% if place.last == 'tool' %}}{prompt}{{% else %}}<｜Assistant｜>{{% endif %}}{begin}{{% endif %}}"
+    )
+    return source.replace("%}\n", "%}{{ '\\n' }}")  # Jinja drops a newline behind a block
+
+
 # BLIP goes on with what the last message of the user begins; [CLS] becomes the image and the decoder's beginning.
 CAPTIONED = (
     "[CLS]{% for message in messages %}{% set content = message['content'] %}{% if content is string %} {{ content }}"
@@ -137,6 +185,18 @@ FAMILIES = (
     FamilyTemplate("ChatGLM2", FIRST + ROUNDS, models=("chatglm2",)),
     FamilyTemplate(
         "Phi-3", turns("<|", "|>\n", "<|end|>\n"), "<|end|>", tokens=("<|user|>", "<|assistant|>", "<|end|>")
+    ),
+    FamilyTemplate(
+        "DeepSeek-V3.2",
+        dsml(
+            "function_calls", "\n\n<function_results>", f"\n<result>{TEXT}</result>", "\n</function_results>", "\n\n"
+        ),
+        tokens=("<｜User｜>", "<｜Assistant｜>"), models=("deepseek_v32",),
+    ),
+    FamilyTemplate(
+        "DeepSeek-V4",
+        dsml("tool_calls", "<｜User｜>", f"<tool_result>{TEXT}</tool_result>", "", "<｜Assistant｜>"),
+        tokens=("<｜User｜>", "<｜Assistant｜>"), models=("deepseek_v4",),
     ),
     FamilyTemplate(
         "DeepSeek-V3", framed((TEXT, f"<｜User｜>{TEXT}", f"<｜Assistant｜>{TEXT}{EOS}"), "<｜Assistant｜>", BOS),
@@ -242,6 +302,7 @@ def family_template(model_dir: Path) -> FamilyTemplate | None:
     elif not tokens:
         tokens = set(CHATGLM.get(str(read_json(model_dir, "tokenizer_config.json").get("tokenizer_class")), ()))
     for family in FAMILIES:
-        if family.tokens and tokens.issuperset(family.tokens):
+        named = not family.models or model_type in family.models
+        if named and family.tokens and tokens.issuperset(family.tokens):
             return family
-    return next((family for family in FAMILIES if model_type in family.models), None)
+    return next((family for family in FAMILIES if not family.tokens and model_type in family.models), None)

@@ -5,6 +5,7 @@ import json
 import pytest
 from phalanx.rank.server.text.family_templates import FAMILIES, family_template
 from phalanx.rank.server.text.template import load_template
+from phalanx.rank.server.text.tool_formats import choose, find
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -32,6 +33,8 @@ WRITTEN = {
     "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHo<|end|>\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n",
     "DeepSeek-V3": "<s>Be brief.<｜User｜>Hi<｜Assistant｜>Ho</s><｜User｜>Bye<｜Assistant｜>",
+    "DeepSeek-V3.2": "<s>Be brief.<｜User｜>Hi<｜Assistant｜></think>Ho</s><｜User｜>Bye<｜Assistant｜></think>",
+    "DeepSeek-V4": "<s>Be brief.<｜User｜>Hi<｜Assistant｜></think>Ho</s><｜User｜>Bye<｜Assistant｜></think>",
     "DeepSeek-V2": "<s>Be brief.\n\nUser: Hi\n\nAssistant: Ho</s>User: Bye\n\nAssistant:",
     "Command": "<s><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief.<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"
     "<|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Ho<|END_OF_TURN_TOKEN|>"
@@ -68,7 +71,7 @@ def write(path, tokens=(), model_type=None, **config):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.family)
 def test_how_a_family_writes_chats(tmp_path, family):
     template = write(tmp_path, family.tokens, next(iter(family.models), "some"))
-    assert template.family is family and not template.takes_tools
+    assert template.family is family and template.takes_tools == (family.family in DSML)
     assert template.render(CHAT) == WRITTEN[family.family]
     assert template.render(CHAT[:3], continue_final=True).endswith("Ho")
 
@@ -113,6 +116,47 @@ def test_moondream_captions_and_answers(tmp_path, text, old, new):
 def test_a_template_of_its_own_stays(tmp_path):
     template = write(tmp_path, ("<|im_start|>", "<|im_end|>"), "qwen2", chat_template="own")
     assert template.family is None and template.source == "own"
+
+
+CALLED = [
+    {"role": "user", "content": "Add."},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": "x", "b": [1]}}}],
+    },
+    {"role": "tool", "content": "3"},
+    {"role": "tool", "content": "4"},
+]
+DSML = {  # the calls' tag, the results, what an answer follows
+    "DeepSeek-V3.2": (
+        "function_calls", "\n\n<function_results>\n<result>3</result>\n<result>4</result>\n</function_results>", "\n\n"
+    ),
+    "DeepSeek-V4": (
+        "tool_calls", "<｜User｜><tool_result>3</tool_result><tool_result>4</tool_result>", "<｜Assistant｜>"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DSML)
+def test_deepseek_s_newer_models_are_shown_tools(tmp_path, name):
+    """Their own format reads their calls, which stand in the next prompt as they were written."""
+    family = next(one for one in FAMILIES if one.family == name)
+    template = write(tmp_path, family.tokens, family.models[0])
+    block, results, prompt = DSML[name]
+    shown = template.render(CALLED[:1], [{"function": {"name": "add"}}], variables={"enable_thinking": True})
+    assert '{"name": "add"}' in shown and shown.endswith("<｜User｜>Add.<｜Assistant｜><think>")
+    call = (
+        f'\n\n<｜DSML｜{block}>\n<｜DSML｜invoke name="add">\n'
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+        f'<｜DSML｜parameter name="b" string="false">[1]</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜{block}></s>'
+    )
+    written = template.render(CALLED, variables={"enable_thinking": True})
+    assert written.endswith(f"<｜Assistant｜><think>Hm.</think>{call}{results}{prompt}<think>")
+    later = [*CALLED, {"role": "assistant", "content": "7"}, CHAT[1]]
+    assert "Hm." not in template.render(later, variables={"enable_thinking": True})
+    assert choose(template.source) is find(family.models[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.family)
