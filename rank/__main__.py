@@ -37,11 +37,11 @@ from .scheduler.scheduler import Scheduler
 from .scheduler.server_link import ServerLink
 from .scheduler.snapshots import Snapshots
 from .scheduler.speculation import Speculation
+from .vision import CPU_PIXELS
 from .worker.engine import Engine, Limits, LoadRefused, RankContext
 from .worker.executor import LocalExecutor, RemoteExecutor, Reporter, ResultChannel, follow
 
 log = logging.getLogger("phalanx")
-CPU_IMAGE_PIXELS = 1 << 20  # sequences that decode wait for each of a tower's layers
 Lines = dict[int, tuple[broadcast.PlanBroadcast, ResultChannel]]  # by replica: its plans, and the way back
 
 
@@ -232,7 +232,7 @@ class Rank:
             hosts=self.hosts,
             model=self._model,
             images=model.image_token >= 0,
-            image_pixels=CPU_IMAGE_PIXELS if self.job.device_index < 0 else 0,
+            image_pixels=CPU_PIXELS if self.job.device_index < 0 else 0,
         )
         self.link.send(self._ready)
         loop = StepLoop(replicas, self.link, self._accepts)

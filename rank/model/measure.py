@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import contextlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -28,8 +29,9 @@ from ...kernels.cpp import compiler
 from ...kernels.gemm.linear import PACK_FROM
 from ...kernels.quantized import cuda_layouts, e4m3
 from ..gguf import checkpoint
+from ..vision import CPU_PIXELS
 from . import architectures
-from .base import Model
+from .base import Model, Tower
 from .cache_spec import block_bytes, cache_dtype, row_bytes
 from .choices import DTYPES, choose_dtype, choose_format, choose_plain, names_of
 from .config import Config, check_degrees, read_config, tensor_degrees
@@ -47,6 +49,7 @@ from .stored_formats import fp8
 from .stored_formats._part import BIAS, StoredPart
 from .weights.slicing import ShardedModule
 
+IMAGE = 1024, 1024  # height and width of the image by which plans are told
 POSITIONS = 1  # of the rotary tables, which are computed
 BLOCK = 16  # tokens of a block by default; entries of windows are not in proportion to them
 
@@ -60,7 +63,8 @@ class GroupRank(NamedTuple):
 
 def measure(question: dict[str, Any]) -> dict[str, Any]:
     """question: model (a directory), device (cpu or cuda), dtype, isq, kv_cache_dtype, tp and pp that were asked for
-    (0: none), mmproj, most (ranks of the largest tensor group that is wanted). Raises FatalError as loading does."""
+    (0: none), mmproj, most (ranks of the largest tensor group that is wanted), context (tokens of the longest).
+    Raises FatalError as loading does."""
     checkpoint.pair(question["model"], question["mmproj"])
     config = read_config(question["model"])
     check_degrees(config, question["tp"] or 1, question["pp"] or 1)
@@ -90,12 +94,35 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
         "chosen": max(map(visited, plain.modules()), default=0),
         "degrees": list(ranks),
         "stages": cuts,
+        "images": None if plain.vision is None else images(plain.vision, question["context"], device),
         "ranks": {
             tp: rank_of(model, config, GroupRank(0, tp), len(cuts), DTYPES[chosen], device, formats, kept)
             for tp, model in ranks.items()
             if tp <= question["most"] or tp == question["tp"]
         },
     }
+
+
+def images(tower: Tower, context: int, device: torch.device) -> dict[str, Any]:
+    """An image of IMAGE and the largest one of a prompt of so many tokens, as the tower takes them."""
+    rules, (pixel, pair) = tower.rules, tower.multiplications()
+    most = CPU_PIXELS if device.type == "cpu" else 0
+    inner = max(sum(output.width for output in one.outputs) for one in tower.modules() if isinstance(one, Linear))
+
+    def taken(height: int, width: int) -> dict[str, Any]:
+        height, width = rules.size(height, width, most)
+        pixels = height * width
+        return {
+            "height": height,
+            "width": width,
+            "tokens": len(rules.tokens(*rules.grid(height, width))) * rules.runs(height, width),
+            "linears": pixel * pixels,
+            "scores": pair * pixels**2,
+            "stream": pixels // rules.patch**2 * (4 * tower.hidden + inner),
+        }
+
+    largest = rules.largest(context)
+    return {"usual": taken(*IMAGE), "largest": taken(*(IMAGE if 0 < most < math.prod(largest) else largest))}
 
 
 def stages(config: Config, levels: int) -> Iterator[list[int]]:

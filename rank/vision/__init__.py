@@ -19,6 +19,7 @@ from ..json_decoding import decode_object
 
 MAX_EDGE = 1 << 16  # pixels of an edge of what a model takes
 MAX_PIXELS, MAX_TOKENS = 1 << 26, 1 << 17  # of an image: no model comes near
+CPU_PIXELS = 1 << 20  # of an image on CPUs: sequences that decode wait for each of a tower's layers
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # of Pillow's filters
 HALF = 0.5, 0.5, 0.5
 CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073

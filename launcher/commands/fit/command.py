@@ -79,6 +79,10 @@ class FitOptions(msgspec.Struct, frozen=True, kw_only=True):
         int, flag("--length", group=_GROUP, metavar="N", low=0,
                   help="tokens of an average sequence, for the speeds; 0: half of --context"),
     ] = 0  # fmt: skip
+    images: Annotated[
+        int, flag("--images", group=_GROUP, metavar="N", low=0,
+                  help="images of 1024 x 1024 pixels in each sequence, for memory and speeds"),
+    ] = 0  # fmt: skip
     dtype: Annotated[
         str, flag("--dtype", group=_GROUP, choices=("auto", "bf16", "f16", "f32"), spellings=_DTYPES,
                   help="of weights and arithmetic; auto: the checkpoint's, f32 on CPUs"),
@@ -126,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     question = Question(
         model=str(found.path), device=kind, dtype=options.dtype, tp=options.tp, pp=options.pp, isq=options.isq,
         kv_cache_dtype=options.kv_cache_dtype, most=cluster.per_node,
-        mmproj=resolve.mmproj_file(options.mmproj, str(found.path)),
+        mmproj=resolve.mmproj_file(options.mmproj, str(found.path)), context=options.context or LONGEST,
     )  # fmt: skip
     shape = measured.read(question, found.name)
     asked = _asked(options, shape)
@@ -150,17 +154,35 @@ def _asked(options: FitOptions, shape: ModelShape) -> Workload:
             f"--context {options.context}: the model takes at most {shape.max_positions} tokens", errors.USAGE
         )
     context = options.context or min(shape.max_positions, LONGEST)
+    shown = _shown(options.images, shape, context)
     return Workload(
         context=context,
         concurrency=options.concurrency,
-        length=min(context, options.length) or max(1, context // 2),
+        length=max(min(context, options.length) or max(1, context // 2), shown),
         dtype=shape.usual_dtype if options.dtype == "auto" else options.dtype,
         isq=options.isq,
         kv_fraction=options.kv_fraction,
         kv_cache_dtype=options.kv_cache_dtype,
         cpu_offload=int(options.cpu_offload_gb * devices.GIB),
+        images=options.images,
         zipf=options.zipf,
     )
+
+
+def _shown(images: int, shape: ModelShape, context: int) -> int:
+    """Tokens of so many images, which a sequence has at least."""
+    if not images:
+        return 0
+    if shape.images is None:
+        raise errors.FatalError(f"--images {images}: {shape.name} takes text alone", errors.USAGE)
+    one = shape.images.usual
+    if (tokens := images * one.tokens) > context:
+        raise errors.FatalError(
+            f"--images {images}: images of {one.width} x {one.height} pixels are {one.tokens} tokens each, {tokens} "
+            f"together: more than the {context} of --context",
+            errors.USAGE,
+        )
+    return tokens
 
 
 def _device(options: FitOptions) -> Device:

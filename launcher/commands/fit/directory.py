@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from ....rank.gguf import checkpoint
 from ....rank.gguf.checkpoint import is_gguf
 from ... import hf_hub
 from ...builtin_model import DIRECTORY as DEMO
+
+IMAGES = "preprocessor_config.json", "processor_config.json"  # how a model takes images
 
 
 class Found(NamedTuple):
@@ -21,7 +24,8 @@ class Found(NamedTuple):
 def find(model: str, file: str = "") -> Found:
     """The config of a directory, a GGUF file, an id such as Qwen/Qwen3-0.6B, or "" for the built-in model.
 
-    file: a GGUF file in the directory or in the hub's cache. Of a model that is not there config.json alone is fetched.
+    file: a GGUF file in the directory or in the hub's cache. Of a model that is not there config.json is fetched, and
+    how it takes images.
     """
     if file:
         return _weight_file(model, file)
@@ -53,12 +57,17 @@ def _weight_file(model: str, file: str) -> Found:
 
 def _from_hub(id: str) -> Path:
     import huggingface_hub as hub  # here: it takes half a second, and most models are directories
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
         config = hub.try_to_load_from_cache(id, "config.json")
         if not isinstance(config, str):
             hub.HfApi().model_info(id, timeout=20)  # without a network it fails at once, where the next line tries long
             config = hub.hf_hub_download(id, "config.json")
+            if b'"vision_config"' in Path(config).read_bytes():
+                for name in IMAGES:
+                    with contextlib.suppress(EntryNotFoundError):
+                        hub.hf_hub_download(id, name)
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
         raise hf_hub.explained(id, "main", error) from None
     return Path(config).parent

@@ -11,7 +11,7 @@ import msgspec
 from .... import child_python
 from ....errors import FatalError
 from ...job import secret_variables
-from .shape import ModelShape, RankShape
+from .shape import Images, ModelShape, RankShape
 
 MEASURE = ("-m", "phalanx.rank.model.measure")
 
@@ -28,6 +28,7 @@ class Question(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     mmproj: str = ""  # the file with the tower of a GGUF model
     most: int = 1  # ranks of the largest tensor group that is wanted
+    context: int = 8192  # tokens of the longest sequence, which bound its images
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -43,6 +44,7 @@ class Answer(msgspec.Struct, frozen=True):
     chosen: int
     degrees: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
+    images: Images | None
     ranks: dict[int, RankShape]
 
 

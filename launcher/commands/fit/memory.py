@@ -48,6 +48,7 @@ class Workload:
     isq: str = "none"  # the format that linears are quantised to
     kv_cache_dtype: str = "auto"
     cpu_offload: int = 0  # bytes of a rank's layers that may be in host memory
+    images: int = 0  # of the usual size in each sequence
     zipf: float = 0.0  # experts in host memory: the i-th most popular is chosen with a weight of i ** -zipf
 
 
@@ -191,11 +192,13 @@ def groups_of(stages: tuple[Stage, ...]) -> Groups:
 
 
 def activations(shape: ModelShape, layout: Layout, asked: Workload, budget: int) -> float:
-    """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, or the logits."""
+    """Bytes that a step of `budget` tokens needs at its widest: between two linears of a layer, or the logits, or what
+    the tower needs for the largest image."""
     inner = max((layer.inner for layer in shape.kinds(layout.tp, layout.ep)), default=0)
     stream = budget * WIDTHS[asked.dtype] * (4 * shape.hidden + inner)
     logits = split(asked.concurrency, layout.dp) * shape.vocab * PER_LOGIT
-    return max(stream, logits)
+    tower = shape.images.largest.stream * WIDTHS[asked.dtype] if shape.images else 0
+    return max(stream, logits, tower)
 
 
 def memory_fit(shape: ModelShape, layout: Layout, asked: Workload, device: Device, budget: int) -> MemoryFit:

@@ -235,6 +235,7 @@ def command(
     words += ["--ep", str(layout.ep)] if layout.ep > 1 else []
     words += ["--num-experts-offload-per-rank", str(layout.offload)] if layout.offload else []
     words += ["--max-model-len", str(asked.context), "--max-num-seqs", str(-(-asked.concurrency // layout.dp))]
+    words += ["--images-per-prompt", str(asked.images)] if asked.images else []
     words += ["--dtype", dtype] if dtype != "auto" else []
     if asked.isq != "none":
         words += ["--isq", asked.isq]

@@ -31,7 +31,8 @@ def heading(answer: Answer) -> list[str]:
         f"{answer.checkpoint}",
         f"on {place} with {cluster.per_node} {kind}, {device.memory / GIB:.1f} GiB for each rank "
         f"(speeds: {device.source}); computing in {asked.dtype}",
-        f"for {asked.concurrency} sequences of up to {asked.context} tokens, {asked.length} on average",
+        f"for {asked.concurrency} sequences of up to {asked.context} tokens, {asked.length} on average"
+        + (f", with {asked.images} image{'s' * (asked.images > 1)} in each" if asked.images else ""),
     ]
 
 
@@ -71,6 +72,20 @@ def breakdown(one: LayoutEstimate) -> list[str]:
         f"rope tables {gb(stage.rope)}; libraries about "
         f"{gb(held.runtime)}; KV cache {gb(held.kv_bytes)} ({stage.kv_token} bytes a token); "
         f"left for a step {gb(max(0.0, held.spare))}, of which it needs about {gb(held.activations)}"
+    ]
+
+
+def images(answer: Answer, one: LayoutEstimate) -> list[str]:
+    """The costs of images, where the model takes any."""
+    if (both := answer.shape.images) is None:
+        return []
+    usual, largest = both.usual, both.largest
+    cache = usual.tokens * sum(stage.kv_token for stage in one.memory.stages)
+    most = answer.asked.context // usual.tokens
+    return [
+        f"An image of {usual.width} x {usual.height} pixels: {usual.tokens} tokens, {gb(cache)} GB of KV cache, and "
+        f"about {one.speed.image_ms:.0f} ms of the tower; a sequence has at most {most}. The largest, {largest.width} "
+        f"x {largest.height}: {largest.tokens} tokens"
     ]
 
 
@@ -114,7 +129,7 @@ def text(answer: Answer) -> list[str]:
         lines.append(f"The fewest of these devices that hold it: {ranks} (tp {one.tp}, pp {one.pp})")
     if best is None:
         return [*lines, "Nothing fits."]
-    lines += breakdown(best)
+    lines += breakdown(best) + images(answer, best)
     lines += offloaded(answer, best) if best.layout.offload else []
     if faster := next((one for one in answer.figures if _beats(one, best)), None):
         one = faster.layout
@@ -136,6 +151,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "model": {
             "name": shape.name, "type": shape.model_type, "parameters": shape.parameters, "active": shape.active,
             "layers": shape.layers, "checkpoint": answer.checkpoint,
+            "images": None if shape.images is None else msgspec.to_builtins(shape.images),
         },
         "cluster": {
             "nodes": cluster.nodes, "ranks_per_node": cluster.per_node, "device": device.name,
@@ -145,7 +161,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         },
         "asked": {
             "context": asked.context, "concurrency": asked.concurrency, "length": asked.length, "dtype": asked.dtype,
-            "zipf": asked.zipf,
+            "images": asked.images, "zipf": asked.zipf,
         },
         "layouts": [_layout(one) for one in answer.figures],
         "best": None if answer.best is None else answer.figures.index(answer.best),
@@ -171,4 +187,5 @@ def _layout(one: LayoutEstimate) -> dict[str, Any]:
         "decode_ms": one.speed.decode_ms, "decode_tokens_per_s": one.speed.tokens_per_s,
         "even_tokens_per_s": one.even or None,
         "running": one.speed.running, "prefill_tokens_per_s": one.speed.prefill_per_s,
+        "image_ms": one.speed.image_ms or None,
     }  # fmt: skip

@@ -86,6 +86,22 @@ class StageShape(msgspec.Struct, frozen=True):
         yield from self.ends
 
 
+class Image(msgspec.Struct, frozen=True):
+    """An image as a tower takes it."""
+
+    height: int  # pixels
+    width: int
+    tokens: int  # of a prompt, without the texts that templates write around them
+    linears: float  # multiply-adds of the tower's linears ...
+    scores: float  # ... and of its attention
+    stream: int  # elements between two linears, where there are most
+
+
+class Images(msgspec.Struct, frozen=True):
+    usual: Image  # of 1024 x 1024 pixels, or as much of it as the model takes
+    largest: Image  # of a prompt
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """All that memory and speed follow from."""
@@ -102,6 +118,7 @@ class ModelShape:
     stages: tuple[tuple[int, ...], ...]  # by the number of stages less 1: the layers of each stage
     ranks: dict[int, RankShape]  # by tensor degree, those that were asked for
     chosen: int = 0  # experts that a token visits
+    images: Images | None = None  # None: the model takes text alone
 
     @property
     def layers(self) -> int:

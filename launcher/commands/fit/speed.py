@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from . import offload
 from .devices import Device, host
 from .memory import Layout, Workload, parked
-from .shape import WIDTHS, Layer, ModelShape, StageShape, Weights, split
+from .shape import WIDTHS, Image, Layer, ModelShape, StageShape, Weights, split
 
 ROUND = 3  # order of the norm that joins memory's time and arithmetic's
 CACHED = 0.7  # of the memory bandwidth that attention over a paged cache reaches
@@ -49,6 +49,7 @@ class Speed:
     tokens_per_s: float  # of all sequences together
     prefill_per_s: float  # prompt tokens per second, nothing else running
     running: int  # sequences that it was computed for
+    image_ms: float = 0.0  # the tower's work on an image of the usual size
 
 
 def links(layout: Layout, device: Device, per_node: int, network: float) -> Links:
@@ -170,6 +171,11 @@ class StepModel:
         moved = tokens * self.shape.hidden * self.width * 2 * (tp - 1) / tp
         return self.links.latency + moved / self.links.tensor
 
+    def tower(self, stage: StageShape, image: Image) -> float:
+        """Seconds that the tower takes for an image, on the first stage. Each rank has a whole tower."""
+        held = sum(one.bytes for one in stage.ends if one.kind == "tower")
+        return self._roof(held, 2 * image.linears) + 2 * image.scores / (self.flops * SCORES)
+
     def scores(self, stage: StageShape, tokens: int, prompt: int) -> float:
         """Attention's arithmetic for prompt tokens: each sees half its prompt on average, or its layer's window."""
         pairs = 0.0
@@ -207,4 +213,6 @@ def predict(
         clock.step(stage, chunk, 0, max(1, chunk // prompt)) + clock.scores(stage, chunk, asked.length)
         for stage in stages
     ]
-    return Speed(pace * 1e3, running / pace, layout.dp * chunk / max(prefill), running)
+    tower = 0.0 if shape.images is None else clock.tower(stages[0], shape.images.usual)
+    prefill[0] += asked.images * chunk / asked.length * tower
+    return Speed(pace * 1e3, running / pace, layout.dp * chunk / max(prefill), running, tower * 1e3)

@@ -106,6 +106,15 @@ CONFIGS["Qwen3-235B-A22B"] = CONFIGS["Qwen3-30B-A3B"] | {
 CONFIGS["Qwen3-30B-A3B in FP8"] = CONFIGS["Qwen3-30B-A3B"] | {
     "quantization_config": CONFIGS["DeepSeek-V3"]["quantization_config"]
 }
+CONFIGS["Qwen2.5-VL-7B"] = {
+    "model_type": "qwen2_5_vl", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
+    "torch_dtype": "bfloat16", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+        "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}  # fmt: skip
 CONFIGS["DeepSeek of 4 layers"] = CONFIGS["DeepSeek-V3"] | {"num_hidden_layers": 4}
 
 
@@ -120,11 +129,13 @@ def ask(question):
     """Asks like measured.ask, without the seconds that a process takes to import torch.
 
     Of a directory that holds config.json alone what was answered before in this run of the tests, to whichever of its
-    workers, is answered again, wherever the directory lies.
+    workers, is answered again, wherever the directory lies. The context bounds images alone.
     """
     path = Path(question.model)
     if path.is_dir() and [one.name for one in path.iterdir()] == ["config.json"]:
-        key = (path / "config.json").read_text(), msgspec.structs.replace(question, model="")
+        text = (path / "config.json").read_text()
+        context = question.context if "vision_config" in text else 0
+        key = text, msgspec.structs.replace(question, model="", context=context)
         if key not in _answers:
             _answers[key] = kept(lambda file: file.write_bytes(_measure(question)), RUN, *map(str, key)).read_bytes()
         return _answers[key]

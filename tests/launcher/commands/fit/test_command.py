@@ -94,7 +94,8 @@ def test_json(fit):
     found = json.loads(out)
     assert code == 0
     assert found["model"]["parameters"] == 30_532_122_624
-    assert found["asked"] == {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16", "zipf": 0.8}
+    asked = {"context": 8192, "concurrency": 64, "length": 272, "dtype": "bf16", "images": 0, "zipf": 0.8}
+    assert found["asked"] == asked
     assert found["cluster"]["device"] == "H100"
     best = found["layouts"][found["best"]]
     assert best["verdict"] == "everything asked for fits"
@@ -301,9 +302,14 @@ def test_no_directory(fit):
 
 
 @pytest.mark.long
-def test_a_hub_id(tmp_path):
-    """config.json alone is fetched, and once."""
-    hub = fake_hub.Hub({"config.json": json.dumps(CONFIGS["Llama-3.1-8B"]).encode(), "model.safetensors": b"x"})
+@pytest.mark.parametrize(
+    "name, fetched",
+    [("Llama-3.1-8B", {"config.json"}), ("Qwen2.5-VL-7B", {"config.json", "preprocessor_config.json"})],
+)
+def test_a_hub_id(tmp_path, name, fetched):
+    """config.json is fetched, and how the model takes images, and once."""
+    files = {"config.json": json.dumps(CONFIGS[name]).encode(), "preprocessor_config.json": b"{}"}
+    hub = fake_hub.Hub(files | {"model.safetensors": b"x"})
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PHALANX_"))}
     environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
 
@@ -314,9 +320,10 @@ def test_a_hub_id(tmp_path):
     try:
         first = call("org/tiny")
         assert first.returncode == 0, first.stderr
-        assert "llama, 8.03 billion parameters;" in first.stdout
+        assert f"tiny: {CONFIGS[name]['model_type']}, 8." in first.stdout
         assert "serve --model org/tiny --d" in first.stdout
-        assert {line.split()[1].rpartition("/")[2] for line in hub.seen if "/resolve/" in line} == {"config.json"}
+        resolved = {line.split()[1].rpartition("/")[2] for line in hub.seen if "/resolve/" in line}
+        assert resolved - {"processor_config.json"} == fetched
         hub.seen.clear()
         assert call("org/tiny").stdout == first.stdout
         assert not hub.seen
@@ -364,6 +371,26 @@ def test_the_tower_of_a_gguf_file(fit, tmp_path, monkeypatch):
     for words in ((str(file), "--mmproj", "none.gguf"), (str(source), "--mmproj", str(tower))):
         code, _, err = fit("", *words, "--gpu-mem", "80")
         assert code == 2 and "--mmproj" in err
+
+
+def test_images(fit):
+    """Their tokens fill the context, and the tower's time is a prompt's."""
+    words = "Qwen2.5-VL-7B", "--gpu-mem", "80"
+    plain, shown = (json.loads(fit(*words, *more, "--json")[1]) for more in ((), ("--images", "5")))
+    usual, largest = (plain["model"]["images"][size] for size in ("usual", "largest"))
+    assert usual["height"] == usual["width"] and usual["tokens"] == usual["height"] * usual["width"] // 28**2
+    assert usual["tokens"] <= largest["tokens"] <= 1280  # which config.json alone allows
+    assert (plain["asked"]["images"], shown["asked"]["length"]) == (0, 5 * usual["tokens"])
+    rates = [one["layouts"][0]["prefill_tokens_per_s"] for one in (plain, shown)]
+    assert rates[1] < rates[0] and shown["command"][0].endswith(" --images-per-prompt 5")
+    (line,) = [line for line in fit(*words)[1].splitlines() if line.startswith("An image of ")]
+    assert f" {usual['tokens']} tokens" in line and f" {usual['tokens'] * 57344 / 1e9:.4f} GB" in line
+    for model, count, message in (
+        ("Qwen2.5-VL-7B", "7", f"{7 * usual['tokens']} together"),
+        ("Llama-3.1-8B", "1", "text alone"),
+    ):
+        code, _, err = fit(model, *words[1:], "--images", count)
+        assert code == 2 and "--images" in err and message in err
 
 
 def test_foreign_flags_are_answered(fit):

@@ -3,6 +3,8 @@
 Phalanx: benchmarks/offline.py, 2026-11-22 (benchmarks/results/h200-2026-11-22.jsonl). vLLM: 0.25.1, 2026-11-20.
 """
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from phalanx.kernels.moe import moe
@@ -248,15 +250,22 @@ def test_the_floor_is_reading_the_weights(predict):
     assert found == pytest.approx(floor + 32 * (4 * 3.5e-3 + 5 * 2.5e-3), rel=0.02)
 
 
-def test_a_tower_takes_no_time_of_a_step(tmp_path):
+def test_a_tower_takes_time_of_images_alone(tmp_path):
     """Its linears multiply an image's patches, and not the tokens that are sampled."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 2, "model_type": "gemma3_text"}
     seen = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "image_size": 896}
     seen |= {"patch_size": 14, "num_attention_heads": 16, "num_hidden_layers": 27}
     both = {"model_type": "gemma3", "image_token_index": 9, "text_config": text, "vision_config": seen}
     shapes = [read(write(tmp_path / str(i), config)) for i, config in enumerate((both, text))]
-    found = [speed.predict(one, Layout(1), H200, Workload(8192, 64, 4096), 64, 8192, 8, 50e9) for one in shapes]
-    assert found[0] == found[1] and shapes[0].active == shapes[1].active
+    asked = Workload(8192, 64, 4096)
+    of = [(shapes[0], asked), (shapes[1], asked), (shapes[0], replace(asked, images=2))]
+    found = [speed.predict(shape, Layout(1), H200, one, 64, 8192, 8, 50e9) for shape, one in of]
+    assert replace(found[0], image_ms=0.0) == found[1] and shapes[0].active == shapes[1].active
+    patches = (896 // 14) ** 2
+    least = 2 * 27 * patches * (4 * 1152**2 + 2 * 1152 * 4304 + 2 * 1152 * patches) / H200.flops * 1e3
+    assert least < found[0].image_ms < 1.2 * least
+    more = 1e3 / found[2].prefill_per_s - 1e3 / found[0].prefill_per_s  # ms of a token
+    assert more * 4096 == pytest.approx(2 * found[0].image_ms)
     assert shapes[0].parameters > 1.5 * shapes[1].parameters - 2 * 262208 * 2560
 
 
