@@ -106,6 +106,8 @@ def read_config(path: str | Path) -> Config:
         quantization, ignored = _quantization_beside(path)
     if quantization:
         stored_formats.method_of(quantization, path)
+        if "expert_dtype" in raw:  # DeepSeek-V4
+            quantization = {"expert_dtype": raw["expert_dtype"]} | quantization
     raw = {**raw, "rope_parameters": _rope_parameters(raw, path), "dtype": _dtype(raw, path)}
     heads = _integer(raw, "num_attention_heads", path)
     hidden = _integer(raw, "hidden_size", path)

@@ -4,7 +4,8 @@ follow config.json: docs/formats.md.
 
 Of a linear of I inputs and O outputs: weight e4m3 [O, I]; weight_scale_inv [O / 128, I / 128], which weights are
 multiplied by, or one number for all: weight_scale, which Ministral 3 calls weight_scale_inv, too. Experts have the
-same, each in tensors of its own.
+same, each in tensors of its own. DeepSeek-V4 calls the scales of blocks `scale`, e8m0 or f32; its experts are MXFP4
+where config.json's `expert_dtype` is fp4.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..formats._format import Format
 from ..formats._stacks import AT_ONCE, Stacked, StoredStack
 from ..shard import Shard
 from ..weights.slicing import Field, Ratio, Scales, Source, stored_width
-from . import is_stored
+from . import is_stored, mxfp4
 from ._part import StoredPart, check_settings
 
 RANDOM = 0.38  # the deviation of weights/dummy.py's e4m3 numbers
@@ -148,11 +149,14 @@ def block_of(size: object, key: str) -> tuple[int, int]:
     raise FatalError(f"config.json: quantization_config has {key} {size!r}, expected two numbers", MODEL)
 
 
-def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Scheme | None:
-    check_settings(settings, fmt=(None, "e4m3", "float8_e4m3fn"))
+def match(settings: dict[str, Any], path: str, names: Collection[str]) -> Format | None:
+    check_settings(settings, fmt=(None, "e4m3", "float8_e4m3fn"), expert_dtype=(None, "fp8", "fp4"))
+    if settings.get("expert_dtype") == "fp4" and ".experts." in path:
+        return mxfp4.Scheme(apart=True)
     size = settings.get("weight_block_size")
     if size is not None:
-        scheme = Scheme("weight_scale_inv", *block_of(size, "weight_block_size"))
+        name = "scale" if f"{path}.scale" in names else "weight_scale_inv"
+        scheme = Scheme(name, *block_of(size, "weight_block_size"))
     else:  # transformers names one scale of a tensor as it names those of blocks
         inverse = f"{path}.weight_scale_inv" in names
         scheme = Scheme("weight_scale_inv" if inverse else "weight_scale", 0, 0)

@@ -1,7 +1,9 @@
-"""MXFP4, as gpt-oss has its experts (OCP Microscaling Formats v1.0): e2m1 with a scale e8m0 for each 32 inputs.
+"""MXFP4 (OCP Microscaling Formats v1.0): e2m1 with a scale e8m0 for each 32 inputs, as gpt-oss and DeepSeek-V4 store
+their experts.
 
-Of E experts of I inputs and O outputs: blocks uint8 [E, O, I / 32, 16], two neighbouring inputs in each, the first in
-the lower bits; scales uint8 [E, O, I / 32].
+Of E experts of I inputs and O outputs, gpt-oss: blocks uint8 [E, O, I / 32, 16], two neighbouring inputs in each, the
+first in the lower bits; scales uint8 [E, O, I / 32]. DeepSeek-V4, each expert in tensors of its own: weight int8
+[O, I / 2]; scale e8m0 [O, I / 32].
 """
 
 from __future__ import annotations
@@ -24,24 +26,34 @@ GROUP = 32
 HARMLESS: tuple[str, ...] = ()
 
 
+STACKED = (
+    Field("blocks", "eoib", torch.uint8, ratios={"i": Ratio(1, GROUP), "b": Ratio(GROUP // 2)}),
+    Field("scales", "eoi", torch.uint8, ratios={"i": Ratio(1, GROUP)}, made_up=121),
+)
+APART = (
+    Field("weight", "eoi", torch.int8, ratios={"i": Ratio(1, 2)}),
+    Field("scale", "eoi", torch.float8_e8m0fnu, ratios={"i": Ratio(1, GROUP)}, made_up=2**-6),
+)
+
+
 @dataclass(frozen=True)
 class Scheme(Format):
     """Experts alone: no linear is stored so."""
+
+    apart: bool = False  # each expert has tensors of its own
 
     def part(self, inputs: Shard, outputs: Sequence[Shard], bias: bool, sources: Sequence[Source]) -> Part:
         raise AssertionError("experts alone are stored in MXFP4")
 
     def stack(self, layer: Stacked, sources: Sequence[Source]) -> StoredStack:
-        return ExpertStack()
+        return ExpertStack(APART if self.apart else STACKED)
 
 
 class ExpertStack(StoredStack):
     """All experts of a layer, which stay packed."""
 
-    fields: tuple[Field, ...] = (
-        Field("blocks", "eoib", torch.uint8, ratios={"i": Ratio(1, GROUP), "b": Ratio(GROUP // 2)}),
-        Field("scales", "eoi", torch.uint8, ratios={"i": Ratio(1, GROUP)}, made_up=121),
-    )
+    def __init__(self, fields: tuple[Field, ...]):
+        self.fields = fields
 
     def kept_bits(self, layer: Stacked, device: torch.device) -> float:
         return mxfp4.kept_bits(layer.width, layer.inputs.width, layer.other_inputs, device)
@@ -50,7 +62,8 @@ class ExpertStack(StoredStack):
         return not self.kept_bits(layer, device)
 
     def make(self, layer: Stacked) -> Matrices:
-        codes, scales = layer.get_parameter("blocks").data.flatten(2), layer.get_parameter("scales").data
+        codes, scales = (layer.get_parameter(field.name).data.view(torch.uint8) for field in self.fields)
+        codes = codes.flatten(2)
         return mxfp4.experts(codes, scales, layer.other_inputs, layer.model_dtype, layer.in_order)
 
 

@@ -77,6 +77,8 @@ class Checkpoint:
         kinds = [kind for kind, dtype in DTYPES.items() if dtype == wanted]
         if wanted is None or wanted in FLOATS.values():
             kinds = [*FLOATS, *(ggml.CODECS if self.index.path else ())]
+        if wanted == torch.float32:
+            kinds.append("F8_E8M0")  # scales
         if entry.dtype not in kinds:
             raise FatalError(f"{where} has dtype {entry.dtype}; supported are {', '.join(kinds)}", MODEL)
 
