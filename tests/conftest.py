@@ -31,7 +31,7 @@ FIRST = (
     "rank/test_generation.py", "rank/test_loading.py", "kernels/attention/test_attention.py", "rank/test_faults.py",
     "launcher/job/test_supervisor.py", "launcher/commands/fit/test_measured.py",
     "kernels/quantized/test_packed_gemm.py", "launcher/test_llm.py", "rank/model/test_architectures.py",
-    "launcher/job/test_rank_bootstrap.py", "launcher/test_library_docs.py", "rank/test_reloading.py",
+    "launcher/job/test_rank_bootstrap.py", "test_documented_commands.py", "rank/test_reloading.py",
     "launcher/commands/test_convert.py", "rank/server/test_main.py", "kernels/collective/test_barrier_model.py",
     "launcher/commands/fit/test_command.py", "kernels/test_compile.py", "rank/model/stored_formats/test_stored.py",
     "kernels/moe/test_moe.py", "launcher/commands/test_pull.py", "rank/model/experts/test_quantised.py",

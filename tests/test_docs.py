@@ -1,10 +1,10 @@
 """Things that the documents name exist: files, headings, model types, tool-call formats; and their lines are short."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
-import phalanx
 import pytest
 import torch
 from phalanx.kernels.cpp import ops
@@ -12,14 +12,14 @@ from phalanx.kernels.quantized.ggml import CODECS
 from phalanx.launcher import document
 from phalanx.launcher.job import sbatch
 from phalanx.launcher.options import option_sources
+from phalanx.launcher.options.compat_flags import OTHER_NAMES, find
+from phalanx.rank import flags
 from phalanx.rank.gguf import architectures as gguf
 from phalanx.rank.server.text import reasoning, tool_formats
 
-ROOT = Path(phalanx.__file__).resolve().parent
+from .documents import BENCHMARKS, PAGES, ROOT, USERS, commands, page_id
+
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
-BENCHMARKS = [ROOT / "benchmarks", ROOT / "benchmarks/builtin_model"]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES += [folder / "README.md" for folder in BENCHMARKS]
 # Other people's, users' own, and what a page says will be made.
 ELSEWHERE = {"llama.cpp", "answers.jsonl", "requests.jsonl"}
 SOURCES = re.compile(r"(?<![\w./*<>-])[\w-]+\.(?:py|cu|cuh|cpp|jsonl)\b")  # a source's bare name
@@ -27,6 +27,19 @@ PATHS = re.compile(rf"(?<![\w./-])(?:{ROOMS})/[\w./*-]*[\w*](?!\w*<)")
 LINKS = re.compile(r"\]\((?!https?:)([^)#]+)")
 ANCHORS = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 LINE = 120  # characters, but of tables, of what a program has written, and of pages that are generated
+# Flags of mpirun, srun, sbatch and apptainer, and what a page calls any flag.
+OTHERS = {
+    "--allow-run-as-root",
+    "--bind-to",
+    "--map-by",
+    "--mca",
+    "--export",
+    "--gpu-bind",
+    "--gpus-per-task",
+    "--wait",
+}
+OTHERS |= {"--ntasks-per-node", "--gpus-per-node", "--nv", "--bind", "--flag", "--no-flag"}
+PLACEHOLDERS = {"N": "1", "GB": "1", "FORMAT": "q4km"}
 GENERATED = {"options.md", "api.md"}
 
 
@@ -34,10 +47,6 @@ def names() -> set[str]:
     return {path.name for room in ROOMS.split("|") for path in (ROOT / room).rglob("*") if path.is_file()} | {
         path.name for path in ROOT.iterdir()
     }
-
-
-def page_id(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -65,10 +74,14 @@ def test_headings_that_are_linked_to(page):
         assert anchor in anchors(page.parent / link if link else page), f"{link}#{anchor}"
 
 
+def sentences(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=page_id)
 def test_lines(page):
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert not [line for line in text.splitlines() if len(line) > LINE and not line.startswith("|")]
+    assert not [line for line in sentences(page).splitlines() if len(line) > LINE and not line.startswith("|")]
 
 
 def occurs(block: str, sources: list[str]) -> bool:
@@ -119,7 +132,7 @@ def test_formats_lists_the_types_of_gguf_files_that_stay_quantised(monkeypatch):
 
 
 def quoted(text: str) -> list[str]:
-    return re.findall("`(.+?)`", text)
+    return re.findall("`(.+?)`", text, re.S)
 
 
 def test_the_formats_of_calls_and_reasoning_that_are_named_exist():
@@ -129,21 +142,36 @@ def test_the_formats_of_calls_and_reasoning_that_are_named_exist():
         assert named and named <= set(known)
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words behind `phalanx` of the commands in the page's blocks; what follows two blanks is a comment."""
-    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = [line for kind, text in blocks if kind in ("", "bash") for line in text.replace("\\\n", " ").splitlines()]
-    starts = re.compile(r"(?:\$ |(?:mpirun|srun) .*)?phalanx ([a-z-].*)")
-    found = [starts.match(re.sub(r"(?<=\S)( {2,}(?!-|phalanx)\S| [>&|]).*", "", line.strip())) for line in lines]
-    return [shlex.split(one[1]) for one in found if one and "…" not in one[1]]
+def phalanx_commands(page: Path) -> list[list[str]]:
+    """The words behind `phalanx` of commands: in blocks, in sentences, of a systemd unit and of a container."""
+    text = page.read_text(encoding="utf-8")
+    found = [*commands(page), *(one for one in quoted(sentences(page)) if one.startswith("phalanx "))]
+    found += re.findall(r"^ExecStart=.*/(phalanx .*)$", text, re.M)
+    starts = [re.search(r"(?:\bphalanx| run .*phalanx\.sif) ([^>&|]*)", one) for one in found if "…" not in one]
+    words = [shlex.split(one[1]) for one in starts if one] + [
+        json.loads(one) for one in re.findall(r"^ *args: (\[.*\])$", text, re.M)
+    ]
+    return [[PLACEHOLDERS.get(word, word) for word in one] for one in words]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=page_id)
+@pytest.mark.parametrize("page", [page for page in PAGES if phalanx_commands(page)], ids=page_id)
 def test_commands_have_options_that_exist(page):
-    for words in commands(page):
+    for words in phalanx_commands(page):
         verb = words.pop(0) if words[0] in document.STRUCTS else "serve"
         words, _ = sbatch.wanted([word for word in words if word != "--help"])
         option_sources.read(document.STRUCTS[verb], words, {})
+
+
+def test_flags_that_are_named_exist():
+    """Flags in sentences, by themselves or behind `phalanx`."""
+    known = {"--help", "--config", "--show-config", sbatch.FLAG, *sbatch.NODES, *OTHER_NAMES, *OTHERS}
+    for struct in document.STRUCTS.values():
+        for spec in flags.read(struct).values():
+            known |= {*spec.flag.flags, *spec.flag.off, *spec.flag.short}
+    for page in USERS:
+        named = " ".join(one for one in quoted(sentences(page)) if one.startswith(("--", "phalanx ")))
+        unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", named)) - known
+        assert not [one for one in unknown if find(one) is None], page.name
 
 
 @pytest.mark.parametrize("folder", BENCHMARKS, ids=page_id)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import phalanx
 from phalanx import errors
-from phalanx.launcher.commands.gateway import GatewayOptions
 from phalanx.launcher.job import sbatch, supervisor
 from phalanx.launcher.options import option_sources
 from phalanx.rank.options import Options
@@ -35,21 +34,6 @@ def test_the_examples_use_options_that_exist():
             option_sources.read(Options, sbatch.wanted(words)[0], {})
             found += 1
     assert found >= 2
-
-
-def test_the_commands_of_a_service_are_those_that_there_are():
-    """docs/cluster.md, from the gateway to who may call it: each command line is taken as it stands."""
-    page = (ROOT / "docs/cluster.md").read_text()
-    part = page.partition("## One address")[2].partition("## Who may call it")[0]
-    lines = re.findall(r"(?:^|\bsrun .*?)(phalanx (?:serve|gateway) .*)$", part, re.M)
-    lines += [f"phalanx serve {one}" for one in re.findall(r"`(--[^`]*)`", part.replace("\n", " ")) if " " in one]
-    verbs = {"serve": Options, "gateway": GatewayOptions}
-    given = set()
-    for line in lines:
-        _, verb, *words = shlex.split(line)
-        chosen = option_sources.read(verbs[verb], words, {})
-        given |= {name for name, origin in chosen.origins.items() if origin != "default"}
-    assert len(lines) >= 4 and {"resubmit", "resubmit_command", "time_left", "handover", "hold"} <= given
 
 
 def texts(path: Path):
