@@ -73,6 +73,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     thinking: bool = False  # the prompt has opened them
     stop_token_ids: tuple[int, ...] = ()  # the model's own end tokens included unless ignore_eos
     min_tokens: int = 0  # stop_token_ids cannot be sampled before this many tokens
+    # The model's heads that choose the sequence's tokens, in turn, as Model.choose numbers them; (): the vocabulary's
+    # alone. Their tokens may lie beyond the vocabulary. Only max_tokens and stop_token_ids count then.
+    heads: tuple[int, ...] = ()
     pooling: str = ""  # "mean", "last" or "cls": its embedding is wanted; max_tokens is 1, and the token means nothing
 
 

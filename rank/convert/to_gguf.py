@@ -23,7 +23,7 @@ from ..gguf.architectures import _common
 from ..gguf.checkpoint import NUMBER, added_to, orders_of, part_of
 from ..gguf.types import BY_NAME
 from ..model import architectures
-from ..model.base import TOWER, Args, SeeingArgs
+from ..model.base import BESIDE, Args, SeeingArgs
 from ..model.choices import sizes_of
 from ..model.config import Config, read_config
 from ..model.load import FURTHER, HARMLESS
@@ -145,7 +145,7 @@ def _plan(config: Config, architecture: Any, index: Index, mix: str) -> list[Pla
     found = []
     by_ours = {model.rename(source): source for source in index.files}
     for ours, source in by_ours.items():
-        if ours.startswith(TOWER):  # llama.cpp has towers in files of their own
+        if ours.startswith(BESIDE):  # llama.cpp has towers in files of their own
             continue
         if ours.endswith(HARMLESS) or source.startswith((*FURTHER, *model.LEFT_OUT)):
             continue

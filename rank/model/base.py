@@ -51,6 +51,8 @@ PROJECTED = {
     )
 }
 TOWER = "vision."  # how names begin of the tensors of what makes features of images
+REGION = "model.region."  # ... and of heads beside the vocabulary's, with the embeddings of their tokens
+BESIDE = TOWER, REGION  # no captured step computes these, and --isq leaves them as they are
 Count = int  # of tokens, layers, heads or groups, of which there are some wherever config.json has the key
 Divisor = float  # above 0
 
@@ -385,6 +387,13 @@ class Model(nn.Module):
         """
         assert self.lm_head is not None
         return self.lm_head(self.normed(hidden))
+
+    def choose(self, hidden: Tensor, ids: Tensor, heads: Tensor) -> Tensor:
+        """The tokens [S] that the model's heads choose for rows [S, hidden] of the last stage's forward.
+
+        heads: [S] int64, a number for each row, 0 for the vocabulary. ids: [S] int64, what was sampled of that.
+        """
+        raise NotImplementedError
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of the last stage's forward after the final norm, as the head reads them."""

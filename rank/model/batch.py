@@ -97,6 +97,7 @@ class Batch:
     # [T] int32: the last token of its sequence that each attends to; None: each attends up to itself, as those of rows
     # that decode always do.
     reach: Tensor | None = None
+    beyond: bool = False  # ids may lie beyond the vocabulary, as tokens that further heads chose (Model.choose)
     layer_inputs: Tensor | None = None  # [T, layers, size]: further embeddings, which the model's embedding leaves here
     # The tokens at sample_at as S sequences of one token each, without ids. The last layer continues with these alone
     # once it has written keys and values. None: it continues with all tokens.

@@ -12,7 +12,7 @@ from ..checkpoint_files import is_gguf, read_index
 from ..gguf import mixes
 from ..safetensors_header import Index
 from . import stored_formats
-from .base import TOWER, Model
+from .base import BESIDE, Model
 from .config import Config
 from .formats import DENSE, ChooseFormat, Format, dense, in_situ
 from .formats._plain import HalfFloats
@@ -44,7 +44,7 @@ def choose_format(
         if isq == "none":
             return plain
         quantised = in_situ(isq, sizes_of(config))
-        return lambda path: plain(path) if path.startswith(TOWER) else quantised(path)
+        return lambda path: plain(path) if path.startswith(BESIDE) else quantised(path)
     if isq != "none":
         raise FatalError(f"--isq {isq}: {config.path} is quantised already ({method}): leave --isq out", USAGE)
     return stored_formats.choose(config.quantization, plain, names)

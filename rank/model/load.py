@@ -24,7 +24,7 @@ from ..checkpoint_files import directory, read_index
 from ..gguf import checkpoint, mixes
 from ..safetensors_header import Index
 from . import architectures, choices, load_memory, stored_formats
-from .base import TOWER, Args, Model, SeeingArgs
+from .base import BESIDE, Args, Model, SeeingArgs
 from .choices import DTYPES, choose_dtype, model_length
 from .config import Config, check_degrees, read_config
 from .experts.fused import FusedExperts, StackedLinear
@@ -191,9 +191,8 @@ def _finish(model: Model, dtype: torch.dtype, speaks: bool) -> None:
             one.expand(model.dtype)
     held = {id(t): t.nbytes for layer in model.sharded_modules() for t in (*layer.parameters(), *layer.buffers())}
     model.weight_bytes = sum(held.values())
-    model.num_weights = sum(one.num_weights for one in model.modules() if isinstance(one, Linear | FusedExperts))
-    if model.vision is not None:
-        model.num_weights -= model.vision.num_weights
+    counted = ((name, one) for name, one in model.named_modules() if isinstance(one, Linear | FusedExperts))
+    model.num_weights = sum(one.num_weights for name, one in counted if not name.startswith(BESIDE))
     if speaks:
         _tell_without_kernel(model)
 
@@ -354,7 +353,7 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
     unread = [name for name in names if not name.endswith(harmless) and _layer(name) not in elsewhere]
     unread = [name for name in unread if _pattern(name) not in read or _layer(name) >= config.num_layers]
     if model.image_token >= 0 and model.vision is None:  # the first stage's
-        unread = [name for name in unread if not name.startswith(TOWER)]
+        unread = [name for name in unread if not name.startswith(BESIDE)]
     further = [name for name in unread if name.startswith(FURTHER)]
     if config.raw.get("num_nextn_predict_layers"):
         further += [name for name in unread if _layer(name) >= config.num_layers]
@@ -364,7 +363,7 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
             len(further),
         )
     unread = [name for name in unread if name not in set(further)]
-    others = (*model.LEFT_OUT, TOWER)
+    others = (*model.LEFT_OUT, *BESIDE)
     if left_out := [name for name in unread if name.startswith(others)]:
         served = "text alone is" if model.image_token < 0 else "texts and images are"
         log.info("%s served: %d tensors of the model's other parts are left out", served, len(left_out))

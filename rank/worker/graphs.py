@@ -23,7 +23,7 @@ from ...kernels.gemm import linear
 from ...kernels.gemm.autotune import TuneRequest
 from ...kernels.gemm.pipelined_gemm import MAX_ROWS
 from ...kernels.segmented_graph import SegmentedGraph
-from ..model.base import TOWER, Model
+from ..model.base import BESIDE, Model
 from ..model.batch import Batch
 from ..model.cache_spec import Caches
 from ..model.formats._part import Part
@@ -96,7 +96,7 @@ def _kind(part: Part, gate: str) -> Hashable:
 def _linears(model: Model) -> Iterator[Linear]:
     """Linears of captured steps. Weights that latent attention absorbs are multiplied otherwise (mla.py)."""
     named = ((name, one) for name, one in model.named_modules() if isinstance(one, Linear))
-    return (one for name, one in named if not isinstance(one, PlainColumnParallel) and not name.startswith(TOWER))
+    return (one for name, one in named if not isinstance(one, PlainColumnParallel) and not name.startswith(BESIDE))
 
 
 class DecodeGraphs:

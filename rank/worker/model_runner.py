@@ -170,6 +170,7 @@ class ModelRunner:
         self._awaited: deque[tuple[ScheduledBatch, Tensor]] = deque()
         self._pooler = Pooler(model)
         self._scorer = PromptScorer(model, state, mesh.tensor, self._samples_here)
+        self._heads: dict[int, tuple[int, ...]] = {}  # by row: the heads that choose its tokens, in turn
         self._greedy = np.zeros(len(state.length), bool)  # rows whose next token is the argmax of the unchanged logits
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque()  # on a GPU: steps that may not be finished yet
         self._upload = Upload(self.device)
@@ -352,7 +353,10 @@ class ModelRunner:
             self._pooler.leave(row)
             self._scorer.leave(row)
             self._images.leave(row)
+            self._heads.pop(row, None)
         for new in plan.new:
+            if new.sampling.heads:
+                self._heads[new.row] = new.sampling.heads
             self._pooler.enter(new)
             self._images.enter(new)
             if self.mesh.last:
@@ -375,8 +379,9 @@ class ModelRunner:
         self._receive_ids(self._owed(scheduled.rows))
         drafts = self._drafting is not None and (plan.wanted > 0 or plan.follows)
         every = not (self._pooler.empty and self._scorer.empty)  # the hidden states of all tokens are needed, in order
-        embeddings = self._images.embeddings(scheduled)
-        if self._graphs is not None and self._graphs.supports(scheduled) and not every and embeddings is None:
+        embeddings, heads = self._images.embeddings(scheduled), self._further_heads(scheduled)
+        eager = embeddings is not None or heads is not None  # no graph has what these need
+        if self._graphs is not None and self._graphs.supports(scheduled) and not every and not eager:
             replayed, sampled_rows = self._graphs.replay(scheduled)
             output = self._sample(replayed, sampled_rows, scheduled, plan.step, self._graphs.head)
             if not drafts:
@@ -384,21 +389,18 @@ class ModelRunner:
             of = [self._graphs.batch(scheduled)], replayed, sampled_rows, scheduled, output.ids
             return output._replace(drafts=self._draft(*of, plan.wanted, replayed=True))
         every = every or drafts or bool(self.model.aux_layers)  # these are of all tokens
-        eager = every or embeddings is not None
+        eager = eager or every
         if self._piecewise is not None and self._piecewise.supports(scheduled) and not eager:
             sampled, sampled_rows = self._piecewise.replay(scheduled)
             if not len(sampled_rows):
                 return DeviceOutput()
             return self._sample(sampled, sampled_rows, scheduled, plan.step)
-        last_token_only, min_tokens = self.mesh.last, self._limits.microbatch_tokens
-        if every:
-            last_token_only, min_tokens = False, 0
-        if embeddings is not None:
-            min_tokens = 0
+        last_token_only = self.mesh.last and not every
+        min_tokens = 0 if eager else self._limits.microbatch_tokens
         batches, sampled_rows = build_batches(
             self.state, scheduled, self._last, self.caches, self._upload, last_token_only, min_tokens
         )
-        batches[0].embeddings = embeddings
+        batches[0].embeddings, batches[0].beyond = embeddings, heads is not None
         pipe = self.mesh.pipe
         hidden = None
         if not self.mesh.first:
@@ -416,7 +418,8 @@ class ModelRunner:
         output = DeviceOutput()
         if scheduled.samples.any():
             sampled = hidden if last_token_only else hidden[batches[0].sample_at]
-            output = self._sample(sampled, sampled_rows, scheduled, plan.step)._replace(pooled=pooled, scored=scored)
+            output = self._sample(sampled, sampled_rows, scheduled, plan.step, heads=heads)
+            output = output._replace(pooled=pooled, scored=scored)
         if drafts:
             made = self._draft(batches, hidden, sampled_rows, scheduled, output.ids, plan.wanted)
             output = output._replace(drafts=made)
@@ -449,11 +452,21 @@ class ModelRunner:
     def _samples_here(self) -> bool:
         return self.mesh.last and self.mesh.tensor.rank == 0
 
+    def _further_heads(self, scheduled: ScheduledBatch) -> np.ndarray | None:
+        """The head that chooses each sampled token, [S] int64; None: the step has no row with others than the
+        vocabulary's."""
+        if not self._heads or not any(row in self._heads for row in scheduled.rows.tolist()):
+            return None
+        sampled = zip(scheduled.sampled_rows.tolist(), scheduled.sampled_outputs.tolist(), strict=True)
+        cycles = ((self._heads.get(row, (0,)), output) for row, output in sampled)
+        return np.array([cycle[output % len(cycle)] for cycle, output in cycles], np.int64)
+
     def _sample(
-        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, step: int, head: Head | None = None
-    ) -> DeviceOutput:
+        self, hidden: Tensor, sampled_rows: Tensor, scheduled: ScheduledBatch, step: int, head: Head | None = None,
+        heads: np.ndarray | None = None,
+    ) -> DeviceOutput:  # fmt: skip
         """Sample ids [S], on every rank of the last stage. head: the head's output for `hidden`, if a replay computed
-        it."""
+        it. heads: as `_further_heads` has them."""
         tensor = self.mesh.tensor
         shard = head.logits if head else self.model.logits(hidden)  # [S, vocab / tp], padded alike on all ranks
         shard = shard.to(self.sampler.device)
@@ -466,6 +479,9 @@ class ModelRunner:
             ids = tp_argmax(shard, tensor)
         else:
             ids = head.argmax(tensor) if head else tp_argmax(shard, tensor)
+        if heads is not None:
+            chosen = self.model.choose(hidden, ids.to(self.device), self._upload.send([heads])[0])
+            ids = tensor.broadcast(chosen, 0).to(ids.device)  # rounding may differ between ranks
         self._keep(sampled_rows, ids.to(self.device), scheduled)
         if not self.mesh.first:
             self.mesh.feedback.isend(ids, 0)
