@@ -63,6 +63,7 @@ class ShownImage(Part, kw_only=True):
     mark: str = ""  # what the template writes where `text` is to be; "": there is no such text
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()  # (first, end) of these that attend to each other
+    tasks: dict[str, tuple[int, ...]] = {}  # of the model, as ImageRules has them
 
 
 class Function(msgspec.Struct):

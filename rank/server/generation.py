@@ -23,6 +23,7 @@ from .text.tool_formats import ToolCallFormat, Tools
 from .token_fields import token_limits
 from .tool_choice import tool_choice
 
+MAX_OBJECTS = 50  # points or boxes of an answer, where the request has no max_tokens
 P = ParamSpec("P")
 
 
@@ -161,7 +162,8 @@ def _generation(
         limit = max_tokens(request, model.defaults["max_tokens"], len(prompt.tokens), context_of(ready))
         one = sampling_params(request, model.defaults, text.end_tokens, stop_tokens, ready.vocab_size, limit)
         limits = token_limits(request, text, ready.vocab_size, prompt.thinking)
-        sampling.append(msgspec.structs.replace(one, **limits))
+        one = msgspec.structs.replace(one, **limits)
+        sampling.append(_of_heads(request, prompt.heads, one, text.end_tokens, grammar) if prompt.heads else one)
     markers = [*(reasoning.markers if reasoning else ())]
     markers += [*tool_format.opens, *tool_format.markers] if tool_format else []
     # The parser has to see the markers that the model was given as special tokens, and those within longer markers.
@@ -183,6 +185,19 @@ def _generation(
         grammar=grammar,
         vocabulary=text.vocabulary(ready.vocab_size) if grammar else None,
     )
+
+
+def _of_heads(
+    request: Common, heads: tuple[int, ...], shared: protocol.SamplingParams, end_tokens: tuple[int, ...], grammar: str
+) -> protocol.SamplingParams:
+    """The parameters of an answer whose tokens other heads than the vocabulary's choose: only its length counts. Raises
+    ApiError for fields that ask for more than tokens."""
+    if shared.logprobs >= 0 or shared.prompt_logprobs >= 0:
+        raise bad("logprobs", "logprobs is given: points and boxes have none; leave it out")
+    if grammar:
+        raise bad("response_format", "the answer is constrained: points and boxes have a format of their own")
+    most = shared.max_tokens if request.limit() is not None else min(shared.max_tokens, MAX_OBJECTS * len(heads))
+    return protocol.SamplingParams(max_tokens=most, temperature=0, stop_token_ids=end_tokens, heads=heads)
 
 
 def _check_prompt_entries(request: Common, prompts: list[Prompt], vocab_size: int) -> None:

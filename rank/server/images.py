@@ -89,7 +89,7 @@ class ImageReader:
     """Reads the images of one model's requests."""
 
     def __init__(self, config: ServerConfig, rules: ImageRules):
-        self._rules, self._most = rules, config.images_per_prompt
+        self.rules, self._most = rules, config.images_per_prompt
         self._sources = ImageSources(config.allowed_media_hosts, config.allowed_media_dir)
         keys = max(1, len(config.api_keys))
         self._lanes = Lanes(THREADS, THREADS // min(THREADS, keys), "images")
@@ -109,7 +109,7 @@ class ImageReader:
         """The images that a request may have, and the pixels that are left of each; None: this server takes none."""
         if self._process is None or not ready.images:
             return None
-        height, width = self._rules.largest(ready.max_model_len)
+        height, width = self.rules.largest(ready.max_model_len)
         pixels = min(height * width, ready.image_pixels or height * width)
         return {"per_prompt": self._most, "pixels": pixels}
 
@@ -168,7 +168,7 @@ class ImageReader:
                 task.cancel()
 
     async def _read(self, place: Place, owner: str, max_pixels: int) -> tuple[ShownImage, protocol.Pixels]:
-        image, at, process, rules = place.image, place.field, self._process, self._rules
+        image, at, process, rules = place.image, place.field, self._process, self.rules
         assert process is not None
         name = image.named if isinstance(image, NamedImage) else f"{at}.image_url"
         if isinstance(image.image_url, ImageUrl):
@@ -197,7 +197,7 @@ class ImageReader:
             type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,
             tokens=tokens, runs=rules.runs(read.height, read.width), mark=rules.mark,
             text=rules.text(read.height, read.width),
-            spans=rules.spans(tokens),
+            spans=rules.spans(tokens), tasks=rules.tasks,
         )  # fmt: skip
         return shown, read
 

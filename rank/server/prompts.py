@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from .. import protocol
+from ..vision import TASK
 from .api_error import ApiError, PromptTooLong, bad
 from .conversation import Message, Part, ShownImage, with_tool_calls
 from .decoding import show
@@ -33,6 +34,7 @@ class Prompt(msgspec.Struct):
     answer: bool = True  # false: nothing but the prompt is wanted
     prediction: list[int] = []  # tokens that the answer will probably have
     pictures: list[protocol.Picture] = []  # images in it
+    heads: tuple[int, ...] = ()  # of the model, that choose the answer's tokens in turn; (): the vocabulary's alone
 
 
 def context_of(ready: protocol.Ready) -> int:
@@ -147,6 +149,7 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     """The conversation as the model's template writes it; default_thinking is for requests that leave it open."""
     rendered, thinking = render_chat(text, request, ready, default_thinking)
     images = _images(request)
+    rendered, heads = _heads(rendered, images)
     rendered = _with_frames(rendered, images)
     cut = _kept_tokens(request, context_of(ready))
     check_length(text, rendered, context_of(ready), "messages", cut > 0)
@@ -156,7 +159,19 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     tokens, pictures = _with_images(tokens, images) if images else (_cut(tokens, cut, request), [])
     _check_tokens(tokens, ready.vocab_size, "messages")
     prediction = _predicted(text, request, context_of(ready))
-    return Prompt(tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction, pictures=pictures)
+    return Prompt(
+        tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction, pictures=pictures, heads=heads
+    )
+
+
+def _heads(rendered: str, images: list[ShownImage]) -> tuple[str, tuple[int, ...]]:
+    """A prompt without the task that the template wrote behind it, and the heads that the task takes."""
+    task = TASK.search(rendered)
+    if task is None:
+        return rendered, ()
+    if not images:
+        raise bad("messages", f"the messages have no image: to {task[1]} something takes one")
+    return rendered[: task.start()], images[0].tasks.get(task[1], ())
 
 
 def _images(request: ChatRequest) -> list[ShownImage]:
@@ -254,7 +269,7 @@ def render_chat(
 
 def rendered_text(text: Text, request: ChatRequest, ready: protocol.Ready, default_thinking: bool | None) -> str:
     """The prompt's text as people read it."""
-    return render_chat(text, request, ready, default_thinking)[0].replace(MARK, "")
+    return TASK.sub("", render_chat(text, request, ready, default_thinking)[0]).replace(MARK, "")
 
 
 def _first_accepted(written: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from .. import heap, protocol, vision
 from ..gguf import checkpoint
+from ..vision import Spelling
 from . import tracing
 from .api_error import ApiError
 from .blocking import Lanes
@@ -260,7 +261,7 @@ class TextEngine:
                 owned = owner if generation.grammar else ""
                 shown = prompt.pictures, list(pixels or ())  # every choice's request has them
                 requests.append(protocol.Request(id, packed, own, *rest, owned, prediction, *shown))
-                choices[id] = _choice(len(choices), prompt, generation, text, own.min_tokens)
+                choices[id] = _choice(len(choices), prompt, generation, text, own, self._images)
             prompt.tokens = protocol.unpack_u32(packed)
         if pixels is not None:
             pixels.clear()
@@ -289,9 +290,14 @@ def model_config(config: ServerConfig) -> dict[str, Any]:
     return checkpoint.config(path, Path(config.mmproj)) if config.mmproj else read_json(path, "config.json")
 
 
-def _choice(index: int, prompt: Prompt, generation: Generation, text: RemoteText, min_tokens: int) -> Choice:
+def _choice(
+    index: int, prompt: Prompt, generation: Generation, text: RemoteText, sampling: protocol.SamplingParams,
+    images: ImageReader | None,
+) -> Choice:  # fmt: skip
     tokenizer, keep_stop = text.tokenizer, generation.keep_stop
-    detok = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
+    detok: Spelling = detokenizer(tokenizer, generation.skip, prompt.tokens[-16:])
+    if sampling.heads and images is not None:
+        detok = images.rules.spelling(sampling.heads)
     return Choice(
         index,
         prompt,
@@ -299,5 +305,5 @@ def _choice(index: int, prompt: Prompt, generation: Generation, text: RemoteText
         SpelledMarkers(detok, generation.markers) if generation.markers else detok,
         text.end_tokens,
         lambda token: tokenizer.piece(token).decode(errors="replace") if keep_stop else "",
-        min_tokens,
+        sampling.min_tokens,
     )

@@ -7,9 +7,10 @@ import importlib
 import itertools
 import math
 import pkgutil
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,7 +25,22 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # of Pillow's filters
 HALF = 0.5, 0.5, 0.5
 CLIP_MEAN = 0.48145466, 0.4578275, 0.40821073
 CLIP_STD = 0.26862954, 0.26130258, 0.27577711
+# Ends a prompt as chat templates write it where further heads of the model choose the answer's tokens: a task's name.
+TASK = re.compile("\u2063phalanx-task (\\w+)\u2063\\Z")
 SEEING = ("moondream1",)  # types all of whose models take images, whether config.json has a vision_config or not
+
+
+def task(name: str) -> str:
+    """The text that TASK finds."""
+    return f"\u2063phalanx-task {name}\u2063"
+
+
+class Spelling(Protocol):
+    """The text of one sequence, token by token: what `feed` and `finish` return, joined, is the text of all tokens."""
+
+    def feed(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +55,11 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     std: tuple[float, float, float]  # ... and by what they are divided then
     patch: int  # pixels of a patch along an edge
     resample: int = BICUBIC
+    tasks: dict[str, tuple[int, ...]] = {}  # by name: the heads that choose an answer's tokens, in turn
+
+    def spelling(self, heads: tuple[int, ...]) -> Spelling:
+        """A new one for an answer whose tokens these heads choose."""
+        raise NotImplementedError
 
     def size(self, height: int, width: int, most: int = 0) -> tuple[int, int]:
         """The height and width that an image is resized to. most: pixels; 0: as many as the model takes.

@@ -6,6 +6,7 @@ Its checkpoints are of model_type `moondream1`. The pixels have the whole image,
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +15,59 @@ from . import HALF, LANCZOS, ImageRules, whole
 
 FILE = "tokenizer.json"  # has the token that begins a text, which revisions have at different places
 BEGIN = "<|endoftext|>"  # begins a text, and ends an answer
+# The heads that choose objects. The first coordinate of an object comes only where the vocabulary's does not end.
+FIRST, COORDINATE, SIZE = 1, 2, 3
+TASKS = {"detect": (FIRST, COORDINATE, SIZE), "point": (FIRST, COORDINATE)}
+DIGITS = 6  # of numbers in answers: bins are a thousandth wide, but those of small sizes much less
+
+
+class Objects:
+    """Spells objects as JSON: a list of points or of boxes, as parts of the image's width and height."""
+
+    def __init__(self, rules: Rules, length: int):
+        """length: tokens of an object."""
+        self._rules, self._length = rules, length
+        self._tokens: list[int] = []  # of the object that has begun
+        self._open = "["
+
+    def feed(self, token: int) -> str:
+        self._tokens.append(token - self._rules.vocabulary)
+        if len(self._tokens) < self._length:
+            return ""
+        (x, y), size = (one / self._rules.coordinates for one in self._tokens[:2]), self._tokens[2:]
+        found = {"x": x, "y": y}
+        if size:
+            bins = divmod(size[0] - self._rules.coordinates, self._rules.sizes)
+            width, height = (extent(one, self._rules.sizes) for one in bins)
+            found = {"x_min": x - width / 2, "y_min": y - height / 2, "x_max": x + width / 2, "y_max": y + height / 2}
+        opened, self._open, self._tokens = self._open, ", ", []
+        return opened + json.dumps({name: round(value, DIGITS) for name, value in found.items()})
+
+    def finish(self) -> str:
+        return "[]" if self._open == "[" else "]"
+
+
+def extent(size: Any, sizes: int) -> Any:
+    """The width or height, from 1/1024 to 1, of a bin: of a number, or of a tensor of them."""
+    return 2.0 ** (10.0 * (size / (sizes - 1) - 1))
 
 
 class Rules(ImageRules, frozen=True, kw_only=True):
     crop: int  # edge of a crop in pixels
     margin: int  # patches that neighbouring crops share at each edge
     crops: int  # most, but for the whole image
+    # The bins of a coordinate, and of a width or a height. Tokens from `vocabulary` on are the coordinates', and behind
+    # these one for each width with each height.
+    coordinates: int
+    sizes: int
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens texts have."""
+        return self.token + 1
+
+    def spelling(self, heads: tuple[int, ...]) -> Objects:
+        return Objects(self, len(heads))
 
     @property
     def edge(self) -> int:
@@ -83,7 +131,7 @@ def tiling(height: int, width: int, window: int, most: int) -> tuple[int, int]:
 
 def read(config: dict[str, Any], tokenizer: dict[str, Any]) -> Rules:
     inner = config.get("config") or {}
-    vision, text = inner.get("vision") or {}, inner.get("text") or {}
+    vision, text, region = (inner.get(name) or {} for name in ("vision", "text", "region"))
     begin = [int(token["id"]) for token in tokenizer.get("added_tokens") or () if token["content"] == BEGIN]
     rules = Rules(
         placeholder=begin[0] if begin else 0,  # the template writes it first, image or not
@@ -95,7 +143,12 @@ def read(config: dict[str, Any], tokenizer: dict[str, Any]) -> Rules:
         crop=whole(vision, "crop_size", 378, 1 << 12),
         margin=whole(vision, "overlap_margin", 4),
         crops=whole(vision, "max_crops", 12, 1 << 8),
+        coordinates=whole(region, "coord_out_dim", 1024),
+        sizes=whole(region, "size_out_dim", 2048, 1 << 14) // 2,
+        tasks=TASKS,
     )
+    if rules.sizes < 2:
+        raise ValueError(f"size_out_dim is {rules.sizes}, expected at least two bins of widths and of heights")
     if rules.crop % rules.patch or rules.window < rules.patch:
         raise ValueError(
             f"crop_size {rules.crop} is no multiple of enc_patch_size {rules.patch} that leaves more than margins of "

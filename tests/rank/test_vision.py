@@ -49,12 +49,24 @@ def test_sizes_that_no_model_has(tmp_path, kind, config, processor):
     ({"config": 5}, {}), ({"config": {"vision": {"crop_size": 30}}}, {}), ({}, {"added_tokens": 5}),
     ({"config": {"vision": {"overlap_margin": 14}}}, {}), ({}, {"added_tokens": [{"content": "<|endoftext|>"}]}),
     ({}, {"added_tokens": [{"content": "<|endoftext|>", "id": "a"}]}),
+    ({"config": {"region": {"size_out_dim": 3}}}, {}), ({"config": {"region": {"coord_out_dim": -1}}}, {}),
 ], ids=str)  # fmt: skip
 def test_moondream_files_that_make_no_sense(tmp_path, config, tokenizer):
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(errors.FatalError) as told:
         vision.find(tmp_path, {"model_type": "moondream1"} | config)
     assert told.value.code == errors.MODEL and str(tmp_path) in str(told.value)
+
+
+def test_moondream_spells_points_and_boxes(tmp_path):
+    """The published sizes: 1024 bins of coordinates, and pairs of bins of sizes from 1/1024 to 1."""
+    rules = vision.find(tmp_path, {"model_type": "moondream1"})
+    points, boxes = (rules.spelling(rules.tasks[task]) for task in ("point", "detect"))
+    assert boxes.finish() == "[]"
+    text = "".join(points.feed(51200 + token) for token in (512, 0, 1023, 256, 1))
+    assert json.loads(text + points.finish()) == [{"x": 0.5, "y": 0}, {"x": 0.999023, "y": 0.25}]
+    text = "".join(boxes.feed(51200 + token) for token in (512, 768, 1024 + 1023 * 1024, 7))
+    assert json.loads(text + boxes.finish()) == [{"x_min": 0, "y_min": 0.749512, "x_max": 1, "y_max": 0.750488}]
 
 
 EDGES = 1, 3, 200, 256, 400, 900, 1030, 1820, 7000, 65_500, 50_000_000

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ... import vision
 from . import tekken
 from .model_files import read_json
 from .tokenizer_file import CHATGLM
@@ -80,10 +81,11 @@ ROUNDS = (
 )  # fmt: skip
 
 
-def seeing(caption: str, question: str, between: str = "") -> str:
-    """Moondream's turns. caption: asks for one, of the `length` that the user names; question: asks TEXT; between: in
-    front of an answer. An image without words, and the words "Caption", "Short caption" and "Long caption" alone, ask
-    for a caption."""
+def seeing(caption: str, question: str, objects: str, between: str = "") -> str:
+    """Moondream's turns. caption: asks for one, of the `length` that the user names; question: asks TEXT; objects: asks
+    for the boxes or points, by the `task`, of what the user names; between: in front of an answer. An image without
+    words, and the words "Caption", "Short caption" and "Long caption" alone, ask for a caption; "Detect:" and "Point:"
+    before a name ask for objects."""
     return (
         FIRST + "{% macro words(content) %}{% if content is string %}{{ content }}{% else %}"
         "{% for part in content or () if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}{% endif %}"
@@ -91,8 +93,11 @@ def seeing(caption: str, question: str, between: str = "") -> str:
         "<|endoftext|>{% for message in messages %}{% set text = words(message['content']) | trim %}"
         "{% set length = {'': 'normal', 'caption': 'normal', 'short caption': 'short', 'long caption': 'long'}"
         "[text | lower | replace('.', '') | replace(':', '')] %}"
+        "{% set task, _, name = text.partition(':') %}{% set task, name = task | lower, name | trim %}"
         f"{{% if message['role'] == 'assistant' %}}{between}{{{{ text }}}}"
-        f"{{% elif length and not (system and loop.first) %}}{caption}{{% else %}}{question}{{% endif %}}{{% endfor %}}"
+        f"{{% elif length and not (system and loop.first) %}}{caption}"
+        f"{{% elif task in ('detect', 'point') and name and not (system and loop.first) %}}{objects}"
+        f"{{% if loop.last %}}{vision.task('{{ task }}')}{{% endif %}}{{% else %}}{question}{{% endif %}}{{% endfor %}}"
     )
 
 
@@ -151,6 +156,7 @@ CAPTIONED = (
 )
 CAPTION = "{{ '\\n\\n' }}{{ {'short': 'Short caption', 'normal': 'Caption', 'long': 'Long caption'}[length] }}:"
 ASKED = FOLD + "{{ text }}"
+OBJECTS = "{{ '\\n\\n' }}{{ task | capitalize }}: {{ name }}{{ '\\n\\n' }}"
 # Apertus's text behind its system message, or before all others where there is none.
 DEVELOPER = "<|developer_start|>Deliberation: disabled\nTool Capabilities: disabled<|developer_end|>"
 ROLES = "system", "user", "assistant"
@@ -274,12 +280,13 @@ FAMILIES = (
         seeing(
             "<|md_reserved_0|>describe<|md_reserved_1|>{{ length }}<|md_reserved_2|>",
             f"<|md_reserved_0|>query<|md_reserved_1|>{ASKED}<|md_reserved_2|>",
+            "<|md_reserved_0|>{{ task }}<|md_reserved_1|> {{ name }}<|md_reserved_2|>",
         ),
         "<|endoftext|>", tokens=("<|md_reserved_0|>", "<|md_reserved_1|>", "<|md_reserved_2|>"),
     ),
     FamilyTemplate(
-        "Moondream 2", seeing(CAPTION, f"{{{{ '\\n\\n' }}}}Question: {ASKED}\n\nAnswer:", " "), "<|endoftext|>",
-        models=("moondream1",),
+        "Moondream 2", seeing(CAPTION, f"{{{{ '\\n\\n' }}}}Question: {ASKED}\n\nAnswer:", OBJECTS, " "),
+        "<|endoftext|>", models=("moondream1",),
     ),
     FamilyTemplate("BLIP", CAPTIONED, "[SEP]", models=("blip",)),
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),

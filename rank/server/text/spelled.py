@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ...vision import Spelling
 from .control import MARK
 from .stop_strings import partial_suffix
-from .tokenizer import ContextDetokenizer, Detokenizer
 
 
 class SpelledMarkers:
     """A detokenizer that marks what only looks like one of the markers, given by their tokens."""
 
-    def __init__(self, detokenizer: Detokenizer | ContextDetokenizer, markers: Mapping[int, str]):
+    def __init__(self, detokenizer: Spelling, markers: Mapping[int, str]):
         self._detokenizer = detokenizer
         self._tokens = markers.keys()
         self._markers = sorted(markers.values(), key=len, reverse=True)

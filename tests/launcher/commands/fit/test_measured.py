@@ -81,7 +81,10 @@ OTHERS = {
     "nemotron_h": {"mamba_num_heads": 12, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 1},
     "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_state": 32, "shared_intermediate_size": 100},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
-    "moondream1": {"config": {"vision": {"enc_dim": 32, "enc_n_layers": 1, "enc_ff_dim": 64, "proj_inner_dim": 64}}},
+    "moondream1": {"config": {
+        "vision": {"enc_dim": 32, "enc_n_layers": 1, "enc_ff_dim": 64, "proj_inner_dim": 64},
+        "region": {"inner_dim": 64},
+    }},
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,12 +23,17 @@ from ..harness import distance, run_steps, tokens
 from ..test_architectures import TOLERANCE
 from .seeing import SIZES, data_url, picture, resized, rules_of, seen_logits
 
+ENDS = 3.0  # added to the logit of the token that ends a text, so that objects come to an end
 TEXT = dict(dim=96, ff_dim=100, n_layers=3, vocab_size=520, max_context=512, n_heads=6, n_kv_heads=6)
 VISION = dict(
     enc_dim=32, enc_patch_size=4, enc_n_layers=2, enc_ff_dim=40, enc_n_heads=4, proj_out_dim=96, crop_size=28,
     max_crops=6, overlap_margin=2, proj_inner_dim=48,
 )  # fmt: skip
-CONFIG = {"model_type": "moondream1", "torch_dtype": "float32", "config": {"text": TEXT, "vision": VISION}}
+REGION = dict(dim=96, coord_feat_dim=16, coord_out_dim=64, size_feat_dim=24, size_out_dim=96, inner_dim=40)
+SIZES_OF_BOXES = REGION["size_out_dim"] // 2
+PARTS = {"text": TEXT, "vision": VISION, "region": REGION}
+CONFIG = {"model_type": "moondream1", "torch_dtype": "float32", "config": PARTS}
+BEGIN = 0  # <|endoftext|> of checkpoints.write_tokenizer
 EDGE = VISION["crop_size"] // VISION["enc_patch_size"]
 
 
@@ -67,7 +73,16 @@ def make(directory, prefix="model."):
     norm("vision.post_ln", vision)
     matrix("vision.proj_mlp.fc1", VISION["proj_inner_dim"], 2 * vision)
     matrix("vision.proj_mlp.fc2", text, VISION["proj_inner_dim"])
-    matrix("region.coord_encoder", text, 16)  # which is left out
+    for part, numbers in (("coord", 1), ("size", 2)):
+        features = REGION[f"{part}_feat_dim"]
+        weights[f"region.{part}_features"] = random(numbers, features // 2)
+        matrix(f"region.{part}_encoder", text, features, 2)
+        matrix(f"region.{part}_decoder.fc1", REGION["inner_dim"], text)
+        matrix(f"region.{part}_decoder.fc2", REGION[f"{part}_out_dim"], REGION["inner_dim"], 3)
+    weights["text.lm_head.bias"][BEGIN] += ENDS
+    usual = states(tokens(100), None, weights).mean(0)  # beside which what differs between tokens is little
+    for part in ("coord", "size"):
+        weights[f"region.{part}_decoder.fc1.bias"] = weights[f"region.{part}_decoder.fc1.weight"] @ -usual
     save_file({prefix + name: tensor for name, tensor in weights.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     return weights
@@ -161,9 +176,29 @@ def turned(x):
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., half:]), 2)
 
 
-def logits(ids, shown, weights):
-    """[T, vocab] of a prompt. shown: features that stand behind its first token; None: it has no image."""
-    x = weights["text.wte"][torch.tensor(ids)]
+def fourier(x, weights, part):
+    angles = 2 * math.pi * torch.tensor(x) @ weights[f"region.{part}_features"]
+    return linear(torch.cat((angles.cos(), angles.sin())), *named(weights, f"region.{part}_encoder"))
+
+
+def extent(size):
+    return 2 ** (size / (SIZES_OF_BOXES - 1) * 10 - 10)
+
+
+def embedded(token, weights):
+    beyond, coordinates = token - TEXT["vocab_size"], REGION["coord_out_dim"]
+    if beyond < 0:
+        return weights["text.wte"][token]
+    if beyond < coordinates:
+        return fourier([beyond / coordinates], weights, "coord")
+    pair = divmod(beyond - coordinates, SIZES_OF_BOXES)
+    return fourier([extent(one) for one in pair], weights, "size")
+
+
+def states(ids, shown, weights):
+    """[T, dim] of a prompt, before the last norm. shown: features that stand behind its first token; None: it has no
+    image."""
+    x = torch.stack([embedded(token, weights) for token in ids])
     mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     if shown is not None:
         x[1 : 1 + len(shown)] = shown
@@ -175,7 +210,30 @@ def logits(ids, shown, weights):
         q, k, v = (one.transpose(0, 1)[None] for one in (turned(q), turned(k), v))
         seen = scaled_dot_product_attention(q, k, v, mask)[0].transpose(0, 1).flatten(1)
         x = x + linear(seen, *named(weights, f"{block}.attn.proj")) + fed(h, weights, f"{block}.mlp")
-    return linear(normed(x, weights, "text.post_ln"), *named(weights, "text.lm_head"))
+    return x
+
+
+def logits(ids, shown, weights):
+    """[T, vocab], of what `states` takes."""
+    return linear(normed(states(ids, shown, weights), weights, "text.post_ln"), *named(weights, "text.lm_head"))
+
+
+def objects(ids, shown, weights, boxes, most=50):
+    """Tokens beyond the vocabulary, and the points or boxes that they say."""
+    tokens, found, vocabulary, coordinates = [], [], TEXT["vocab_size"], REGION["coord_out_dim"]
+    while len(found) < most and logits(ids + tokens, shown, weights)[-1].argmax() != BEGIN:
+        for _ in range(2):
+            hidden = states(ids + tokens, shown, weights)[-1]
+            tokens.append(vocabulary + int(fed(hidden, weights, "region.coord_decoder").argmax()))
+        x, y = ((token - vocabulary) / coordinates for token in tokens[-2:])
+        found.append({"x": x, "y": y})
+        if boxes:
+            hidden = states(ids + tokens, shown, weights)[-1]
+            width, height = fed(hidden, weights, "region.size_decoder").view(2, -1).argmax(1).tolist()
+            tokens.append(vocabulary + coordinates + width * SIZES_OF_BOXES + height)
+            w, h = extent(width), extent(height)
+            found[-1] = {"x_min": x - w / 2, "y_min": y - h / 2, "x_max": x + w / 2, "y_max": y + h / 2}
+    return tokens, found
 
 
 def test_logits_of_an_image(made):
@@ -190,17 +248,70 @@ def test_logits_of_an_image(made):
     assert want.std() > 0.5
 
 
+def as_published(path):
+    """Writes a checkpoint whose chats are written as the family's; returns its tokenizer."""
+    make(path)
+    write_tokenizer(path)
+    written = (path / "tokenizer.json").read_text()
+    (path / "tokenizer.json").write_text(written.replace("<|im_", "<|another_"))  # or its chats were ChatML's
+    (path / "chat_template.jinja").unlink()
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks, cut", [
+    (2, ("--tp", "2", "--mem", "64")), pytest.param(2, ("--pp", "2", "--mem", "64"), marks=pytest.mark.long),
+    pytest.param(1, ("--mem", "1", "--max-model-len", "256"), marks=pytest.mark.long),  # sequences are preempted
+], ids=str)  # fmt: skip
+def test_objects_on_a_live_server(made, tmp_path, ranks, cut):
+    """Points and boxes, asked for together."""
+    _, weights = made
+    tokenizer, image = as_published(tmp_path), picture(100, 75)
+    part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+    options = "--np", str(ranks), "--device", "cpu", "--max-num-batched-tokens", "60", *cut
+    shown = features(image, weights)
+
+    def asked(text, **more):
+        content = [part, {"type": "text", "text": text}]
+        body = {"messages": [{"role": "user", "content": content}], "return_token_ids": True} | more
+        return server.request("/v1/chat/completions", body)
+
+    with Server(str(tmp_path), *options) as server, torch.no_grad(), ThreadPoolExecutor() as pool:
+        texts = ["Detect: cat", "detect: dog", "Point: cat", "point:the fox", "Why?"]
+        several = list(pool.map(asked, texts))
+        assert several.pop()[1]["choices"][0]["message"]["content"][:1] != "["
+        for text, (status, answer, _) in zip(texts, several, strict=False):
+            assert status == 200, answer
+            task, name = text.split(":")
+            ids, choice = answer["prompt_token_ids"], answer["choices"][0]
+            written = tokenizer.decode(ids[1 + EDGE**2 :], skip_special_tokens=False)
+            assert written == f"\n\n{task.capitalize()}: {name.strip()}\n\n"
+            chosen, found = objects(ids, shown, weights, task.lower() == "detect")
+            assert choice["token_ids"] == chosen and len(found) > 4
+            assert (choice["finish_reason"] == "length") is (len(found) == 50)
+            said = json.loads(choice["message"]["content"])
+            assert [one.keys() for one in said] == [one.keys() for one in found]
+            assert [[*one.values()] for one in said] == [pytest.approx([*one.values()], abs=1e-5) for one in found]
+        if ranks == 1:  # more choices than the cache has blocks for
+            _, answer, _ = asked(texts[3], n=10)
+            assert all(one["token_ids"] == chosen for one in answer["choices"])
+            assert server.metric("vllm:num_preemptions_total") > 0
+        status, answer, _ = asked("Detect: cat", max_tokens=5)
+        assert len(json.loads(answer["choices"][0]["message"]["content"])) == 1  # the second one is not whole
+        for wrong in ({"logprobs": True}, {"response_format": {"type": "json_object"}}):
+            status, answer, _ = asked("Detect: cat", **wrong)
+            assert status == 400 and answer["error"]["param"] == [*wrong][0]
+        body = {"messages": [{"role": "user", "content": "Point: cat"}]}
+        status, answer, _ = server.request("/v1/chat/completions", body)
+        assert status == 400 and "no image" in answer["error"]["message"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_greedy_texts_on_a_live_server(made, tmp_path):
     """A question, a caption and a text alone, of two ranks; chunks do not part an image."""
     _, weights = made
-    make(tmp_path)
-    write_tokenizer(tmp_path)
-    written = (tmp_path / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(written.replace("<|im_", "<|another_"))  # or its chats were ChatML's
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").unlink()  # as published
+    tokenizer = as_published(tmp_path)
     begin, token = tokenizer.token_to_id("<|endoftext|>"), TEXT["vocab_size"] - 1
     shown = picture(100, 75)
     image = {"type": "image_url", "image_url": {"url": data_url(shown)}}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from phalanx.rank import vision
 from phalanx.rank.server.text.family_templates import FAMILIES, family_template
 from phalanx.rank.server.text.template import load_template
 from phalanx.rank.server.text.tool_formats import choose, find
@@ -109,8 +110,20 @@ def test_moondream_captions_and_answers(tmp_path, text, old, new):
     content = [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
     chat = [{"role": "user", "content": content}]
     assert write(tmp_path, (), "moondream1").render(chat) == f"<|endoftext|>{old}"
-    tokens = [f"<|md_reserved_{i}|>" for i in range(3)]
-    assert write(tmp_path, tokens).render(chat) == f"<|endoftext|>{tokens[0]}{new}{tokens[2]}"
+    reserved = [f"<|md_reserved_{i}|>" for i in range(3)]
+    assert write(tmp_path, reserved).render(chat) == f"<|endoftext|>{reserved[0]}{new}{reserved[2]}"
+
+
+@pytest.mark.parametrize("task", ["detect", "point"])
+def test_moondream_marks_the_task_of_the_last_message(tmp_path, task):
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"{task.upper()}: a  Cat "}]}
+    old, reserved = write(tmp_path, (), "moondream1"), [f"<|md_reserved_{i}|>" for i in range(3)]
+    written = f"<|endoftext|>\n\n{task.capitalize()}: a  Cat\n\n"
+    assert old.render([asked]) == written + vision.task(task)
+    question = {"role": "user", "content": "What: this?"}
+    assert old.render([asked, question]) == written + "\n\nQuestion: What: this?\n\nAnswer:"
+    new = write(tmp_path, reserved).render([asked])
+    assert new == f"<|endoftext|>{reserved[0]}{task}{reserved[1]} a  Cat{reserved[2]}{vision.task(task)}"
 
 
 def test_a_template_of_its_own_stays(tmp_path):
