@@ -6,6 +6,7 @@ none. A field that would not change the answer (`store`, `cache_prompt`, …) is
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 OUTPUT = "use structured_outputs, or response_format"
@@ -20,6 +21,7 @@ _ADAPTER = "adapters are not supported yet"
 _BODY = "this is an argument of the openai Python client, not a field: send the fields in it beside the others"
 _CHAT = "this is for /v1/chat/completions"
 _ONLY_RESPONSES = "this is for /v1/responses"
+_ADVICE = re.compile(r"\buse (\w+)")
 _VECTOR = "vectors are written as 32-bit floats of little-endian byte order"
 
 
@@ -162,7 +164,7 @@ MESSAGES: dict[str, Field] = {
     "repeat_last_n": Field(_ELSEWHERE, (-1, 64)),
     "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
     "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
-    "parallel_tool_calls": Field("use disable_parallel_tool_use of tool_choice", (True,), default=True),
+    "parallel_tool_calls": Field("use tool_choice with disable_parallel_tool_use", (True,), default=True),
     "enable_thinking": Field("use thinking", default=True),
     **_all("use output_config", "reasoning_effort"),
     "reasoning": Field("use thinking and output_config", ({},)),
@@ -203,6 +205,20 @@ RERANK: dict[str, Field] = {
     "truncation_side": Field(PROMPT_LENGTH, ("left",)),
     **_all("only texts are compared", "rank_fields"),
 }
+
+
+def _followed(fields: dict[str, Field]) -> dict[str, Field]:
+    """The fields, each with the advice of the field that its own advice names, where that is rejected too."""
+    found = {}
+    for name, field in fields.items():
+        why = field.why
+        while (advice := _ADVICE.search(why)) and advice[1] in fields:
+            why = fields[advice[1]].why
+        found[name] = field._replace(why=why)
+    return found
+
+
+MESSAGES, RESPONSES = _followed(MESSAGES), _followed(RESPONSES)
 
 
 def first(raw: dict[str, Any], fields: dict[str, Field]) -> tuple[str, str] | None:
