@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from phalanx.kernels.cpp import ops
 from phalanx.kernels.quantized.ggml import CODECS
-from phalanx.launcher import document
+from phalanx.launcher import builtin_model, document
 from phalanx.launcher.job import sbatch
-from phalanx.launcher.options import option_sources
+from phalanx.launcher.options import models_file, option_sources
 from phalanx.launcher.options.compat_flags import OTHER_NAMES, find
 from phalanx.rank import flags
 from phalanx.rank.gguf import architectures as gguf
+from phalanx.rank.options import Options
+from phalanx.rank.server.mcp import config as mcp_config
 from phalanx.rank.server.text import reasoning, tool_formats
 
-from .documents import BENCHMARKS, PAGES, ROOT, USERS, commands, page_id
+from .documents import BENCHMARKS, PAGES, ROOT, USERS, blocks, commands, page_id
 
 ROOMS = "launcher|rank|comm|kernels|benchmarks|tests|docs|hostfiles"
 # Other people's, users' own, and what a page says will be made.
@@ -95,14 +98,13 @@ def occurs(block: str, sources: list[str]) -> bool:
 
 def test_code_of_the_tree_is_quoted_as_it_stands():
     """docs/extending.md says by examples how the tree is extended."""
-    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(python|cpp)\n(.*?)^```", text, flags=re.M | re.S)
     kinds = {"python": "*.py", "cpp": "*.cpp"}
     rooms = [ROOT / room for room in ROOMS.split("|")]
     sources = {kind: [path.read_text() for room in rooms for path in room.rglob(kinds[kind])] for kind in kinds}
-    assert len(blocks) > 5
-    wrong = [one for kind, block in blocks for one in re.split(r"\n\n+(?=\S)", block) if not occurs(one, sources[kind])]
-    assert not wrong  # stands otherwise in the tree, or is gone
+    quotes = [(kind, one) for kind in kinds for block in blocks(ROOT / "docs/extending.md", kind)
+              for one in re.split(r"\n\n+(?=\S)", block)]  # fmt: skip
+    assert len(quotes) > 5
+    assert not [one for kind, one in quotes if not occurs(one, sources[kind])]  # stands otherwise, or is gone
 
 
 def cells(page: str, heading: str, column: int = 1) -> list[str]:
@@ -172,6 +174,22 @@ def test_flags_that_are_named_exist():
         named = " ".join(one for one in quoted(sentences(page)) if one.startswith(("--", "phalanx ")))
         unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", named)) - known
         assert not [one for one in unknown if find(one) is None], page.name
+
+
+def test_examples_of_files_are_read(tmp_path):
+    """models.yaml and mcp.json by those who read them, the others as YAML and JSON."""
+    (models,) = blocks(ROOT / "docs/several-models.md", "yaml")
+    (servers,) = blocks(ROOT / "docs/tool-servers.md", "json")
+    there = f"local_path: {builtin_model.DIRECTORY}"
+    (tmp_path / "models.yaml").write_text(re.sub(r"(hf_id|local_path): \S+", there, models))
+    assert len(models_file.read(Options(models_config=str(tmp_path / "models.yaml"))).entries) == 2
+    (tmp_path / "mcp.json").write_text(servers)
+    assert len(mcp_config.read(str(tmp_path / "mcp.json"))) == 2
+    for page in USERS:
+        for text in blocks(page, "json"):
+            json.loads(text)
+        for text in blocks(page, "yaml"):
+            yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("folder", BENCHMARKS, ids=page_id)
