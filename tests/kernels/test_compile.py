@@ -50,8 +50,7 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
     """The first program of each source, and of its caches in e4m3, for all generations, any other for Hopper: what
     generations differ in, the preprocessor decides, mostly the same for all sizes.
 
-    The short run has each source's first one for Hopper, and Triton's for a plain cache and one in e4m3; the long run
-    has all others. What Hopper's copies are for is empty before it.
+    Not marked long is each source's first one for Hopper, and Triton's for a plain cache and one in e4m3. What Hopper's copies are for is empty before it.
     """
     kinds, sources, found = set(), set(), []
     for program in programs:
@@ -91,6 +90,7 @@ def compiled(request, tmp_path_factory):
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.sample(3)  # as C++, the short run compiles the others, too (cuda_model.py)
 @pytest.mark.parametrize("source, sizes, arch", checked(PROGRAMS))
 def test_compiles(source, sizes, arch, request, compiled, tmp_path):
     if future := compiled.pop(request.node.name, None):
@@ -128,6 +128,7 @@ PROMPTS += [(*one, cap, False) for one in ((torch.bfloat16, 128, 0), (torch.floa
 TRITON = (80, 90, 100)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "dtype, heads, kv_heads, dim, splits, window, cap, normed, fp8, arch", checked(DECODES, TRITON)
 )
@@ -163,6 +164,7 @@ def as_stored(cache, fp8):
     return cache.to(E4M3), torch.zeros(cache.shape[1], cache.shape[3], 2, cache.shape[2], dtype=torch.uint8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype, dim, window, cap, fp8, arch", checked(PROMPTS, TRITON))
 def test_prompt_kernel_compiles(dtype, dim, window, cap, fp8, arch, monkeypatch):
     pytest.importorskip("triton")
@@ -215,9 +217,9 @@ def test_every_function_that_is_looked_up_is_there_and_no_other():
     words = set()
     kernels = Path(jit.__file__).parent
     for path in [*kernels.rglob("*.py"), *(kernels.parent / "rank").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant):
-                words.add(node.value)
+        text = path.read_text()
+        words.update(re.findall(r'"(\w+)"', text))
+        for node in ast.walk(ast.parse(text)) if "jit.kernel" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "jit.kernel":
                 source, name = node.args[:2]
                 if not isinstance(source, ast.Constant):  # of a table, whose sources are named as their functions

@@ -12,7 +12,7 @@ from phalanx.kernels.quantized.blocks_cpu import Gated
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
-from ..conftest import DTYPES, TILES, VECTORS, close, planes_error
+from ..conftest import DTYPES, EMULATED, TILES, VECTORS, close, planes_error
 from .codecs import name_of
 
 OUTPUTS, INPUTS = 23, 256
@@ -142,4 +142,8 @@ def test_tiles_make_what_vectors_make(tiled, isa):
                 for one in (VECTORS, isa):
                     tiled(one)
                     made.append(blocks_cpu.linear(x[:rows], packed, bias=bias))
-                assert made[0].nan_to_num(7).equal(made[1].nan_to_num(7)), (name, dtype, rows)
+                vectors, tiles = (one.nan_to_num(7) for one in made)
+                if isa == EMULATED:  # compiled with other flags, so products and sums round together elsewhere
+                    close(tiles, vectors, dtype)
+                else:
+                    assert tiles.equal(vectors), (name, dtype, rows)
