@@ -11,8 +11,10 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from phalanx.rank import heap
 from pytest_timeout import _get_item_settings as timeout_of
 
 from . import leftovers
@@ -60,15 +62,17 @@ def pytest_unconfigure(config):
     os.close(config.stash[STDERR])
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def part_of_a_test(item):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
     """pytest-timeout raises its error once, in Python: what waits in C, or catches the error and waits again, would
     wait for ever. This ends the process and shows where each of its threads was; where there is xdist, it names the
     test and goes on with a new process."""
-    limit = timeout_of(item).timeout
-    if not limit:
-        return (yield)
-    faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
+    if limit := timeout_of(item).timeout:
+        faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
     try:
         return (yield)
     finally:
@@ -80,9 +84,6 @@ def pytest_testnodedown(node, error):
     """In xdist's controller: what a process that was ended had started ends, too."""
     if error:
         kill(leftovers.marked(f"{node.workerinput['testrunuid']}-{node.gateway.id}", parts=True))
-
-
-pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = part_of_a_test
 
 
 def pytest_sessionstart(session):
@@ -149,6 +150,14 @@ def state_directory(tmp_path_factory):
     """For the job files of servers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pytests_objects_stay_frozen():
+    """A model that is loaded or unloaded would look through all that pytest has collected, for half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heap, "gc", mock.Mock())
         yield
 
 

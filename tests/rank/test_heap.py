@@ -11,7 +11,8 @@ class Ring:
         self.own = self
 
 
-def test_frozen_objects_are_freed_when_the_model_is():
+def test_frozen_objects_are_freed_when_the_model_is(monkeypatch):
+    monkeypatch.setattr(heap, "gc", gc)  # tests/conftest.py has replaced it
     before, kept = weakref.ref(Ring()), Ring()
     heap.freeze()
     try:
