@@ -76,13 +76,13 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 def test_decode(case, launcher):
     check(launcher, case, torch.bfloat16)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", [one for case in CASES if takes(one := case._replace(fp8=True))])
 def test_cache_in_e4m3(case, launcher):
     check(launcher, case, torch.float16)

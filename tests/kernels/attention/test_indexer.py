@@ -87,9 +87,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "dtype, arch, fp8", [CASES[0], *(pytest.param(*one, marks=pytest.mark.long) for one in CASES[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype, arch, fp8", CASES)
 def test_compiles(dtype, arch, fp8, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.attention import indexer_triton

@@ -140,7 +140,7 @@ TMA_CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "lengths, most, fill, panels, options",
     [

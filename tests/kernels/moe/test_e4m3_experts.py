@@ -88,6 +88,7 @@ def chosen(case):
     return torch.stack([experts[torch.randperm(among)[: case.k]] for _ in range(case.tokens)]).int()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case, dtype", in_types(CASES), ids=str)
 def test_experts(launched, case, dtype):
     """Blocks have several items, the ring goes round, and tiles are not whole."""

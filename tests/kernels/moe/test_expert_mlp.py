@@ -60,6 +60,7 @@ class Launcher:
         return launch
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "sizes, tiles, local_experts", [*CASES[:4], *(pytest.param(*c, marks=pytest.mark.long) for c in CASES[4:])]
 )
@@ -94,6 +95,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "sizes, tiles, inner, blocks, dtype",
     [*SHARED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in SHARED[2:])],

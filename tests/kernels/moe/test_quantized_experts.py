@@ -154,6 +154,7 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert ((got - want).norm() / want.norm()).item() < (6e-3 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case, dtype", in_types(CASES) + in_types(PIPELINED), ids=str)
 def test_experts(launched, case, dtype):
     """Hidden sizes that n-tiles do not divide, one tile and several of an expert, one chunk of x and several."""
@@ -172,6 +173,7 @@ def test_experts(launched, case, dtype):
     check(got, want, dtype)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case, dtype", in_types(GEMVS), ids=str)
 def test_experts_of_few_routed_tokens(launched, case, dtype):
     """N-tiles of more packed tiles than warps, of fewer, and of a number that warps do not divide."""

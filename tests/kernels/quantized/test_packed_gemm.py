@@ -128,6 +128,7 @@ GEMVS = in_types(
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows, outputs, inputs, config, form, dtype", GEMVS)
 def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     (packed, weight), (x, bias) = make(outputs, inputs, form), inputs_of(rows, outputs, inputs, dtype)
@@ -137,6 +138,7 @@ def test_gemv(rows, outputs, inputs, config, form, dtype, launched):
     assert launched == ["quantized_gemv"] * 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "rows, outputs, inputs, form", [(1, 96, 256, "q8_0"), (4, 32, 1088, "q8_0"), (2, 64, 640, "int4 64 zeros")]
 )
@@ -157,6 +159,7 @@ GROUPED = in_types(
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows, outputs, inputs, run, form, dtype", GROUPED)
 def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch):
     """Blocks have several tiles, the last one is not whole, and the rings go round."""
@@ -169,6 +172,7 @@ def test_grouped(rows, outputs, inputs, run, form, dtype, launched, monkeypatch)
     assert launched == ["grouped_gemv"] * 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows, form", [(1, "q4_k"), (3, "q4_k"), (2, "q6_k")])
 def test_gated_grouped(rows, form, launched):
     (packed, weight), (x, bias) = make(128, 512, form), inputs_of(rows, 128, 512, torch.bfloat16)
@@ -199,6 +203,7 @@ TILES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows, outputs, inputs, config, form", TILES)
 def test_gemm(rows, outputs, inputs, config, form, launched):
     """Blocks have several tiles, and the last one is not whole."""
@@ -218,6 +223,7 @@ IN_TURN = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows, outputs, inputs, height, gated, form", IN_TURN)
 def test_gemm_in_turn(rows, outputs, inputs, height, gated, form, launched, monkeypatch):
     """Each turn has stages of its own; rings go round, and the last tile is not whole."""
@@ -236,6 +242,7 @@ def test_turns_are_taken_of_few_rows():
         assert packed_gemm.choose(rows, outputs, 4096, Q4_K_LAYOUT, False, H200).in_turn is in_turn
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "rows, outputs, inputs, config, form",
     [
@@ -250,6 +257,7 @@ def test_gated_gemm(rows, outputs, inputs, config, form, launched):
     near(packed_gemm.gemm(x, packed, config, "silu", bias), gate(want, x.dtype))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "rows, outputs, inputs, gated, config, dtype, form",
     [
@@ -294,6 +302,7 @@ DEQUANTIZED = in_types(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("outputs, inputs, form, dtype", DEQUANTIZED)
 def test_dequantize(outputs, inputs, form, dtype, launched):
     """Bit for bit: each product is rounded once."""

@@ -180,6 +180,7 @@ PROMPT_KINDS = [
 SYSTEMS = {False: ("system_kernel",), True: ("pairs_kernel", "solve_kernel")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("channels", SYSTEMS)
 @pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
 def test_kernels_of_prompts_compile(dtype, arch, channels, monkeypatch):
