@@ -158,7 +158,9 @@ def _log(output: IO[bytes], name: str) -> None:
 def serve(load: Callable[[bytes], Work]) -> None:
     """Be the process. `load` reads the settings and returns what a worker does."""
     control, file = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGUSR1):  # a terminal's Ctrl-C and a drain are for others
+    # A terminal and a batch system signal all processes of a job. These end with the one that started them: requests
+    # would be blamed for workers that are gone before it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     linux_calls.end_with_parent(signal.SIGKILL)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -203,7 +203,8 @@ class TextProcess:
         return _decoder(function).decode(answer.result)
 
     def _answer(self, work: Work) -> Answer | None:
-        """A worker's answer. None where the process has ended, and all workers with it, not this one for its work."""
+        """A worker's answer. None where it has not ended for its work: with the process, or killed, as by a batch
+        system that ends the job or by a kernel without memory. Its own limits end it otherwise."""
         worker = self._take()
         answer, late = None, False
         try:
@@ -217,7 +218,7 @@ class TextProcess:
             raise
         if answer is None:
             code = self._end(worker)
-            if code is None and not late:
+            if code in (None, -signal.SIGKILL) and not late:
                 return None
             if late or code == -signal.SIGPROF:
                 raise self._refusal(f"takes more than {work.seconds:.2g} s")
@@ -268,7 +269,8 @@ class TextProcess:
                     self._start()
                 return _Worker(*self._server.fork())
             except (FatalError, OSError, ValueError) as error:  # the files may be others by now
-                raise ApiError(503, f"the process of {self.WORKS} cannot be started: {error}", retry_after=1) from None
+                why = f"the process of {self.WORKS} cannot be started, try again: {error}"
+                raise ApiError(503, why, retry_after=1) from None
 
     def _end(self, worker: _Worker) -> int | None:
         """Its exit code; None where the process that forked it has ended, which ends it, or could not fork it."""

@@ -66,6 +66,23 @@ def test_workers_have_the_settings_and_end_apart(server):
         sock.close()
 
 
+def test_signals_to_all_processes_of_a_job_end_none(server):
+    _, sock = fork(server)
+    sock.send(b"hi")
+    assert sock.recv(100) == b"hello"
+    (worker,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(int(worker), number)
+        os.kill(server.pid, number)
+    sock.send(b"hi")
+    assert sock.recv(100) == b"hello"
+    _, other = fork(server)
+    other.send(b"hi")
+    assert other.recv(100) == b"hello"
+    sock.close()
+    other.close()
+
+
 def test_settings_that_cannot_be_read(start):
     broken = start(b"broken")
     assert broken.answer() == (0, "these settings are broken") and broken.answer() is None
