@@ -5,7 +5,9 @@ ok         a whole answer, or a stream that ended with [DONE]
 again      an error that says to send the request again: an event in a stream, or 502 job_lost
 unheld     503 no_job: nobody was ready for as long as the gateway holds requests
 no_gateway nobody listened, or the connection ended, as while a gateway that was killed is started again
-broken     a stream or an answer that ended otherwise, and any other status: there should be none
+broken     a stream that ended otherwise, and any other answer: there should be none
+
+`odd` has the broken ones, and requests that were not answered PATIENCE seconds after SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import urllib.parse
 from typing import Any
 
 QUICK = 0.05  # seconds before a client that found nobody asks again
+PATIENCE = 150.0  # seconds for the last answers; a gateway may hold a request for 60, and the machine may be busy
 
 
 class Clients:
@@ -32,6 +35,7 @@ class Clients:
         self.host, self.port, self.key = parts.hostname, parts.port, key
         self.counts: collections.Counter[str] = collections.Counter()
         self.odd: list[str] = []
+        self.doing: dict[int, tuple[float, str]] = {}  # of each client: since when, and what
         self.longest = 0.0  # seconds of a request that was answered
         self.ending = False
 
@@ -57,12 +61,13 @@ class Clients:
             "stream": stream,
             "ignore_eos": True,
         }
+        self._do(number, "connecting")
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port)
         except OSError:
             return "no_gateway"
         try:
-            return await self._exchange(reader, writer, body)
+            return await self._exchange(number, reader, writer, body)
         except (OSError, asyncio.IncompleteReadError):
             return "no_gateway"
         finally:
@@ -70,7 +75,10 @@ class Clients:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: Any) -> str:
+    async def _exchange(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: Any
+    ) -> str:
+        self._do(number, f"waiting for the head of {body}")
         data = json.dumps(body).encode()
         writer.write(
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: "
@@ -80,10 +88,11 @@ class Clients:
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         status = int(head.split(" ", 2)[1])
+        self._do(number, f"reading the rest of {body} after {head!r}")
         chunked = "transfer-encoding: chunked" in head.lower()
         got, whole = await (self._chunks(reader) if chunked else self._rest(reader, head))
         if not whole:
-            return "no_gateway" if not got or body["stream"] else f"broken: {status} {got[-200:]!r}"
+            return "no_gateway"
         if status == 200 and body["stream"]:
             if got.endswith(b"data: [DONE]\n\n"):
                 return "ok"
@@ -98,6 +107,9 @@ class Clients:
         if "again" in answer["error"]["message"]:
             return "again"
         return f"broken: {status} {answer}"
+
+    def _do(self, number: int, what: str) -> None:
+        self.doing[number] = time.monotonic(), what
 
     async def _chunks(self, reader: asyncio.StreamReader) -> tuple[bytes, bool]:
         got = b""
@@ -124,14 +136,14 @@ async def main(url: str, key: str, count: int) -> None:
     running = [asyncio.ensure_future(clients.run(number)) for number in range(count)]
     await asked.wait()
     clients.ending = True
-    await asyncio.wait(running, timeout=60)
-    for one in running:
-        if one.done() and one.exception():
-            clients.odd.append(repr(one.exception()))
-    stuck = sum(not one.done() for one in running)
-    print(
-        json.dumps({**clients.counts, "odd": clients.odd[:20], "longest": clients.longest, "stuck": stuck}), flush=True
-    )
+    await asyncio.wait(running, timeout=PATIENCE)
+    for number, one in enumerate(running):
+        if not one.done():
+            since, what = clients.doing[number]
+            clients.odd.append(f"stuck for {time.monotonic() - since:.0f} s, {what}")
+        elif error := one.exception():
+            clients.odd.append(f"{error!r} while {clients.doing[number][1]}")
+    print(json.dumps({**clients.counts, "odd": clients.odd[:20], "longest": round(clients.longest, 1)}), flush=True)
 
 
 if __name__ == "__main__":
