@@ -40,6 +40,7 @@ ENDS = 60.0  # seconds for a job to end, and for a client to hear of it
 REQUESTS = 600  # of a batch
 HEADER = 1000  # bytes of a journal that may have no answer yet
 LOADING = 0.3  # share of the kills that come before the job is ready
+SERVERS = {"rank.server": "server", "batch": "server"}  # of a server, and of a batch job
 VICTIMS = ("rank 0", "rank 1", "server", "mpirun", "launcher")
 CODES = {"rank 0": (137,), "rank 1": (137,), "server": (70,), "mpirun": (137,), "launcher": (-signal.SIGKILL,)}
 NAMED = re.compile(r"has died|was killed|SIGKILL|has gone|signal 9|ended by|went away|has ended", re.IGNORECASE)
@@ -68,12 +69,18 @@ class Kills:
         for one in wrong:
             print(f"{kind}, {what}: {one}", flush=True)
 
-    def kill(self, job: Job, kind: str) -> None:
-        """kind: of process, or all."""
-        for name, process in job.processes():
-            if kind in ("all", name.removeprefix("rank.")):
+    def kill(self, job: Job, kind: str, seconds: float) -> bool:
+        """Kill it as soon as it is there. kind: of process, or all. False where it does not come, or the job ends."""
+        until = time.monotonic() + seconds
+        while not job.ended() and time.monotonic() < until:
+            victims = [process for name, process in job.processes() if kind in ("all", SERVERS.get(name, name))]
+            for process in victims:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
+            if victims:
+                return True
+            time.sleep(0.01)
+        return False
 
 
 def wait(condition: Any, seconds: float) -> bool:
@@ -124,6 +131,7 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
             began, before = time.monotonic(), written()
             job = Job(lambda _: [*command, "--max-num-seqs", "2"])
             try:
+                what = "all" if kills.dice.random() < 0.4 else kills.dice.choice(VICTIMS)
                 over = kills.count("batches") >= goal or time.monotonic() >= until  # this one may end by itself
                 if over:
                     wait(job.ended, 20 * ENDS)
@@ -133,7 +141,9 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                     wait(lambda job=job, before=before: job.ended() or written() > before, start)
                     loading = time.monotonic() - began
                     wait(job.ended, kills.dice.random() ** 2 * 4)
-                if job.ended():
+                size = written()
+                killed = not over and kills.kill(job, what, start)
+                if not killed and job.ended():
                     if job.process.returncode:
                         kills.add("batches", "none", 0, [f"exit code {job.process.returncode}: {job.output[-500:]}"])
                         return
@@ -144,10 +154,8 @@ def batches(kills: Kills, goal: int, until: float, start: float) -> None:
                     for path in place.glob("out.jsonl*"):
                         path.unlink()
                     continue
-                size = written()
-                what = "all" if kills.dice.random() < 0.4 else kills.dice.choice(VICTIMS)
-                kills.kill(job, what)
-                wrong = [] if wait(job.ended, ENDS) else ["the job did not end"]
+                wrong = [] if killed else ["there was nothing to kill"]
+                wrong += [] if wait(job.ended, ENDS) else ["the job did not end"]
                 wrong += job.left(what not in ("all", "mpirun", "launcher", "rank 0"))
                 if written() < size and not output.exists() and size > HEADER:  # it may have been through just now
                     wrong.append(f"the journal shrank from {size} to {written()} bytes")
@@ -189,10 +197,10 @@ async def one_server(kills: Kills, start: float) -> None:
             client = Client(address, "EMPTY", ENDS + start)
             readers = [asyncio.ensure_future(read(client, said)) for _ in range(4)]
             await asyncio.sleep(0.2 + kills.dice.random() * 3)
-        kills.kill(server, what)
-        if not await asyncio.to_thread(wait, server.ended, ENDS):
-            # Early the victim may not be there yet; then nothing was killed.
-            wrong += server.stop() if early and server.address() else ["the job did not end"]
+        if not await asyncio.to_thread(kills.kill, server, what, start):
+            wrong.append(f"there was nothing to kill: {server.output[-700:]}")
+        elif not await asyncio.to_thread(wait, server.ended, ENDS):
+            wrong.append("the job did not end")
         elif server.process.returncode not in CODES[what]:
             wrong.append(f"exit code {server.process.returncode}: {server.output[-700:]}")
         elif what != "launcher" and not NAMED.search(server.output):

@@ -45,7 +45,9 @@ from phalanx.launcher.commands.bench.run import many_files
 from phalanx.rank.server import durable
 
 SETTLE = 60.0  # seconds for the server to become idle after a round, and to end
-KINDS = r"-m phalanx\.(rank\.server$|rank\.[\w.]+|rank$)"
+KINDS = r"-m phalanx\.(rank\.server$|rank\.[\w.]+|rank$|launcher\.job\.rank_bootstrap$)"
+MPIRUN = r"\b(mpirun|prterun|mpiexec)\b"
+RENAMED = {"prterun": "mpirun", "mpiexec": "mpirun", "launcher.job.rank_bootstrap": "rank"}
 IDLE = ("phalanx_sequences_open", "phalanx_requests_running", "phalanx_requests_waiting", "phalanx_batches_unfinished")
 RANKS = ["--np", "2", "--device", "cpu", "--load-format", "dummy", "--mem", "8", "--timeout", "120"]
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -381,9 +383,9 @@ class Job:
         for process in found:
             self.seen[process.pid] = process
             with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                match = re.search(KINDS, line)
-                kind = match[1] if match else "mpirun" if re.search(r"(mpirun|prterun|mpiexec)\b", line) else "launcher"
+                words = process.cmdline()  # mpirun's go on with those of a rank
+                match = re.search(MPIRUN, " ".join(words[:2])) or re.search(KINDS, " ".join(words))
+                kind = RENAMED.get(match[1], match[1]) if match else "launcher"
                 if kind == "rank":
                     kind, ranks = f"rank {ranks}", ranks + 1
                 kinds.append((kind.removeprefix("rank.server.").removeprefix("rank.scheduler."), process))
