@@ -98,6 +98,7 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True, tag=2):
     width: int
     data: bytes  # u8, [height, width, 3]
     dropped: list[bytes] = []  # digests of images that no later plan needs: the ranks forget their features
+    text: bytes = b""  # u32: tokens that the tower reads with the image; the digest is of both
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):

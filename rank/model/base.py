@@ -211,9 +211,13 @@ class Tower(nn.Module):
         """Computes a layer at a time, so that other work can go on between them. Returns the features."""
         raise NotImplementedError
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def reading(self, pixels: Tensor, text: Tensor) -> Generator[None, None, Tensor]:
+        """`pieces`, of a text's tokens [T] int64 that are read with the image: a feature for each."""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor, text: Tensor | None = None) -> Tensor:
         """The features, all at once."""
-        work = self.pieces(pixels)
+        work = self.pieces(pixels) if text is None else self.reading(pixels, text)
         while True:
             try:
                 next(work)

@@ -6,7 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from ..protocol import Picture, Pixels
+import msgspec
+
+from ..protocol import Picture
 from .sequence import Sequence
 from .step import PlannedStep
 
@@ -61,7 +63,7 @@ class ImageStore:
                 self._held[picture.digest] = size
                 self._bytes += size
                 image = sequence.pixels[picture.digest]
-                step.pixels.append(Pixels(image.digest, image.height, image.width, image.data, dropped))
+                step.pixels.append(msgspec.structs.replace(image, dropped=dropped))
                 pixels = image.height * image.width
                 self._current, self._left = image.digest, self._pieces
                 self._cost = (pixels * self._pixel + pixels**2 * self._pair) / self._pieces

@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ..vision import ImageRules
 from .api_error import bad
 from .decoding import show
 
@@ -54,16 +55,14 @@ class NamedImage(Part, kw_only=True):
 class ShownImage(Part, kw_only=True):
     """An image that was read: in the request in its part's place."""
 
+    rules: ImageRules  # the model's
     digest: bytes  # of its pixels
     rows: int  # of its features
     columns: int
-    placeholder: int  # the token that the template, or `text`, has in its place, `runs` times ...
-    tokens: list[int]  # ... and those that take that one's place
-    runs: int = 1
-    mark: str = ""  # what the template writes where `text` is to be; "": there is no such text
-    text: str = ""
+    tokens: list[int]  # that take a placeholder's place
+    runs: int = 1  # how many placeholders it has
+    text: str = ""  # that takes the place of the rules' `mark`
     spans: tuple[tuple[int, int], ...] = ()  # (first, end) of these that attend to each other
-    tasks: dict[str, tuple[int, ...]] = {}  # of the model, as ImageRules has them
 
 
 class Function(msgspec.Struct):

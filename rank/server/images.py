@@ -194,10 +194,9 @@ class ImageReader:
         rows, columns = rules.grid(read.height, read.width)
         tokens = rules.tokens(rows, columns)
         shown = ShownImage(
-            type="image_url", digest=read.digest, rows=rows, columns=columns, placeholder=rules.placeholder,
-            tokens=tokens, runs=rules.runs(read.height, read.width), mark=rules.mark,
-            text=rules.text(read.height, read.width),
-            spans=rules.spans(tokens), tasks=rules.tasks,
+            type="image_url", rules=rules, digest=read.digest, rows=rows, columns=columns, tokens=tokens,
+            runs=rules.runs(read.height, read.width), text=rules.text(read.height, read.width),
+            spans=rules.spans(tokens),
         )  # fmt: skip
         return shown, read
 

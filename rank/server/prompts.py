@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ class Prompt(msgspec.Struct):
     answer: bool = True  # false: nothing but the prompt is wanted
     prediction: list[int] = []  # tokens that the answer will probably have
     pictures: list[protocol.Picture] = []  # images in it
+    read: bytes = b""  # as Pixels.text, of the one image in it
     heads: tuple[int, ...] = ()  # of the model, that choose the answer's tokens in turn; (): the vocabulary's alone
 
 
@@ -156,12 +158,17 @@ def chat_prompt(text: Text, request: ChatRequest, ready: protocol.Ready, default
     tokens = text.tokenizer.encode(rendered, bool(request.add_special_tokens))
     if images and cut:
         raise bad("truncate_prompt_tokens", "truncate_prompt_tokens is given: prompts with images are not cut")
-    tokens, pictures = _with_images(tokens, images) if images else (_cut(tokens, cut, request), [])
+    read = b""
+    if images and images[0].rules.frame:
+        tokens, pictures, read = _read_with_image(tokens, images, ready.vocab_size)
+    else:
+        tokens, pictures = _with_images(tokens, images) if images else (_cut(tokens, cut, request), [])
     _check_tokens(tokens, ready.vocab_size, "messages")
     prediction = _predicted(text, request, context_of(ready))
     return Prompt(
-        tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction, pictures=pictures, heads=heads
-    )
+        tokens, thinking=thinking, answer=request.limit() != 0, prediction=prediction, pictures=pictures, heads=heads,
+        read=read,
+    )  # fmt: skip
 
 
 def _heads(rendered: str, images: list[ShownImage]) -> tuple[str, tuple[int, ...]]:
@@ -171,7 +178,7 @@ def _heads(rendered: str, images: list[ShownImage]) -> tuple[str, tuple[int, ...
         return rendered, ()
     if not images:
         raise bad("messages", f"the messages have no image: to {task[1]} something takes one")
-    return rendered[: task.start()], images[0].tasks.get(task[1], ())
+    return rendered[: task.start()], images[0].rules.tasks.get(task[1], ())
 
 
 def _images(request: ChatRequest) -> list[ShownImage]:
@@ -189,9 +196,9 @@ def _images(request: ChatRequest) -> list[ShownImage]:
 
 def _with_frames(rendered: str, images: list[ShownImage]) -> str:
     """A prompt with the texts that images have in the places that the template wrote."""
-    if not images or not images[0].mark:
+    if not images or not images[0].rules.mark:
         return rendered
-    first, *others = rendered.split(images[0].mark)
+    first, *others = rendered.split(images[0].rules.mark)
     _check_places(len(others), len(images))
     return first + "".join(image.text + other for image, other in zip(images, others, strict=True))
 
@@ -207,7 +214,7 @@ def _check_places(found: int, images: int) -> None:
 
 def _with_images(tokens: list[int], images: list[ShownImage]) -> tuple[list[int], list[protocol.Picture]]:
     """A prompt whose images' placeholders are the tokens that features stand for, and where these are."""
-    at = [i for i, token in enumerate(tokens) if token == images[0].placeholder]
+    at = [i for i, token in enumerate(tokens) if token == images[0].rules.placeholder]
     _check_places(len(at), sum(one.runs for one in images))
     made: list[int] = []
     pictures = []
@@ -222,6 +229,25 @@ def _with_images(tokens: list[int], images: list[ShownImage]) -> tuple[list[int]
             begin = place + 1
         pictures.append(protocol.Picture(one.digest, start, len(made) - start, one.rows, one.columns, tuple(spans)))
     return made + tokens[begin:], pictures
+
+
+def _read_with_image(
+    tokens: list[int], images: list[ShownImage], vocab_size: int
+) -> tuple[list[int], list[protocol.Picture], bytes]:
+    """A prompt whose text the tower reads with the image before it, the place of that text's features, and its
+    tokens, packed."""
+    rules, digest = images[0].rules, images[0].digest
+    _check_places(tokens.count(rules.placeholder), len(images))
+    first, last = rules.frame
+    read = [first, *tokens[tokens.index(rules.placeholder) + 1 :], last]
+    if len(read) > rules.longest:
+        most = f"this model reads at most {rules.longest} with an image; shorten it"
+        raise bad("messages", f"the question has {len(read)} tokens: {most}")
+    _check_tokens(read, vocab_size, "messages")
+    packed = protocol.pack_u32(read)
+    digest = blake2b(digest + packed, digest_size=len(digest)).digest()
+    made = rules.tokens(len(read), 1)
+    return made, [protocol.Picture(digest, 0, len(made), len(read), 1)], packed
 
 
 def _predicted(text: Text, request: ChatRequest, context: int) -> list[int]:

@@ -260,6 +260,9 @@ class TextEngine:
                 rest = generation.priority, generation.cache_salt, generation.grammar
                 owned = owner if generation.grammar else ""
                 shown = prompt.pictures, list(pixels or ())  # every choice's request has them
+                if prompt.read:
+                    of = {"digest": prompt.pictures[0].digest, "text": prompt.read}
+                    shown = prompt.pictures, [msgspec.structs.replace(one, **of) for one in shown[1]]
                 requests.append(protocol.Request(id, packed, own, *rest, owned, prediction, *shown))
                 choices[id] = _choice(len(choices), prompt, generation, text, own, self._images)
             prompt.tokens = protocol.unpack_u32(packed)

@@ -55,6 +55,10 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     std: tuple[float, float, float]  # ... and by what they are divided then
     patch: int  # pixels of a patch along an edge
     resample: int = BICUBIC
+    # The tokens around a text where the tower reads that, behind an image, instead of the model, and how many tokens it
+    # may have with these; (): the tower reads none.
+    frame: tuple[int, ...] = ()
+    longest: int = 0
     tasks: dict[str, tuple[int, ...]] = {}  # by name: the heads that choose an answer's tokens, in turn
 
     def spelling(self, heads: tuple[int, ...]) -> Spelling:

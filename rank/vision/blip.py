@@ -1,4 +1,5 @@
-"""BLIP (Li et al. 2022, arXiv 2201.12086): an image becomes a square, whose features the text attends to."""
+"""BLIP (Li et al. 2022, arXiv 2201.12086): an image becomes a square, whose features the text attends to. Of models
+that answer questions the tower reads the question, too, and the answer attends to the question's features."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Any
 
 from . import CLIP_MEAN, CLIP_STD, ImageRules, colours, whole
 
+CAPTIONS, ANSWERS = "BlipForConditionalGeneration", "BlipForQuestionAnswering"
+SEP = 102  # ends texts of BERT's tokenizer
 CLS = 101  # begins texts of BERT's tokenizer, and stands where the image and the decoder's own beginning go
 
 
@@ -20,10 +23,17 @@ class Rules(ImageRules, frozen=True, kw_only=True):
         return self.edge, self.edge
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        return 1 + (self.edge // self.patch) ** 2, 1  # one is of the whole image
+        # One is of the whole image. A question has as many as tokens.
+        return self.longest or 1 + (self.edge // self.patch) ** 2, 1
 
     def tokens(self, rows: int, columns: int) -> list[int]:
         return [*[self.token] * (rows * columns), self.begin]
+
+
+def kind(config: dict[str, Any]) -> Any:
+    """The class that the checkpoint is of. config: config.json."""
+    kinds = config.get("architectures") or [CAPTIONS]
+    return kinds[0] if isinstance(kinds, list) else kinds
 
 
 def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
@@ -35,8 +45,12 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     patch = whole(vision, "patch_size", 16)
     if edge % patch:
         raise ValueError(f"image_size {edge} of vision_config is no multiple of its patch_size {patch}")
+    begins, ends = (whole(text, key, one, 1 << 24) for key, one in (("cls_token_id", CLS), ("sep_token_id", SEP)))
+    asked = kind(config) == ANSWERS
     return Rules(
-        placeholder=whole(text, "cls_token_id", CLS, 1 << 24),
+        placeholder=begins,
+        frame=(begins, ends) if asked else (),
+        longest=whole(text, "max_position_embeddings", 512) if asked else 0,
         token=whole(text, "vocab_size", 30524, 1 << 24) - 1,  # [ENC], which no caption has
         begin=whole(text, "bos_token_id", 30522, 1 << 24),
         mean=colours(processor, "image_mean", CLIP_MEAN),

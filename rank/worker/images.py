@@ -53,7 +53,12 @@ class Images:
                 image = self._pixels.pop(next(iter(self._pixels)))
                 pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, 3)
                 shown = torch.from_numpy(pixels.copy()).to(self._device)
-                self._started = image.digest, cast(Tower, self._model.vision).pieces(shown)
+                tower = cast(Tower, self._model.vision)
+                if image.text:
+                    read = torch.from_numpy(np.frombuffer(image.text, np.uint32).astype(np.int64)).to(self._device)
+                    self._started = image.digest, tower.reading(shown, read)
+                else:
+                    self._started = image.digest, tower.pieces(shown)
             digest, features = self._started
             try:
                 with self._timer():

@@ -1,5 +1,5 @@
-"""BLIP, captions (Li et al. 2022, arXiv 2201.12086): a BERT decoder whose layers attend to the text before, and then to
-an image's features.
+"""BLIP, captions and answers to questions (Li et al. 2022, arXiv 2201.12086): a BERT decoder whose layers attend to the
+text before, and then to an image's features, or to those of a question about it.
 
 The features stand before the text in a sequence, as tokens that no layer changes, so each of a layer's two attentions
 is one to the paged cache. A further dimension of keys hides the features from the one and the text from the other.
@@ -23,6 +23,7 @@ from ....kernels.attention.attention import AttentionParams
 from ....kernels.rope.rope import CosSin
 from ...protocol import Picture
 from ...vision import whole as number
+from ...vision.blip import ANSWERS, CAPTIONS, kind
 from .. import base
 from ..batch import Batch
 from ..cache_spec import PagedKV
@@ -45,16 +46,15 @@ CONFIG = {
     "defaults": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 8, "vocab_size": 30524,
                  "max_position_embeddings": 512, "intermediate_size": 3072},
 }  # fmt: skip
-CAPTIONS = "BlipForConditionalGeneration"  # others answer questions, or compare
 FURTHER = 16  # dimensions of a head besides, as kernels take heads of multiples of 16
 HIDDEN = 1000.0  # by which the logit of a hidden token is lowered
-LAYER = re.compile(r"text_decoder\.bert\.encoder\.layer\.(\d+)\.(.*)")
+LAYER = re.compile(r"(text_decoder\.bert|text_encoder)\.encoder\.layer\.(\d+)\.(.*)")
 # names within a layer of checkpoints → whether it is in the second half, and its name there
 PARTS = {
     "attention.self.": (0, ""), "attention.output.dense.": (0, "o_proj."), "attention.output.LayerNorm.": (0, "norm."),
     "crossattention.self.": (1, ""), "crossattention.output.dense.": (1, "o_proj."),
-    "crossattention.output.LayerNorm.": (1, "norm."), "intermediate.dense.": (1, "mlp.up_proj."),
-    "output.dense.": (1, "mlp.down_proj."), "output.LayerNorm.": (1, "mlp_norm."),
+    "crossattention.output.LayerNorm.": (1, "norm."), "intermediate.dense.": (1, "mlp.fc1."),
+    "output.dense.": (1, "mlp.fc2."), "output.LayerNorm.": (1, "mlp_norm."),
 }  # fmt: skip
 
 
@@ -74,12 +74,13 @@ class Args(base.SeeingArgs):
     def from_config(cls, config: Config) -> Self:
         made = super().from_config(config)
         base.expect("is_decoder", made.is_decoder, True)
-        kinds = config.whole.get("architectures") or [CAPTIONS]
-        base.expect("architectures", kinds[0] if isinstance(kinds, list) else kinds, CAPTIONS)
+        base.expect("architectures", found := kind(config.whole), CAPTIONS, ANSWERS)
         try:
             size, seen = made.hidden_size, number(made.vision_config or {}, "hidden_size", 768)
         except ValueError as error:
             raise FatalError(f"{config.file}: vision_config: {error}", MODEL) from None
+        if found == ANSWERS:
+            seen = size  # of the question's states
         wide = -(-(max(size, seen) + 1) // 16) * 16
         return dataclasses.replace(
             made, text_size=size, seen_size=seen, hidden_size=wide, num_hidden_layers=config.num_layers,
@@ -181,6 +182,7 @@ class Model(base.SeeingModel):
     LAYER, DECODER, TOWER = Layer, Decoder, blip.Tower
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("query", "key", "value"), "q_proj": ("query",), "kv_proj": ("key", "value"),
+        "up_proj": ("fc1",), "down_proj": ("fc2",),
     }  # fmt: skip
     PREFIXES: ClassVar[dict[str, str]] = {
         "text_decoder.bert.embeddings.word_embeddings.": "model.embed_tokens.",
@@ -188,6 +190,9 @@ class Model(base.SeeingModel):
         "text_decoder.bert.embeddings.LayerNorm.": "model.embed_norm.",
         "text_decoder.cls.predictions.transform.": "model.norm.",
         "text_decoder.cls.predictions.bias": "model.embed_tokens.bias",
+        "text_encoder.embeddings.word_embeddings.": "vision.reader.embed_tokens.",
+        "text_encoder.embeddings.position_embeddings.": "vision.reader.embed_positions.",
+        "text_encoder.embeddings.LayerNorm.": "vision.reader.embed_norm.",
         "vision_model.embeddings.class_embedding": "vision.class_embedding.weight",
         "vision_model.embeddings.position_embedding": "vision.position_embedding.weight",
         "vision_model.embeddings.": "vision.",
@@ -222,8 +227,9 @@ class Model(base.SeeingModel):
     def rename(cls, name: str) -> str:
         if found := LAYER.fullmatch(name):
             for theirs, (half, ours) in PARTS.items():
-                if found[2].startswith(theirs):
-                    return f"model.layers.{2 * int(found[1]) + half}.{ours}{found[2].removeprefix(theirs)}"
+                if found[3].startswith(theirs):
+                    under = "vision.reader" if found[1] == "text_encoder" else "model"
+                    return f"{under}.layers.{2 * int(found[2]) + half}.{ours}{found[3].removeprefix(theirs)}"
         return super().rename(name)
 
     def _tower(self, args: Any, mesh: Mesh, names: Any) -> base.Tower | None:

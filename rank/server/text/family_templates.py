@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ... import vision
+from ...vision import blip
 from . import tekken
 from .model_files import read_json
 from .tokenizer_file import CHATGLM
@@ -154,6 +155,11 @@ CAPTIONED = (
     "{% else %}{% for part in content or () if part['type'] == 'text' %} {{ part['text'] }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
+# The last message is the question of its models that answer some.
+QUESTION = (
+    "[CLS]{% set content = messages[-1]['content'] %}{% if content is string %} {{ content }}"
+    "{% else %}{% for part in content or () if part['type'] == 'text' %} {{ part['text'] }}{% endfor %}{% endif %}"
+)
 CAPTION = "{{ '\\n\\n' }}{{ {'short': 'Short caption', 'normal': 'Caption', 'long': 'Long caption'}[length] }}:"
 ASKED = FOLD + "{{ text }}"
 OBJECTS = "{{ '\\n\\n' }}{{ task | capitalize }}: {{ name }}{{ '\\n\\n' }}"
@@ -289,6 +295,7 @@ FAMILIES = (
         "<|endoftext|>", models=("moondream1",),
     ),
     FamilyTemplate("BLIP", CAPTIONED, "[SEP]", models=("blip",)),
+    FamilyTemplate("BLIP, questions", QUESTION, "[SEP]", models=(blip.ANSWERS,)),
     FamilyTemplate("Llama 2", FIRST + instructions(BOS, FRAMED), models=("llama",)),
     FamilyTemplate(
         "Mistral", FIRST + BOS + instructions("", FOLD),
@@ -306,6 +313,8 @@ def family_template(model_dir: Path) -> FamilyTemplate | None:
     model_type = config.get("model_type")
     if model_type == "chatglm" and "chatglm2" in str(config.get("_name_or_path")).lower():
         model_type = "chatglm2"  # whose tokenizer is of ChatGLM3's class
+    elif model_type == "blip" and blip.kind(config) == blip.ANSWERS:
+        model_type = blip.ANSWERS
     elif not tokens:
         tokens = set(CHATGLM.get(str(read_json(model_dir, "tokenizer_config.json").get("tokenizer_class")), ()))
     for family in FAMILIES:

@@ -133,12 +133,13 @@ def resized(rules, image):
     return torch.from_numpy(np.array(rules.shown(image, height, width)))
 
 
-def prompt(rules, images, between=(5, 7, 9), before=(11, 12, 13)):
-    """Token ids of texts with images between them, and the images' places."""
+def prompt(rules, images, between=(5, 7, 9), before=(11, 12, 13), read=()):
+    """Token ids of texts with images between them, and the images' places. read: tokens that a tower reads beside
+    each."""
     ids, pictures = list(before), []
     for image in images:
         size = rules.size(image.height, image.width)
-        rows, columns = rules.grid(*size)
+        rows, columns = (len(read), 1) if read else rules.grid(*size)
         own = ([*rules.tokens(rows, columns), 14] * rules.runs(*size))[:-1]
         spans = tuple((len(ids) + first, len(ids) + end) for first, end in rules.spans(own))
         pictures.append(Picture(b"", len(ids), len(own), rows, columns, spans))
@@ -154,7 +155,8 @@ def seen_logits(path, images, tp=1, device="cpu", dtype="auto", **texts):
     def run(comm):
         grid = mesh.build(comm, tp, 1)
         model = load(path, grid, device, dtype)
-        values = torch.cat([model.vision(resized(rules, image).to(device)) for image in images])
+        read = [torch.tensor(texts["read"], device=device)] if texts.get("read") else []
+        values = torch.cat([model.vision(resized(rules, image).to(device), *read) for image in images])
         blocks = -(-len(ids) // BLOCK)
         caches = kv_cache.allocate(model.cache_specs(), blocks, BLOCK, model.dtype, torch.device(device), 1)
         for tensor in (tensor for layer in caches for tensor in layer):

@@ -7,6 +7,7 @@ from phalanx.rank import vision
 from phalanx.rank.server.text.family_templates import FAMILIES, family_template
 from phalanx.rank.server.text.template import load_template
 from phalanx.rank.server.text.tool_formats import choose, find
+from phalanx.rank.vision.blip import ANSWERS
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -54,6 +55,7 @@ WRITTEN = {
     "Moondream 2, starmie": "<|endoftext|><|md_reserved_0|>query<|md_reserved_1|>Be brief.\n\nHi<|md_reserved_2|>Ho"
     "<|md_reserved_0|>query<|md_reserved_1|>Bye<|md_reserved_2|>",
     "BLIP": "[CLS] Be brief. Hi Ho Bye",
+    "BLIP, questions": "[CLS] Bye",
     "Zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nHi<|endoftext|>\n<|assistant|>\nHo<|endoftext|>\n"
     "<|user|>\nBye<|endoftext|>\n<|assistant|>\n",
     "OLMo": "<s><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\nHo</s>\n<|user|>\nBye\n<|assistant|>\n",
@@ -65,6 +67,7 @@ WRITTEN = {
 def write(path, tokens=(), model_type=None, **config):
     (path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": one} for one in tokens]}))
     named = {"model_type": "chatglm", "_name_or_path": "THUDM/chatglm2-6b"} if model_type == "chatglm2" else {}
+    named |= {"model_type": "blip", "architectures": [ANSWERS]} if model_type == ANSWERS else {}
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | named))
     return load_template(path, {"bos_token": "<s>", "eos_token": "</s>", **config})
 
@@ -172,7 +175,7 @@ def test_deepseek_s_newer_models_are_shown_tools(tmp_path, name):
     assert choose(template.source) is find(family.models[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.family)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.models != (ANSWERS,)], ids=lambda one: one.family)
 def test_nothing_is_lost(tmp_path, family):
     template = write(tmp_path, family.tokens, next(iter(family.models), "some"))
     assert template.render(CHAT[:1]).count("Be brief.") == 1
