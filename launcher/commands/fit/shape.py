@@ -11,6 +11,7 @@ import msgspec
 KINDS = ("tower", "embedding", "attention", "MLP", "experts", "norms", "head")
 CLASSES = (  # a word in a tensor's name → its class; the first that fits
     ("vision.", "tower"),  # of images
+    (".region.", "tower"),  # of points and boxes in them
     ("embed_", "embedding"),  # of tokens, of positions
     ("lm_head", "head"),
     (".experts.", "experts"),
