@@ -1,4 +1,4 @@
-"""Parts that towers share. Every rank of a pipeline's first stage has a whole one and computes the same features."""
+"""Parts that towers share. Every rank of a pipeline's first stage has a whole one."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ class GatedFeedForward(nn.Module):
 
 def normalised(pixels: Tensor, rules: ImageRules) -> Tensor:
     """Colours [3, height, width] f32 of pixels [height, width, 3] u8."""
-    mean, std = (torch.tensor(values, device=pixels.device) for values in (rules.mean, rules.std))
-    return ((pixels / 255 - mean) / std).permute(2, 0, 1)
+    # Numbers, as a tensor's copy to a GPU would wait for the steps before.
+    scales = zip(pixels.unbind(2), rules.mean, rules.std, strict=True)
+    return torch.stack([(colour / 255 - mean) / std for colour, mean, std in scales])
 
 
 def in_rows(colours: Tensor, patch: int) -> Tensor:

@@ -97,20 +97,20 @@ class Tower(base.Tower):
         """Features [tokens, outputs] of an image [height, width, 3] u8, row by row."""
         rows, columns = self.rules.grid(*pixels.shape[:2])
         x = self.patch_embed["proj"](patches(pixels, self.rules))
-        angles, windows = rotations(rows, columns, self.rules.merge, self.dim, x.device), self._windows(rows, columns)
-        windows = windows.to(x.device)
+        angles = rotations(rows, columns, self.rules.merge, self.dim, x.device)
+        windows = self._windows(rows, columns, x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, angles, None if index in self.whole_layers else windows)
             yield
         return self.merger(x)
 
-    def _windows(self, rows: int, columns: int) -> Tensor:
+    def _windows(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """[windows, patches] as Attention takes them."""
         size, count = self.window, self.rules.merge**2
-        tokens = torch.arange(rows * columns).view(rows, columns)
+        tokens = torch.arange(rows * columns, device=device).view(rows, columns)
         tokens = pad(tokens, (0, -columns % size, 0, -rows % size), value=-1)
         tokens = tokens.unflatten(0, (-1, size)).unflatten(2, (-1, size)).transpose(1, 2).reshape(-1, size * size, 1)
-        patches = tokens * count + torch.arange(count)
+        patches = tokens * count + torch.arange(count, device=device)
         return torch.where(tokens < 0, -1, patches).flatten(1)
 
 
@@ -130,9 +130,9 @@ def in_order(grid: Tensor, merge: int) -> Tensor:
 
 def rotations(rows: int, columns: int, merge: int, dim: int, device: torch.device) -> Tensor:
     """Angles [patches, dim / 2] f32: half of them by the patch's row, half by its column."""
-    at = torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
+    at = torch.meshgrid(*(torch.arange(n * merge, device=device) for n in (rows, columns)), indexing="ij")
     turns = frequencies(1e4, dim // 2, device)
-    return (in_order(torch.stack(at, 2), merge).to(device)[..., None] * turns).flatten(1)
+    return (in_order(torch.stack(at, 2), merge)[..., None] * turns).flatten(1)
 
 
 def positions(length: int, pictures: Sequence[Picture]) -> np.ndarray:
