@@ -270,7 +270,7 @@ class Line:
     def __init__(self, clock: Clock, arrivals: list[float], plan: bytes):
         self.clock, self.arrivals, self.plan = clock, arrivals, plan
         self.passed: list[float] = []
-        self.handle = self
+        self.handle, self.rank, self.size = self, 0, 1
         self._buffer = np.zeros(0, np.uint8)
 
     def Dup(self) -> Line:

@@ -28,14 +28,23 @@ WAKE_AFTER = 0.02  # rank 0 wakes the followers when its last plan is older; mus
 
 
 class PlanBroadcast(Protocol):
+    rank: int  # in the group of rank 0 and its followers
+    size: int
+
     def publish(self, data: bytes) -> None:
         """Rank 0: send data to all other ranks, without waiting for them."""
 
+    def send(self, data: bytes, to: int) -> None:
+        """Rank 0: send data to one rank of the group alone, without waiting for it."""
+
     def progress(self) -> bool:
-        """Rank 0: progress outstanding broadcasts; False when none is left."""
+        """Rank 0: progress outstanding broadcasts and messages; False when none is left."""
 
     def receive(self) -> bytes:
         """Follower: wait for the next data, without spinning."""
+
+    def take(self, size: int) -> bytes:
+        """The follower that it is sent to: wait for so many bytes, which a broadcast has announced."""
 
 
 class Waker(Protocol):
@@ -50,16 +59,22 @@ class ThreadPlanBroadcast:
     def __init__(self, world: ThreadComm):
         mine: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queues: list[queue.SimpleQueue[bytes]] = world.exchange(mine)
-        self._mine = mine
+        self._mine, self.rank, self.size = mine, world.rank, world.size
 
     def publish(self, data: bytes) -> None:
         for box in self._queues[1:]:
             box.put(data)
 
+    def send(self, data: bytes, to: int) -> None:
+        self._queues[to].put(data)
+
     def progress(self) -> bool:
         return False
 
     def receive(self) -> bytes:
+        return self._mine.get()
+
+    def take(self, size: int) -> bytes:
         return self._mine.get()
 
 
@@ -73,11 +88,13 @@ class MpiPlanBroadcast:
     def __init__(self, group: Any, waker: Waker, ranks: range):
         """group: rank 0 and its followers. ranks: the followers, by rank in the world. Collective over group."""
         self._handle = group.handle.Dup()  # plans must not match a tensor's broadcast
+        self.rank, self.size = group.rank, group.size
         self._waker = waker
         self._ranks = ranks  # wakes these only
         self._buffers = [np.zeros(HEAD, np.uint8) for _ in range(_RING)]
         self._requests: list[list[Any]] = [[] for _ in range(_RING)]
         self._kept: list[Any] = [None] * _RING  # the rests of long messages, which must live until they are sent
+        self._sent: list[tuple[Any, np.ndarray]] = []  # messages to one rank, with their data
         self._next = 0
         self._last = 0.0  # when the last plan was published, or received
         self._step = 0.0  # seconds between the last two plans that were received
@@ -99,12 +116,18 @@ class MpiPlanBroadcast:
             self._waker.wake(self._ranks)  # after Ibcast: a woken rank polls for QUIET_AFTER only
         self._last = now
 
+    def send(self, data: bytes, to: int) -> None:
+        message = np.frombuffer(data, np.uint8)
+        self._sent.append((self._handle.Isend(message, to), message))
+
     def _done(self, slot: int) -> bool:
         self._requests[slot] = [r for r in self._requests[slot] if not r.Test()]
         return not self._requests[slot]
 
     def progress(self) -> bool:
-        return not all([self._done(slot) for slot in range(_RING)])  # a list, not a generator: test every slot
+        self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+        # a list, not a generator: test every slot
+        return bool(self._sent) or not all([self._done(slot) for slot in range(_RING)])
 
     def receive(self) -> bytes:
         head, began = self._buffers[0], self._last
@@ -119,6 +142,11 @@ class MpiPlanBroadcast:
             self._wait(self._handle.Ibcast(rest, 0))
             data += rest.tobytes()
         return data
+
+    def take(self, size: int) -> bytes:
+        data = np.empty(size, np.uint8)
+        self._wait(self._handle.Irecv(data, 0))
+        return data.tobytes()
 
     def _wait(self, request: Any) -> None:
         sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_CAP)

@@ -96,9 +96,12 @@ class Pixels(msgspec.Struct, frozen=True, array_like=True, tag=2):
     digest: bytes
     height: int
     width: int
-    data: bytes  # u8, [height, width, 3]
+    data: bytes  # u8, [height, width, 3]; empty where it goes to all ranks: one of them gets the pixels
     dropped: list[bytes] = []  # digests of images that no later plan needs: the ranks forget their features
     text: bytes = b""  # u32: tokens that the tower reads with the image; the digest is of both
+    # The rank that gets the pixels and makes the features, counted from the end of its replica's, whose last ranks are
+    # the first pipeline stage: -1 is the last.
+    rank: int = -1
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):
@@ -314,7 +317,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=0):
     rejected: bytes = b""  # u16: a row, and how many of the newest tokens that ranks count it has not, in turn
     wanted: int = 0  # drafts that the ranks' model makes of each row that samples
     follows: bool = False  # that model reads the step's tokens though none are wanted; else it never sees them
-    tower: int = 0  # pieces of work on images that the tower does before the step
+    # Parts of the work on images that each rank of the first stage does before the step; empty: none does any.
+    tower: list[int] = []
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=1):

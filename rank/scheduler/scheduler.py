@@ -260,8 +260,8 @@ class Scheduler:
             hits, count = self._find_prefix(sequence, step, budget)
             computed = hits.matched * self.blocks.size
             if lacking := self.images.lacking(sequence, computed):
-                users = itertools.chain(self.running, unseen, (sequence,))
-                budget -= self.images.work(sequence, lacking, users, budget, step)
+                later, users = self._lacking_later(sequence, step, budget), itertools.chain(self.running, self.waiting)
+                budget -= self.images.work(sequence, lacking, later, users, budget, step)
                 if self.images.lacking(sequence, computed):
                     unseen.append(sequence)
                 continue
@@ -293,6 +293,16 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_order)
             self._add_chunk(sequence, count, step)
             budget -= count
+
+    def _lacking_later(
+        self, sequence: Sequence, step: PlannedStep, budget: int
+    ) -> Iterator[tuple[Sequence, protocol.Picture]]:
+        """Images that the next sequences behind this one lack, as many sequences as ranks."""
+        behind = (one for one in self.waiting[self.waiting.index(sequence) + 1 :] if one.pictures)
+        for one in itertools.islice(behind, self.images.ranks):
+            hits, _ = self._find_prefix(one, step, budget)
+            for picture in self.images.lacking(one, hits.matched * self.blocks.size):
+                yield one, picture
 
     def _find_prefix(self, sequence: Sequence, step: PlannedStep, budget: int) -> tuple[Prefix, int]:
         """The cached prefix that a waiting sequence begins with, and how many tokens it then computes."""

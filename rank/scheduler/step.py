@@ -100,7 +100,7 @@ class PlannedStep:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # more tokens of a prompt, and how many
     new: list[protocol.NewSequence] = field(default_factory=list)
     pixels: list[protocol.Pixels] = field(default_factory=list)  # as ScheduledStep has them
-    tower: int = 0  # as protocol.Plan has it
+    tower: list[int] = field(default_factory=list)  # as protocol.Plan has it
     images: set[bytes] = field(default_factory=set)  # that the tower works on before this step, by digest
     block_rows: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)

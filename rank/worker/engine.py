@@ -82,6 +82,7 @@ class ImageCosts(NamedTuple):
     pieces: int = 1  # in which the tower computes it
     pixel: float = 0.0  # tokens of a prompt that take about as long as a pixel ...
     pair: float = 0.0  # ... and as two pixels that attend to each other
+    ranks: int = 1  # that have a tower
 
 
 class Limits(NamedTuple):
@@ -325,10 +326,11 @@ class Engine:
         if tower is not None:
             size = (1 + tower.levels) * self.model.hidden_size * self.model.dtype.itemsize
             weights = max(1, self.model.num_weights)
-            costs = ImageCosts(size, tower.depth + 1, *(one / weights for one in tower.multiplications()))
+            pixel, pair = tower.multiplications()
+            costs = ImageCosts(size, tower.depth + 1, pixel / weights, pair / weights)
         found = self.place.world.all_gather(torch.tensor(costs, dtype=torch.float64)).view(-1, len(costs))
-        size, pieces, *rest = found.max(0).values.tolist()
-        return ImageCosts(int(size), int(pieces), *rest)
+        size, pieces, pixel, pair, _ = found.max(0).values.tolist()
+        return ImageCosts(int(size), int(pieces), pixel, pair, self.place.mesh.tensor.size)
 
     @property
     def _sees(self) -> bool:

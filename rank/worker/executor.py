@@ -12,6 +12,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+import msgspec
+
 from ...comm.broadcast import PlanBroadcast
 from ...comm.watchdog import LocalWatchdog
 from .. import protocol
@@ -49,7 +51,7 @@ class LocalExecutor:
         self.runner.mask(masks)
 
     def show(self, image: protocol.Pixels) -> None:
-        self.control.publish(protocol.encode_plan(image))
+        show(self.control, image)
         self.runner.show(image)
 
     def progress(self) -> bool:
@@ -83,7 +85,7 @@ class RemoteExecutor:
         self.control.publish(protocol.encode_plan(masks))
 
     def show(self, image: protocol.Pixels) -> None:
-        self.control.publish(protocol.encode_plan(image))
+        show(self.control, image)
 
     def progress(self) -> bool:
         return self.control.progress()
@@ -118,6 +120,13 @@ class RemoteStepFuture:
     def output(self) -> protocol.StepOutput:
         assert self.result is not None
         return self.result
+
+
+def show(control: PlanBroadcast, image: protocol.Pixels) -> None:
+    """Tell all ranks of an image, and send its pixels to the one that has to make its features."""
+    control.publish(protocol.encode_plan(msgspec.structs.replace(image, data=b"")))
+    if (to := control.size + image.rank) != control.rank:
+        control.send(image.data, to)
 
 
 class Reporter:
@@ -155,6 +164,8 @@ def follow(runner: ModelRunner, control: PlanBroadcast, reporter: Reporter | Non
             runner.mask(plan)
             continue
         if isinstance(plan, protocol.Pixels):
+            if control.rank == control.size + plan.rank:
+                plan = msgspec.structs.replace(plan, data=control.take(plan.height * plan.width * 3))
             runner.show(plan)
             continue
         if plan.stop >= 0:

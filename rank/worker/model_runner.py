@@ -183,7 +183,7 @@ class ModelRunner:
         self._limits = limits
         self._graphs: DecodeGraphs | CpuDecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
-        self._images = Images(model, state, self.device)
+        self._images = Images(model, state, self.device, mesh.tensor)
         self._queue: queue.SimpleQueue[tuple[protocol.Plan, StepFuture] | protocol.Pixels | None] = queue.SimpleQueue()
         self.step_times: tuple[tuple[int, int, float], ...] = ()  # sequences, tokens of each, seconds of such a step
         self.ready = threading.Event()  # the step thread can execute plans; if it fails before, the process ends

@@ -94,6 +94,14 @@ def plans(comm, line) -> None:
                 assert got == want, (length, len(got))
         if comm.rank == 0 and repeat == 1:
             time.sleep(0.2)  # longer than QUIET_AFTER: the followers must be woken
+    for size in (1, 3_000_000):  # to one rank alone
+        if comm.rank == 0:
+            line.publish(b"next")
+            line.send(bytes(size), comm.size - 1)
+        else:
+            assert line.receive() == b"next"
+        if comm.rank == comm.size - 1:
+            assert line.take(size) == bytes(size)
     while comm.rank == 0 and line.progress():
         time.sleep(1e-4)
     comm.barrier()

@@ -21,7 +21,7 @@ def test_after_a_pause_a_plan_wakes_those_that_it_is_for(monkeypatch):
     now, woken = [100.0], []
     monkeypatch.setattr(broadcast, "time", SimpleNamespace(monotonic=lambda: now[0]))
     waker = SimpleNamespace(wake=woken.append)
-    group = SimpleNamespace(handle=Handle())
+    group = SimpleNamespace(handle=Handle(), rank=0, size=2)
     lines = [MpiPlanBroadcast(group, waker, range(0, 2)), MpiPlanBroadcast(group, waker, range(2, 4))]
     lines[1].publish(b"plan")
     assert woken == [range(2, 4)]
@@ -41,7 +41,7 @@ def test_who_is_woken_finds_the_plan_under_way():
     handle = Handle()
     handle.Ibcast = lambda data, root: done.append("sent") or SimpleNamespace(Test=lambda: True)
     waker = SimpleNamespace(wake=lambda ranks: done.append("woken"))
-    line = MpiPlanBroadcast(SimpleNamespace(handle=handle), waker, range(2))
+    line = MpiPlanBroadcast(SimpleNamespace(handle=handle, rank=0, size=2), waker, range(2))
     line.publish(b"plan" * 2000)
     assert done == ["sent", "sent", "woken"]
 
@@ -64,7 +64,7 @@ def test_who_waits_for_a_plan_looks_less_often_the_longer_steps_are(monkeypatch,
     handle = Handle()
     handle.Ibcast = arrive
     waker = SimpleNamespace(wait=lambda seconds: sleep(QUIET_AFTER / 8) or True)
-    line = MpiPlanBroadcast(SimpleNamespace(handle=handle), waker, range(2))
+    line = MpiPlanBroadcast(SimpleNamespace(handle=handle, rank=0, size=2), waker, range(2))
     for _ in range(12):
         line.receive()
     polls = [one for one in slept if one != QUIET_AFTER / 8]

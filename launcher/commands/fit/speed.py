@@ -214,5 +214,5 @@ def predict(
         for stage in stages
     ]
     tower = 0.0 if shape.images is None else clock.tower(stages[0], shape.images.usual)
-    prefill[0] += asked.images * chunk / asked.length * tower
+    prefill[0] += asked.images * chunk / asked.length * tower / layout.tp  # shared out
     return Speed(pace * 1e3, running / pace, layout.dp * chunk / max(prefill), running, tower * 1e3)

@@ -22,8 +22,9 @@ def sequence(*names, computed=0):
 def sent(store, one, *others):
     """The images that go to the ranks before a sequence is admitted, with what these forget. The tower has time."""
     step = PlannedStep()
-    store.work(one, store.lacking(one, one.num_computed), [one, *others], 1000, step)
-    assert not store.lacking(one, one.num_computed) and step.tower == len(step.pixels)
+    if lacking := store.lacking(one, one.num_computed):
+        store.work(one, lacking, iter(()), [one, *others], 1000, step)
+    assert not store.lacking(one, one.num_computed) and sum(step.tower) == len(step.pixels)
     return [(image.digest, image.dropped) for image in step.pixels]
 
 
@@ -67,7 +68,7 @@ def test_a_full_store_costs_a_request_little():
     for i in range(20_000):
         sent(store, sequence(b"%d" % i))
     new, step = sequence(*[b"new %d" % i for i in range(16)]), PlannedStep()
-    store.work(new, store.lacking(new, 0), Running([new]), 1000, step)
+    store.work(new, store.lacking(new, 0), iter(()), Running([new]), 1000, step)
     assert [image.dropped for image in step.pixels] == [[b"%d" % i] for i in range(16)] and looked == [1]
 
 
@@ -76,24 +77,24 @@ def test_a_step_has_as_much_of_the_towers_work_as_its_budget_allows():
     one, steps = sequence(b"a", b"b"), []
     while lacking := store.lacking(one, 0):
         steps.append(step := PlannedStep())
-        spent = store.work(one, lacking, [one], 100, step)
-        assert spent == 30 * step.tower <= 100
-    assert [step.tower for step in steps] == [3, 3, 3, 3, 2]
+        spent = store.work(one, lacking, iter(()), [one], 100, step)
+        assert spent == 30 * step.tower[0] <= 100
+    assert [step.tower for step in steps] == [[3], [3], [3], [3], [2]]
     assert [[image.digest for image in step.pixels] for step in steps] == [[b"a"], [], [b"b"], [], []]
 
 
 def test_a_step_has_one_piece_of_the_towers_work_at_least():
     store, step = ImageStore(1000, 10, 7, 2100.35), PlannedStep()
     one = sequence(b"a")
-    assert store.work(one, store.lacking(one, 0), [one], 1, step) == 3001 and step.tower == 1
+    assert store.work(one, store.lacking(one, 0), iter(()), [one], 1, step) == 3001 and step.tower == [1]
 
 
 def test_an_image_that_an_aborted_request_left_behind_is_finished_first():
     store, step = ImageStore(1000, 10, 7, 21), PlannedStep()
     gone, one = sequence(b"a"), sequence(b"b")
-    store.work(gone, store.lacking(gone, 0), [gone], 100, PlannedStep())
-    store.work(one, store.lacking(one, 0), [one], 200, step)
-    assert step.tower == 6 and [image.digest for image in step.pixels] == [b"b"]
+    store.work(gone, store.lacking(gone, 0), iter(()), [gone], 100, PlannedStep())
+    store.work(one, store.lacking(one, 0), iter(()), [one], 200, step)
+    assert step.tower == [6] and [image.digest for image in step.pixels] == [b"b"]
     assert not store.lacking(gone, 0) and store.lacking(one, 0)
 
 
@@ -113,9 +114,21 @@ def test_sequences_decode_while_the_tower_works():
         found.append(planned.plan)
         assert planned.plan.rows[:2] == b"\0\0" and len(planned.pixels) == (len(found) == 1)
         scheduler.update(planned, step_output([[5]] * len(planned.sampled)))
-    assert [plan.tower for plan in found] == [2, 2, 2, 1]
+    assert [plan.tower for plan in found] == [[2], [2], [2], [1]]
     assert [[new.pictures for new in plan.new] for plan in found] == [[[]], [], [], [[shown[0]]]]
     scheduler.check()
+
+
+def test_requests_share_out_ranks():
+    """Two requests of an image each, whose features are there after the same step."""
+    scheduler = Scheduler(Blocks(32, 4), 8, 12, 100, images=ImageStore(1000, 10, 3, 2.4, ranks=2))
+    for name in (b"p", b"q"):
+        shown = [Picture(name, 0, 2, 1, 2)], [Pixels(name, 2, 5, name * 30)]
+        scheduler.add(msgspec.structs.replace(request(name.hex(), [7, 7]), pictures=shown[0], pixels=shown[1]))
+    found = [scheduler.schedule() for _ in range(3)]
+    assert [one.plan.tower for one in found] == [[1, 1]] * 3
+    assert [len(one.plan.new) for one in found] == [0, 0, 2]
+    assert [(image.digest, image.rank) for image in found[0].pixels] == [(b"p", -2), (b"q", -1)]
 
 
 def test_a_step_may_have_the_towers_work_alone():
@@ -125,9 +138,35 @@ def test_a_step_may_have_the_towers_work_alone():
     scheduler.add(msgspec.structs.replace(request("a", [7, 7]), pictures=[Picture(b"p", 0, 2, 1, 2)], pixels=[pixels]))
     for last in (False, False, True):
         planned = scheduler.schedule()
-        assert planned.plan.tower == 1 and bool(planned.plan.rows) == last and not planned.timed
+        assert planned.plan.tower == [1] and bool(planned.plan.rows) == last and not planned.timed
         scheduler.update(planned, step_output([[5]] if planned.sampled else []))
     assert scheduler.running[0].tokens == [7, 7, 5]
+
+
+def test_images_are_shared_out_over_ranks():
+    """Each rank goes on with the next one, however long the others take."""
+    store = ImageStore(1000, 10, 7, 11, 1, ranks=2)
+    one, steps = sequence(b"a", b"b", b"c"), []
+    while lacking := store.lacking(one, 0):
+        steps.append(step := PlannedStep())
+        assert store.work(one, lacking, iter(()), [one], 100, step) == 30 * max(step.tower) <= 100
+    assert [step.tower for step in steps] == [[3, 3], [3, 3], [3, 1], [3, 0], [2, 0]]
+    sent = [[(image.digest, image.rank) for image in step.pixels] for step in steps]
+    assert sent == [[(b"a", -2), (b"b", -1)], [], [(b"c", -2)], [], []]
+
+
+def test_ranks_that_would_wait_work_on_later_images():
+    """They take no more time than the first sequence's image, which they never delay."""
+    store, step = ImageStore(1000, 10, 7, 21, ranks=3), PlannedStep()
+    one, later = sequence(b"a"), sequence(b"b", b"a", b"c", b"d")
+    wanted = ((later, picture) for picture in later.pictures)
+    assert store.work(one, store.lacking(one, 0), wanted, [one, later], 100, step) == 90
+    assert step.tower == [3, 3, 3] and [image.digest for image in step.pixels] == [b"a", b"b", b"c"]
+    assert next(wanted)[1].digest == b"d" and later.towered == 2
+    small, step = sequence(b"e"), PlannedStep()
+    small.pixels[b"e"] = msgspec.structs.replace(small.pixels[b"e"], height=1)
+    assert store.work(small, store.lacking(small, 0), iter(()), [], 1000, step) == 225  # behind the end of another
+    assert step.tower == [4 + 7, 4, 4]
 
 
 def chain(*pictures, salt=""):

@@ -38,7 +38,9 @@ def test_every_rank_knows_which_rows_are_pooled_and_which_are_greedy(rank):
     runner._pooler = Pooler(SimpleNamespace(rope=SimpleNamespace(device=torch.device("cpu")), hidden_size=3))
     runner._scorer = PromptScorer(None, None, None, rank == 0)
     runner._greedy = np.zeros(4, bool)
-    runner._images = Images(SimpleNamespace(image_positions=None), SimpleNamespace(), torch.device("cpu"))
+    runner._images = Images(
+        SimpleNamespace(image_positions=None), SimpleNamespace(), torch.device("cpu"), runner.mesh.tensor
+    )
     runner._heads = {}
     runner._token_masks = TokenMasks(4, Upload(torch.device("cpu")))
     kinds = [dict(temperature=0.0, prompt_logprobs=0), dict(), dict(temperature=0.0, pooling="mean")]
