@@ -151,7 +151,7 @@ def test_greedy_answers_on_a_live_server(made, tmp_path, cut):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cut", ["--tp", "--pp"])
+@pytest.mark.parametrize("cut", ["--tp", pytest.param("--pp", marks=pytest.mark.long)])
 def test_greedy_captions_on_a_live_server(made, tmp_path, cut):
     """An image alone, and one with the beginning of its caption."""
     path, model = made(64)
