@@ -96,15 +96,15 @@ def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-# The short suite has each way of cutting a model once, as threads or under mpirun; the model path is the same. What is
-# below cuts tensors under mpirun, and test_served.py has both kinds there in every layout.
-@pytest.mark.parametrize("kind, tp, pp", [long("llama", 1, 1), ("llama", 3, 1), long("llama", 2, 2)])
+# The short suite has both ways of cutting a model at once, as threads; the model path is the same under mpirun, where
+# what is below and test_served.py cut tensors, and tests/test_images.py layers.
+@pytest.mark.parametrize("kind, tp, pp", [long("llama", 1, 1), long("llama", 3, 1), ("llama", 2, 2)])
 def test_threads(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:
         check(engine, kind, prompts, expected, logits, drawn)
 
 
-@pytest.mark.parametrize("kind, tp, pp", [("llama", 1, 2), long("llama", 2, 2), long("built-in", 2, 2)])
+@pytest.mark.parametrize("kind, tp, pp", [long("llama", 1, 2), long("llama", 2, 2), long("built-in", 2, 2)])
 def test_mpi(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, tp=tp, pp=pp) as engine:
         assert len(set(engine.ready.pids)) == engine.ready.ranks == tp * pp

@@ -48,8 +48,10 @@ class Layout(NamedTuple):
 
 
 SHORT = "short"
+# Of each kind of cache one is served in the short run.
+SHORT_MODELS = {"llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "granitemoehybrid"}
 # One of each kind of cache, position and layer.
-SHORT_MODELS = {
+KINDS = {
     "llama", "gemma2", "gemma3", "glm4", "qwen2_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_bigcode", "qwen3_next",
     "lfm2", "granitemoehybrid", "kimi_linear",
 }  # fmt: skip
@@ -84,7 +86,7 @@ def cases():
         for name in reversed(first.values()):
             text = SERVED[name] | SERVED[name].get("text_config", {})
             several = any("experts" in key for key in text)
-            wanted = layout in OF_ALL or (name in SHORT_MODELS) == (layout in OF_KINDS)
+            wanted = layout in OF_ALL or (name in KINDS) == (layout in OF_KINDS)
             wanted |= layout in OF_PROBES and name in PROBES
             if wanted and (several if cut.ep > 1 else not (several and layout in OF_OTHERS)):
                 yield pytest.param(layout, name, marks=pytest.mark.long)

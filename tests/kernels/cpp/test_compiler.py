@@ -1,7 +1,6 @@
 """C++ is compiled once on a node, by what compiler there is; where none works, torch computes, and says why."""
 
 import ctypes
-import functools
 import os
 import re
 import shutil
@@ -255,16 +254,9 @@ def own_text(command, text: str, isa: str) -> str:
     return subprocess.run(line, input=given, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def every_isa():
-    """In the short run the one with most that no other has, tiles. The best one that this processor has is compiled by
-    other tests too, so that whether it is without a warning can wait, and so can what optimisation finds."""
-    best = compiler.isas()[0]
-    long = [pytest.param(isa, "-O1", marks=pytest.mark.long) for isa in compiler.ISAS]
-    return [*((isa, "-O0") for isa in ("amx",) if isa != best), *long]
-
-
-@pytest.mark.parametrize("isa, level", every_isa())
-def test_sources_compile_without_a_warning(isa, level, tmp_path):
+@pytest.mark.long
+@pytest.mark.parametrize("isa", compiler.ISAS)
+def test_sources_compile_without_a_warning(isa, tmp_path):
     """For every instruction set, whatever this processor has: those sources that are not the same, and compiled, for
     the next lesser one."""
     command = next(compiler.compilers(), None)
@@ -273,21 +265,7 @@ def test_sources_compile_without_a_warning(isa, level, tmp_path):
     names = list(compiler.ISAS)
     lesser = names[names.index(isa) + 1 :][:1]
     texts = {source: compiler.source_text(source) for source in compiler.SOURCES}
-    line = [*command, *compiler.FLAGS, level, "-Werror", *compiler.ISAS[isa][1]]
-
-    @functools.cache
-    def included() -> list[str]:
-        """The header, compiled once: of most sources it takes most of the compiler's time. With optimisation, warnings
-        of the compiler's own headers would come too."""
-        if level != "-O0":
-            return []
-        header = tmp_path / "header.h"
-        header.write_text("#include <immintrin.h>\n")
-        subprocess.run(
-            [*line, "-x", "c++-header", str(header), "-o", f"{header}.gch"],
-            capture_output=True, text=True, timeout=100, check=True,
-        )  # fmt: skip
-        return ["-include", str(header)]
+    line = [*command, *compiler.FLAGS, "-O1", "-Werror", *compiler.ISAS[isa][1]]
 
     def warnings(source: str) -> str:
         file, text = tmp_path / f"{source}.cpp", texts[source]
@@ -296,12 +274,8 @@ def test_sources_compile_without_a_warning(isa, level, tmp_path):
         file.write_text(text)
 
         def make(compiled: Path) -> None:
-            with lock:
-                header = included()
-            subprocess.run(
-                [*line, *header, "-c", str(file), "-o", str(compiled)],
-                capture_output=True, text=True, timeout=100, check=True,
-            )  # fmt: skip
+            command = [*line, "-c", str(file), "-o", str(compiled)]
+            subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
 
         try:
             kept(make, *line, version(*command), text)
@@ -309,7 +283,6 @@ def test_sources_compile_without_a_warning(isa, level, tmp_path):
             return stop.stderr
         return ""
 
-    lock = threading.Lock()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         assert not any(found := list(pool.map(warnings, texts))), "".join(found)[:2000]
 

@@ -166,6 +166,7 @@ def test_qwen3_30b_a3b(shape):
     assert memory.stages(model, Layout(8), ASKED.context)[0].kv_token == 24_576
 
 
+@pytest.mark.long
 def test_deepseek_v3(shape):
     model = shape("DeepSeek-V3")
     # embedding, head: 129280 x 7168 = 926,679,040 each

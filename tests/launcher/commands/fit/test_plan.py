@@ -48,6 +48,7 @@ def figures(model, where, asked=ASKED):
     return plan.estimates(model, plan.layouts(model, where), where, asked)
 
 
+@pytest.mark.long
 def test_as_few_experts_in_host_memory_as_fit(shape):
     model, where = shape("DeepSeek-V3"), cluster(GPU80)
     asked = Workload(8192, 4, 4096)

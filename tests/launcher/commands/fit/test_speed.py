@@ -195,6 +195,7 @@ def test_prompts_of_quantised_experts(predict, device, experts):
     assert found.prefill_per_s == pytest.approx(PROMPTS[device, experts], rel=0.25)
 
 
+@pytest.mark.long
 def test_prompts_of_a_model_that_host_and_gpu_hold_together(predict):
     """32 of 128 experts are copied for 2048 tokens: 2659 tokens/s were measured in the run of OFFLOADED."""
     found = predict("Qwen3-235B-A22B", Layout(1, offload=32, fixed=22), 1, 2048, isq="q4km")
