@@ -15,6 +15,7 @@ SMALL = dict(
 )  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("config", ["tiny", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantised_checkpoints(tmp_path, name, config):
@@ -29,6 +30,7 @@ def test_quantised_checkpoints(tmp_path, name, config):
     assert logits.isfinite().all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_of_quantised_checkpoints_are_like_plain_ones(tmp_path, name):
     """Equally large weights of mean 0: else all tokens became alike, and chose the same experts."""

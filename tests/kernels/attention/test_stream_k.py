@@ -180,7 +180,7 @@ def check(sizes: Sizes, lengths: list[int], parts: list[list[Part]]) -> None:
     assert all(abs(share - mean) <= sizes.per_tile + 1 for share in shares)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_few_sequences(runs):
     sizes, found = runs
     for n in (1, 2, 3):

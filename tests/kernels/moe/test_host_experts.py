@@ -30,6 +30,7 @@ def rounds(case, cuts):
     return routed.sum()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", CASES, ids=str)

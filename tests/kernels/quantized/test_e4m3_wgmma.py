@@ -157,6 +157,7 @@ def launched(monkeypatch, cuda_models):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *a, **k: real(x, *a, **k).fill_(float("nan")))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "rows, outputs, inputs, unit, gate, config, dtype",
     [

@@ -95,7 +95,7 @@ def test_compiles(dtype, arch, monkeypatch):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype, arch", PROMPT_KINDS)
 @pytest.mark.parametrize("sizes", [PUBLISHED, PUBLISHED._replace(groups=1, state=256, head_dim=128)])
 def test_kernel_of_prompts_compiles(dtype, arch, sizes, monkeypatch):

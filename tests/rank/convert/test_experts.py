@@ -48,6 +48,7 @@ def question(source, target, to, scheme, windows=WINDOWS):
     )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_is_what_was_rounded(source, tmp_path, capsys, name):
     scheme, units, field = CASES[name]

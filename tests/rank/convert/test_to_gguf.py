@@ -86,7 +86,7 @@ def convert(path, file, to, keys=None):
     return file
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_architecture(tmp_path, name):
     path = write(tmp_path / "plain", **MODELS[name])

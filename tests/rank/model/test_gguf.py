@@ -96,7 +96,7 @@ def test_shards_make_the_same_bits(made, tmp_path, tp, pp, way):
         assert one.keys() == other.keys() and all(torch.equal(x, other[key]) for key, x in one.items())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", of_short(MODELS, first_of_each_class(MODELS)))
 def test_each_architecture_computes_as_its_checkpoint(made, expected, caplog, name):
     (path, file), ids = made(name), tokens(40)

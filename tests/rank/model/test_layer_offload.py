@@ -43,6 +43,7 @@ def made(plain, tmp_path_factory):
     return make
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name, layers, tp, pp, options",
     [

@@ -21,7 +21,7 @@ PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 ALONE = GroupRank(0, 1)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters(tmp_path, name):
     """Within 1 % of what the model's card says, without vision and layers that predict further tokens."""

@@ -1,13 +1,11 @@
 import msgspec
-from hypothesis import example, given
-from hypothesis import strategies as st
 from phalanx.rank.server.json_line import encode
 from phalanx.rank.server.renderer import sse
 
 
-@given(st.text())
-@example("".join(map(chr, [0x0A, 0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029])))  # all that end a line
-def test_any_text_stays_in_one_line(text):
+def test_any_text_stays_in_one_line():
+    """Every character that there is; ten of them end a line."""
+    text = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
     line = encode({text: [text]})
     assert len(line.decode().splitlines()) == 1
     assert msgspec.json.decode(line) == {text: [text]}

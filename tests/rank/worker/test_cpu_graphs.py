@@ -135,7 +135,7 @@ def test_a_cache_in_fp8(tmp_path, dtype):
     threads.run(run, 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name", test_architectures.of_short(RECORDED, test_architectures.first_of_each_class(RECORDED))
 )

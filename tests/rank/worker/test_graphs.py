@@ -99,6 +99,7 @@ class QuantizedPart:
         return (self.config(n, gate, found) for n in rows)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_sms", [78, 114, 132])
 @pytest.mark.parametrize("alike", [1, 4])
 @pytest.mark.parametrize("outputs, inputs, gate", [(6144, 4096, ""), (28672, 4096, "silu"), (4096, 14336, "")])

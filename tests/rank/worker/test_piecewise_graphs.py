@@ -174,7 +174,7 @@ LATENT = (
 HERE = {name: one for name, one in test_architectures.MODELS.items() if GPU or one["model_type"] not in LATENT}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", test_architectures.of_short(HERE, test_architectures.first_of_each_class(HERE)))
 def test_every_architecture(tmp_path, on_cpu, always, name):
     path = test_architectures.write(tmp_path, **test_architectures.MODELS[name])

@@ -151,7 +151,7 @@ def several(rank):
 WAYS = [(1, False), (1, True), (2, False)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tp, replays", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_four_tokens_is_four_steps_of_one(made, wanted, name, tp, replays):
@@ -210,7 +210,7 @@ def main(job, device):
     mpi.leave()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tp, replays", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rejected_tokens_leave_no_trace(made, wanted, name, tp, replays):

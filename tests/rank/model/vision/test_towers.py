@@ -69,7 +69,7 @@ def test_sizes_and_pixels(made, name, size):
     assert distance(own, want.view_as(own)) < 1e-5
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("size", SIZES)
 def test_features(made, name, size):
@@ -89,7 +89,7 @@ def test_features(made, name, size):
     assert distance(got, want) < TOLERANCE
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_several_images(made, name, tp):

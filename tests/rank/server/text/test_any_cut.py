@@ -46,7 +46,7 @@ def texts(name, count):
         yield text[:at] + "".join(rng.choices(parts, k=rng.randint(0, 2))) + text[at + missing :]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", PARTS)
 def test_tool_calls(name, count):

@@ -175,7 +175,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
