@@ -43,7 +43,7 @@ class _Element:
         self.filled = False  # a list or an object has something in it
 
     def begin(self, name: str) -> tuple[str, _Element]:
-        """What stands in JSON before an element within this one, and the element."""
+        """The JSON in front of an element within this one, and the element."""
         listed = self.kind == "array"
         opening = ", " if self.filled else "[" if listed else "{"
         self.filled = True
