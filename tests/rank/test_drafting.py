@@ -139,6 +139,7 @@ def test_drafts_come_with_each_steps_tokens(made, name, tp, pp):
     assert checked == len(PROMPTS) * MOST
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, how", [
     ("qwen3", dict(sequences=12, blocks=60)), ("eagle3", {}), ("draft", {}),
     pytest.param("deepseek_v3", dict(tp=2), marks=pytest.mark.long),

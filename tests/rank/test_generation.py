@@ -97,7 +97,7 @@ def long(*values):
 
 
 # The short suite has both ways of cutting a model at once, as threads; the model path is the same under mpirun, where
-# what is below and test_served.py cut tensors, and tests/test_images.py layers.
+# what is below and test_served.py cut tensors, and model/vision/test_blip.py layers.
 @pytest.mark.parametrize("kind, tp, pp", [long("llama", 1, 1), long("llama", 3, 1), ("llama", 2, 2)])
 def test_threads(checkpoint, prompts, expected, logits, drawn, kind, tp, pp):
     with Engine(checkpoint(kind), tp * pp, threads=True, tp=tp, pp=pp) as engine:

@@ -48,6 +48,7 @@ booleans = [(spec, one) for spec in TABLE.values() if spec.type is bool for one 
 named = pytest.mark.parametrize("spec", TABLE.values(), ids=list(TABLE))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("spec", "flag"), valued, ids=[one for _, one in valued])
 @pytest.mark.parametrize("equals", [False, True], ids=["space", "equals"])
 def test_every_flag_sets_its_option(spec, flag, equals):

@@ -60,6 +60,7 @@ def test_limits():
             clamped_swiglu(wrong)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*GATED, *LIMITED])
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 33), (16, 64), (2, 100)])

@@ -151,6 +151,7 @@ KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
 KINDS = [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, arch", KINDS)
 def test_compiles(dtype, arch, monkeypatch):
     pytest.importorskip("triton")

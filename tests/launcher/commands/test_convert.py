@@ -238,6 +238,7 @@ def test_long_checkpoints_are_cut_into_files(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "words, code, message",
     [
@@ -324,6 +325,7 @@ def test_the_words_of_another_engines_script(checkpoint, tmp_path, monkeypatch):
     assert (one.samples, one.seqlen) == (512, 1024)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("words", [("--to", "awq", "--no-sym"), ("--method", "marlin", "--bits", "4", "--sym"), ()])
 def test_options_of_other_conversions_in_the_environment_are_passed_over(checkpoint, tmp_path, monkeypatch, words):
     asked = []

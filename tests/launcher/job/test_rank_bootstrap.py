@@ -152,6 +152,7 @@ def test_a_mpirun_that_does_not_end_after_rank_0_is_ended(tmp_path, name, ended)
             kill(family)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("argv", "message", "code"),
     [

@@ -115,6 +115,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path):
         assert "phalanx: ending:" in job.output
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("server", "host"),
     [

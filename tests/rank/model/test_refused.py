@@ -119,6 +119,7 @@ def stop(path):
     return str(stopped.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, change, message", REFUSED)
 def test_configs(made, tmp_path, name, change, message):
     assert message in stop(copy(made(name), tmp_path, change))
@@ -152,7 +153,7 @@ ROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_no_value_of_config_json_raises_another_error(tmp_path, model_type, value):
@@ -175,12 +176,14 @@ def test_all_types_are_here():
     assert set(TYPES) == set(architectures.supported())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_configs_as_they_are(tmp_path, model_type):
     """So that what is refused below is what was changed."""
     changed(tmp_path, model_type, lambda text: None)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", [one for one in TYPES if one not in UNROTATED])
 def test_unknown_rope_types(tmp_path, model_type):
     def spiral(text):
@@ -198,6 +201,7 @@ def per_layer_type(model_type):
     return architectures.config_keys(keys.text_type or model_type).rope_per_layer_type
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", [one for one in TYPES if not per_layer_type(one)])
 def test_ropes_that_differ_between_layers(tmp_path, model_type):
     def layered(text):
@@ -209,6 +213,7 @@ def test_ropes_that_differ_between_layers(tmp_path, model_type):
     assert stopped.value.code == errors.MODEL
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_unknown_activations(tmp_path, model_type):
     keys = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")

@@ -39,6 +39,7 @@ def speculation(cost, most=1000, model=""):
     return made
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_choice_is_that_of_brute_force(seed):
     r = random.Random(seed)

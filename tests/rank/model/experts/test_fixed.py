@@ -154,6 +154,7 @@ def beside(made, fix, monkeypatch, placement, fixed, out=3):
     return plain, layer, model.counters, beside_gpu(monkeypatch, layer, model, placement)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("copy", [0.4, 0.7])
 @pytest.mark.parametrize("placement, fixed", [("auto", 2), ("auto", 7), ("stream", 3), ("cpu", 3)])
 @torch.no_grad()

@@ -72,6 +72,7 @@ def test_experts_without_a_gate_are_refused(made):
         run_steps(made("nemotron_h"), [[1]], experts=ROOMS[0])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_logits(made, name):
     """Bit by bit among all ways, and within rounding what is computed where all experts are on the device."""

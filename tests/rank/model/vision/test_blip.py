@@ -122,7 +122,7 @@ def with_tokenizer(path, directory):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cut", ["--tp", pytest.param("--pp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("cut", [pytest.param("--tp", marks=pytest.mark.long), "--pp"])
 def test_greedy_answers_on_a_live_server(made, tmp_path, cut):
     """Questions about two images, the second time with features that are there already, and with words before it."""
     path, model = made(*ANSWERS)

@@ -150,6 +150,7 @@ def texts(tmp_path_factory):
     return make
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("api", [chat, responses, messages])
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", SHAPES)
