@@ -92,9 +92,33 @@ def test_equal_images_are_cached(served):
     assert (seconds > 0) == ("--tp" in server.process.args)  # with --pp rank 0 has the last layers
 
 
+def test_streams_choices_and_later_turns(served):
+    server, _ = served
+    asked, fields = parts(picture(90, 120, seed=9), "Which colours?"), dict(max_tokens=12, ignore_eos=True)
+    first = ask(server, asked, **fields)
+    (said,) = (one["message"]["content"] for one in first["choices"])
+    both = ask(server, asked, **fields, n=2)
+    assert [one["message"]["content"] for one in both["choices"]] == [said] * 2
+    body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "stream": True} | fields
+    url = server.url + "/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+    choices = [one for event in events for one in event["choices"]]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == said
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
+    turns = [
+        {"role": "user", "content": asked}, {"role": "assistant", "content": said},
+        {"role": "user", "content": "And where?"},
+    ]  # fmt: skip
+    usage = ask(server, "", messages=turns, **fields)["usage"]
+    assert usage["prompt_tokens"] > first["usage"]["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 @pytest.mark.long
 def test_the_library(tmp_path):
-    """An image of Pillow's, and a file."""
+    """An image of Pillow's, and a file; and both."""
     path = add_text(write_seeing(tmp_path / "model", SEEING[0]))
     image = picture(100, 75)
     image.save(tmp_path / "a.png")
@@ -105,5 +129,8 @@ def test_the_library(tmp_path):
             params = phalanx.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
             (answer,) = llm.chat([{"role": "user", "content": content}], params)
             found.append(answer)
+        content = [{"type": "image", "image": image}, {"type": "image", "image": str(tmp_path / "a.png")}]
+        (two,) = llm.chat([{"role": "user", "content": [*content, {"type": "text", "text": "Which?"}]}], params)
     assert len({one.outputs[0].text for one in found}) == 1
-    assert IMAGE in found[0].prompt_token_ids
+    count = found[0].prompt_token_ids.count(IMAGE)
+    assert two.prompt_token_ids.count(IMAGE) == 2 * count > 0

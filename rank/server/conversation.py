@@ -15,6 +15,7 @@ from .decoding import show
 PARTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_PARTS = ("image_url", "input_image")
 TEXT_ONLY = "this model takes text only"
+EXPECTED = f"expected one of {', '.join((*PARTS, *IMAGE_PARTS))}"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -148,7 +149,7 @@ class Message(msgspec.Struct):
                     )
                 continue
             if isinstance(part, Part) and part.type not in PARTS:
-                raise bad(f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: {TEXT_ONLY}")
+                raise bad(f"{at}.content[{j}]", f"{at}.content[{j}].type is {show(part.type)}: {EXPECTED}")
             if isinstance(part, Part) and part.text is None and part.refusal is None:
                 name = "refusal" if part.type == "refusal" else "text"
                 raise bad(f"{at}.content[{j}].{name}", f"{at}.content[{j}].{name} is missing")

@@ -14,8 +14,8 @@ import msgspec
 from . import hosted_tools, unsupported
 from .api_error import ApiError, bad
 from .conversation import (
+    EXPECTED,
     PARTS,
-    TEXT_ONLY,
     Call,
     CustomInput,
     Function,
@@ -88,7 +88,7 @@ class InputItem(msgspec.Struct):
         for i, part in enumerate(self.output if isinstance(self.output, list) else ()):
             if isinstance(part, Part) and part.type not in PARTS and not part.is_image:
                 here = f"{at}.output[{i}]"
-                raise bad(here, f"{here}.type is {show(part.type)}: {TEXT_ONLY}")
+                raise bad(here, f"{here}.type is {show(part.type)}: {EXPECTED}")
         if self.type.removesuffix("_output") in ("function_call", "custom_tool_call") and not self.call_id:
             raise bad(f"{at}.call_id", f"{at}.call_id is missing: it tells which call is meant")
 

@@ -21,6 +21,7 @@ _ADAPTER = "adapters are not supported yet"
 _BODY = "this is an argument of the openai Python client, not a field: send the fields in it beside the others"
 _CHAT = "this is for /v1/chat/completions"
 _ONLY_RESPONSES = "this is for /v1/responses"
+_IMAGES = "images are read as the model's files say, leave it out"
 _ADVICE = re.compile(r"\buse (\w+)")
 _VECTOR = "vectors are written as 32-bit floats of little-endian byte order"
 
@@ -38,6 +39,8 @@ def _all(why: str, *names: str) -> dict[str, Field]:
 _PROMPTS: dict[str, Field] = {
     **_all(_INPUT, "prompt_embeds"),
     "extra_body": Field(_BODY, ({},)),
+    "mm_processor_kwargs": Field(_IMAGES, ({},)),
+    "media_io_kwargs": Field(_IMAGES, ({},)),
 }
 
 _COMMON: dict[str, Field] = {

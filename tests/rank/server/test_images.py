@@ -47,6 +47,8 @@ def images(tmp_path_factory):
     (path.parent / "secret.png").write_bytes((path / "red.png").read_bytes())
     (path / "link.png").symlink_to(path.parent / "secret.png")
     os.mkfifo(path / "fifo.png")
+    (path / "large.png").touch()
+    os.truncate(path / "large.png", image_sources.LARGEST + 1)
     return path
 
 
@@ -77,6 +79,10 @@ def hosts():
                 self.end_headers()
             elif self.path == "/missing":
                 self.send_error(404)
+            elif self.path == "/page":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"<!DOCTYPE html><title>a page</title>")
             elif self.path == "/large":
                 self.send_response(200)
                 self.send_header("Content-Length", str(1 << 40))
@@ -334,6 +340,31 @@ def test_urls_that_are_refused(seeing, images, url, why):
 def test_files(seeing, images):
     assert chat(seeing, f"file://{images}/red.png").status == 200
     assert (shown(seeing)[0] == (255, 0, 0)).all()
+    large = chat(seeing, f"file://{images}/large.png")
+    assert large.status == 400 and large.body["error"]["code"] == "too_large"
+
+
+def test_other_media(seeing):
+    """Further ways in which other servers take images, videos and sounds: none is left out in silence."""
+    url = {"url": PIXEL}
+    for part in (
+        {"type": "video_url", "video_url": url},
+        {"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}},
+        {"type": "image_embeds", "image_embeds": "aGVsbG8="},
+        {"type": "image_url", "image_url": {}, "uuid": "sent before"},
+    ):
+        answer = seeing.post("chat/completions", messages=[{"role": "user", "content": [part]}], max_tokens=2)
+        assert answer.status == 400 and answer.body["error"]["param"].startswith("messages[0].content[0]"), answer.body
+        assert "image_url" in answer.body["error"]["message"]
+    for field in ("mm_processor_kwargs", "media_io_kwargs"):
+        answer = chat(seeing, PIXEL, **{field: {"max_pixels": 1}})
+        assert answer.status == 400 and answer.body["error"]["param"] == field
+        assert chat(seeing, PIXEL, **{field: {}}).status == 200
+    prompt = {"prompt_string": "<__media__> what?", "multimodal_data": [PIXEL.partition(",")[2]]}
+    answer = seeing.post("completions", prompt=prompt, max_tokens=2)
+    assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
+    named = {"type": "image_url", "image_url": url | {"other": 1}, "uuid": "mine"}
+    assert seeing.post("chat/completions", messages=[{"role": "user", "content": [named]}], max_tokens=2).status == 200
 
 
 def test_fetched_images(seeing, hosts):
@@ -344,6 +375,7 @@ def test_fetched_images(seeing, hosts):
     for path, why in (
         ("/missing", "answers 404"),
         ("/large", "cannot be fetched"),
+        ("/page", "no image"),
         ("/to/http://localhost:1/", "not among those"),
         ("/to/http://[::1]:1/", "not among those"),
         ("/to/file:///red.png", "expected http or https"),

@@ -396,7 +396,7 @@ def test_a_server_that_keeps_none(start_server):
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}]},
             "input[0].output[0]",
-            "this model takes text only",
+            'input[0].output[0].type is "input_file"',
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
