@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Flag(msgspec.Struct, frozen=True):
     variable: str = ""  # candle-vLLM's environment variable for it
 
 
-def flag(*flags: str, group: str, help: str, **more) -> Flag:
+def flag(*flags: str, group: str, help: str = "", **more) -> Flag:
     return Flag(flags=flags, group=group, help=help, **more)
 
 
@@ -65,6 +65,9 @@ def read(options: type[msgspec.Struct]) -> dict[str, Spec]:
         optional = type(None) in get_args(kind)
         if optional:
             (kind,) = (one for one in get_args(kind) if one is not type(None))
+            if get_origin(kind) is Annotated:  # a request's field
+                kind, limits = get_args(kind)
+                note = msgspec.structs.replace(note, low=limits.ge, high=limits.le, help=limits.description)
         elif get_args(kind):
             item, kind = get_args(kind)[0], tuple
         found[field.name] = Spec(field.name, kind, optional, field.default, note, item)

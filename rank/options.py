@@ -19,6 +19,7 @@ from .flags import Spec as Spec
 from .flags import flag as flag
 from .gguf import mixes
 from .protocol import MAX_DRAFTS
+from .sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 
 LONGEST = 1e6  # seconds of --timeout: Linux polls for 24 days at most
 
@@ -68,6 +69,7 @@ _MODEL, _SERVER, _RANKS, _MEMORY, _SAMPLING, _RUNNING = GROUPS
 
 engine, launcher, server = (partial(flag, scope=(scope,)) for scope in (ENGINE, LAUNCHER, SERVER))
 server_or_batch = partial(flag, scope=(SERVER, BATCH))
+sampling = partial(engine, group=_SAMPLING, metavar="X")  # limits and meaning are those of requests
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,28 +377,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                     help="most guessed tokens of a sequence in a step; 0: automatic"),
     ] = 0  # fmt: skip
 
-    temperature: Annotated[
-        float | None, engine("--temperature", group=_SAMPLING, metavar="X", low=0, help="0 is greedy")
-    ] = None
-    top_p: Annotated[
-        float | None, engine("--top-p", group=_SAMPLING, metavar="X", low=0, high=1, help="nucleus; 1 keeps all")
-    ] = None
-    top_k: Annotated[int | None, engine("--top-k", group=_SAMPLING, metavar="N", low=-1, help="0 or -1 keeps all")] = (
-        None
-    )
-    min_p: Annotated[
-        float | None, engine("--min-p", group=_SAMPLING, metavar="X", low=0, high=1, help="relative to the likeliest")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        engine("--repetition-penalty", "--penalty", group=_SAMPLING, metavar="X", low=0.01, help="1 is none"),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, engine("--presence-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, engine("--frequency-penalty", group=_SAMPLING, metavar="X", low=-2, high=2, help="0 is none")
-    ] = None
+    temperature: Annotated[Temperature | None, sampling("--temperature")] = None
+    top_p: Annotated[TopP | None, sampling("--top-p")] = None
+    top_k: Annotated[TopK | None, sampling("--top-k", metavar="N")] = None
+    min_p: Annotated[MinP | None, sampling("--min-p")] = None
+    repetition_penalty: Annotated[RepetitionPenalty | None, sampling("--repetition-penalty", "--penalty")] = None
+    presence_penalty: Annotated[Penalty | None, sampling("--presence-penalty")] = None
+    frequency_penalty: Annotated[Penalty | None, sampling("--frequency-penalty")] = None
     max_tokens: Annotated[
         int | None,
         engine("--max-tokens", "--max-gen-tokens", group=_SAMPLING, metavar="N", low=1, help="longest answer"),

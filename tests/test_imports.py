@@ -65,6 +65,7 @@ ROOMS = (
     "kernels.segmented_graph",
     "rank.options",
     "rank.flags",
+    "rank.sampling_fields",
     "rank.nvml",
     "rank.fork_server",
     "rank.framed_socket",

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ..sampling_fields import MAX_COUNT
+
 REFERENCE = "#/components/schemas/{name}"
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPT_ENTRIES = 1 << 18  # log probabilities of a prompt where each token's are of the whole vocabulary
 MAX_SEED = (1 << 64) - 1
 MAX_STOPS = 64
-_MAX = 1 << 31
 
 
 def doc(meaning: str) -> Meta:
@@ -25,14 +26,13 @@ def doc(meaning: str) -> Meta:
     return Meta(description=meaning)
 
 
-Count = Annotated[int, Meta(ge=0, le=_MAX)]
-Positive = Annotated[int, Meta(ge=1, le=_MAX)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 PromptLogprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
-Tail = Annotated[int, Meta(ge=-1, le=_MAX)]
+Tail = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 Window = Annotated[int, Meta(ge=-1, le=1 << 16)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), extra_json_schema={"maximum": MAX_SEED})]  # msgspec's bounds have 63 bits
 TokenId = Annotated[int, Meta(ge=0)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -48,14 +48,13 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 # Fields that several APIs have, with their meaning.
-Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy")]
-TopK = Annotated[int, Meta(ge=-1, le=_MAX, description="0 or -1 keeps all tokens")]
-TopP = Annotated[float, Meta(ge=0, le=1, description="nucleus; 0 is greedy, 1 keeps all")]
-MinP = Annotated[float, Meta(ge=0, le=1, description="relative to the likeliest token")]
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100, description="1 is none; prompt and output count")]
 Priority = Annotated[
     int,
-    Meta(ge=-_MAX, le=_MAX, description="a lower number goes first; other than 0 only with `--client-priorities`"),
+    Meta(
+        ge=-MAX_COUNT,
+        le=MAX_COUNT,
+        description="a lower number goes first; other than 0 only with `--client-priorities`",
+    ),
 ]
 ModelName = Annotated[str, doc("any name gets the one model; with `--strict` another name gets 404")]
 CacheSalt = Annotated[str, doc("cached prefixes are shared only between requests with the same salt")]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from ..sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 from . import unsupported
 from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
@@ -24,21 +25,15 @@ from .fields import (
     Choices,
     Count,
     LogitBias,
-    MinP,
     ModelName,
     NamedTokens,
-    Penalty,
     Positive,
     Priority,
     PromptLogprobs,
-    RepetitionPenalty,
     Seed,
     Tail,
-    Temperature,
     TokenId,
-    TopK,
     TopLogprobs,
-    TopP,
     doc,
 )  # fmt: skip
 from .token_fields import TokenFields, texts_or_tokens
@@ -86,8 +81,8 @@ class Sampled(TokenFields, kw_only=True):
     top_p: TopP | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Annotated[Penalty | None, doc("0 is none")] = None
-    frequency_penalty: Annotated[Penalty | None, doc("0 is none")] = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[LogitBias | None, doc("token ids, as texts, with values from -100 to 100")] = None
     seed: Annotated[Seed | None, doc("the same request gets the same answer; else `--seed`, else drawn")] = None
     stop: Annotated[str | list[str] | dict[str, Any] | None, doc(

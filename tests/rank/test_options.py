@@ -7,6 +7,7 @@ import socket
 import msgspec
 import pytest
 from phalanx.launcher.cli import verbs
+from phalanx.launcher.commands.chat.options import ChatOptions
 from phalanx.launcher.options.compat_flags import COMPAT_FLAGS, OTHER_NAMES
 from phalanx.launcher.options.option_sources import UsageError, from_keywords, read
 from phalanx.rank.options import (
@@ -21,6 +22,8 @@ from phalanx.rank.options import (
     encode_job,
     specs,
 )
+from phalanx.rank.server.fields import properties
+from phalanx.rank.server.schema import ChatRequest
 
 TABLE = specs()
 SAMPLES = {str: "word", int: "7", float: "0.5", tuple: "2,0,1"}
@@ -355,3 +358,10 @@ def test_the_longest_timeout_can_be_waited_for():
         reading.settimeout(LONGEST)
         with pytest.raises(OverflowError):
             selector.select(3 * LONGEST)
+
+
+@pytest.mark.parametrize("options", [Options, ChatOptions])
+def test_sampling_has_the_limits_and_the_meaning_of_requests(options):
+    with pytest.raises(UsageError, match="must be at most 100"):
+        read(options, ["--temperature", "101"], {})
+    assert specs(options)["temperature"].flag.help == properties(ChatRequest)["temperature"]["description"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from ....rank.options import Spec, flag, specs
+from ....rank.sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 from ... import find_server
 
 _GROUP, _SAMPLING = "Chat", "Sampling"
+field = partial(flag, group=_SAMPLING, metavar="X")  # limits and meaning are those of requests
 
 
 class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
@@ -37,33 +40,15 @@ class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
     approve: Annotated[
         bool, flag("--approve", group=_GROUP, off=("--no-approve",), help="ask before each call of a tool")
     ] = False
-    temperature: Annotated[
-        float | None, flag("--temperature", group=_SAMPLING, metavar="X", low=0, help="0 is greedy")
-    ] = None
-    top_p: Annotated[
-        float | None, flag("--top-p", "--top_p", group=_SAMPLING, metavar="X", low=0, high=1, help="1 keeps all")
-    ] = None
-    top_k: Annotated[
-        int | None, flag("--top-k", "--top_k", group=_SAMPLING, metavar="N", low=-1, help="0 keeps all")
-    ] = None
-    min_p: Annotated[
-        float | None,
-        flag("--min-p", "--min_p", group=_SAMPLING, metavar="X", low=0, high=1, help="relative to the likeliest"),
-    ] = None  # fmt: skip
-    presence_penalty: Annotated[
-        float | None,
-        flag("--presence-penalty", "--presence_penalty", group=_SAMPLING, metavar="X", low=-2, high=2,
-             help="0 is none"),
-    ] = None  # fmt: skip
-    frequency_penalty: Annotated[
-        float | None,
-        flag("--frequency-penalty", "--frequency_penalty", group=_SAMPLING, metavar="X", low=-2, high=2,
-             help="0 is none"),
-    ] = None  # fmt: skip
-    repetition_penalty: Annotated[
-        float | None,
-        flag("--repetition-penalty", "--repetition_penalty", group=_SAMPLING, metavar="X", low=0.01, help="1 is none"),
-    ] = None  # fmt: skip
+    temperature: Annotated[Temperature | None, field("--temperature")] = None
+    top_p: Annotated[TopP | None, field("--top-p", "--top_p")] = None
+    top_k: Annotated[TopK | None, field("--top-k", "--top_k", metavar="N")] = None
+    min_p: Annotated[MinP | None, field("--min-p", "--min_p")] = None
+    presence_penalty: Annotated[Penalty | None, field("--presence-penalty", "--presence_penalty")] = None
+    frequency_penalty: Annotated[Penalty | None, field("--frequency-penalty", "--frequency_penalty")] = None
+    repetition_penalty: Annotated[RepetitionPenalty | None, field("--repetition-penalty", "--repetition_penalty")] = (
+        None
+    )
     seed: Annotated[
         int | None, flag("--seed", group=_SAMPLING, metavar="N", low=0, help="equal answers to equal questions")
     ] = None

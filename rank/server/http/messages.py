@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from ...sampling_fields import Temperature, TopK, TopP
 from .. import unsupported
 from ..anthropic_format import MessageRenderer, error_body
 from ..api_error import ApiError, bad
 from ..conversation import Call as ToolCall
 from ..conversation import Function, Message, NamedImage, Part
 from ..decoding import Body, show
-from ..fields import ModelName, Positive, Priority, Stops, Temperature, TopK, TopP, doc
+from ..fields import ModelName, Positive, Priority, Stops, doc
 from ..hosted_tools import log_left_out
 from ..schema import ChatRequest
 from ..session import Session

@@ -12,8 +12,9 @@ from msgspec import Meta
 from ....errors import MODEL, FatalError
 from ... import untrusted_files
 from ...checkpoint_files import is_gguf
+from ...sampling_fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from ..decoding import explain
-from ..fields import MinP, Positive, RepetitionPenalty, Temperature, TopK, TopP
+from ..fields import Positive
 from . import gguf
 
 Id = Annotated[int, Meta(ge=0)]
