@@ -1,4 +1,4 @@
-"""LlamaIndex as a client: `python llama_index_client.py BASE MODEL` prints what it got as JSON.
+"""LlamaIndex as a client: `python llama_index_client.py BASE MODEL [IMAGE]` prints what it got as JSON.
 
 A program of its own, as the package needs an openai client of version 2: tests/test_clients.py starts it.
 """
@@ -8,7 +8,7 @@ import json
 import sys
 
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
@@ -57,5 +57,12 @@ def main(base: str, model: str) -> dict:
     }
 
 
+def ask_about(base: str, model: str, image: str) -> str:
+    options = {"is_chat_model": True, "context_window": 2048, "max_tokens": 8, "temperature": 0}
+    llm = OpenAILike(model=model, api_base=base, api_key="none", max_retries=0, **options)
+    blocks = [ImageBlock(path=image), TextBlock(text="What is it?")]
+    return llm.chat([ChatMessage(role="user", blocks=blocks)]).message.content
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    print(json.dumps((main if len(sys.argv) == 3 else ask_about)(*sys.argv[1:])))

@@ -2,8 +2,11 @@
 image costs no tower."""
 
 import json
+import os
+import subprocess
 import time
 import urllib.request
+from pathlib import Path
 
 import phalanx
 import pytest
@@ -106,7 +109,8 @@ def test_streams_choices_and_later_turns(served):
         events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
     choices = [one for event in events for one in event["choices"]]
     assert "".join(one["delta"].get("content") or "" for one in choices) == said
-    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["length"]
+    ends = [reason for one in choices if (reason := one["finish_reason"])]
+    assert ends == ["length"]
     turns = [
         {"role": "user", "content": asked}, {"role": "assistant", "content": said},
         {"role": "user", "content": "And where?"},
@@ -114,6 +118,56 @@ def test_streams_choices_and_later_turns(served):
     usage = ask(server, "", messages=turns, **fields)["usage"]
     assert usage["prompt_tokens"] > first["usage"]["prompt_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.fixture(scope="module")
+def clients_server(tmp_path_factory):
+    path = add_text(write_seeing(tmp_path_factory.mktemp("model"), "qwen2_5_vl"))
+    with Server(str(path), *OPTIONS, "--tp", "2") as server:
+        picture(100, 75).save(path / "a.png")
+        yield server, path / "a.png"
+
+
+@pytest.mark.long
+def test_clients(clients_server):
+    """Each of them shows the image as its own documents do, and gets the same answer."""
+    server, _ = clients_server
+    anthropic, openai = pytest.importorskip("anthropic"), pytest.importorskip("openai")
+    langchain, url = pytest.importorskip("langchain_openai"), data_url(picture(100, 75))
+    shown, question = {"type": "image_url", "image_url": {"url": url}}, "What is it?"
+    content = [shown, {"type": "text", "text": question}]
+    want = ask(server, content, max_tokens=8)
+    base, of = f"{server.url}/v1", dict(api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=base, **of)
+    messages = [{"role": "user", "content": content}]
+    found = client.chat.completions.create(model="m", messages=messages, max_tokens=8, temperature=0)
+    assert found.usage.prompt_tokens == want["usage"]["prompt_tokens"]
+    said = [found.choices[0].message.content]
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": question}]
+    asked = [{"role": "user", "content": parts}]
+    said.append(client.responses.create(model="m", input=asked, max_output_tokens=8, temperature=0).output_text)
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": question}]}]
+    answer = anthropic.Anthropic(base_url=server.url, **of).messages.create(
+        model="m", messages=messages, max_tokens=8, extra_body={"temperature": 0}
+    )
+    said.append(answer.content[0].text)
+    chain = langchain.ChatOpenAI(base_url=base, model="m", max_tokens=8, temperature=0, **of)
+    said.append(chain.invoke([("user", content)]).content)
+    assert said == [want["choices"][0]["message"]["content"]] * 4
+
+
+@pytest.mark.long
+def test_llama_index(clients_server):
+    """In its own interpreter, as in test_clients.py."""
+    server, file = clients_server
+    if not (python := os.environ.get("LLAMA_INDEX_PYTHON", "")):
+        pytest.skip("LLAMA_INDEX_PYTHON does not name a Python that has llama-index-llms-openai-like")
+    script = Path(__file__).with_name("llama_index_client.py")
+    ran = subprocess.run([python, script, server.url + "/v1", "m", file], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    want = ask(server, parts(picture(100, 75), "What is it?"), max_tokens=8)
+    assert json.loads(ran.stdout) == want["choices"][0]["message"]["content"]
 
 
 @pytest.mark.long

@@ -381,11 +381,13 @@ def test_images(fit):
     usual, largest = (plain["model"]["images"][size] for size in ("usual", "largest"))
     assert usual["height"] == usual["width"] and usual["tokens"] == usual["height"] * usual["width"] // 28**2
     assert usual["tokens"] <= largest["tokens"] <= 1280  # which config.json alone allows
-    assert (plain["asked"]["images"], shown["asked"]["length"]) == (0, 5 * usual["tokens"])
+    asked = shown["asked"]
+    assert asked["images"] == 5 and asked["length"] == 5 * usual["tokens"]
     rates = [one["layouts"][0]["prefill_tokens_per_s"] for one in (plain, shown)]
     assert rates[1] < rates[0] and shown["command"][0].endswith(" --images-per-prompt 5")
     (line,) = [line for line in fit(*words)[1].splitlines() if line.startswith("An image of ")]
-    assert f" {usual['tokens']} tokens" in line and f" {usual['tokens'] * 57344 / 1e9:.4f} GB" in line
+    count = usual["tokens"]
+    assert f" {count} tokens" in line and f" {count * 57344 / 1e9:.4f} GB" in line
     for model, count, message in (
         ("Qwen2.5-VL-7B", "7", f"{7 * usual['tokens']} together"),
         ("Llama-3.1-8B", "1", "text alone"),
