@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ..rank import protocol
+from ..rank.flags import ENGINE
 from ..rank.options import GROUPS, SERVER_ONLY, Options, Spec, specs
 from ..rank.server import api_error, unsupported
 from ..rank.server.decoding import Body
@@ -62,6 +63,7 @@ understood besides. One that changes nothing is passed over with a note. One tha
 what there is not, is rejected with these words. `*` stands for all names that begin so; of `--flag` there is
 `--no-flag` too.
 """
+PER_MODEL = "A model of [models.yaml](several-models.md) may have these for itself; the others are the whole job's:"
 # Read by the program or by what it is made of, and not options.
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that the job sees; `--d` counts them from 0",
@@ -158,6 +160,9 @@ def options_page() -> str:
                 lines += [f"### {group}", ""]
             rows = [_option(spec) for spec in table if spec.flag.group == group]
             lines += [_table(("flag", "variable", "values", "default", "meaning"), rows), ""]
+        if verb == "serve":
+            own = ", ".join(f"`{name}`" for name, spec in specs().items() if ENGINE in spec.flag.scope)
+            lines += ["### Of each model", "", f"{PER_MODEL} {own}.", ""]
     lines += [
         "## Other variables",
         "",
