@@ -1,4 +1,4 @@
-"""The table of options: every one can be given in every way, and a wrong value is one clear line."""
+"""The table of options: one of each kind can be given in every way, and a wrong value is one clear line."""
 
 import json
 import selectors
@@ -46,16 +46,18 @@ def given(*argv, **environ):
     return read(Options, argv, environ)
 
 
-valued = [(spec, one) for spec in TABLE.values() if spec.type is not bool for one in spec.flag.flags]
-booleans = [(spec, one) for spec in TABLE.values() if spec.type is bool for one in spec.flag.flags]
+# Options that are read alike; of each kind the one with most flags stands for all.
+ALIKE = sorted(TABLE.values(), key=lambda spec: len(spec.flag.flags))
+KINDS = {(spec.type, spec.item, spec.optional, bool(spec.flag.choices), spec.default is True): spec for spec in ALIKE}
+kinds = pytest.mark.parametrize("spec", list(KINDS.values()), ids=lambda spec: spec.name)
 named = pytest.mark.parametrize("spec", TABLE.values(), ids=list(TABLE))
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("spec", "flag"), valued, ids=[one for _, one in valued])
+@pytest.mark.parametrize("spec", [spec for spec in KINDS.values() if spec.type is not bool], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("equals", [False, True], ids=["space", "equals"])
-def test_every_flag_sets_its_option(spec, flag, equals):
+def test_a_flag_sets_its_option(spec, equals):
     text, value = sample(spec)
+    flag = spec.flag.flags[-1]
     chosen = given(f"{flag}={text}") if equals else given(flag, text)
     assert getattr(chosen.options, spec.name) == value
     assert chosen.origins[spec.name] == f"command line ({flag})"
@@ -63,16 +65,16 @@ def test_every_flag_sets_its_option(spec, flag, equals):
     assert set(others.values()) == {"default"}
 
 
-@pytest.mark.parametrize(("spec", "flag"), booleans, ids=[one for _, one in booleans])
-def test_every_boolean_is_switched_on_and_off(spec, flag):
-    assert getattr(given(flag).options, spec.name) is True
-    assert getattr(given(f"{flag}=off").options, spec.name) is False
+@pytest.mark.parametrize("spec", [spec for spec in TABLE.values() if spec.type is bool], ids=lambda spec: spec.name)
+def test_every_boolean_is_switched_on_and_off(spec):
+    assert getattr(given(spec.flag.flags[0]).options, spec.name) is True
+    assert getattr(given(f"{spec.flag.flags[0]}=off").options, spec.name) is False
     assert spec.flag.off  # a boolean that cannot be switched off
     for off in spec.flag.off:
         assert getattr(given(off).options, spec.name) is False
 
 
-@named
+@kinds
 def test_environment(spec):
     text, value = ("off" if spec.default else "on", not spec.default) if spec.type is bool else sample(spec)
     chosen = given(**{spec.env: text})
@@ -80,7 +82,7 @@ def test_environment(spec):
     assert chosen.origins[spec.name] == f"environment ({spec.env})"
 
 
-@named
+@kinds
 def test_yaml(spec, tmp_path):
     text, value = ("false" if spec.default else "true", not spec.default) if spec.type is bool else sample(spec)
     file = tmp_path / "serve.yaml"
@@ -91,7 +93,7 @@ def test_yaml(spec, tmp_path):
         assert chosen.origins[spec.name] == f"{file} ({key})"
 
 
-@named
+@kinds
 def test_keyword(spec):
     value = (not spec.default) if spec.type is bool else sample(spec)[1]
     assert getattr(from_keywords(Options, {spec.name: value}, {}, "LLM"), spec.name) == value
