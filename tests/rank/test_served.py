@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
 
 SHORT = "short"
-# Of each kind of cache one is served in the short run.
+# The models that the short run serves: one of each kind of cache.
 SHORT_MODELS = {"llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next", "granitemoehybrid"}
 # One of each kind of cache, position and layer.
 KINDS = {
