@@ -23,7 +23,7 @@ def made(tmp_path_factory):
     return functools.cache(lambda name: write(tmp_path_factory.mktemp("model"), **HYBRIDS[name]))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name, tp, pp, ep",
     [
