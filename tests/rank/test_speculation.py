@@ -22,22 +22,26 @@ WAYS = {
     "two ranks": ("llama", dict(tp=2)),
     "two stages": ("llama", dict(pp=2)),
     "two stages, preemption": ("llama", dict(pp=2, blocks=44)),
-    "latent attention": ("deepseek_v2", {}),
-    "entries of windows": ("deepseek_v4", {}),
-    "windows": ("gemma3_text", {}),
-    "recurrent states": ("qwen3_next", {}),
-    "recurrent states of two ranks": ("qwen3_next", dict(tp=2)),
-    "states of Mamba-2": ("nemotron_h", {}),
-    "states of Kimi delta attention": ("kimi_linear", {}),
-    "experts": ("qwen3_moe", {}),
-    "sinks": ("gpt_oss", {}),
-    "latent attention of two ranks": ("deepseek_v2", dict(tp=2)),
-    "latent attention of two stages": ("deepseek_v2", dict(pp=2)),
-    "windows of two ranks": ("gemma3_text", dict(tp=2)),
-    "recurrent states of two stages": ("qwen3_next", dict(pp=2)),
-    "states of Mamba-2 of two ranks": ("nemotron_h", dict(tp=2)),
-    "experts of two ranks": ("qwen3_moe", dict(tp=2)),
+    "four ranks": ("llama", dict(tp=2, pp=2)),
 }
+# Models whose layers keep different things of a sequence, or compute it otherwise.
+MIXERS = {
+    "latent attention": "deepseek_v2",
+    "latent attention with an indexer": "deepseek_v32",
+    "chosen blocks": "minimax_m3_vl_text",
+    "entries of windows": "deepseek_v4",
+    "windows": "gemma3_text",
+    "sinks": "gpt_oss",
+    "experts": "qwen3_moe",
+    "gated delta nets": "qwen3_next",
+    "Kimi delta attention": "kimi_linear",
+    "delta attention of bounded decays": "bailing_hybrid",
+    "Mamba-2": "nemotron_h",
+    "Mamba-2 beside attention": "falcon_h1",
+    "short convolutions": "lfm2",
+}
+CUTS = {"one rank": {}, "two ranks": dict(tp=2), "two stages": dict(pp=2)}
+WAYS |= {f"{kind}, {cut}": (name, dict(mem=2, **how)) for kind, name in MIXERS.items() for cut, how in CUTS.items()}
 MANY = 2000 // len(WAYS)
 
 
@@ -64,7 +68,7 @@ def test_random_requests(made):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["recurrent states", "two stages"])
+@pytest.mark.parametrize("name", ["gated delta nets, one rank", "two stages"])
 def test_some_ways(made, name):
     model, how = WAYS[name]
     assert check(made(model), requests=20, seed=2, **how).verified["right"]
@@ -97,5 +101,5 @@ def test_forced_texts_of_a_trained_model():
 def test_many_requests(made, name):
     model, how = WAYS[name]
     told = check(made(model), requests=MANY, seed=3, **how)
-    assert min(told.verified.values()) > 30 and told.constrained > 30
+    assert min(told.verified.values()) > 10 and told.constrained > 10
     assert bool(told.preemptions) or "blocks" not in how
