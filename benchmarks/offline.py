@@ -77,12 +77,13 @@ class OfflineRank(program.Rank):
             acceptance.force(engine.runner)
         return super()._steps(engine, limits, lines)
 
-    def _speculation(self, limits: Limits, stages: int) -> Speculation | None:  # type: ignore[override]
+    def _speculation(self, limits: Limits) -> Speculation | None:  # type: ignore[override]
         if not (found := accept()):
-            return super()._speculation(limits, stages)
-        model = limits.draft_model if stages == 1 else ""
+            return super()._speculation(limits)
         most = limits.max_num_seqs * limits.query_lens[-1]
-        return acceptance.Wanted(*acceptance.parsed(found), self.vocab_size, limits.query_lens, most, model)
+        return acceptance.Wanted(
+            *acceptance.parsed(found), self.vocab_size, limits.query_lens, most, limits.draft_model
+        )
 
     def run_scheduler(self, replicas: list[Replica], model: Model) -> int:
         (replica,) = replicas

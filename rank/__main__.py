@@ -110,19 +110,15 @@ class Rank:
         executors += [RemoteExecutor(*line) for replica, line in lines.items() if replica]
         most = limits.max_num_seqs, limits.token_budget, limits.max_model_len, grid.stages
         images = int(engine.options.mm_cache_gb * (1 << 30)), *limits.images
-        schedulers = [
-            Scheduler(pool, *most, self._speculation(limits, grid.stages), ImageStore(*images)) for pool in pools
-        ]
+        schedulers = [Scheduler(pool, *most, self._speculation(limits), ImageStore(*images)) for pool in pools]
         return self.run_scheduler([Replica(*pair) for pair in zip(schedulers, executors, strict=True)], engine.model)
 
     @staticmethod
-    def _speculation(limits: Limits, stages: int) -> Speculation | None:
-        """A replica's; None: steps verify no drafts. A model's drafts come too late for pipeline stages, which begin a
-        sequence's next token before the last stage has drafted behind the one before."""
+    def _speculation(limits: Limits) -> Speculation | None:
+        """A replica's; None: steps verify no drafts."""
         if len(limits.query_lens) == 1:
             return None
-        model = limits.draft_model if stages == 1 else ""
-        return Speculation(limits.query_lens, limits.verified_tokens, model, limits.step_times)
+        return Speculation(limits.query_lens, limits.verified_tokens, limits.draft_model, limits.step_times)
 
     def _stopped(self, plan: protocol.Plan) -> int:
         self._switch = protocol.decode_switch(plan.switch) if plan.switch else None

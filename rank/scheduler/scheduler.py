@@ -198,7 +198,7 @@ class Scheduler:
         decoding = [s for s in self.running if s.remaining == 1 and not s.ends_by_length and not s.awaits_mask]
         if self.stages > 1:
             most = -(-len(decoding) // self.stages)
-            decoding = [s for s in decoding if not s.verifying]
+            decoding = [s for s in decoding if not s.awaited]
             due = [s for s in decoding if not s.in_flight or self._step + 1 - s.sampled_at >= self.stages]
             if not due and all(s.remaining <= 1 for s in self.running):
                 due = [s for s in decoding if s.in_flight < 2]  # more steps ahead would be wasted when it ends
@@ -330,7 +330,7 @@ class Scheduler:
         sequence.num_computed += 1
         sequence.length += 1
         sequence.sampled_at = self._step + 1
-        sequence.verifying = True
+        sequence.awaited = True
         step.verified.append(sequence)
         if entered := self._cache_blocks(sequence):
             step.cached.update(entered)
@@ -342,6 +342,7 @@ class Scheduler:
         if samples:
             sequence.length += 1
             sequence.sampled_at = self._step + 1
+            sequence.awaited = step.wanted > 0
         self.counters.chunks += not samples
         if count == 1:
             step.decodes.append(sequence)
@@ -399,11 +400,11 @@ class Scheduler:
                 deltas.append(protocol.Delta(sequence.id, finish="error", error=NO_MEMORY, status=503))
                 self._finish(sequence)
                 continue
+            sequence.awaited = False
             if i < verified:
                 assert self.speculation is not None
                 drafted, accepted = len(done.drafts[i]), len(tokens) - 1
                 self.speculation.verified(sequence, drafted, accepted)
-                sequence.verifying = False
                 if sequence.row >= 0 and len(tokens) < done.query_len:
                     self._rejected += sequence.row, done.query_len - len(tokens)
             shown, finish, stop = self._append(sequence, tokens)
@@ -499,7 +500,7 @@ class Scheduler:
                 step.dropped.append(sequence)
         self.backlog -= sequence.in_flight
         sequence.length -= sequence.in_flight
-        sequence.verifying = False
+        sequence.awaited = False
         if sequence.row >= 0:
             self._preempt(sequence)
 

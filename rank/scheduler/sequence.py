@@ -36,7 +36,7 @@ class Sequence:
         self.towered = 0  # images that the tower worked on for it
         self.admitted = 0.0  # when that was, by time.monotonic()
         self.prediction: list[int] = unpack_u32(request.prediction).tolist()
-        self.verifying = False  # a step in flight has drafts of it: how many tokens that adds is not known
+        self.awaited = False  # a step in flight verifies or makes drafts of it: its output is needed first
         self.pictures = request.pictures
         self.pixels = {one.digest: one for one in request.pixels}  # until it ends: it may be preempted
         self.reported = False  # its first delta has been sent

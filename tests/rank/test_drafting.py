@@ -156,7 +156,8 @@ def test_random_requests_get_the_same_tokens(made, name, how):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name, how", [
     ("qwen3", dict(sequences=12, blocks=60, tp=2)), ("deepseek_v3", {}), ("qwen3_5_moe_text", {}),
-    ("eagle3", dict(tp=2)), ("draft", dict(sequences=12, blocks=60)),
+    ("qwen3", dict(sequences=12, blocks=60, pp=2)), ("deepseek_v3", dict(tp=2, pp=2)),
+    ("qwen3_5_moe_text", dict(pp=2)), ("eagle3", dict(tp=2)), ("draft", dict(sequences=12, blocks=60)),
 ])  # fmt: skip
 def test_many_requests_get_the_same_tokens(made, name, how):
     path, options = made(name)
@@ -206,23 +207,32 @@ def test_a_head_that_has_missed_tokens_reads_some_before_it_drafts():
     assert rested < always - 0.1 and followed > rested + 0.1 and followed > always - 0.1
 
 
-def test_the_built_in_models_head_is_often_right():
+@pytest.mark.parametrize("tp, pp", [(1, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_the_built_in_models_head_is_often_right(tp, pp):
     """The texts are the same, in far fewer steps."""
     prompts = heldout_prompts(20, 1)[:4]
     found = []
 
     def rank(world):
         torch.set_grad_enabled(False)
-        place = RankContext(world, ["here"], mesh.build(world, 1, 1), torch.device("cpu"), LocalWatchdog(0))
-        options = Options(model=str(DIRECTORY), max_num_seqs=4, max_model_len=512, mem=64, speculate="mtp")
+        place = RankContext(
+            world, ["here"] * world.size, mesh.build(world, tp, pp), torch.device("cpu"), LocalWatchdog(world.rank)
+        )
+        options = Options(model=str(DIRECTORY), dtype="f32", max_num_seqs=4, max_model_len=512, mem=64, speculate="mtp")
         engine = Engine(options, place)
         limits = engine.load()
         assert limits.draft_model == "mtp"
-        assert [query_len for n, query_len, _ in limits.step_times if n == 1] == [*limits.query_lens]
-        assert all(seconds > 0 for *_, seconds in limits.step_times)
-        executor = LocalExecutor(ThreadPlanBroadcast(world), engine.runner)
+        if tp * pp == 1:
+            assert [query_len for n, query_len, _ in limits.step_times if n == 1] == [*limits.query_lens]
+            assert all(seconds > 0 for *_, seconds in limits.step_times)
+        control = ThreadPlanBroadcast(world)
+        if world.rank:
+            follow(engine.runner, control, None)
+            engine.unload()
+            return
+        executor = LocalExecutor(control, engine.runner)
         for speculation in (None, Hasty(limits.query_lens, 64, limits.draft_model)):
-            server = Server(limits, executor, 1, speculation)
+            server = Server(limits, executor, pp, speculation)
             for i, ids in enumerate(prompts):
                 for temperature in (0.0, 1.0):
                     sampling = protocol.SamplingParams(
@@ -237,7 +247,7 @@ def test_the_built_in_models_head_is_often_right():
         engine.unload()
 
     torch.set_num_threads(1)
-    threads.run(rank, 1)
+    threads.run(rank, tp * pp)
     (plain, steps, _), (texts, fewer, speculation) = found
     assert texts == plain and fewer < 0.8 * steps
     drafts, _, *accepted = speculation.counts["mtp"].listed()

@@ -81,11 +81,6 @@ def find(
     )  # fmt: skip
     if mesh.world.rank == 0:
         log.info("%s drafts tokens: %.0f MB on this rank", LOG_TEXTS[kind].format(draft), model.weight_bytes / 1e6)
-        if mesh.stages > 1:
-            log.warning(
-                "--speculate %s with --pp %d: the head's drafts would come too late for the first stage, so that only "
-                "repetitions are verified: use --tp alone", kind, mesh.stages,
-            )  # fmt: skip
     if not mesh.last:
         return None
     if kind == "draft":

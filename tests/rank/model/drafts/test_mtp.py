@@ -10,7 +10,7 @@ import transformers
 from phalanx.comm import mesh, threads
 from phalanx.errors import USAGE, FatalError
 from phalanx.rank.model.config import read_config
-from phalanx.rank.model.drafts import find, mtp
+from phalanx.rank.model.drafts import mtp
 from phalanx.rank.model.load import load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -226,18 +226,6 @@ def test_a_checkpoint_without_a_head_is_refused(made, tmp_path):
     with pytest.raises(FatalError, match="mtp") as stop:
         threads.run(lambda comm: load(path, mesh.build(comm, 1, 1, ep=1), draft=mtp.choose), 1)
     assert stop.value.code == USAGE
-
-
-def test_stages_are_told_that_a_head_is_of_no_use(made, caplog):
-    path = made("qwen3").path
-
-    def rank(comm):
-        grid = mesh.build(comm, 1, 2, ep=1)
-        return find.find(find.Wanted("mtp", "", dtype="f32"), path, load(path, grid), grid, torch.device("cpu"))
-
-    first, second = threads.run(rank, 2)
-    assert (first is None) != (second is None)
-    assert any(one.levelname == "WARNING" and "--pp 2" in one.getMessage() for one in caplog.records)
 
 
 def test_config_decides_where_weights_are_dummies(made):
