@@ -113,6 +113,8 @@ class Scheduler:
             return None
         budget = self._schedule_running(step, {sequence.id for sequence in group}, self._reserved(step, group))
         self._admit(step, budget)
+        if step.chunks and self.speculation is not None:
+            step.follows = step.follows or self.speculation.reads_prompts
         if not step.decodes and not step.chunks and not step.verified and not step.tower:
             return None
         return self._make_plan(step)

@@ -39,7 +39,8 @@ MAX_REST = 32  # tokens between two looks at what a sequence repeats
 CLEAR = 0.5  # chance of a first draft for which a sequence is looked at again at once
 PAUSE = 64  # steps without a model's drafts once these do not pay: the first time, then twice as many
 PATIENCE = 8  # steps without use for its drafts, before a model rests: some may have been wrong by chance
-CATCH_UP = 32  # steps that a model reads before it drafts, where it has missed as many or more
+AHEAD = 512  # steps before it drafts again, in which a model reads prompts: most answers are no longer
+CATCH_UP = 8  # steps that a model reads before it drafts, where it has missed as many or more
 
 
 class Rates:
@@ -224,9 +225,9 @@ class Speculation:
         self.model_drafts = self._query_lens[-1] - 1 if model else 0
         self.model_follows = False  # whether it reads that step's tokens, where it makes none
         self._behind = 0  # steps that it has missed, up to CATCH_UP: it reads as many before it drafts
-        self._steps = self._looked = 0  # calls of `choose`, and the sequences of the last one that looked
-        self._look_at = 0  # the call at which one of these is to be looked at
-        self._began = self._resumes = 0  # calls at which the model's last pause began, and ends
+        self._steps = self._looked = 0  # steps that decode, and the sequences of the last one that looked
+        self._look_at = 0  # the step at which one of these is to be looked at
+        self._resumes = 0  # the step at which the model's last pause ends
         self._pause, self._unpaid = PAUSE, 0
         # Tokens behind a step's last one for which a sequence has blocks: of models that draft.
         self.lookahead = self._query_lens[-1] - 1 if model else 0
@@ -239,13 +240,17 @@ class Speculation:
 
     # -- planning
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the model reads the next step's prompts, although it may rest: it drafts badly behind those that it
+        has not seen. Reading takes as long as one or two of the target's layers."""
+        return bool(self._model) and self._resumes - self._steps <= AHEAD
+
     def choose(self, sequences: list[Sequence]) -> tuple[int, dict[str, list[int]]]:
         """Tokens that a step computes of each of these sequences, which decode, and drafts by their ids."""
-        self._steps += 1
         if not sequences:  # prompts alone: what their ends want is what was wanted last
-            if self._model and not self.model_drafts and 2 * self._steps > self._began + self._resumes:
-                self.model_drafts = self._query_lens[-1] - 1
             return 1, {}
+        self._steps += 1
         self.model_drafts, self.model_follows = 0, False
         chosen = self._choose(sequences)
         if not self.model_drafts and not self.model_follows:
@@ -318,7 +323,7 @@ class Speculation:
             self.model_drafts = 1
             return
         self._unpaid = 0
-        self._began, self._resumes = self._steps, self._steps + self._pause
+        self._resumes = self._steps + self._pause
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._model_rates = Rates(list(MODEL_RATES))
         for drafter in self._drafters.values():

@@ -1,8 +1,8 @@
 """Runs a draft model on one rank of the last pipeline stage: over each step's tokens, and on from them.
 
-It runs once the target has sampled, in steps that want drafts or have it follow. Of the tokens of other steps it has no
-keys and values: older ones or zeros are in their places, which makes drafts worse until it has followed some dozens of
-tokens (docs/measurements/speculation.md). A draft is chosen as the target
+It runs once the target has sampled, in steps that want drafts or have it follow, which all with prompts do. Of the
+tokens of other steps it has no keys and values: older ones or zeros are in their places, which makes drafts worse until
+it has followed some more tokens (docs/measurements/speculation.md). A draft is chosen as the target
 chooses: the largest of logits plus noise that is a hash of seed, position and token. Where both make much the same
 logits, both choose the same token, also at a temperature (coupling by Gumbel noise). Its drafts never change a text.
 """

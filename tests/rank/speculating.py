@@ -45,7 +45,7 @@ class Told(NamedTuple):
 class Drafts:
     """Speculation that takes drafts from what requests are known to get, and spoils them. q is drawn for each step."""
 
-    model_drafts, model_follows = 0, False
+    model_drafts, model_follows, reads_prompts = 0, False, False
 
     def __init__(self, wanted, seed, query_lens):
         """wanted: request id -> its tokens."""

@@ -10,6 +10,7 @@ from phalanx.rank import protocol
 from phalanx.rank.scheduler.blocks import Blocks
 from phalanx.rank.scheduler.scheduler import Scheduler
 from phalanx.rank.scheduler.speculation import (
+    AHEAD,
     CATCH_UP,
     FEW,
     FIRST_RATES,
@@ -253,7 +254,7 @@ def test_a_model_rests_ever_longer_where_its_drafts_are_wrong():
     scheduler = sequences(made, list(range(40)))
     (one,) = scheduler._by_id.values()
     made.choose([])
-    assert made.model_drafts  # the prompt is read, in the hope of drafts
+    assert made.model_drafts  # of the prompt, in the hope that they pay
     ran = []
     for _ in range(3000):
         made.made(one, list(range(7)))
@@ -264,8 +265,36 @@ def test_a_model_rests_ever_longer_where_its_drafts_are_wrong():
     assert 0 < sum(ran[:100]) < 20 and sum(ran[1000:]) < 25
     rests = [len(list(group)) for runs, group in itertools.groupby(ran) if not runs]
     assert rests[:-1] == sorted(rests[:-1]) and rests[0] >= PAUSE
-    made.choose([])
-    assert made.model_drafts == 7 * (2 * made._steps > made._began + made._resumes)
+
+
+def test_a_resting_model_reads_prompts_that_may_be_answered_when_it_drafts_again():
+    made = speculation(lambda n, q: 1.0, model="mtp")
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, speculation=made)
+    for pause, reads in ((AHEAD + 1, False), (AHEAD, True)):
+        made.model_drafts, made._resumes = 0, made._steps + pause
+        scheduler.add(request(str(pause), list(range(30)), 1))
+        step = scheduler.schedule()
+        assert (step.plan.follows, step.plan.wanted) == (reads, 0) and not step.speculative
+        scheduler.update(step, step_output([[5]]))
+    plain = sequences(speculation(lambda n, q: 1.0), list(range(30)))
+    assert not plain.schedule().plan.follows
+
+
+def test_stages_compute_other_sequences_while_one_waits_for_its_drafts():
+    made = speculation(lambda n, q: 1.0, model="mtp")
+    scheduler = Scheduler(Blocks(64, 16), 8, 512, 900, stages=2, speculation=made)
+    for name in "ab":
+        scheduler.add(request(name, list(range(40)), 100))
+    first = scheduler.schedule()
+    assert first.plan.wanted == 7 and scheduler.schedule() is None  # nothing of them can be computed yet
+    scheduler.update(first, step_output([[1], [2]], drafts=list(range(14))))
+    a, b = scheduler.schedule(), scheduler.schedule()
+    assert (a.drafts, b.drafts) == ([list(range(7))], [list(range(7, 14))]) and scheduler.schedule() is None
+    (delta,) = scheduler.update(a, step_output([[0, 1, 5, 0, 0, 0, 0, 0]], drafts=list(range(20, 27))))
+    assert delta.tokens == [0, 1, 5]
+    again = scheduler.schedule()
+    assert [one.id for one in again.sampled] == ["a"] and again.drafts == [list(range(20, 27))[: again.query_len - 1]]
+    scheduler.check([b, again])
 
 
 def test_a_model_reads_some_tokens_before_it_drafts_again():
