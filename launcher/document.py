@@ -330,9 +330,8 @@ MODELS = """\
 A model is a Hugging Face directory (config.json, safetensors, and tokenizer.json, tekken.json or tokenizer.model), a
 hub id such as Qwen/Qwen3-0.6B, or a GGUF file. The `model_type` of its config.json decides whether it is served; GGUF's
 architectures are in [formats.md](formats.md#gguf-files). Of models with vision the text model is served, and images
-where [vision.md](vision.md) names the type. Layers for multi-token prediction (MTP) are read where they draft tokens
-(`--speculate mtp`): those of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and MiMo. EAGLE-3 heads and smaller models draft
-for all others (`--draft-model DIR`).
+where [vision.md](vision.md) names the type. Which models' layers for multi-token prediction (MTP) are read, and what
+drafts tokens for the others, is in [speculation.md](speculation.md#what-to-set-for-which-model).
 """
 CALLS = """\
 The model's chat template shows which format it writes; `--tool-call-parser NAME` and `--reasoning-parser NAME` choose

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,13 +28,16 @@ CASES = {
     "deepseek_v3": dict(first_k_dense_replace=0),
     "deepseek_v32": dict(first_k_dense_replace=0),
     "glm4_moe": dict(first_k_dense_replace=0),
+    "glm4_moe_lite": dict(mlp_layer_types=["sparse"]),
+    "glm_moe_dsa": dict(mlp_layer_types=["sparse"], indexer_types=["full"]),
     "qwen3_next": dict(layer_types=["full_attention"]),
     "qwen3_5": dict(layer_types=["full_attention"]),
     "qwen3_5_moe_text": dict(layer_types=["full_attention"]),
     "mimo": {},
     "qwen3": {},
 }
-SPELLED = {"deepseek_v3": 1, "deepseek_v32": 1, "glm4_moe": 1, "mimo": 2}  # among mtp.spellings; the others' are Qwen's
+# Among mtp.spellings; the others' are Qwen's.
+SPELLED = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 1) | {"mimo": 2}
 OPTIONS = MODELS | {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),  # as GGUF files say
     "qwen3": dict(model_type="qwen3"), "mimo": dict(model_type="qwen2"),
@@ -233,3 +238,9 @@ def test_config_decides_where_weights_are_dummies(made):
     config = read_config(published.path)
     assert mtp.find_names(config, frozenset()) == published.names
     assert mtp.find_names(read_config(made("qwen3").path), frozenset()) is None
+
+
+def test_the_page_names_the_models_whose_heads_are_read():
+    page = (Path(__file__).resolve().parents[4] / "docs/speculation.md").read_text()
+    (row,) = re.findall(r"^\|(.*)\| `--speculate mtp`", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == {name.removesuffix("_text") for name in CASES}
