@@ -74,6 +74,15 @@ class Args(gemma3_text.Args):
     def norm_offset(self) -> float:  # type: ignore[override]
         return 0.0
 
+    def stage_layers(self, stage: int, stages: int) -> range:
+        if stages > 1 and (self.hidden_size_per_layer_input or self.num_kv_shared_layers):
+            raise FatalError(
+                "--pp: this model's layers share keys and values, or read embeddings of their own, and so are one "
+                "stage: use --tp",
+                USAGE,
+            )
+        return super().stage_layers(stage, stages)
+
     def layer_type(self, index: int) -> str:
         if index == self.num_hidden_layers - 1:  # whatever the list has
             return FULL
@@ -267,12 +276,6 @@ class Decoder(base.Decoder):
 
     def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
         size, layers = args.hidden_size_per_layer_input, args.num_hidden_layers
-        if mesh.pipe.size > 1 and (size or args.num_kv_shared_layers):
-            raise FatalError(
-                "--pp: this model's layers share keys and values, or read embeddings of their own, and so are one "
-                "stage: use --tp",
-                USAGE,
-            )
         super().__init__(args, mesh, layer)
         self.shape, self.scale = (layers, size), args.hidden_size**-0.5
         self.pad = args.pad_token_id or 0  # stands for images' tokens in embeddings for layers

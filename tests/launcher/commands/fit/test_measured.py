@@ -160,6 +160,13 @@ def test_layers_that_share_an_indexer(tmp_path):
     assert shape.layers == 5 and shape.stages == ((5,), (3, 2), (1, 2, 2))
 
 
+def test_layers_that_are_one_stage(tmp_path):
+    """They read embeddings of their own."""
+    more = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 517}
+    path = write(tmp_path, config_of("gemma4_text", **more))
+    assert read(path).stages == ((5,),)
+
+
 def test_features_that_enter_several_layers(tmp_path):
     """The first stage has all of these, so there are fewer stages than layers."""
     levels = {"num_heads": 4, "hidden_size": 64, "depth": 3, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 384}
