@@ -22,13 +22,14 @@ from ... import child_python, logs
 from ...errors import RANK_FAILED, RANK_KILLED, USAGE, FatalError
 from ...logs import say
 from ...rank.options import JOB_ENV, Job, Options, decode_job, encode_job
+from ...rank.server import server_registry
 from ...rank.server.config import ServerConfig
 from ..options.models_file import Models
 from ..options.resolve import rank_options
 from . import binding, linux, mpi_env, secret_variables, server_process, visible_devices
 from .mpi_env import RankPlacement
 
-# The supervisor's process id, set by it. A rank whose parent is the supervisor has lost its mpirun.
+# The process id of a supervisor that starts ranks through mpirun.
 PARENT_ENV = "PHALANX_PARENT"
 RANK = ["-m", "phalanx.rank"]
 ABORT = ["-c", "import sys; from mpi4py import MPI; MPI.COMM_WORLD.Abort(int(sys.argv[1]))"]
@@ -45,8 +46,11 @@ def main() -> int:
     hold_drain()
     parent = os.getppid()
     linux.die_with(parent)
-    if str(parent) == os.environ.pop(PARENT_ENV, ""):
-        return RANK_KILLED  # mpirun died before the line above
+    supervisor = int(os.environ.pop(PARENT_ENV, "0"))  # 0: there is no mpirun between
+    # Where mpirun died before the line above, whoever adopts orphans is the parent: the supervisor, or if that has died
+    # and mpirun with it, another. start_of: a zombie has died, although its threads may still hold a pidfd.
+    if supervisor and (supervisor == parent or (linux.LINUX and not server_registry.start_of(supervisor))):
+        return RANK_KILLED
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
     job = decode_job(os.environ[JOB_ENV])
     place = mpi_env.rank_placement(os.environ) or RankPlacement(0, 1, 0, 1, "phalanx")

@@ -39,6 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,batch_sched_delay=1
 ReturnToService=2
+MinJobAge=3600
 KillWait=5
 MailProg=/bin/true
 TmpFS=/run/tmp

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from phalanx.errors import FatalError
-from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap
+from phalanx.errors import RANK_KILLED, FatalError
+from phalanx.launcher.job import mpi_env, mpirun, rank_bootstrap, supervisor
 from phalanx.launcher.job.mpi_env import RankPlacement
-from phalanx.rank.options import Options
+from phalanx.rank.options import JOB_ENV, Job, Options, encode_job
 
 from ... import retries
 from ...processes import gone, kill, tree
@@ -93,6 +93,19 @@ def test_killed_mpirun(tmp_path, program):
         os.kill(job.up(2).process.pid, signal.SIGKILL)
         job.gone(10)
         job.until(job.no_directory, 5)
+
+
+@pytest.mark.parametrize("killed", ["mpirun", "both"])
+def test_ranks_that_start_after_the_end_of_their_mpirun(tmp_path, killed):
+    """One that has been adopted by the supervisor, and one that lost that, too: they would wait for a server."""
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    parent = str(os.getpid() if killed == "mpirun" else zombie.pid)
+    job = Job(options=Options(device="cpu"), announced_size=2, server_socket=str(tmp_path / "none"))
+    environ = os.environ | {JOB_ENV: encode_job(job), rank_bootstrap.PARENT_ENV: parent}
+    done = subprocess.run([sys.executable, *supervisor.BOOTSTRAP], env=environ, timeout=20)
+    assert done.returncode == RANK_KILLED
+    zombie.wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
