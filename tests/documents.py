@@ -45,6 +45,7 @@ def commands(page: Path) -> list[str]:
 def _is_open(command: str) -> bool:
     """Whether the command goes on in the next line."""
     try:
-        return command.endswith("\\") or not shlex.split(command)
+        heredoc = "<< END\n" in f"{command}\n" and not command.endswith("\nEND")
+        return heredoc or command.endswith("\\") or not shlex.split(command)
     except ValueError:  # a quotation that is not closed
         return True

@@ -27,6 +27,7 @@ from .server import Server
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 JOB = "991"  # the job's number in docs/cluster.md
 GGUF = "model.gguf"
+IMAGES = ROOT / "docs/vision.md"
 MODEL = str(builtin_model.DIRECTORY)
 OPTIONS = {"PHALANX_DEVICE": "cpu", "PHALANX_MEM": "64", "PHALANX_INPUT_LEN": "32", "PHALANX_OUTPUT_LEN": "8"}
 READY = "is ready|gateway is at"
@@ -63,28 +64,26 @@ PROGRAMS = {page: [one for one in blocks(page, "python") if IMPORTS.search(one)]
 
 
 class Here:
-    """A user's home, with a server that runs as a job of a batch system."""
+    """A user's home, with a server of a model that runs as a job of a batch system."""
 
-    def __init__(self, home: Path):
-        self.home = home
+    def __init__(self, home: Path, model: str = MODEL):
+        self.home, self.model = home, model
         (home / "nodes").write_text("a\nb\n")
         (requests,) = (one for one in blocks(ROOT / "docs/batch.md", "") if one.startswith("{"))
         (home / "requests.jsonl").write_text(requests)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = {"HOME": str(home), "XDG_STATE_HOME": "", "PATH": path, **OPTIONS, **AS_ROOT}
-        self.run(f"phalanx convert {MODEL} {GGUF} --to q4km")
-        self.server = Server("--file-store", str(home / "files"), "--admin", PBS_JOBID=JOB, **self.environ)
+        self.server = Server(model, "--file-store", str(home / "files"), "--admin", PBS_JOBID=JOB, **self.environ)
         (registered,) = (home / ".local/state/phalanx/jobs").iterdir()
         self.key = json.loads(registered.read_text())["key"]
 
     def text(self, text: str) -> str:
         """The command or program with what is here for its addresses, keys, models and folders."""
-        if text.startswith("curl ") and "Authorization" not in text:
-            text += ' -H "Authorization: Bearer KEY"'
-        text = re.sub("^curl ", "curl -sS --fail-with-body ", text).replace("/tmp/", f"{self.home}/")
+        key = "" if "Authorization" in text else '-H "Authorization: Bearer KEY" '
+        text = re.sub("^curl ", f"curl -sS --fail-with-body {key}", text).replace("/tmp/", f"{self.home}/")
         text = re.sub(r"http://[\w.]+:\d+|\bURL\b", self.server.url, text)
         text = re.sub(r"(?<=Bearer )KEY\b|(?<=api_key=\")-", self.key, text)
-        return re.sub(r"\bDIR\b", MODEL, text)
+        return re.sub(r"\bDIR\b", self.model, text)
 
     def run(self, script: str, *program: str) -> None:
         done = subprocess.run(
@@ -101,16 +100,34 @@ def here(tmp_path_factory):
         pytest.skip(f"{missing} is not installed")
     here = Here(tmp_path_factory.mktemp("home"))
     with here.server:
+        here.run(f"phalanx convert {MODEL} {GGUF} --to q4km")
         yield here
 
 
-@pytest.mark.parametrize("page", [*filter(CLIENTS.get, USERS)], ids=page_id)
+@pytest.fixture
+def seeing(here, tmp_path):
+    """A tiny model that takes images, and one."""
+    from .rank.model.vision.seeing import add_text, picture, write_seeing
+
+    seeing = Here(tmp_path, str(add_text(write_seeing(tmp_path / "model", "qwen3_vl"))))
+    picture(100, 75).save(tmp_path / "cat.png")
+    with seeing.server:
+        yield seeing
+
+
+def test_images(seeing):
+    for command in CLIENTS[IMAGES]:
+        seeing.run(seeing.text(command))
+    seeing.run(seeing.text("\n".join(PROGRAMS[IMAGES])), sys.executable, "-c")
+
+
+@pytest.mark.parametrize("page", [page for page in USERS if CLIENTS[page] and page != IMAGES], ids=page_id)
 def test_clients(here, page):
     for command in CLIENTS[page]:
         here.run(here.text(command))
 
 
-@pytest.mark.parametrize("page", [*filter(PROGRAMS.get, USERS)], ids=page_id)
+@pytest.mark.parametrize("page", [page for page in USERS if PROGRAMS[page] and page != IMAGES], ids=page_id)
 def test_programs(here, page):
     here.run(here.text("\n".join(PROGRAMS[page])), sys.executable, "-c")
 
