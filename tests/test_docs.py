@@ -176,6 +176,14 @@ def test_flags_that_are_named_exist():
         assert not [one for one in unknown if find(one) is None], page.name
 
 
+def test_flags_of_benchmarks_exist():
+    known = {flag for script in (ROOT / "benchmarks").rglob("*.py")
+             for flag in re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8"))}  # fmt: skip
+    for page in USERS:
+        found = [one for one in (*commands(page), *quoted(sentences(page))) if re.match("(python )?benchmarks/", one)]
+        assert not set(re.findall(r" (--[\w-]+)", " ".join(found))) - known, page.name
+
+
 def test_examples_of_files_are_read(tmp_path):
     """models.yaml and mcp.json by those who read them, the others as YAML and JSON."""
     (models,) = blocks(ROOT / "docs/several-models.md", "yaml")
