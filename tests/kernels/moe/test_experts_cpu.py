@@ -32,7 +32,7 @@ def plain(one):
     return torch.stack([one.expert(e, torch.float32) for e in range(one.shape[0])])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @needs_compiler
 @pytest.mark.parametrize("up, down", FORMATS, ids=name_of)
 def test_experts(up, down):

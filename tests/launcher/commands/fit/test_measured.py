@@ -134,7 +134,7 @@ def compare(path, dtype, isq="none", exact=True, layouts=FEW):
             assert stage.loaded == (found[0] if exact else pytest.approx(found[0], rel=0.05)), (tp, pp, rank)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     "dtype, variants, layouts",
     [
@@ -179,6 +179,7 @@ def test_features_that_enter_several_layers(tmp_path):
     assert any(one.name.startswith("vision.") for one in shape.ranks[1].ends["first"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not ops.available(), reason="no C++ compiler that works")
 @pytest.mark.parametrize("variant", ["plain", "tied"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
@@ -270,6 +271,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("isq, settings", [("q4k", {}), ("none", GPTQ), ("none", AWQ)])
 def test_bytes_of_quantised_experts(tmp_path, isq, settings):
     path = write(tmp_path, EXPERTS | ({"quantization_config": settings} if settings else {}))
@@ -304,7 +306,7 @@ def test_a_tied_head_is_counted_once_where_it_is_the_embedding(tmp_path):
     assert (last.weights["embedding"], last.weights["head"]) == (0, table)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("model_type", architectures.supported())
 def test_the_rest_is_the_ranks(tmp_path, model_type):
     path = write(tmp_path, config_of(model_type))
@@ -347,6 +349,7 @@ def test_the_constants_are_the_ranks():
     assert {True: engine.TOKEN_BUDGET["cpu"], False: engine.TOKEN_BUDGET["cuda"]} == plan.BUDGET
 
 
+@pytest.mark.long
 def test_another_process_measures(tmp_path):
     path = write(tmp_path, {"model_type": "llama", **COMMON})
     found = measured.read(Question(str(path), "cpu", "auto", most=4), path.name)
