@@ -148,10 +148,12 @@ def test_clients(clients_server):
     said.append(client.responses.create(model="m", input=asked, max_output_tokens=8, temperature=0).output_text)
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     messages = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": question}]}]
-    answer = anthropic.Anthropic(base_url=server.url, **of).messages.create(
-        model="m", messages=messages, max_tokens=8, extra_body={"temperature": 0}
-    )
+    other = anthropic.Anthropic(base_url=server.url, **of)
+    answer = other.messages.create(model="m", messages=messages, max_tokens=8, extra_body={"temperature": 0})
     said.append(answer.content[0].text)
+    with pytest.raises(anthropic.BadRequestError, match="no image"):
+        wrong = [{"type": "image", "source": source | {"data": "aGVsbG8="}}]
+        other.messages.create(model="m", messages=[{"role": "user", "content": wrong}], max_tokens=8)
     chain = langchain.ChatOpenAI(base_url=base, model="m", max_tokens=8, temperature=0, **of)
     said.append(chain.invoke([("user", content)]).content)
     assert said == [want["choices"][0]["message"]["content"]] * 4

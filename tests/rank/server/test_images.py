@@ -526,29 +526,3 @@ def test_no_images_at_all(start_server, model):
     """Their decoder is not started."""
     server = start_server(model=model, scheduler={"ready": READY}, images_per_prompt=0)
     assert server.engine._images is None and chat(server, PIXEL).status == 400
-
-
-def test_clients(seeing):
-    """OpenAI's, Anthropic's and LangChain's write images as their own documents show."""
-    import anthropic
-    import openai
-
-    langchain = pytest.importorskip("langchain_openai")  # not among what test_python_312.py installs
-    base, url = f"http://127.0.0.1:{seeing.port}", url_of(Image.new("RGB", (56, 56), "red"))
-    client = openai.OpenAI(base_url=f"{base}/v1", api_key="EMPTY", max_retries=0)
-    content = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
-    messages = [{"role": "user", "content": content}]
-    answer = client.chat.completions.create(model="m", messages=messages, max_tokens=2)
-    assert answer.usage.prompt_tokens == len(seeing.scheduler.requests[-1].tokens) // 4
-    asked = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
-    assert client.responses.create(model="m", input=asked, max_output_tokens=2).output_text
-    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-    said = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]}]
-    other = anthropic.Anthropic(base_url=base, api_key="EMPTY", max_retries=0)
-    assert other.messages.create(model="m", messages=said, max_tokens=2).usage.input_tokens > 4
-    with pytest.raises(anthropic.BadRequestError, match="is no image of a known format"):
-        wrong = [{"type": "image", "source": source | {"data": "aGVsbG8="}}]
-        other.messages.create(model="m", messages=[{"role": "user", "content": wrong}], max_tokens=2)
-    chain = langchain.ChatOpenAI(base_url=f"{base}/v1", api_key="EMPTY", model="m", max_tokens=2, max_retries=0)
-    assert chain.invoke([("user", content)]).usage_metadata["input_tokens"] > 4
-    assert [len(request.pictures) for request in seeing.scheduler.requests[-4:]] == [1] * 4
