@@ -359,8 +359,8 @@ def _tell_unread(model: Model, config: Config, parts: list[Slice], source: Check
         further += [name for name in unread if _layer(name) >= config.num_layers]
     if further:
         log.info(
-            "%d tensors of layers for multi-token prediction (MTP) are not loaded; --speculate mtp uses those of "
-            "the models that docs/speculation.md names",
+            "%d tensors of layers for multi-token prediction (MTP) are no part of the model itself; --speculate mtp "
+            "drafts with those of the models that docs/speculation.md names",
             len(further),
         )
     unread = [name for name in unread if name not in set(further)]

@@ -42,7 +42,7 @@ class Names(NamedTuple):
 
 
 def spellings(layers: int) -> list[Names]:
-    """Names that checkpoints of a model with so many layers may have: Qwen's, DeepSeek's and GLM's, MiMo's."""
+    """Names that checkpoints of a model with so many layers may have: Qwen's, DeepSeek's and GLM's, MiMo's, Ling's."""
     behind, mimo = f"model.layers.{layers}", "model.mtp_layers.0"
     return [
         Names("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm"),
@@ -51,6 +51,7 @@ def spellings(layers: int) -> list[Names]:
             f"{mimo}.token_layernorm", f"{mimo}.hidden_layernorm", f"{mimo}.input_proj", mimo,
             f"{mimo}.final_layernorm", hidden_first=True,
         ),
+        Names(f"{behind}.enorm", f"{behind}.hnorm", f"{behind}.eh_proj", behind, f"{behind}.final_layernorm"),
     ]  # fmt: skip
 
 
@@ -59,15 +60,16 @@ def find_names(config: Config, tensors: Collection[str]) -> Names | None:
     config.json decides. Heads of models with another residual stream are not read."""
     if architectures.find(config.model_type).Model.STREAM is not ResidualStream:
         return None
-    qwens, deepseeks, mimos = spellings(config.num_layers)
+    qwens, deepseeks, *_ = known = spellings(config.num_layers)
     if not tensors:
         of_qwen = config.raw.get("mtp_num_hidden_layers")
         return qwens if of_qwen else deepseeks if config.raw.get("num_nextn_predict_layers") else None
     modules = {name.rpartition(".")[0] for name in tensors}
-    found = next((one for one in (qwens, deepseeks, mimos) if one.projection in modules), None)
-    if found is not None and found.norm not in modules:  # as GGUF files may leave out
-        found = found._replace(norm="model.norm")
-    return found
+    known = [one for one in known if one.projection in modules]
+    own = next((one for one in known if one.norm in modules), None)
+    if own is None and known:  # GGUF files may leave the norm out
+        own = known[0]._replace(norm="model.norm")
+    return own
 
 
 class Decoder(nn.Module):

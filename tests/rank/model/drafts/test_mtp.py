@@ -30,6 +30,7 @@ CASES = {
     "glm4_moe": dict(first_k_dense_replace=0),
     "glm4_moe_lite": dict(mlp_layer_types=["sparse"]),
     "glm_moe_dsa": dict(mlp_layer_types=["sparse"], indexer_types=["full"]),
+    "bailing_hybrid": dict(layer_types=["full_attention"], mlp_layer_types=["sparse"]),
     "qwen3_next": dict(layer_types=["full_attention"]),
     "qwen3_5": dict(layer_types=["full_attention"]),
     "qwen3_5_moe_text": dict(layer_types=["full_attention"]),
@@ -37,7 +38,8 @@ CASES = {
     "qwen3": {},
 }
 # Among mtp.spellings; the others' are Qwen's.
-SPELLED = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 1) | {"mimo": 2}
+SPELLED = dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), 1)
+SPELLED |= {"mimo": 2, "bailing_hybrid": 3}
 OPTIONS = MODELS | {
     "deepseek_v3": MODELS["deepseek_v3"] | dict(rope_parameters=DEEPSEEK_YARN | dict(mscale=0.7)),  # as GGUF files say
     "qwen3": dict(model_type="qwen3"), "mimo": dict(model_type="qwen2"),
