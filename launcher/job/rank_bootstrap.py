@@ -47,8 +47,8 @@ def main() -> int:
     parent = os.getppid()
     linux.die_with(parent)
     supervisor = int(os.environ.pop(PARENT_ENV, "0"))  # 0: there is no mpirun between
-    # Where mpirun died before the line above, whoever adopts orphans is the parent: the supervisor, or if that has died
-    # and mpirun with it, another. start_of: a zombie has died, although its threads may still hold a pidfd.
+    # If mpirun died before the line above, the parent is whoever adopts orphans: the supervisor, or if that has died
+    # too, another. start_of: a zombie has died, although its threads may still hold a pidfd.
     if supervisor and (supervisor == parent or (linux.LINUX and not server_registry.start_of(supervisor))):
         return RANK_KILLED
     linux.ignore((signal.SIGUSR1, signal.SIGUSR2))
