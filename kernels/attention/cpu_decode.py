@@ -18,6 +18,8 @@ def supports(part: Part) -> bool:
         return False
     if keys.dtype != (q.dtype if part.scales is None else E4M3):
         return False
+    if part.scales is not None and part.table_size != keys.shape[1]:  # they are laid out by blocks
+        return False
     tables = part.rows.block_tables
     return q.stride()[1:] == (dim, 1) and keys.is_contiguous() and tables.stride(1) == 1 and ops.takes(q)
 
@@ -28,7 +30,7 @@ def run(part: Part) -> None:
     keys, tables = part.keys, part.rows.block_tables
     n, query_len = part.stop, part.rows.query_len
     heads, dim = q.shape[1:]
-    size, kv_heads = keys.shape[1:3]
+    size, kv_heads = part.table_size, keys.shape[2]
     queries = query_len * heads // kv_heads  # that read a key head's tokens of one sequence
     partial = q.new_empty(torch.get_num_threads(), 2, queries, 2 + dim, dtype=torch.float32)
     values_ = (q, keys, part.values, tables, part.rows.lengths, out, partial, sinks, part.scales, n, heads, kv_heads,

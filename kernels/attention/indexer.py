@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import jit
@@ -19,6 +20,7 @@ from ..norm.norm import layer_norm, rms_norm
 from ..rope import fp8_cache
 from ..rope.rope import CosSin, apply_rotary
 from .backend import AttentionMetadata, Selection
+from .compressed import tokens_of
 
 SCORES_BYTES = 1 << 27  # scores that are kept at once; on CPUs of each head
 
@@ -101,6 +103,24 @@ def select(
     if q.is_cuda:
         jit.written(q.device, slots, counts)
     return Selection(slots, counts, [min(seen // stride, topk) for seen in tokens_seen(rows)])
+
+
+def tokens_of_pools(pools: Selection, rows: AttentionMetadata, pool: int, block_size: int) -> Selection:
+    """The tokens of chosen pools, and behind them those of each token's own pool, itself included, if that has not
+    ended. pools: as `select` chose them with this stride, of blocks that have whole pools."""
+    at, tokens = pools.block_tables, tokens_of(rows)
+    places = torch.arange((at.shape[1] + 1) * pool - 1, dtype=torch.int32, device=at.device)
+    seen, chosen = tokens.position.int() + 1, pools.lengths * pool
+    block = rows.block_tables[tokens.sequence, (seen - 1).div(block_size, rounding_mode="floor")]
+    begun = seen // pool * pool
+    own = block * block_size + begun % block_size - chosen  # of its first token, once the place is added
+    listed = (at[:, :, None] * pool + places[:pool]).flatten(1)
+    slots = torch.where(places < chosen[:, None], F.pad(listed, (0, pool - 1)), own[:, None] + places)
+    most = pool * at.shape[1]
+    # On GPUs kv_lens may be bounds, and these must be bounds then: a longer sequence may have fewer tokens here.
+    rest = [pool - 1 if at.is_cuda else n % pool for n in range(pool)]
+    lengths = [n if n < most + pool else most + rest[n % pool] for n in tokens_seen(rows)]
+    return Selection(slots, chosen + seen - begun, lengths)
 
 
 def tokens_seen(rows: AttentionMetadata) -> Iterator[int]:

@@ -43,7 +43,7 @@ def rope_and_store_latents(
     store_kernel[tokens, 1 + triton.cdiv(heads, STORE_HEADS)](
         q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache, slots if scales is None else scales, slots, norm.eps,
          q.stride(0), latents.stride(0),
-        heads, width, latent, rope, triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2), STORE_HEADS,
+        heads, width, latent, rope, triton.next_power_of_2(latent), _padded(rope // 2), STORE_HEADS,
         cos_sin.interleaved, cache.shape[1], int(scales is not None), num_warps=4,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def absorb_and_store_latents(
         q, latents, norm.weight, cos_sin.cos, cos_sin.sin, cache if scales is None else cache.view(torch.uint8),
         slots if scales is None else scales, slots, up, queries, norm.eps, q.stride(0), latents.stride(0), tokens,
         programs, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(latent),
-        triton.next_power_of_2(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, rotated, columns,
+        _padded(rope // 2), max(16, triton.next_power_of_2(width - rope)), rows, rotated, columns,
         cos_sin.interleaved, cache.shape[1], int(scales is not None),
         dot_precision(q), overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
@@ -78,9 +78,14 @@ def absorb_rotated(q: Tensor, up: Tensor, queries: Tensor) -> None:
     assert q.stride()[1:] == (width, 1) and up.is_contiguous() and queries.is_contiguous()
     rows, columns = _tile(q, latent)
     absorb_rotated_kernel[triton.cdiv(latent, columns), heads, triton.cdiv(tokens, rows)](
-        q, up, queries, q.stride(0), tokens, heads, width, up.shape[1], latent, rope, triton.next_power_of_2(rope),
+        q, up, queries, q.stride(0), tokens, heads, width, up.shape[1], latent, rope, _padded(rope),
         max(16, triton.next_power_of_2(width - rope)), rows, columns, dot_precision(q), num_warps=4,
     )  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    """The power of 2 that holds so many, which may be none."""
+    return triton.next_power_of_2(max(1, size))
 
 
 def _tile(q: Tensor, latent: int) -> tuple[int, int]:

@@ -87,16 +87,24 @@ class Indexed(NamedTuple):
     kept: PagedKV | PagedLatent
     keys: PagedLatent  # in e4m3 they have two scales as well: of the rotated part, and of the rest
     topk: int  # tokens that the indexer chooses of a longer context
+    pool: int = 1  # tokens that share a key, which is made of what each of them brings
 
     @property
     def window(self) -> int:
         return 0
 
     def block(self, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        return *self.kept.block(tokens, dtype), *self.keys.block(tokens, dtype)
+        """Raises FatalError for e4m3 where tokens share keys, and where blocks have parts of pools."""
+        if self.pool > 1 and dtype == E4M3:
+            raise FatalError("--kv-cache-dtype fp8 is not supported for this model's pooled index keys", USAGE)
+        if tokens % self.pool:
+            raise FatalError(f"--block-size {tokens} must be a multiple of this model's pools of {self.pool}", USAGE)
+        return *self.kept.block(tokens, dtype), *self.keys.block(tokens // self.pool, dtype)
 
     def row(self, query_len: int = 1) -> tuple[TensorSpec, ...]:
-        return ()
+        """Values and gates of the newest tokens, [pool + query_len - 2, 2 * width] f32: a ring, as RecurrentState's."""
+        shape = self.pool + query_len - 2, 2 * self.keys.width
+        return (TensorSpec(shape, torch.float32),) if self.pool > 1 else ()
 
 
 class CompressedKV(NamedTuple):

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import CLAMPED_SILU, clamped
+from ....kernels.activation.activation import CLAMPED_SILU
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.attention.compressed import Compression
 from ....kernels.moe.router import RouterParams
@@ -24,6 +23,7 @@ from ..layers.attention import layer_type
 from ..layers.compressed_attention import CompressedAttention, CompressedSizes
 from ..layers.hyper_connections import HyperConnection, HyperHead, HyperNormed, HyperSizes, HyperStream
 from ..layers.indexer import IndexSizes
+from ..layers.mlp import limited
 from ..layers.moe import HashedMoE, SharedMoE
 from ..layers.norm import RMSNorm
 from ..layers.residual import Normed, ResidualStream
@@ -76,10 +76,7 @@ class Args(base.Args):
         base.expect("scoring_func", self.scoring_func, "sqrtsoftplus")
         base.expect("num_key_value_heads", self.num_key_value_heads, 1)
         base.expect("hidden_act", self.hidden_act, "silu")
-        try:
-            clamped(CLAMPED_SILU, self.swiglu_limit)
-        except ValueError as error:
-            raise FatalError(f"config.json: swiglu_limit is {self.swiglu_limit}: {error}", MODEL) from None
+        object.__setattr__(self, "hidden_act", limited(CLAMPED_SILU, self.swiglu_limit))
 
     def layer_type(self, index: int) -> str:
         types = self.layer_types
@@ -137,11 +134,10 @@ class Layer(base.Layer):
         self.attn = CompressedAttention(hidden, args.sizes(index), args.attention_params(index), mesh, local)
         self.attn_norm, self.ffn_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.hc_attn, self.hc_ffn = HyperConnection(args.hyper_sizes), HyperConnection(args.hyper_sizes)
-        experts, top_k, act = args.n_routed_experts, args.num_experts_per_tok, clamped(CLAMPED_SILU, args.swiglu_limit)
+        experts, top_k = args.n_routed_experts, args.num_experts_per_tok
         params = RouterParams(top_k, "sqrtsoftplus", corrected=True, scale=args.routed_scaling_factor)
-        of = hidden, inner, inner, experts, params, mesh
+        of = hidden, inner, inner, experts, params, mesh, args.hidden_act
         self.ffn = HashedMoE(*of, args.vocab_size) if args.hashed(index) else SharedMoE(*of)
-        self.ffn.experts.activation = self.ffn.shared_experts.gate_up_proj.activation = act
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := HyperNormed(self.hc_attn, self.attn_norm, stream))
@@ -155,25 +151,27 @@ class Layer(base.Layer):
 
 
 class Decoder(base.Decoder):
+    HEAD: ClassVar[type[nn.Module]] = HyperHead
+
     def __init__(self, args: Args, mesh: Mesh, layer: type[base.Layer]):
         super().__init__(args, mesh, layer)
         self.streams = args.hc_mult
-        self.hc_head = HyperHead(args.hyper_sizes) if mesh.last else None
+        self.hc_head = self.HEAD(args.hyper_sizes) if mesh.last else None
 
     def embed(self, batch: Batch) -> Tensor:
         return super().embed(batch).repeat(1, self.streams)
 
 
 class Model(base.Model):
-    LAYER, DECODER, STREAM = Layer, Decoder, HyperStream
+    LAYER: ClassVar[type[base.Layer]] = Layer
+    DECODER, STREAM = Decoder, HyperStream
     MERGED = base.Model.MERGED | {"wq_a_wkv": ("wq_a", "wkv"), "wkv_wgate": ("wkv", "wgate")}
     LEFT_OUT = ("mtp.", "model.mtp.")
     RENAMED = {
         **{f".w{i}.": f".{name}_proj." for i, name in ((1, "gate"), (2, "down"), (3, "up"))},
         ".gate.bias": ".gate.e_score_correction_bias", ".gate.tid2eid": ".gate.table.tid2eid",
         ".attn.norm.": ".attn.kv_norm.", ".attn_sink": ".attn_sink.weight", ".ape": ".bias.ape",
-        ".hc_attn_scale": ".hc_attn.factors.scale", ".hc_ffn_scale": ".hc_ffn.factors.scale",
-        ".hc_attn_": ".hc_attn.", ".hc_ffn_": ".hc_ffn.",
+        **HyperConnection.RENAMED,
         ".hc_head_": ".hc_head.hc_", ".hc_head.hc_scale": ".hc_head.factors.scale", ".hc_head.hc_": ".hc_head.",
     }  # fmt: skip
 

@@ -34,16 +34,8 @@ class Args(deepseek_v32.Args):
             raise FatalError("config.json: the first layer shares an indexer, and there is none before it", MODEL)
 
     def has_indexer(self, index: int) -> bool:
-        """Whether the layer chooses tokens itself."""
         kinds = self.indexer_types or self.index_topk_pattern
-        if not kinds:
-            behind = max(index - self.index_skip_topk_offset + 1, 0)
-            return behind % max(self.index_topk_freq, 1) == 0
-        if index >= len(kinds):
-            raise FatalError(f"config.json: the layers' indexers are {len(kinds)}, and none is layer {index}'s", MODEL)
-        kind = {"F": FULL, "S": SHARED}.get(kinds[index], kinds[index])
-        base.expect("indexer_types", kind, FULL, SHARED)
-        return kind == FULL
+        return has_indexer(kinds, index, self.index_topk_freq, self.index_skip_topk_offset)
 
     @property
     def owners(self) -> list[int]:
@@ -64,6 +56,17 @@ class Args(deepseek_v32.Args):
             free = owners[owners.index(starts[-1]) + 1 : len(owners) - (stages - 1 - i)]
             starts.append(min(free, key=lambda start, even=even: abs(start - even)))  # type: ignore[misc]
         return range(starts[stage], [*starts, self.num_hidden_layers][stage + 1])
+
+
+def has_indexer(kinds: str | list[str] | None, index: int, freq: int, offset: int) -> bool:
+    """Whether the layer chooses tokens itself. kinds: of each layer; where there are none freq and offset decide."""
+    if not kinds:
+        return max(index - offset + 1, 0) % max(freq, 1) == 0
+    if index >= len(kinds):
+        raise FatalError(f"config.json: the layers' indexers are {len(kinds)}, and none is layer {index}'s", MODEL)
+    kind = {"F": FULL, "S": SHARED}.get(kinds[index], kinds[index])
+    base.expect("indexer_types", kind, FULL, SHARED)
+    return kind == FULL
 
 
 Model = deepseek_v32.Model

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....comm.mesh import Mesh
-from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import LIMIT, SLOPE, clamped_swiglu
+from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
@@ -16,6 +15,7 @@ from ..batch import Batch
 from ..config import FULL, SLIDING
 from ..experts.fused import ExpertLayout
 from ..layers.attention import Sinks, layer_type
+from ..layers.mlp import limited
 from ..layers.moe import MoE
 from ..layers.residual import Normed, Partial
 from ..shard import even
@@ -49,10 +49,7 @@ class Args(ministral.Args):
     layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        try:
-            clamped_swiglu(self.swiglu_limit)
-        except ValueError as error:
-            raise FatalError(f"config.json: swiglu_limit is {self.swiglu_limit}: {error}", MODEL) from None
+        limited(CLAMPED_SWIGLU, self.swiglu_limit)
         base.expect("swiglu_alpha", self.swiglu_alpha, SLOPE)
 
     def layer_type(self, index: int) -> str:
@@ -74,7 +71,7 @@ class Experts(MoE):
         params = RouterParams(args.num_experts_per_tok, biased=True)
         layout = ExpertLayout("eio", interleaved=True, biased=True)
         hidden, inner = args.hidden_size, args.intermediate_size
-        act = clamped_swiglu(args.swiglu_limit)
+        act = limited(CLAMPED_SWIGLU, args.swiglu_limit)
         super().__init__(hidden, inner, args.num_local_experts, params, mesh, act, layout)
 
 

@@ -19,7 +19,7 @@ from ..batch import Batch
 from ..config import FULL, LINEAR, MOST
 from ..layers.attention import layer_type
 from ..layers.gated_delta_net import DeltaNetShape, KimiDeltaAttention
-from ..layers.residual import Normed, ResidualStream
+from ..layers.residual import Normed, Partial, ResidualStream
 from ..layers.rope import NONE, Parameters
 from . import deepseek_v2, deepseek_v3, glm4_moe_lite, mixtral
 
@@ -89,10 +89,13 @@ class Layer(deepseek_v2.Layer):
 
     def forward(self, stream: ResidualStream, cos_sin: CosSin, batch: Batch) -> Generator[Normed, None, None]:
         yield (h := self.input_layernorm(stream))
-        delta = isinstance(self.self_attn, KimiDeltaAttention)
-        stream.add(self.self_attn(h, batch) if delta else self.self_attn(h, cos_sin, batch))
+        stream.add(self.mix(h, cos_sin, batch))
         yield (h := self.post_attention_layernorm(stream))
         stream.add(self.mlp(h))
+
+    def mix(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
+        delta = isinstance(self.self_attn, KimiDeltaAttention)
+        return self.self_attn(h, batch) if delta else self.self_attn(h, cos_sin, batch)
 
 
 class Model(deepseek_v3.Model):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import LIMIT, SLOPE, clamped_swiglu
+from ....kernels.activation.activation import CLAMPED_SWIGLU, LIMIT, SLOPE
 from ....kernels.attention.block_sparse import Blocks
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin, QKNorm
@@ -21,7 +21,7 @@ from ..cache_spec import CacheSpec, Indexed, PagedLatent
 from ..config import FULL
 from ..layers.attention import layer_type
 from ..layers.block_sparse import BlockIndexer, BlockSparseAttention
-from ..layers.mlp import GatedMLP
+from ..layers.mlp import GatedMLP, limited
 from ..layers.moe import SharedMoE
 from ..layers.norm import AddRMSNorm
 from ..layers.residual import Normed, Partial
@@ -72,10 +72,7 @@ class Args(llama.Args):
     norm_offset: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        try:
-            clamped_swiglu(self.swiglu_limit)
-        except ValueError as error:
-            raise FatalError(f"config.json: swiglu_limit is {self.swiglu_limit}: {error}", MODEL) from None
+        limited(CLAMPED_SWIGLU, self.swiglu_limit)
         base.expect("hidden_act", self.hidden_act, "silu", "swigluoai")
         object.__setattr__(self, "hidden_act", "silu")  # transformers' name for what is clamped all the same
         base.expect("swiglu_alpha", self.swiglu_alpha, SLOPE)
@@ -102,7 +99,7 @@ class Args(llama.Args):
 
     @property
     def activation(self) -> str:
-        return clamped_swiglu(self.swiglu_limit)
+        return limited(CLAMPED_SWIGLU, self.swiglu_limit)
 
     def has_indexer(self, index: int) -> bool:
         """Whether a layer's attention chooses blocks."""

@@ -206,6 +206,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     `in_proj` merges these with q_proj, k_proj, v_proj and b_proj."""
 
     SILU = False
+    DECAY_AXES: ClassVar[str] = "bbob"  # of A_log in checkpoints, as of Field
     # Names here → the names of the parts in checkpoints, and names there → names here.
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
@@ -219,7 +220,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     }
 
     def _make_decay(self, values: Shard) -> Decay:
-        return ChannelDecay(values, self.sizes.key_dim, "bbob")
+        return ChannelDecay(values, self.sizes.key_dim, self.DECAY_AXES)
 
     def _make_projections(self, hidden: int, values: Shard) -> None:
         self.narrow = whole(self.sizes.value_dim)
@@ -238,10 +239,8 @@ class WideDeltaAttention(KimiDeltaAttention):
     """Kimi delta attention whose decays and output gates come of the hidden state itself (Ling 3). `in_proj` merges all
     that reads it."""
 
+    DECAY_AXES = "o"
     MERGED = KimiDeltaAttention.MERGED | {"in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj", "g_proj")}
-
-    def _make_decay(self, values: Shard) -> Decay:
-        return ChannelDecay(values, self.sizes.key_dim, "o")
 
     def _make_projections(self, hidden: int, values: Shard) -> None:
         outputs = self.keys, self.keys, self.values, values, scaled(values, self.sizes.key_dim), self.values

@@ -7,7 +7,7 @@ weights depend on the streams of the same token and are computed in f32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,11 @@ class Projection(ShardedModule):
 class HyperConnection(Projection):
     """Mixes the streams into what one sublayer reads, and its output into them."""
 
+    RENAMED: ClassVar[dict[str, str]] = {  # names in checkpoints → names here
+        ".hc_attn_scale": ".hc_attn.factors.scale", ".hc_ffn_scale": ".hc_ffn.factors.scale",
+        ".hc_attn_": ".hc_attn.", ".hc_ffn_": ".hc_ffn.",
+    }  # fmt: skip
+
     def __init__(self, sizes: HyperSizes):
         super().__init__(sizes, sizes.streams, sizes.streams, sizes.streams**2)
 
@@ -150,3 +155,14 @@ class HyperHead(Projection):
     def forward(self, value: Tensor) -> Tensor:
         (logits,) = self.logits(value)
         return self.collapse(value, logits)
+
+
+class HyperMean(nn.Module):
+    """The mean of the streams, which the final norm reads."""
+
+    def __init__(self, sizes: HyperSizes):
+        super().__init__()
+        self.streams = sizes.streams
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.unflatten(1, (self.streams, -1)).mean(1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....kernels.attention.attention import AttentionParams
+from ....kernels.attention.backend import Selection
 from ....kernels.attention.indexer import IndexNorm, rope_and_store_index, select
 from ....kernels.attention.mla import LatentNorm, latent_attention, rope_and_store_latents, sparse_latent_attention
 from ....kernels.rope.rope import CosSin
@@ -20,7 +21,7 @@ from ..batch import Batch
 from ..cache_spec import CacheSpec, Indexed, PagedLatent
 from ..shard import whole
 from .linear import ColumnParallel
-from .mla import LATENT_EPS, LatentAttention, LatentSizes
+from .mla import LatentAttention, LatentSizes
 from .norm import LayerNorm
 from .residual import Normed, Partial
 
@@ -67,7 +68,7 @@ class IndexedLatentAttention(LatentAttention):
         """owner: whether the layer has an indexer, as the first one of a stage has. local: as of LatentAttention."""
         super().__init__(hidden, sizes, params, mesh, local, bias)
         self.index = index
-        self.indexer = Indexer(hidden, sizes.query_latent, index) if owner else None
+        self.indexer: nn.Module | None = Indexer(hidden, sizes.query_latent, index) if owner else None
 
     def cache_spec(self) -> CacheSpec:  # type: ignore[override]
         latent = super().cache_spec()
@@ -86,16 +87,17 @@ class IndexedLatentAttention(LatentAttention):
         caches, indexer = batch.caches[self.local], self.indexer
         half = len(caches) if indexer is None else len(caches) // 2
         cache, *scales = caches[:half]
-        norm = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS)
+        norm = LatentNorm(self.kv_a_layernorm.weight, self.sizes.eps)
         rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
-        given = (q,) if indexer is None else (q, *indexer(h, q_latent, cos_sin, batch.slots, *caches[half:]))
+        given = (q,) if indexer is None else (q, *self._index(h, q_latent, cos_sin, batch))
         if batch.replayed is not None:
 
             def attend(*given_batch_out: Any) -> None:
                 *given, batch, out = given_batch_out
-                out.flatten(1).copy_(self._attend(batch, *given))
+                out.flatten(1).copy_(self._attend(batch, *self._store(batch, *given)))
 
             return self.o_proj(batch.replayed.mix(q.shape[1], self.sizes.value, attend, *given))
+        given = self._store(batch, *given)
         if batch.sampled is None or self.local < len(batch.caches) - 1:
             return self.o_proj(self._attend(batch, *given))
         h.keep(batch.sample_at)
@@ -105,15 +107,28 @@ class IndexedLatentAttention(LatentAttention):
             batch.sampled.selection = batch.selection.keep(batch.sample_at, batch.sampled.kv_lens)
         return self.o_proj(self._attend(batch.sampled, *(x[batch.sample_at] for x in given)))
 
+    def _index(self, h: Normed, q_latent: Tensor, cos_sin: CosSin, batch: Batch) -> tuple[Tensor, ...]:
+        """Queries and weights of the indexer, and what `_store` stores."""
+        caches = batch.caches[self.local]
+        assert self.indexer is not None
+        return self.indexer(h, q_latent, cos_sin, batch.slots, *caches[len(caches) // 2 :])
+
+    def _store(self, batch: Batch, *given: Tensor) -> tuple[Tensor, ...]:
+        """Stores what depends on the step's sequences, and returns the rest, which `_attend` reads."""
+        return given
+
+    def _select(
+        self, batch: Batch, q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None = None
+    ) -> Selection | None:
+        return select(q, weights, keys, batch, self.index.topk, self.sizes.rope, scales)
+
     def _attend(self, batch: Batch, q: Tensor, *index: Tensor) -> Tensor:
         """[T, heads * value]. index: queries and weights of the indexer, if the layer has one."""
         caches = batch.caches[self.local]
         up, half = self.kv_b_proj.plain, len(caches) // 2 if index else len(caches)
         cache, *scales = caches[:half]
         if index:
-            (queries, weights), (keys, *key_scales) = index, caches[half:]
-            topk, rotated = self.index.topk, self.sizes.rope
-            batch.selection = select(queries, weights, keys, batch, topk, rotated, *key_scales)
+            batch.selection = self._select(batch, *index, *caches[half:])
         if batch.selection is None:
             return latent_attention(q, cache, up, batch, self.params, *scales)
         return sparse_latent_attention(q, cache, up, batch.selection, self.params, *scales)

@@ -27,8 +27,6 @@ from .linear import ColumnParallel, RowParallel
 from .norm import RMSNorm
 from .residual import Normed, Partial
 
-LATENT_EPS = 1e-6  # of the norms of latents; config.json has none for them
-
 
 class LatentSizes(NamedTuple):
     """Sizes of a model's latent attention."""
@@ -39,6 +37,7 @@ class LatentSizes(NamedTuple):
     rope: int  # of the rest of a query, and of the key with a position that all heads share
     value: int
     query_latent: int  # from which queries come; 0: they come from the hidden state
+    eps: float = 1e-6  # of the norms of latents; most models' config.json has none for them
 
 
 class LatentProjection(ColumnParallel):
@@ -135,12 +134,12 @@ class LatentAttention(nn.Module):
         if sizes.query_latent:
             heads = even(sizes.heads, mesh.tensor.rank, mesh.tensor.size)
             self.q_a_kv_a_proj = projection
-            self.q_a_layernorm = RMSNorm(sizes.query_latent, LATENT_EPS)
+            self.q_a_layernorm = RMSNorm(sizes.query_latent, sizes.eps)
             outputs = scaled(heads, sizes.nope + sizes.rope)
             self.q_b_proj = ColumnParallel(whole(sizes.query_latent), (outputs,), bias=False)
         else:
             self.q_kv_a_proj = projection
-        self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(sizes.latent, sizes.eps)
         self.kv_b_proj = LatentUp(sizes, mesh)
         self.o_proj = RowParallel(sizes.heads * sizes.value, hidden, mesh, bias)
 
@@ -169,7 +168,7 @@ class LatentAttention(nn.Module):
         if cos_sin.q_scale is not None:
             q.mul_(cos_sin.q_scale)
         cache, *scales = batch.caches[self.local]
-        norm, up = LatentNorm(self.kv_a_layernorm.weight, LATENT_EPS), self.kv_b_proj.plain
+        norm, up = LatentNorm(self.kv_a_layernorm.weight, self.sizes.eps), self.kv_b_proj.plain
         if batch.replayed is not None:
             rope_and_store_latents(q, latents, norm, cos_sin, cache, batch.slots, *scales)
 

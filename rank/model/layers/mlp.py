@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import CLAMPED_SWIGLU, activate, kind
+from ....kernels.activation.activation import CLAMPED, activate, clamped, kind
 from ..shard import even, whole
 from .linear import ColumnParallel, GatedColumnParallel, RowParallel
 from .residual import Normed, Partial
@@ -25,12 +25,20 @@ NAMES = {
 
 
 def activation(name: str) -> str:
-    """The kernels' name for an activation of config.json, or of clamped_swiglu."""
-    if kind(name) == CLAMPED_SWIGLU:
+    """The kernels' name for an activation of config.json, or of `limited`."""
+    if kind(name) in CLAMPED:
         return name
     if name not in NAMES:
         raise FatalError(f"activation {name!r} is not supported; supported are {', '.join(NAMES)}", MODEL)
     return NAMES[name]
+
+
+def limited(kind: str, limit: float) -> str:
+    """The kernels' name for one of CLAMPED. Raises FatalError where kernels cannot take config.json's limit."""
+    try:
+        return clamped(kind, limit)
+    except ValueError as error:
+        raise FatalError(f"config.json: swiglu_limit is {limit}: {error}", MODEL) from None
 
 
 class GatedMLP(nn.Module):

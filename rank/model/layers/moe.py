@@ -157,9 +157,9 @@ class HashedMoE(SharedMoE):
     gate: HashRouter
 
     def __init__(
-        self, hidden: int, inner: int, shared: int, experts: int, params: RouterParams, mesh: Mesh, vocab: int
+        self, hidden: int, inner: int, shared: int, experts: int, params: RouterParams, mesh: Mesh, act: str, vocab: int
     ):
-        super().__init__(hidden, inner, shared, experts, params, mesh)
+        super().__init__(hidden, inner, shared, experts, params, mesh, act)
         self.gate = HashRouter(hidden, experts, params, vocab, mesh)
 
     def forward(self, h: Normed | Tensor, tokens: Tensor) -> Partial:  # type: ignore[override]

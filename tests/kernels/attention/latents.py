@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 DEEPSEEK = Sizes(16, 128, 64, 128, 512)
-SIZES = (Sizes(), Sizes(5, 10, 6, 7, 40, 5), Sizes(20, 16, 16, 16, 32, 4), Sizes(2, block_size=1))
+SIZES = (Sizes(), Sizes(5, 10, 6, 7, 40, 5), Sizes(20, 16, 16, 16, 32, 4), Sizes(2, rope=0, block_size=1))
 LENGTHS = ([1], [0, 1, 16, 17, 31, 0], [70, 1, 33, 128, 200])
 # Tokens of this step and of the context, of each sequence; the first ones decode.
 STEPS = (([1, 1, 7], [30, 1, 7]), ([40, 9, 2], [40, 60, 33]))

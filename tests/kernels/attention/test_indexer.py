@@ -52,6 +52,31 @@ def test_choice_of_windows(step):
     assert all(n <= bound for n, bound in zip(found.lengths.tolist(), found.kv_lens, strict=True))
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_tokens_of_chosen_pools(step):
+    """The best pools that have ended are listed, and behind them a token's own pool that has not."""
+    torch.manual_seed(0)
+    sizes, pool, size = INDEXES[2]._replace(block_size=3, topk=4), 4, 12
+    rows, q, weights, cache, _ = make_step(sizes, step, torch.float32, False)
+    rows.kv_lens = [n + 20 + n % 3 for n in rows.kv_lens]
+    blocks = [-(-n // size) for n in rows.kv_lens]
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+    for i, count in enumerate(blocks):
+        tables[i, :count] = torch.randperm(len(cache))[:count]
+    rows.block_tables, rows.lengths = tables, torch.tensor(rows.kv_lens, dtype=torch.int32)
+    cache = torch.randn(cache.shape)
+    chosen = indexer.select(q, weights, cache, rows, sizes.topk, sizes.rope, stride=pool)
+    found = indexer.tokens_of_pools(chosen, rows, pool, size)
+    lengths = zip(rows.query_lens, rows.kv_lens, strict=True)
+    places = [(i, at) for i, (count, length) in enumerate(lengths) for at in range(length - count, length)]
+    want = [
+        [slot * pool + j for slot in pools for j in range(pool)]
+        + [int(tables[i, p // size]) * size + p % size for p in range((at + 1) // pool * pool, at + 1)]
+        for pools, (i, at) in zip(listed(chosen), places, strict=True)
+    ]
+    assert listed(found) == want and found.kv_lens == [len(one) for one in want]
+
+
 def test_no_choice_where_all_are_read():
     rows, q, weights, cache, _ = make_step(INDEXES[0], STEPS[0], torch.float32, False)
     assert indexer.select(q, weights, cache, rows, max(rows.kv_lens), 8) is None

@@ -34,7 +34,26 @@ LING = dict(
     kv_lora_rank=24, head_dim=8, num_experts=16, num_shared_experts=1, moe_intermediate_size=20, rms_norm_eps=0.1,
     num_nextn_predict_layers=0,
 )  # fmt: skip
+# With few heads relu leaves many scores of zero, among which transformers chooses otherwise than here.
+GLM = dict(
+    num_key_value_heads=12, qk_nope_head_dim=16, v_head_dim=12, q_lora_rank=40, kv_lora_rank=24, n_routed_experts=10,
+    num_experts_per_tok=3, moe_intermediate_size=20, swiglu_limit=0.5, rms_norm_eps=0.1, hc_sinkhorn_iters=3,
+    index_n_heads=16, index_head_dim=16, index_topk=20, index_kpool=4, vocab_size=520,
+)  # fmt: skip
 HYBRIDS = {
+    "glm5_next": dict(
+        model_type="glm5_next", vision_config=QWEN_VISION, text_config=GLM | dict(
+            layer_types=["linear_attention", "indexed_attention"] * 2, linear_head_dim=8, linear_num_heads=6,
+            mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        ),
+    ),
+    "glm5_next unbounded": dict(
+        model_type="glm5_next", vision_config=QWEN_VISION, text_config=GLM | dict(
+            layer_types=["indexed_attention", *["linear_attention"] * 2, "indexed_attention"], linear_head_dim=12,
+            linear_num_heads=12, linear_conv_kernel_dim=3, linear_lower_bound=None, hc_mult=2, index_topk=6,
+            index_kpool=2, norm_topk_prob=False, routed_scaling_factor=1.5,
+        ),
+    ),
     "kimi_linear": KIMI | dict(
         layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2], linear_head_dim=12,
         linear_num_heads=6, mlp_layer_types=["dense", "sparse", "dense", "sparse"],

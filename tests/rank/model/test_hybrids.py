@@ -13,8 +13,10 @@ from phalanx.rank.model.measure import GroupRank, build
 from safetensors.torch import load_file, save_file
 
 from .harness import distance, run_steps, tokens
-from .hybrids import EXPERTS, HYBRID, HYBRIDS, KIMI, LING
+from .hybrids import EXPERTS, GLM, HYBRID, HYBRIDS, KIMI, LING
 from .test_architectures import COMMON, TOLERANCE, write
+
+GLM_TEXT = GLM | {"model_type": "glm5_next_text"}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,8 @@ def made(tmp_path_factory):
         ("kimi_linear published", 2, 2, 2),
         ("bailing_hybrid", 2, 1, 2),
         ("bailing_hybrid unbounded", 1, 2, 1),
+        ("glm5_next", 2, 2, 2),
+        ("glm5_next unbounded", 1, 1, 1),
     ],
 )
 def test_states_of_chunks_and_mixed_batches(made, expected, name, tp, pp, ep):
@@ -107,6 +111,10 @@ def test_ranks_that_do_not_divide_groups_are_refused(made):
         (KIMI | {"linear_attn_config": {"num_heads": 0}}, "linear_attn_config.num_heads is 0"),
         (KIMI | {"linear_attn_config": {"kda_layers": 1, "full_attn_layers": []}}, "kda_layers.*lists"),
         (KIMI | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2, 3]}}, "layer type 'none'"),
+        (GLM_TEXT | {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail False is not supported"),
+        (GLM_TEXT | {"index_kpool": 3}, "index_topk 20 is no multiple of index_kpool 3"),
+        (GLM_TEXT | {"index_topk_pattern": "FFFS"}, "layer 3 shares an indexer"),
+        (GLM_TEXT | {"linear_attn_config": {"gate_lower_bound": 1.0}}, "lower bound is 1.0"),
         (LING | {"kda_lower_bound": 0.5}, "kda_lower_bound is 0.5"),
         ({"model_type": "lfm2", "conv_L_cache": 0}, "conv_L_cache is 0"),
         ({"model_type": "lfm2", "layer_types": ["linear_attention"] * 4}, "supported are full_attention, conv"),

@@ -79,7 +79,7 @@ REFUSED = [
     ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 # Types without a rope, or with none by default.
-UNROTATED = "blip", "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
+UNROTATED = "blip", "glm5_next", "glm5_next_text", "gpt_bigcode", "granitemoehybrid", "kimi_linear", "nemotron_h"
 MISSING = [
     ("phi", "model.layers.1.self_attn.dense.bias"),
     ("phi", "model.layers.0.mlp.fc2.weight"),
@@ -130,6 +130,7 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
     "bailing_moe": test_bailing_moe.CONFIG, "internlm2": COMMON | {"model_type": "internlm2"},
     "qwen": COMMON | {"model_type": "qwen"},
+    "glm5_next_text": MODELS["glm5_next"]["text_config"] | {"model_type": "glm5_next_text", "index_topk": 32},
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,
     "blip": {"model_type": "blip", "text_config": test_blip.TEXT, "vision_config": {}},
 }  # fmt: skip

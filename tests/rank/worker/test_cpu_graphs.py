@@ -36,6 +36,7 @@ EAGER = {
     "gemma4",
     "gemma4_text",
     "glm4_moe_lite",
+    "glm5_next",
     "glm_moe_dsa",
     "gpt_neox",
     "kimi_k25",

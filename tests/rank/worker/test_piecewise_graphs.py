@@ -163,6 +163,7 @@ LATENT = (
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe_lite",
+    "glm5_next",
     "glm_moe_dsa",
     "kimi_k25",
     "kimi_linear",

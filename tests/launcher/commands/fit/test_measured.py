@@ -63,6 +63,9 @@ OTHERS = {
     "kimi_linear": DEEPSEEK | {
         "num_experts_per_token": 2, "num_shared_experts": 1, "linear_num_heads": 6, "linear_head_dim": 16,
     },
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), DEEPSEEK | {
+        "qk_rope_head_dim": 0, "linear_num_heads": 6, "linear_head_dim": 16, "index_n_heads": 16, "index_head_dim": 16,
+    }),
     "bailing_hybrid": DEEPSEEK | {
         "head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2, "q_lora_rank": None,
     },
@@ -312,7 +315,7 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     path = write(tmp_path, config_of(model_type))
     shape, config = read(path), rank_config.read_config(path)
     degrees = rank_config.tensor_degrees(config.num_heads, config.num_kv_heads)
-    hybrid = model_type.startswith(("qwen3_5", "qwen3_next", "kimi_linear"))
+    hybrid = model_type.startswith(("qwen3_5", "qwen3_next", "kimi_linear", "glm5_next"))
     if hybrid:  # its gated delta net has 6 heads of keys
         degrees = [tp for tp in degrees if 6 % tp == 0]
     assert list(shape.degrees) == degrees
@@ -326,7 +329,8 @@ def test_the_rest_is_the_ranks(tmp_path, model_type):
     if hybrid:
         keys, values = 3 * 16, 6 * 24
         widest = 2 * (2 * keys + 2 * values) + 2 * 6 * (4 * 16 + 4 * 24)
-    if heads := {"kimi_linear": 3, "bailing_hybrid": 6}.get(model_type):  # each of whose channels has a decay
+    # Each channel of these has a decay.
+    if heads := {"kimi_linear": 3, "glm5_next": 3, "glm5_next_text": 3, "bailing_hybrid": 6}.get(model_type):
         widest = 2 * 4 * heads * 16 + 2 * heads * (4 * 16 + 4 * 16 + 8 * 16)
     if model_type in (
         "falcon_h1",

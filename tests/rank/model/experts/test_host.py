@@ -40,6 +40,7 @@ OTHERS = (
         "glm_moe_dsa",
         "kimi_linear",
         "bailing_hybrid",
+        "glm5_next",
         "minimax_m3_vl_text",
         "minimax_m3_vl",
     ),
