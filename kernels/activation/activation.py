@@ -17,7 +17,8 @@ PLAIN = ("silu", "gelu", "gelu_tanh", "relu2")
 # from above, up on both sides. Gated alone. With another limit than LIMIT its name goes on with @ and that limit.
 CLAMPED_SWIGLU = "clamped_swiglu"
 CLAMPED_SILU = "clamped_silu"  # silu(gate) * up, where both are clamped so, as in DeepSeek-V4
-CLAMPED = CLAMPED_SWIGLU, CLAMPED_SILU
+SILU_CLAMPED = "silu_clamped"  # the same, but that silu(gate) is clamped, as in Step 3.5
+CLAMPED = CLAMPED_SWIGLU, CLAMPED_SILU, SILU_CLAMPED
 LIMIT, SLOPE = 7.0, 1.702
 ACTIVATIONS = (*PLAIN, *CLAMPED)
 LIMIT_UNITS = 1024  # kernels get a limit in these parts of 1, as an integer, ...
@@ -112,7 +113,10 @@ def activate_reference(x: Tensor, activation: str) -> Tensor:
 def gated_activation_reference(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if limit := limit_units(activation) / LIMIT_UNITS:
-        gate, up = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        gate, up = gate.float(), up.float().clamp(-limit, limit)
+        if kind(activation) == SILU_CLAMPED:
+            return silu(gate).clamp_(max=limit).mul_(up).to(x.dtype)
+        gate = gate.clamp(max=limit)
         if kind(activation) == CLAMPED_SILU:
             return silu(gate).mul_(up).to(x.dtype)
         return (sigmoid(gate * SLOPE) * gate).mul_(up + 1).to(x.dtype)

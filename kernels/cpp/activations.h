@@ -54,3 +54,9 @@ struct ClampedSilu {
         return Silu::of(at_most(gate, limit)) * at_least(at_most(up, limit), -limit);
     }
 };
+
+struct SiluClamped {
+    static INLINE Vec of(Vec gate, Vec up, float limit) {
+        return at_most(Silu::of(gate), limit) * at_least(at_most(up, limit), -limit);
+    }
+};

@@ -36,7 +36,7 @@ __device__ inline float exp2_approx(float x) {  // of 2
 
 // Activations, by their place in ACTIVATIONS of kernels/activation/activation.py: the lower KIND_BITS of ACT. Above
 // them is the limit of clamped ones, in 1 / LIMIT_UNITS. A test holds these numbers to the ones there.
-enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU, CLAMPED_SILU };
+enum { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU, CLAMPED_SILU, SILU_CLAMPED };
 
 // act(gate) * up. Where that is rounded to 16 bits, by approximate instructions, which err by far less: an exponential
 // and an IEEE division are 30 instructions for four bytes that come from memory.
@@ -44,10 +44,10 @@ template <class E, int ACT> __device__ inline float activated(float gate, float 
     constexpr int KIND_BITS = 4, KIND = ACT & ((1 << KIND_BITS) - 1);
     if constexpr (KIND == GELU) return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f)) * up;
     if constexpr (KIND == RELU2) return gate > 0 ? gate * gate * up : 0;
-    if constexpr (KIND == CLAMPED_SWIGLU || KIND == CLAMPED_SILU) {
-        constexpr int LIMIT_UNITS = 1024;
-        constexpr float limit = (float)(ACT >> KIND_BITS) / LIMIT_UNITS;
-        gate = gate > limit ? limit : gate;  // NaNs stay NaNs
+    constexpr int LIMIT_UNITS = 1024;
+    constexpr float limit = (float)(ACT >> KIND_BITS) / LIMIT_UNITS;
+    if constexpr (KIND == CLAMPED_SWIGLU || KIND == CLAMPED_SILU) gate = gate > limit ? limit : gate;  // NaNs stay NaNs
+    if constexpr (limit > 0) {
         up = (up > limit ? limit : up < -limit ? -limit : up) + (KIND == CLAMPED_SWIGLU ? 1 : 0);
     }
     float z = gate;  // the others are gate * sigmoid(z)
@@ -56,10 +56,16 @@ template <class E, int ACT> __device__ inline float activated(float gate, float 
         z = SLOPE * gate;
     }
     if constexpr (KIND == GELU_TANH) z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-    if constexpr (sizeof(E) > 2) return gate / (1.0f + expf(-z)) * up;
-    float by;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + exp2_approx(z * -1.4426950408889634f)));
-    return gate * by * up;
+    float y;
+    if constexpr (sizeof(E) > 2) {
+        y = gate / (1.0f + expf(-z));
+    } else {
+        float by;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by) : "f"(1 + exp2_approx(z * -1.4426950408889634f)));
+        y = gate * by;
+    }
+    if constexpr (KIND == SILU_CLAMPED) y = y > limit ? limit : y;
+    return y * up;
 }
 
 // A gated activation of GEMM outputs, which are rounded first, as they are where the GEMM is a kernel of its own.

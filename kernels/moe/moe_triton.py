@@ -28,7 +28,7 @@ GELU = tl.constexpr(activation.ACTIVATIONS.index("gelu"))
 GELU_TANH = tl.constexpr(activation.ACTIVATIONS.index("gelu_tanh"))
 RELU2 = tl.constexpr(activation.ACTIVATIONS.index("relu2"))
 CLAMPED_SWIGLU = tl.constexpr(activation.ACTIVATIONS.index(activation.CLAMPED_SWIGLU))
-CLAMPED_SILU = tl.constexpr(activation.ACTIVATIONS.index(activation.CLAMPED_SILU))
+SILU_CLAMPED = tl.constexpr(activation.ACTIVATIONS.index(activation.SILU_CLAMPED))
 KINDS = tl.constexpr(1 << activation.KIND_BITS)
 LIMIT_UNITS = tl.constexpr(activation.LIMIT_UNITS)
 SLOPE = tl.constexpr(activation.SLOPE)
@@ -45,8 +45,11 @@ def _activated(gate, up, ACT: tl.constexpr):
         return tl.where(gate > 0, gate * gate, 0.0) * up
     if kind >= CLAMPED_SWIGLU:  # NaNs stay NaNs
         limit: tl.constexpr = (ACT // KINDS) / LIMIT_UNITS
-        gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        if kind == SILU_CLAMPED:
+            y = gate / (1 + tl.exp(-gate))
+            return tl.where(y > limit, limit, y) * up
+        gate = tl.where(gate > limit, limit, gate)
         if kind == CLAMPED_SWIGLU:
             return gate / (1 + tl.exp(-SLOPE * gate)) * (up + 1)
     z = gate

@@ -1,7 +1,14 @@
 """Programs that kernels are compiled as in tests: source and sizes, one entry for each way that makes a difference."""
 
 import torch
-from phalanx.kernels.activation.activation import CLAMPED_SILU, CLAMPED_SWIGLU, act_number, clamped, clamped_swiglu
+from phalanx.kernels.activation.activation import (
+    CLAMPED_SILU,
+    CLAMPED_SWIGLU,
+    SILU_CLAMPED,
+    act_number,
+    clamped,
+    clamped_swiglu,
+)
 from phalanx.kernels.attention import decode, mla_decode, prefill
 from phalanx.kernels.collective import allreduce
 from phalanx.kernels.gemm import pipelined_gemm
@@ -130,6 +137,7 @@ PROGRAMS = [
     ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped_swiglu(7.0)))),
     ("activation", dict(T=torch.float32, V=1, ACT=act_number(clamped_swiglu(65536.0)))),
     ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped(CLAMPED_SILU, 10.0)))),
+    ("activation", dict(T=torch.bfloat16, V=8, ACT=act_number(clamped(SILU_CLAMPED, 16.0)))),
     ("scale_by_gate", dict(T=torch.bfloat16, N=2048, WIDTH=512, V=8, THREADS=256)),
     ("rope", dict(T=torch.bfloat16, C=torch.bfloat16, **ROTARY)),
     ("rope", dict(T=torch.float16, C=torch.float16, **ROTARY_FP8)),

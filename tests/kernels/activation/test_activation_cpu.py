@@ -5,6 +5,7 @@ from phalanx.kernels.activation.activation import (
     CLAMPED,
     CLAMPED_SILU,
     PLAIN,
+    SILU_CLAMPED,
     act_number,
     activate,
     clamped,
@@ -38,12 +39,18 @@ def clamp_silu(gate, up, limit=7.0):
     return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def silu_clamped(gate, up, limit=7.0):
+    return silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 GATED = {name: lambda gate, up, act=act: act(gate) * up for name, act in FUNCTIONS.items()}
 GATED["clamped_swiglu"] = clamp
 GATED["clamped_silu"] = clamp_silu
+GATED["silu_clamped"] = silu_clamped
 LIMITED = {
     clamped_swiglu(2.5): lambda gate, up: clamp(gate, up, 2.5),
     clamped(CLAMPED_SILU, 2.5): lambda gate, up: clamp_silu(gate, up, 2.5),
+    clamped(SILU_CLAMPED, 2.5): lambda gate, up: silu_clamped(gate, up, 2.5),
 }
 
 

@@ -16,7 +16,7 @@ from ..conftest import DTYPES, EMULATED, TILES, VECTORS, close, planes_error
 from .codecs import name_of
 
 OUTPUTS, INPUTS = 23, 256
-GATED = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu"
+GATED = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "silu_clamped"
 
 
 def int4(outputs, inputs, group, zeros):
