@@ -40,6 +40,7 @@ STACKED = (
 )  # of all experts in one tensor, whose name ends here
 # The types that a field of Args accepts, by its annotation.
 TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str, "dict": dict}
+TYPES["Any"] = object  # the architecture checks the value
 # How names of towers and of their projectors begin in checkpoints, and what the modules are called here.
 PROJECTED = {
     f"{under}{theirs}.": f"vision.{ours}."
@@ -245,6 +246,8 @@ class Model(nn.Module):
     LAYER: ClassVar[type[Layer]]
     DECODER: ClassVar[type[Decoder]] = Decoder
     STREAM: ClassVar[type[ResidualStream]] = ResidualStream
+    # Whether the layers that predict further tokens, which checkpoints ship, are as `Args.draft_layer` (drafts/mtp.py).
+    DRAFTS: ClassVar[bool] = True
     # merged linear → the names under which checkpoints hold its parts, in the order of its outputs
     MERGED: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -272,11 +272,13 @@ def _rope_parameters(raw: dict[str, Any], path: Path) -> dict[str, Any]:
                 raise FatalError(
                     f"{config_file(path)}: the rope parameters of {name} are {one!r}, not an object", MODEL
                 )
-    per_layer_type = config_keys(raw["model_type"]).rope_per_layer_type
+    per_layer_type, theta = config_keys(raw["model_type"]).rope_per_layer_type, raw.get("rope_theta")
     if not nested and not per_layer_type:
-        return _rope_of(given, raw, raw.get("rope_theta"), path)
-    local = raw.get("rope_local_base_freq") or raw.get("rope_theta")
-    ropes = {FULL: _rope_of(full, raw, raw.get("rope_theta"), path), SLIDING: _rope_of(sliding, raw, local, path)}
+        return _rope_of(given, raw, theta, path)
+    if isinstance(theta, list):  # of each layer: for the architecture to read
+        theta = None
+    local = raw.get("rope_local_base_freq") or theta
+    ropes = {FULL: _rope_of(full, raw, theta, path), SLIDING: _rope_of(sliding, raw, local, path)}
     if not per_layer_type:
         raise FatalError(
             f"{config_file(path)}: the rope parameters differ between {FULL} and {SLIDING} layers, which is not "

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 
 from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
-from ....kernels.activation.activation import sigmoid_gate
 from ....kernels.rope.rope import CosSin
 from .. import base
 from ..base import Count
 from ..batch import Batch
 from ..config import FULL, LINEAR
-from ..layers.attention import layer_type
+from ..layers.attention import HeadGates, layer_type
 from ..layers.gated_delta_net import DeltaNetShape, WideDeltaAttention
-from ..layers.linear import ColumnParallel
 from ..layers.residual import Normed, Partial
-from ..shard import even, whole
 from . import deepseek_v2, deepseek_v3, glm4_moe_lite, kimi_linear
 
 CONFIG = {
@@ -81,15 +78,10 @@ class Attention(deepseek_v2.Attention):
 
     def __init__(self, args: Args, mesh: Mesh, index: int, local: int):
         super().__init__(args, mesh, index, local)
-        heads = even(args.num_attention_heads, mesh.tensor.rank, mesh.tensor.size)
-        self.g_proj = ColumnParallel(whole(args.hidden_size), (heads,), bias=False)
+        self.g_proj = HeadGates(args.hidden_size, args.num_attention_heads, mesh)
 
     def forward(self, h: Normed, cos_sin: CosSin, batch: Batch) -> Partial:
-        gate = self.g_proj(h)
-        out = self.attend(h, cos_sin, batch)
-        if len(out) < len(gate):  # the last layer, where sampled rows alone continue
-            gate = gate[batch.sample_at]
-        return self.o_proj(sigmoid_gate(out, gate.repeat_interleave(self.sizes.value, 1)))
+        return self.o_proj(self.g_proj.around(h, batch, lambda: self.attend(h, cos_sin, batch)))
 
 
 class Layer(kimi_linear.Layer):

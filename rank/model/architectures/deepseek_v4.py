@@ -164,7 +164,7 @@ class Decoder(base.Decoder):
 
 class Model(base.Model):
     LAYER: ClassVar[type[base.Layer]] = Layer
-    DECODER, STREAM = Decoder, HyperStream
+    DECODER, STREAM, DRAFTS = Decoder, HyperStream, False
     MERGED = base.Model.MERGED | {"wq_a_wkv": ("wq_a", "wkv"), "wkv_wgate": ("wkv", "wgate")}
     LEFT_OUT = ("mtp.", "model.mtp.")
     RENAMED = {

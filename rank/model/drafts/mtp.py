@@ -57,8 +57,8 @@ def spellings(layers: int) -> list[Names]:
 
 def find_names(config: Config, tensors: Collection[str]) -> Names | None:
     """The names of the head among a checkpoint's tensors; None: it ships none. Without tensors, as for dummy weights,
-    config.json decides. Heads of models with another residual stream are not read."""
-    if architectures.find(config.model_type).Model.STREAM is not ResidualStream:
+    config.json decides."""
+    if not architectures.find(config.model_type).Model.DRAFTS:
         return None
     qwens, deepseeks, *_ = known = spellings(config.num_layers)
     if not tensors:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ....comm.base import Comm
+from ....comm.mesh import Mesh
 from ....errors import MODEL, FatalError
+from ....kernels.activation.activation import scale_by_sigmoid
 from ....kernels.attention.attention import AttentionParams, paged_attention, store_and_attend
 from ....kernels.norm.norm import rms_norm
 from ....kernels.rope.rope import CosSin, CurrentKV, KVCache, QKNorm, apply_rotary, rope_and_store_kv
 from ..batch import Batch
 from ..config import FULL, SLIDING
-from ..shard import Shard
+from ..shard import Shard, even, whole
 from ..weights.slicing import Field, ShardedModule
+from .linear import ColumnParallel
 from .residual import Normed
 
 
@@ -113,6 +116,22 @@ def _attend(layer: int, params: AttentionParams, q: Tensor, batch: Batch, out: T
     batch = batch.of_layer(layer)
     keys, values, scales = KVCache(*kv_tensors(batch.caches[layer]))
     paged_attention(q, keys, values, batch, params, scales, out)
+
+
+class HeadGates(ColumnParallel):
+    """A gate of each of this rank's heads, whose sigmoid scales what the head reads."""
+
+    def __init__(self, hidden: int, heads: int, mesh: Mesh):
+        super().__init__(whole(hidden), (even(heads, mesh.tensor.rank, mesh.tensor.size),), bias=False)
+
+    def around(self, h: Normed, batch: Batch, attend: Callable[[], Tensor]) -> Tensor:
+        """The scaled output of `attend`, [T, heads * dim], which reduces h to sampled rows in the last layer."""
+        gates = self(h)
+        out = attend()
+        if len(out) < len(gates):
+            gates = gates[batch.sample_at]
+        heads = out.view(-1, out.shape[1] // gates.shape[1])
+        return scale_by_sigmoid(heads, gates.reshape(-1, 1)).view(out.shape)
 
 
 class Sinks(ShardedModule):

@@ -145,8 +145,11 @@ class SharedMoE(MoE):
         return self.experts(x, ids, weights) + self.shared_experts(x)
 
     def _plain_shared(self) -> SharedExperts | None:
-        """For the routed experts' launch, which adds no biases: where they have none, and plain matrices."""
+        """For the routed experts' launch, which adds no biases and has one activation: where they have none, that
+        activation, and plain matrices."""
         linears = self.shared_experts.gate_up_proj, self.shared_experts.down_proj
+        if linears[0].activation != self.experts.activation:
+            return None
         up, down = (None if one.biased else one.matrix for one in linears)
         return None if up is None or down is None else SharedExperts(up, down)
 

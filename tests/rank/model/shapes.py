@@ -32,6 +32,10 @@ DEEPSEEK_V4 = INDEXER | dict(
     swiglu_limit=0.5, sliding_window=11, index_topk=5, hc_sinkhorn_iters=3,
     compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
 )  # fmt: skip
+STEP = dict(
+    head_dim=16, n_routed_experts=10, num_experts_per_tok=3, moe_intermediate_size=20, share_expert_dim=36,
+    sliding_window=11, vocab_size=520, pad_token_id=519,
+)  # fmt: skip
 DEEPSEEK_YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -366,6 +370,27 @@ MODELS = {
     "granitemoe": dict(
         model_type="granitemoe", num_local_experts=6, num_experts_per_tok=3, intermediate_size=20,
         embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=0.5,
+    ),
+    "step3p7": dict(
+        model_type="step3p7", vision_config=dict(intermediate_size=32, patch_size=14), image_token_id=500,
+        text_config=STEP | dict(
+            layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            num_sliding_attention_heads=18, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            swiglu_limits=[0.0, 0.0, 0.5, 0.25], swiglu_limits_shared=[0.5, 0.0, 0.25, 0.0],
+            moe_router_scaling_factor=2.5,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        ),
+    ),
+    "step3p7 few keys": dict(
+        model_type="step3p7", vision_config=dict(intermediate_size=32, patch_size=14), image_token_id=500,
+        text_config=STEP | dict(
+            layer_types=["sliding_attention", "full_attention"] * 2, num_key_value_heads=1, n_routed_experts=5,
+            moe_layers_enum="1,3", rope_theta=[1e4, 1e5] * 2, partial_rotary_factors=[1.0, 0.5] * 2,
+            attention_other_setting={"num_attention_heads": 6}, query_pre_attn_scalar=24,
+        ),
     ),
     "minimax_m2": dict(  # transformers before 5.18 does not read rotary_dim
         model_type="minimax_m2", num_local_experts=10, num_experts_per_tok=3, head_dim=8, rotary_dim=4,

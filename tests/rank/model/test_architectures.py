@@ -301,6 +301,9 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
             "swiglu_limit is 0: it must be a multiple of 1/1024 above 0",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("step3p5", {"swiglu_limits": [7.0] * 3}, "swiglu_limits is .* and has no number for layer 3"),
+        ("step3p5", {"rope_theta": [1e4, 0, 1e4, 1e4]}, "rope_theta is .* and has no number for layer 1"),
+        ("step3p5", {"moe_layers_enum": "3,x"}, "moe_layers_enum is '3,x', expected numbers of layers"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, model_type, changes, message):
@@ -316,7 +319,7 @@ def test_what_is_refused(tmp_path, model_type, changes, message):
 def test_each_architecture_is_here():
     # test_fidelity.py, test_chatglm.py, …
     elsewhere = {"llama", "qwen3", "bailing_moe", "blip", "chatglm", "internlm2", "kimi_k2", "mimo", "moondream1"}
-    elsewhere |= {"qwen", "glm5_next_text"}
+    elsewhere |= {"qwen", "glm5_next_text", "step3p5"}
     assert set(each(MODELS.values(), "model_type")) | elsewhere == set(architectures.supported())
 
 

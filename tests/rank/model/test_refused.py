@@ -130,6 +130,7 @@ TYPES = {options["model_type"]: options for options in reversed(MODELS.values())
     "kimi_k2": MODELS["deepseek_v3"] | {"model_type": "deepseek_v3"}, "chatglm": test_chatglm.CONFIG,
     "bailing_moe": test_bailing_moe.CONFIG, "internlm2": COMMON | {"model_type": "internlm2"},
     "qwen": COMMON | {"model_type": "qwen"},
+    "step3p5": MODELS["step3p7"]["text_config"] | {"model_type": "step3p5"},
     "glm5_next_text": MODELS["glm5_next"]["text_config"] | {"model_type": "glm5_next_text", "index_topk": 32},
     "mimo": COMMON | {"model_type": "qwen2"}, "moondream1": test_moondream1.CONFIG,
     "blip": {"model_type": "blip", "text_config": test_blip.TEXT, "vision_config": {}},

@@ -70,6 +70,7 @@ OTHERS = {
         "head_dim": 16, "num_experts": 8, "num_experts_per_token": 2, "layer_group_size": 2, "q_lora_rank": None,
     },
     "qwen": {"intermediate_size": 1000},
+    **dict.fromkeys(("step3p5", "step3p7"), {"share_expert_dim": 101}),
     "hy_v3": {"num_shared_experts": 1},
     "deepseek_v4": {
         "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 40, "o_groups": 12, "o_lora_rank": 8,

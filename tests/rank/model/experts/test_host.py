@@ -41,6 +41,7 @@ OTHERS = (
         "kimi_linear",
         "bailing_hybrid",
         "glm5_next",
+        "step3p7",
         "minimax_m3_vl_text",
         "minimax_m3_vl",
     ),
