@@ -1,4 +1,4 @@
-"""The kernels of latent attention compile for every supported generation, in DeepSeek's sizes."""
+"""The kernels of latent attention compile for every supported generation, in DeepSeek's sizes and in GLM-5.3's."""
 
 import pytest
 import torch
@@ -21,8 +21,10 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype, heads, arch, fp8", CASES)
-def test_compiles(dtype, heads, arch, fp8, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, heads, arch, fp8, rope", [*((*case, 64) for case in CASES), (torch.bfloat16, 16, 90, False, 0)]
+)
+def test_compiles(dtype, heads, arch, fp8, rope, monkeypatch):
     pytest.importorskip("triton")
     from phalanx.kernels.attention import mla_store_triton, mla_triton
 
@@ -34,23 +36,25 @@ def test_compiles(dtype, heads, arch, fp8, monkeypatch):
     monkeypatch.setattr(mla_triton, "_large_tiles", lambda x: x.element_size() == 2 and arch >= 90)
     for module in (mla_triton, mla_store_triton):
         monkeypatch.setattr(module, "overlaps", lambda x: x.element_size() == 2 and arch >= 90)
-    q, latents, cache = (torch.zeros(*shape, dtype=dtype) for shape in ((6, heads, 192), (6, 576), (3, 16, 576)))
+    width = 512 + rope
+    shapes = (6, heads, 128 + rope), (6, width), (3, 16, width)
+    q, latents, cache = (torch.zeros(*shape, dtype=dtype) for shape in shapes)
     scales = torch.zeros(3, 1, 2, 16, dtype=torch.uint8) if fp8 else None
     cache = cache.to(E4M3) if fp8 else cache
     numbers, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
-    turn, norm = CosSin(*torch.zeros(2, 6, 1, 64), True), LatentNorm(latents[0, :512], 1e-6)
+    turn, norm = CosSin(*torch.zeros(2, 6, 1, rope), True), LatentNorm(latents[0, :512], 1e-6)
     mla_store_triton.rope_and_store_latents(q, latents, norm, turn, cache, torch.zeros(6, dtype=torch.int64), scales)
     up, slots = torch.zeros(heads, 256, 512, dtype=dtype), torch.zeros(6, dtype=torch.int64)
-    queries = torch.zeros(6, heads, 576, dtype=dtype)
+    queries = torch.zeros(6, heads, width, dtype=dtype)
     mla_store_triton.absorb_and_store_latents(q, latents, norm, turn, cache, slots, up, queries, scales)
     mla_store_triton.absorb_rotated(q, up, queries)
-    absorbed, mixed = (torch.zeros(6, heads, width, dtype=dtype) for width in (576, 512))
+    absorbed, mixed = (torch.zeros(6, heads, width, dtype=dtype) for width in (512 + rope, 512))
     for query_len in (1, 3):
         mla_triton.decode(absorbed, cache, 512, tables, numbers, mixed, 0.1, 4, scales, query_len)
     mla_triton.values(mixed, up, 128)
     mla_triton.prefill(absorbed, cache, 512, tables, numbers, numbers, mixed, 0.1, 0, 2, 3, scales)
     context = Context(0, [3, 3], [30, 10], torch.zeros(40, dtype=torch.int64), numbers, numbers)
-    kv, rotated = torch.zeros(40, heads, 256, dtype=dtype), torch.zeros(40, 576, dtype=dtype)[:, 512:]
+    kv, rotated = torch.zeros(40, heads, 256, dtype=dtype), torch.zeros(40, 512 + rope, dtype=dtype)[:, 512:]
     out = torch.zeros(6, heads, 128, dtype=dtype)
     mla_triton.prefill_expanded(q, kv, rotated, context, AttentionParams(0.1), out)
     for name, recorder in launches.items():
