@@ -68,7 +68,11 @@ def find(
     if not kind:
         return None
     if kind != "mtp" and mesh.stages > 1:
-        raise FatalError(f"--speculate {kind} with --pp {mesh.stages} is not supported: use --tp alone", USAGE)
+        raise FatalError(
+            f"--draft-model with --pp {mesh.stages} is not supported: use --tp alone, or --speculate ngram, or mtp where "
+            "the checkpoint has a head",
+            USAGE,
+        )
     draft = path if kind == "mtp" else Path(wanted.draft_model)
     config = read_config(draft)
     isq = wanted.isq if kind == "mtp" or not config.quantization else "none"

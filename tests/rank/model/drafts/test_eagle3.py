@@ -1,6 +1,7 @@
 """EAGLE-3 heads: logits and hidden states equal those of the published definition, however they are cut."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,4 +181,9 @@ def test_the_kind_of_a_directory(tmp_path):
     for wrong in (("eagle3", ""), ("draft", ""), ("none", head), ("mtp", head)):
         with pytest.raises(FatalError, match="--draft-model") as stop:
             kind(*wrong)
+        assert stop.value.code == USAGE
+    for directory in (head, target):
+        wanted = find.Wanted("auto", str(directory))
+        with pytest.raises(FatalError, match="--pp 2") as stop:
+            find.find(wanted, target, None, SimpleNamespace(stages=2), torch.device("cpu"))
         assert stop.value.code == USAGE
