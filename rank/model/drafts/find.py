@@ -69,8 +69,8 @@ def find(
         return None
     if kind != "mtp" and mesh.stages > 1:
         raise FatalError(
-            f"--draft-model with --pp {mesh.stages} is not supported: use --tp alone, or --speculate ngram, or mtp where "
-            "the checkpoint has a head",
+            f"--draft-model with --pp {mesh.stages} is not supported: use --tp alone, or --speculate ngram, or mtp "
+            "where the checkpoint has a head",
             USAGE,
         )
     draft = path if kind == "mtp" else Path(wanted.draft_model)
