@@ -150,8 +150,9 @@ def test_greedy_answers_on_a_live_server(made, tmp_path, cut):
         assert status == 400 and "65 tokens" in answer["error"]["message"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cut", ["--tp", pytest.param("--pp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("cut", ["--tp", "--pp"])
 def test_greedy_captions_on_a_live_server(made, tmp_path, cut):
     """An image alone, and one with the beginning of its caption."""
     path, model = made(64)
