@@ -1,6 +1,7 @@
 """Metadata of mmproj files that make no sense: they are refused with a message, before much is made of them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from phalanx import errors
@@ -20,7 +21,9 @@ WRONG = {key: (0, -1, 1 << 40, ["a"], [1e400], [True]) for key in SIZES} | {"is_
 def metadata(kind, **changes):
     values = {f"clip.vision.{key}": value for key, value in (SIZES | changes).items()}
     values |= {"general.architecture": "clip", "clip.projector_type": kind}
-    return Metadata([Header(Path("mmproj.gguf"), values, {}, {})])
+    # Qwen2-VL's files have their MLP's size in its tensors alone.
+    up = {"v.blk.0.ffn_up.weight": SimpleNamespace(shape=(128, 64))}
+    return Metadata([Header(Path("mmproj.gguf"), values, up, {})])
 
 
 @pytest.mark.parametrize("kind", towers.supported())
@@ -36,4 +39,5 @@ def test_sizes_that_make_no_sense(kind):
             read.add(key)
         else:
             assert key not in read
-    assert read >= {"patch_size", "embedding_length", "feed_forward_length", "block_count", "attention.head_count"}
+    needed = {"patch_size", "embedding_length", "feed_forward_length", "block_count", "attention.head_count"}
+    assert read >= needed - ({"feed_forward_length"} if kind == "qwen2vl_merger" else set())
