@@ -139,26 +139,27 @@ def _types_of_value(value: Any) -> frozenset[str]:
 
 
 class Parameters:
-    """An object's members, as far as its schema tells how to read them. Strange schemas allow everything."""
+    """An object's members, as far as its schemas tell how to read them. Strange schemas allow everything."""
 
-    def __init__(self, schema: Any, *others: Any, root: Mapping[str, Any] | None = None):
-        """others: schemas of which the object may fit one instead. root: what their references refer to."""
-        self._root = schema if root is None else root
+    def __init__(self, *schemas: Any, root: Mapping[str, Any] | None = None):
+        """schemas: of which the object may fit any; none: nothing is known of it. root: what references refer to; the
+        first schema unless given."""
+        self._root = root if root is not None else schemas[0] if schemas else {}
         self._shapes: list[Schema] = []
-        for one in (schema, *others):
+        steps = _Steps()
+        for one in {id(one): one for one in schemas}.values():  # a schema that refers to itself comes again and again
             try:
-                self._shapes += alternatives(one, self._root)
+                self._shapes += _alternatives(one, self._root, 0, steps)
             except (Unwritable, TypeError, AttributeError):
                 self._shapes.append({"properties": _mapping(one).get("properties")})
+        if len(self._shapes) > MAX_ALTERNATIVES:
+            self._shapes = [{}]
         self._members: dict[str, Parameters] = {}
 
     @functools.cached_property
     def own_types(self) -> frozenset[str]:
         """The JSON types of the value itself; all where the schema leaves it open."""
-        try:
-            return frozenset[str]().union(*map(plain_types, self._shapes)) or frozenset(TYPES)
-        except TypeError:
-            return frozenset(TYPES)
+        return frozenset[str]().union(*map(_kinds, self._shapes)) or frozenset(TYPES)
 
     @property
     def names(self) -> list[str]:
@@ -169,13 +170,16 @@ class Parameters:
         """The members of the argument of that name, if it is an object."""
         if name not in self._members:
             self._members[name] = self._inner(
-                _mapping(shape.get("properties")).get(name, shape.get("additionalProperties")) for shape in self._shapes
+                _mapping(shape.get("properties")).get(name, shape.get("additionalProperties"))
+                for shape in self._shapes
+                if "object" in _kinds(shape)
             )
         return self._members[name]
 
+    @functools.cached_property
     def item(self) -> Parameters:
         """The members of an item, if this is a list."""
-        return self._inner(shape.get("items") for shape in self._shapes)
+        return self._inner(shape.get("items") for shape in self._shapes if "array" in _kinds(shape))
 
     def _inner(self, schemas: Iterable[Any]) -> Parameters:
         return Parameters(*(one or {} for one in schemas), root=self._root)
@@ -183,6 +187,14 @@ class Parameters:
     def types(self, name: str) -> frozenset[str]:
         """The JSON types of the argument of that name; all where the schema leaves it open."""
         return self.member(name).own_types
+
+
+def _kinds(shape: Schema) -> frozenset[str]:
+    """plain_types; all where `type` is none."""
+    try:
+        return plain_types(shape)
+    except (TypeError, AttributeError):
+        return frozenset(TYPES)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

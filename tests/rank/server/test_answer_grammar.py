@@ -289,19 +289,43 @@ def test_calls_as_models_write_them(text, takes, name, call, between):
     assert wanted in parsed
 
 
+OPTIONAL = {  # as Pydantic writes them
+    "type": "object",
+    "properties": {
+        "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        "tags": {"anyOf": [{"type": "array", "items": {"type": "string"}, "maxItems": 2}, {"type": "null"}]},
+    },
+    "required": ["place", "tags"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma", "lfm2", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma", "lfm2", "pythonic", "minimax_m3"])
 def test_calls_of_tools_with_random_schemas(text, grammars, name, count):
     """Formats that do not write arguments as JSON."""
     form, draws = of_format(text, name), random.Random(count)
-    schemas = {str(i): random_schema(draws, 2) for i in range(count)}
+    schemas = {str(i): random_schema(draws, 2) for i in range(count)} | {"optional": OPTIONAL}
     closing = [i for i in range(text.tokenizer.size) if text.tokenizer.piece(i)[-1:] in (b'"', b"}", b"]", b">", b"\n")]
     one = Uniform(VOCAB, seed=count, eager=closing, grammars=grammars)
     for i, schema in schemas.items():
         tool = {"function": {"name": i, "parameters": schema, "strict": True}}
-        one.add(i, [1], answer_grammar(form, None, Calls([tool], True, False), None), 200)
+        try:
+            grammar = answer_grammar(form, None, Calls([tool], True, False), None)
+        except ApiError:
+            assert name == "minimax_m3" and i != "optional"  # texts beside numbers with limits
+            continue
+        one.add(i, [1], grammar, 200)
     one.run()
-    whole = [i for i in schemas if one.ends[i].finish == "stop"]
+    whole = [i for i in one.ends if one.ends[i].finish == "stop"]
     for i in whole:
         words = b"".join(map(text.tokenizer.piece, one.tokens[i])).decode(errors="replace")
         ((_, called, arguments),) = parse([words], tool_format=form.tool_format, tools=schemas)[0]

@@ -47,7 +47,7 @@ class _Element:
         listed = self.kind == "array"
         opening = ", " if self.filled else "[" if listed else "{"
         self.filled = True
-        child = _Element(name, self.schema.item() if listed else self.schema.member(name))
+        child = _Element(name, self.schema.item if listed else self.schema.member(name))
         return f"{opening}{'' if listed else f'{quote(name)}: '}{chr(34) if child.kind == 'string' else ''}", child
 
     def contain(self, name: str) -> bool:

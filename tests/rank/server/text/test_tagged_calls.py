@@ -1,5 +1,6 @@
 """Formats with a tag for each argument: the tools' schemas say what a value is."""
 
+import copy
 import json
 
 import pytest
@@ -111,6 +112,34 @@ def test_types(key, value, expected):
         for pieces in ([written], list(written)):
             found, _ = parse(pieces, tool_format=find(name), tools=TOOLS)
             assert found == [call("f", f'{{"{key}": {expected}}}')]
+
+
+def test_schemas_that_allow_nothing_are_read_as_if_they_did_not_say():
+    for schema in ({"anyOf": []}, {"allOf": [{"type": "string"}, {"type": "object"}]}):
+        whole = {"type": "object", **schema}
+        assert (
+            Parameters(whole).types("a") == Parameters({"properties": {"a": whole}}).member("a").types("b") == {*TYPES}
+        )
+
+
+def test_members_of_what_may_also_be_null():
+    inner = {"type": "object", "properties": {"zip": {"type": "string"}}}
+    schema = {"properties": {"a": {"anyOf": [inner, {"type": "null"}]}, "b": {"anyOf": [
+        {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}}}  # fmt: skip
+    assert Parameters(schema).member("a").types("zip") == Parameters(schema).member("b").item.own_types == {"string"}
+
+
+def test_a_schema_that_refers_to_itself_does_not_grow():
+    """An expression with operators, each with two expressions: as deep as a model writes it."""
+    parts = {"left": {"$ref": "#/$defs/e"}, "right": {"$ref": "#/$defs/e"}}
+    ways = [{"type": "object", "properties": {"op": {"const": op}, **copy.deepcopy(parts)}} for op in "+-*/%"]
+    merged = [{"allOf": [{"properties": parts}, one]} for one in ways]
+    for each in (ways, merged):
+        schema = {"properties": {"e": {"$ref": "#/$defs/e"}}, "$defs": {"e": {"anyOf": [{"type": "number"}, *each]}}}
+        found = Parameters(schema).member("e")
+        for _ in range(40):
+            found = found.member("left")
+        assert {"number", "object"} <= found.own_types
 
 
 def test_schemas_that_do_not_say():
