@@ -48,9 +48,9 @@ def made(plain, tmp_path_factory):
     "name, layers, tp, pp, options",
     [
         ("plain", ALL, 1, 1, {}),
-        ("plain", SOME, 2, 2, {}),
         ("plain", ALL, 2, 1, {"isq": "q8_0"}),
         ("plain", SOME, 1, 1, {"isq": "q4_0", "load_format": "dummy"}),
+        ("plain", SOME, 2, 2, {}),
         ("awq", ALL, 1, 1, {}),
         ("deepseek_v3", ALL, 2, 1, {}),
         ("gemma2", ALL, 1, 2, {}),

@@ -144,7 +144,7 @@ def made(checkpoint, tmp_path_factory):
     return functools.cache(make)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("threads_of_torch", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_layer_goes_on_with_the_sampled_rows(made, name, threads_of_torch):

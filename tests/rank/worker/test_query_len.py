@@ -310,7 +310,7 @@ def serve(world, path, tp, parameters):
     return alone, several
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_what_the_worker_samples(made, name, tp, pp):
