@@ -1,5 +1,5 @@
 """Every model type, served by ranks, answers as transformers does (ChatGLM as its own test's model does):
-log-probabilities and text. tests/rank/model/test_architectures.py has each shape of each type in every layout.
+log-probabilities and text. tests/rank/model/test_architectures.py has each shape of each type, cut in several ways.
 
 Prompts longer than any sliding window are computed in chunks, sequences are preempted, and a prompt is continued from
 the prefix cache. A new architecture is covered by its entry in `MODELS`.

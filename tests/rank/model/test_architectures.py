@@ -94,11 +94,11 @@ def test_another_limit_of_gpt_oss(made, tmp_path):
 
 
 def cuts():
-    """Models, tensor and pipeline degrees: the short run has the first shape of each model type, cut in one way. Whole
-    models are in tests/rank/test_served.py."""
+    """Models, tensor and pipeline degrees: the short run has the first shape of each model type, cut in one way. Whole,
+    these are in tests/rank/test_served.py, and the others are here."""
     first = {options["model_type"]: name for name, options in reversed(MODELS.items())}.values()
     for at, name in enumerate(MODELS):
-        ways = [(3, 1), *([(1, 2)] if name in first else []), (2, 1 if name in ONE_STAGE else 2)]
+        ways = [(3, 1), (1, 2 if name in first else 1), (2, 1 if name in ONE_STAGE else 2)]
         for way in ways:
             short = name in first and way == ways[at % 2]
             yield pytest.param(name, *way, marks=[] if short else [pytest.mark.long])
