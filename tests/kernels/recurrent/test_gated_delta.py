@@ -148,7 +148,6 @@ def test_kernels_in_the_interpreter(module):
 
 
 KINDS = [(torch.bfloat16, 90), (torch.float16, 80), (torch.float32, 100)]
-KINDS = [KINDS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in KINDS[1:])]
 
 
 @pytest.mark.long
