@@ -50,8 +50,8 @@ def checked(programs, archs=("sm_80", "sm_90a", "sm_100")):
     """The first program of each source, and of its caches in e4m3, for all generations, any other for Hopper: what
     generations differ in, the preprocessor decides, mostly the same for all sizes.
 
-    Not marked long is each source's first one for Hopper, and Triton's for a plain cache and one in e4m3. What Hopper's
-    copies are for is empty before it.
+    All but each source's first one for Hopper are marked long; Triton's for a plain cache and for one in e4m3 are two
+    sources. `make test` samples what is not marked. What Hopper's copies are for is empty before it.
     """
     kinds, sources, found = set(), set(), []
     for program in programs:

@@ -116,7 +116,7 @@ def launched(monkeypatch, cuda_models):
 
 
 def in_types(cases):
-    """With an element type each, by turns; three of them are in the short run, in bf16."""
+    """The cases, each with a dtype. The long ones, from the fourth on, have f16 and bf16 by turns."""
     bf16, f16 = torch.bfloat16, torch.float16
     later = [pytest.param(one, (f16, bf16)[i % 2], marks=pytest.mark.long) for i, one in enumerate(cases[3:])]
     return [*((one, bf16) for one in cases[:3]), *later]
