@@ -134,7 +134,7 @@ def test_clients(clients_server):
     server, _ = clients_server
     anthropic, openai = pytest.importorskip("anthropic"), pytest.importorskip("openai")
     langchain, url = pytest.importorskip("langchain_openai"), data_url(picture(100, 75))
-    shown, question = {"type": "image_url", "image_url": {"url": url}}, "What is it?"
+    shown, question = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}, "What is it?"
     content = [shown, {"type": "text", "text": question}]
     want = ask(server, content, max_tokens=8)
     base, of = f"{server.url}/v1", dict(api_key="none", max_retries=0)
