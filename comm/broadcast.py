@@ -126,8 +126,8 @@ class MpiPlanBroadcast:
 
     def progress(self) -> bool:
         self._sent = [(request, message) for request, message in self._sent if not request.Test()]
-        # a list, not a generator: test every slot
-        return bool(self._sent) or not all([self._done(slot) for slot in range(_RING)])
+        done = [self._done(slot) for slot in range(_RING)]  # each is tested: testing is what sends it
+        return bool(self._sent) or not all(done)
 
     def receive(self) -> bytes:
         head, began = self._buffers[0], self._last
@@ -139,20 +139,21 @@ class MpiPlanBroadcast:
         data = head[_LENGTH : _LENGTH + inline].tobytes()
         if length > inline:
             rest = np.empty(length - inline, np.uint8)
-            self._wait(self._handle.Ibcast(rest, 0))
+            self._wait(self._handle.Ibcast(rest, 0), coming=True)
             data += rest.tobytes()
         return data
 
     def take(self, size: int) -> bytes:
         data = np.empty(size, np.uint8)
-        self._wait(self._handle.Irecv(data, 0))
+        self._wait(self._handle.Irecv(data, 0), coming=True)
         return data.tobytes()
 
-    def _wait(self, request: Any) -> None:
+    def _wait(self, request: Any, coming: bool = False) -> None:
+        """coming: its data is under way, however long it takes, and no wake-up comes with its end."""
         sleep, longest = SLEEP_SHORTEST, min(max(SLEEP_LONGEST, self._step * OF_STEP), SLEEP_CAP)
         quiet, idle = time.monotonic() + QUIET_AFTER, IDLE_SHORTEST
         while not request.Test():
-            if time.monotonic() < quiet:
+            if coming or time.monotonic() < quiet:
                 time.sleep(sleep)
                 sleep = min(sleep * 1.3, longest)
             else:

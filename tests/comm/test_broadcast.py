@@ -70,3 +70,37 @@ def test_who_waits_for_a_plan_looks_less_often_the_longer_steps_are(monkeypatch,
     polls = [one for one in slept if one != QUIET_AFTER / 8]
     assert max(polls) <= max(longest, 300e-6) * 1.05 and now[0] <= came[0] + max(slept)
     assert max(polls) > longest * 0.7 or step < 0.002
+
+
+@pytest.mark.parametrize("kind", ["rest", "image"])
+def test_data_under_way_is_waited_for_without_wake_ups(monkeypatch, kind):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def arrive(data, root):
+        if len(data) == broadcast.HEAD:
+            data[:4].view("<u4")[0] = 2 * len(data)
+            return SimpleNamespace(Test=lambda: True)
+        return SimpleNamespace(Test=lambda: now[0] >= 20 * QUIET_AFTER)
+
+    monkeypatch.setattr(broadcast, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    handle = Handle()
+    handle.Ibcast = handle.Irecv = arrive
+    waker = SimpleNamespace(wait=lambda seconds: pytest.fail("it rests"))
+    line = MpiPlanBroadcast(SimpleNamespace(handle=handle, rank=1, size=2), waker, range(2))
+    assert len(line.receive() if kind == "rest" else line.take(1 << 20)) >= broadcast.HEAD
+    assert now[0] < 21 * QUIET_AFTER
+
+
+def test_a_message_to_one_rank_keeps_no_broadcast_from_progress():
+    tested = []
+    handle = Handle()
+    handle.Isend = lambda data, to: SimpleNamespace(Test=lambda: False)
+    handle.Ibcast = lambda data, root: SimpleNamespace(Test=lambda: tested.append(True) or True)
+    waker = SimpleNamespace(wake=lambda ranks: None)
+    line = MpiPlanBroadcast(SimpleNamespace(handle=handle, rank=0, size=2), waker, range(2))
+    line.publish(b"plan")
+    line.send(b"image", 1)
+    assert line.progress() and tested
