@@ -81,6 +81,7 @@ class Images:
                 share.left = (share.left or tower.depth + 1) - 1
                 if rank == self._group.rank:
                     features = self._advance(tower, image)
+                    assert (features is None) == (share.left > 0), f"the tower's parts are not {tower.depth + 1}"
                 if not share.left:
                     share.images.popleft()
                     done.append((rank, image, features))

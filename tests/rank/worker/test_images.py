@@ -56,6 +56,18 @@ class Rank:
         self.control = None
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_tower_of_another_number_of_parts_makes_no_features(depth):
+    def run(comm):
+        rank = Rank(comm)
+        rank.tower.depth = depth
+        rank.images.take(Pixels(b"1" * 16, 2, 5, bytes(30)))
+        rank.images.work([4])
+
+    with pytest.raises(AssertionError, match="parts"):
+        threads.run(run, 1)
+
+
 def lead(ranks, memory, seed, size):
     """Random requests, of which some end early and some go before others."""
     draw, store = random.Random(seed), ImageStore(memory, 10, 3, 0.3, ranks=size)
