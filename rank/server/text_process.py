@@ -188,7 +188,7 @@ class TextProcess:
         call = pickle.dumps((function, args, options), pickle.HIGHEST_PROTOCOL)
         seconds = self.limits.seconds_when_killing if often else self.limits.seconds
         work = Work(seconds + self.limits.seconds_per_byte * min(len(call), self.limits.counted), call)
-        answer = self._answer(work) or self._answer(work)
+        answer = self._answer(work) or self._answer(work, again=True)
         if answer is None:
             raise ApiError(503, f"the process of {self.WORKS} has ended; try again", retry_after=1)
         if answer.too_long is not None:
@@ -202,9 +202,10 @@ class TextProcess:
             raise ApiError(500, f"{self.WORKS} failed: {answer.failure.splitlines()[-1]}")
         return _decoder(function).decode(answer.result)
 
-    def _answer(self, work: Work) -> Answer | None:
+    def _answer(self, work: Work, again: bool = False) -> Answer | None:
         """A worker's answer. None where it has not ended for its work: with the process, or killed, as by a batch
-        system that ends the job or by a kernel without memory. Its own limits end it otherwise."""
+        system that ends the job or by a kernel without memory. Its own limits end it otherwise. again: a worker has
+        ended at this work before, so that a second kill counts against whoever sent it."""
         worker = self._take()
         answer, late = None, False
         try:
@@ -219,6 +220,8 @@ class TextProcess:
         if answer is None:
             code = self._end(worker)
             if code in (None, -signal.SIGKILL) and not late:
+                if code and again:
+                    self._count_kill()
                 return None
             if late or code == -signal.SIGPROF:
                 raise self._refusal(f"takes more than {work.seconds:.2g} s")
@@ -242,8 +245,11 @@ class TextProcess:
         """The error of a request whose worker is lost."""
         if self._closed:
             return ApiError(503, STOPPING, code="draining")
-        self._killed.setdefault(blocking.owner.get(), deque(maxlen=KILLS)).append(time.monotonic())
+        self._count_kill()
         return self.refused(what)
+
+    def _count_kill(self) -> None:
+        self._killed.setdefault(blocking.owner.get(), deque(maxlen=KILLS)).append(time.monotonic())
 
     def refused(self, what: str) -> ApiError:
         """The error of a request whose work cost too much. what: begins with a verb."""

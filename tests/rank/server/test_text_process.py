@@ -250,9 +250,9 @@ def test_others_go_on_meanwhile(tmp_path, opened):
     assert [error.code for error in failed] == ["text_limits"] and chat(text).tokens
 
 
-def test_what_others_kill_is_no_fault_of_its_request(tmp_path, opened):
-    """The request has another worker, and is sent again by its client where that is killed, too."""
-    text = opened(make_model(tmp_path / "m", TEMPLATE), Limits(seconds=60.0))
+def test_what_others_kill_is_asked_for_again_and_counts_when_it_is_killed_again(tmp_path, opened):
+    """A kernel without memory kills workers before anything else, and so those that took the memory."""
+    text = opened(make_model(tmp_path / "m", TEMPLATE), Limits(seconds=60.0, seconds_when_killing=0.1))
     failed = []
 
     def ask():
@@ -261,14 +261,18 @@ def test_what_others_kill_is_no_fault_of_its_request(tmp_path, opened):
         except ApiError as error:
             failed.append(error)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        for pid in children(text):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    assert [(error.status, error.retry_after) for error in failed] == [(503, 1)] and chat(text).tokens
+    for _ in range(text_process.KILLS):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while thread.is_alive():
+            for pid in children(text):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+    assert [(error.status, error.retry_after) for error in failed] == [(503, 1)] * text_process.KILLS
+    assert chat(text).tokens
+    ask()
+    assert (failed[-1].status, failed[-1].code) == (400, "text_limits")
 
 
 def kill(text):
