@@ -98,7 +98,7 @@ class Args(llama.Args):
     def activation(self, key: str, index: int) -> str:
         """The activation of a layer, by a list of limits."""
         limit = self._of_layer(key, index, zero=True) if getattr(self, key) else 0.0
-        return limited(SILU_CLAMPED, limit) if limit else "silu"
+        return limited(SILU_CLAMPED, limit, f"{key}[{index}]") if limit else "silu"
 
     def _of_layer(self, key: str, index: int, zero: bool = False) -> float:
         """A layer's entry in a list, which may have more of them. zero: 0 and null are entries, too."""

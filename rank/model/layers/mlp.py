@@ -33,12 +33,13 @@ def activation(name: str) -> str:
     return NAMES[name]
 
 
-def limited(kind: str, limit: float) -> str:
-    """The kernels' name for one of CLAMPED. Raises FatalError where kernels cannot take config.json's limit."""
+def limited(kind: str, limit: float, key: str = "swiglu_limit") -> str:
+    """The kernels' name for one of CLAMPED. Raises FatalError where kernels cannot take the limit that config.json has
+    under `key`."""
     try:
         return clamped(kind, limit)
     except ValueError as error:
-        raise FatalError(f"config.json: swiglu_limit is {limit}: {error}", MODEL) from None
+        raise FatalError(f"config.json: {key} is {limit}: {error}", MODEL) from None
 
 
 class GatedMLP(nn.Module):

@@ -302,6 +302,7 @@ def test_a_head_that_is_not_there_is_tied_whatever_the_whole_says(made, tmp_path
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("step3p5", {"swiglu_limits": [7.0] * 3}, "swiglu_limits is .* and has no number for layer 3"),
+        ("step3p5", {"swiglu_limits_shared": [0, 1e-9, 0, 0]}, r"swiglu_limits_shared\[1\] is 1e-09"),
         ("step3p5", {"rope_theta": [1e4, 0, 1e4, 1e4]}, "rope_theta is .* and has no number for layer 1"),
         ("step3p5", {"moe_layers_enum": "3,x"}, "moe_layers_enum is '3,x', expected numbers of layers"),
     ],
