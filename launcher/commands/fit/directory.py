@@ -64,10 +64,11 @@ def _from_hub(id: str) -> Path:
         if not isinstance(config, str):
             hub.HfApi().model_info(id, timeout=20)  # without a network it fails at once, where the next line tries long
             config = hub.hf_hub_download(id, "config.json")
-            if b'"vision_config"' in Path(config).read_bytes():
-                for name in IMAGES:
-                    with contextlib.suppress(EntryNotFoundError):
-                        hub.hf_hub_download(id, name)
+        there = [hub.try_to_load_from_cache(id, name) for name in IMAGES]  # a path, None, or a sign that there is none
+        if b'"vision_config"' in Path(config).read_bytes() and not any(isinstance(one, str) for one in there):
+            for name in (name for name, one in zip(IMAGES, there, strict=True) if one is None):
+                with contextlib.suppress(EntryNotFoundError):
+                    hub.hf_hub_download(id, name)
     except Exception as error:  # of whichever HTTP library this version of huggingface_hub has
         raise hf_hub.explained(id, "main", error) from None
     return Path(config).parent

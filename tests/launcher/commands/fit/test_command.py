@@ -328,6 +328,10 @@ def test_a_hub_id(tmp_path, name, fetched):
         hub.seen.clear()
         assert call("org/tiny").stdout == first.stdout
         assert not hub.seen
+        for processor in tmp_path.rglob("preprocessor_config.json"):  # as of a download that was interrupted
+            processor.unlink()
+        assert call("org/tiny").stdout == first.stdout
+        assert any("/preprocessor_config.json" in line for line in hub.seen) == (fetched > {"config.json"})
         none = call("org/none")
         assert (none.returncode, none.stdout) == (3, "")
         assert "model 'org/none':" in none.stderr
