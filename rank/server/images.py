@@ -119,6 +119,11 @@ class ImageReader:
         if self._process is not None:
             self._process.close()
 
+    def check_needed(self, request: object) -> None:
+        """Refuse a chat without images where the model takes none of these."""
+        if self.rules.needed and isinstance(request, ChatRequest):
+            raise bad("messages", "the messages have no image: this model takes one")
+
     async def read(
         self, request: ChatRequest, places: list[Place], owner: str, max_pixels: int = 0
     ) -> tuple[ChatRequest, ShownPixels]:
@@ -127,6 +132,8 @@ class ImageReader:
         first = places[0].field
         if self._process is None:
             raise ApiError(400, f"{first}: this server takes no images: {self._why}", first)
+        if self.rules.single:
+            request, places = _last_shown(request, places)
         if len(places) > self._most:
             raise bad(
                 places[self._most].field,
@@ -199,6 +206,17 @@ class ImageReader:
             spans=rules.spans(tokens),
         )  # fmt: skip
         return shown, read
+
+
+def _last_shown(request: ChatRequest, places: list[Place]) -> tuple[ChatRequest, list[Place]]:
+    """A chat without the images of messages before the last that has some, and that message's images."""
+    assert not isinstance(request.messages, str)
+    last, messages = places[-1].message, list(request.messages)
+    for number in {place.message for place in places} - {last}:
+        content = messages[number].content
+        texts = [part for part in content or () if not (isinstance(part, Part) and part.is_image)]
+        messages[number] = msgspec.structs.replace(messages[number], content=texts)
+    return msgspec.structs.replace(request, messages=messages), [place for place in places if place.message == last]
 
 
 def _with_part(message: Message, index: int, part: Part) -> Message:

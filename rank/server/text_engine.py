@@ -194,6 +194,8 @@ class TextEngine:
         self.admit(1)
         if places := images_of(request):
             request = await self._read_images(request, places, owner, shown)
+        elif self._images is not None and ready.images:
+            self._images.check_needed(request)
         large = request.characters() > LARGE
 
         def made() -> Made:

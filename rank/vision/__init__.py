@@ -59,6 +59,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     # may have with these; (): the tower reads none.
     frame: tuple[int, ...] = ()
     longest: int = 0
+    single: bool = False  # a prompt has one image at most, the last that its messages show
+    needed: bool = False  # a prompt has one image at least
     tasks: dict[str, tuple[int, ...]] = {}  # by name: the heads that choose an answer's tokens, in turn
 
     def spelling(self, heads: tuple[int, ...]) -> Spelling:

@@ -49,6 +49,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> Rules:
     asked = kind(config) == ANSWERS
     return Rules(
         placeholder=begins,
+        single=True,
+        needed=True,
         frame=(begins, ends) if asked else (),
         longest=whole(text, "max_position_embeddings", 512) if asked else 0,
         token=whole(text, "vocab_size", 30524, 1 << 24) - 1,  # [ENC], which no caption has

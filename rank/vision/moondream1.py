@@ -135,6 +135,7 @@ def read(config: dict[str, Any], tokenizer: dict[str, Any]) -> Rules:
     begin = [int(token["id"]) for token in tokenizer.get("added_tokens") or () if token["content"] == BEGIN]
     rules = Rules(
         placeholder=begin[0] if begin else 0,  # the template writes it first, image or not
+        single=True,
         token=whole(text, "vocab_size", 51200, 1 << 24) - 1,  # any that no text has
         mean=HALF,
         std=HALF,

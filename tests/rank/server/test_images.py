@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import struct
 import threading
 import zlib
@@ -18,6 +19,7 @@ import pytest
 from phalanx.rank import protocol
 from phalanx.rank.server import image_fetcher, image_sources
 from phalanx.rank.server import images as images_module
+from phalanx.rank.vision import blip
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -489,6 +491,32 @@ def test_other_roles_and_endpoints(seeing):
     assert answer.status == 400 and "not recorded" in answer.body["error"]["message"]
     answer = seeing.post("chat/completions", messages=messages, truncate_prompt_tokens=10)
     assert answer.status == 400 and "are not cut" in answer.body["error"]["message"]
+
+
+def test_models_that_take_one_image(start_server, model, tmp_path):
+    """BLIP's: a chat needs an image, and has the last that was shown."""
+    seeing = shutil.copytree(model, tmp_path / "blip")
+    token = Tokenizer.from_file(str(seeing / "tokenizer.json")).token_to_id("<|image|>")
+    text = {"vocab_size": 410, "cls_token_id": token, "sep_token_id": 1, "bos_token_id": 2}
+    config = {"architectures": [blip.ANSWERS], "vision_config": {"image_size": 28, "patch_size": 14}}
+    (seeing / "config.json").write_text(json.dumps(config | {"model_type": "blip", "text_config": text}))
+    (seeing / "chat_template.jinja").write_text("<|image|>{{ messages[-1].content }}")
+    server = start_server(model=seeing, scheduler={"ready": READY})
+    answer = chat(server)
+    assert answer.status == 400 and "no image" in answer.body["error"]["message"]
+    red, blue = ({"type": "image_url", "image_url": url_of(Image.new("RGB", (9, 9), one))} for one in ("red", "blue"))
+    turns = [
+        {"role": "user", "content": [red]}, {"role": "assistant", "content": "red"},
+        {"role": "user", "content": [{"type": "text", "text": "and"}, blue]}, {"role": "assistant", "content": "blue"},
+        {"role": "user", "content": "is it?"},
+    ]  # fmt: skip
+    answer = server.post("chat/completions", messages=turns, max_tokens=2)
+    assert answer.status == 200, answer.body
+    (seen,) = shown(server)
+    assert len(server.scheduler.requests[-1].pixels) == 1 and (seen == (0, 0, 255)).all()
+    turns[2]["content"].append(red)
+    answer = server.post("chat/completions", messages=turns, max_tokens=2)
+    assert answer.status == 400 and "2 images" in answer.body["error"]["message"]
 
 
 def test_a_model_without_a_tower(start_server):
