@@ -24,7 +24,7 @@ from .processes import wait
 from .ranks import AS_ROOT, clean
 from .server import Server
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # the first test waits for the server, too
 JOB = "991"  # the job's number in docs/cluster.md
 GGUF = "model.gguf"
 IMAGES = ROOT / "docs/vision.md"
@@ -56,7 +56,8 @@ def renamed(command: str) -> str:
     return command
 
 
-COMMANDS = {page: [renamed(one) for one in commands(page) if runs(one)] for page in USERS}
+# As they are written: a wrong option fails the test of its command, and not what pytest collects.
+COMMANDS = {page: [one for one in commands(page) if runs(one)] for page in USERS}
 CLIENTS = {page: [one for one in found if not serves(one)] for page, found in COMMANDS.items()}
 SERVERS = list(dict.fromkeys(command for found in COMMANDS.values() for command in found if serves(command)))
 IMPORTS = re.compile(r"^(import|from) \w", re.M)
@@ -84,6 +85,9 @@ class Here:
         text = re.sub(r"http://[\w.]+:\d+|\bURL\b", self.server.url, text)
         text = re.sub(r"(?<=Bearer )KEY\b|(?<=api_key=\")-", self.key, text)
         return re.sub(r"\bDIR\b", self.model, text)
+
+    def command(self, command: str) -> str:
+        return self.text(renamed(command))
 
     def run(self, script: str, *program: str) -> None:
         done = subprocess.run(
@@ -117,14 +121,14 @@ def seeing(here, tmp_path):
 
 def test_images(seeing):
     for command in CLIENTS[IMAGES]:
-        seeing.run(seeing.text(command))
+        seeing.run(seeing.command(command))
     seeing.run(seeing.text("\n".join(PROGRAMS[IMAGES])), sys.executable, "-c")
 
 
 @pytest.mark.parametrize("page", [page for page in USERS if CLIENTS[page] and page != IMAGES], ids=page_id)
 def test_clients(here, page):
     for command in CLIENTS[page]:
-        here.run(here.text(command))
+        here.run(here.command(command))
 
 
 @pytest.mark.parametrize("page", [page for page in USERS if PROGRAMS[page] and page != IMAGES], ids=page_id)
@@ -134,7 +138,7 @@ def test_programs(here, page):
 
 @pytest.mark.parametrize("command", SERVERS)
 def test_servers(here, command):
-    job = ["bash", "-c", f"cd {here.home}; exec {here.text(command)} --port 0"]
+    job = ["bash", "-c", f"cd {here.home}; exec {here.command(command)} --port 0"]
     with Server(job=job, wait=False, **here.environ) as server:
         wait(lambda: not re.search(READY, server.output) and server.process.poll() is None, 100)
         assert re.search(READY, server.output), server.output
