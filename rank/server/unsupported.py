@@ -133,6 +133,22 @@ EMBEDDING: dict[str, Field] = {
 
 _ELSEWHERE = "it is not supported here, use /v1/chat/completions"
 
+
+def _followed(fields: dict[str, Field]) -> dict[str, Field]:
+    """The fields. Where the advice of one names another that is rejected too, it becomes that one's advice, or names
+    that field of /v1/chat/completions.
+    """
+
+    def followed(why: str) -> str:
+        advice = _ADVICE.search(why)
+        if not advice or advice[1] not in fields:
+            return why
+        other = fields[advice[1]].why
+        return f"use {advice[1]} of /v1/chat/completions" if other == _ELSEWHERE else other
+
+    return {name: field._replace(why=followed(field.why)) for name, field in fields.items()}
+
+
 _NOT_CHAT: dict[str, Field] = {
     **_all(_ELSEWHERE, "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
     "structured_outputs": Field(_ELSEWHERE, ({},)),
@@ -156,51 +172,55 @@ _NOT_CHAT: dict[str, Field] = {
     **_all("this is for models that fill in the middle", "suffix"),
 }
 
-MESSAGES: dict[str, Field] = {
-    **_COMMON,
-    **_RESPONSES,
-    **_NOT_CHAT,
-    "top_logprobs": Field(_ELSEWHERE, (0,)),
-    **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
-    **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
-    **_all(_ELSEWHERE, "include_stop_str_in_output", "allowed_token_ids", "bad_words", "thinking_token_budget"),
-    "repeat_last_n": Field(_ELSEWHERE, (-1, 64)),
-    "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
-    "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
-    "parallel_tool_calls": Field("use tool_choice with disable_parallel_tool_use", (True,), default=True),
-    "enable_thinking": Field("use thinking", default=True),
-    **_all("use output_config", "reasoning_effort"),
-    "reasoning": Field("use thinking and output_config", ({},)),
-    "response_format": Field("use output_config", ({}, {"type": "text"})),
-    **_all("use messages", "prompt", "input"),
-    **_all("use system", "instructions"),
-    **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
-    **_all("use stop_sequences", "stop"),
-    **_all(_ELSEWHERE, "conversation_id", "record_conversation", "verbosity"),
-    **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
-    **_all("nothing is run here, send the tools that the client runs", "container"),
-}
+MESSAGES: dict[str, Field] = _followed(
+    {
+        **_COMMON,
+        **_RESPONSES,
+        **_NOT_CHAT,
+        "top_logprobs": Field(_ELSEWHERE, (0,)),
+        **_all(_ELSEWHERE, "min_p", "seed", "repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos"),
+        **_all(_ELSEWHERE, "min_tokens", "presence_penalty", "frequency_penalty", "cache_salt"),
+        **_all(_ELSEWHERE, "include_stop_str_in_output", "allowed_token_ids", "bad_words", "thinking_token_budget"),
+        "repeat_last_n": Field(_ELSEWHERE, (-1, 64)),
+        "chat_template_kwargs": Field(_ELSEWHERE, ({},)),
+        "skip_special_tokens": Field(_ELSEWHERE, (True,), default=True),
+        "parallel_tool_calls": Field("use tool_choice with disable_parallel_tool_use", (True,), default=True),
+        "enable_thinking": Field("use thinking", default=True),
+        **_all("use output_config", "reasoning_effort"),
+        "reasoning": Field("use thinking and output_config", ({},)),
+        "response_format": Field("use output_config", ({}, {"type": "text"})),
+        **_all("use messages", "prompt", "input"),
+        **_all("use system", "instructions"),
+        **_all("use max_tokens", "max_completion_tokens", "max_output_tokens"),
+        **_all("use stop_sequences", "stop"),
+        **_all(_ELSEWHERE, "conversation_id", "record_conversation", "verbosity"),
+        **_all("there are no tool servers, send the tools that the client runs", "mcp_servers"),
+        **_all("nothing is run here, send the tools that the client runs", "container"),
+    }
+)
 
 
-RESPONSES: dict[str, Field] = {
-    **_COMMON,
-    **_NOT_CHAT,
-    **_all(_ELSEWHERE, "continue_final_message"),
-    "enable_thinking": Field("use reasoning", default=True),
-    "thinking": Field("use reasoning", ({},), default=True),
-    **_all("use instructions", "system"),
-    **_all("use stop", "stop_sequences"),
-    "output_config": Field("use reasoning and text", ({},)),
-    **_all(
-        "use conversation or previous_response_id, or record_conversation of /v1/chat/completions",
-        *("conversation_id", "record_conversation"),
-    ),
-    **_all("there are no stored prompts, write it into instructions and input", "prompt"),
-    **_all("this is for /v1/chat/completions: use input", "messages"),
-    **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
-    **_all("use text", "response_format", "output_format", "verbosity"),
-    **_all("use reasoning", "reasoning_effort"),
-}
+RESPONSES: dict[str, Field] = _followed(
+    {
+        **_COMMON,
+        **_NOT_CHAT,
+        **_all(_ELSEWHERE, "continue_final_message"),
+        "enable_thinking": Field("use reasoning", default=True),
+        "thinking": Field("use reasoning", ({},), default=True),
+        **_all("use instructions", "system"),
+        **_all("use stop", "stop_sequences"),
+        "output_config": Field("use reasoning and text", ({},)),
+        **_all(
+            "use conversation or previous_response_id, or record_conversation of /v1/chat/completions",
+            *("conversation_id", "record_conversation"),
+        ),
+        **_all("there are no stored prompts, write it into instructions and input", "prompt"),
+        **_all("this is for /v1/chat/completions: use input", "messages"),
+        **_all("use max_output_tokens", "max_tokens", "max_completion_tokens"),
+        **_all("use text", "response_format", "output_format", "verbosity"),
+        **_all("use reasoning", "reasoning_effort"),
+    }
+)
 
 
 RERANK: dict[str, Field] = {
@@ -208,20 +228,6 @@ RERANK: dict[str, Field] = {
     "truncation_side": Field(PROMPT_LENGTH, ("left",)),
     **_all("only texts are compared", "rank_fields"),
 }
-
-
-def _followed(fields: dict[str, Field]) -> dict[str, Field]:
-    """The fields, each with the advice of the field that its own advice names, where that is rejected too."""
-    found = {}
-    for name, field in fields.items():
-        why = field.why
-        while (advice := _ADVICE.search(why)) and advice[1] in fields:
-            why = fields[advice[1]].why
-        found[name] = field._replace(why=why)
-    return found
-
-
-MESSAGES, RESPONSES = _followed(MESSAGES), _followed(RESPONSES)
 
 
 def first(raw: dict[str, Any], fields: dict[str, Field]) -> tuple[str, str] | None:
