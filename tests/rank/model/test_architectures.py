@@ -104,7 +104,7 @@ def cuts():
             yield pytest.param(name, *way, marks=[] if short else [pytest.mark.long])
 
 
-@pytest.mark.parametrize("name, tp, pp", cuts())
+@pytest.mark.parametrize("name, tp, pp", list(cuts()))
 def test_logits(made, expected, name, tp, pp):
     """In two chunks and, as where texts are generated, token by token."""
     path, ids = made(name), tokens(60)
