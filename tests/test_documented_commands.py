@@ -56,7 +56,7 @@ def renamed(command: str) -> str:
     return command
 
 
-# As they are written: a wrong option fails the test of its command, and not what pytest collects.
+# Their options are read in the tests, so a wrong one fails a test and does not stop the collection.
 COMMANDS = {page: [one for one in commands(page) if runs(one)] for page in USERS}
 CLIENTS = {page: [one for one in found if not serves(one)] for page, found in COMMANDS.items()}
 SERVERS = list(dict.fromkeys(command for found in COMMANDS.values() for command in found if serves(command)))

@@ -52,7 +52,7 @@ def isa(request, monkeypatch):
 
 
 VECTORS = "avx512_bf16"
-EMULATED = "emulated tiles"
+EMULATED, OPTIMISED = "emulated tiles", "optimised emulated tiles"
 TILED = "int8_planes_cpu", "host_experts", "int4_cpu", "mxfp4_cpu", "q8_0_cpu", "super_blocks_cpu"  # sources
 TILES = [
     pytest.param(EMULATED, marks=pytest.mark.skipif(VECTORS not in compiler.isas(), reason="no AVX-512 with bf16")),
@@ -66,8 +66,9 @@ def tiled(monkeypatch):
     if not ops.available():
         pytest.skip("no C++ compiler that works")
     needed, flags = compiler.ISAS[VECTORS]
-    # Optimised as users' libraries are, what no user runs would take three times as long to compile.
-    monkeypatch.setitem(compiler.ISAS, EMULATED, (needed, (*flags, "-DEMULATED_TILES", "-Og")))
+    # Optimised as users' libraries are, what no user runs takes three times as long to compile.
+    for isa, optimised in ((EMULATED, ["-Og"]), (OPTIMISED, [])):
+        monkeypatch.setitem(compiler.ISAS, isa, (needed, (*flags, "-DEMULATED_TILES", *optimised)))
 
     def use(isa):
         found = libraries(VECTORS) | (libraries(isa, *TILED) if isa != VECTORS else {})

@@ -12,7 +12,7 @@ from phalanx.kernels.quantized.blocks_cpu import Gated
 from phalanx.kernels.quantized.int8_codes import q8_0
 from phalanx.kernels.quantized.super_blocks import q4_k, q6_k
 
-from ..conftest import DTYPES, EMULATED, TILES, VECTORS, close, planes_error
+from ..conftest import DTYPES, EMULATED, OPTIMISED, TILES, VECTORS, close, planes_error
 from .codecs import name_of
 
 OUTPUTS, INPUTS = 23, 256
@@ -128,7 +128,8 @@ def test_scales_at_their_ends():
     assert torch.equal(mxfp4.dequantize(packed, torch.float32, 0, 4), want) and want[0, 0] == -(2.0**-127)
 
 
-@pytest.mark.parametrize("isa", TILES)
+@pytest.mark.timeout(300)  # the optimised ones take their time to compile
+@pytest.mark.parametrize("isa", [*TILES, pytest.param(OPTIMISED, marks=[*TILES[0].marks, pytest.mark.long])])
 def test_tiles_make_what_vectors_make(tiled, isa):
     forms = FORMS | {name_of(one): other(one) for one in (q4_k, q6_k, q8_0)}
     for name, make in forms.items():
