@@ -215,7 +215,7 @@ def _values(spec: Spec) -> str:
         return kind
     low, high = spec.flag.low, spec.flag.high
     if low is not None and high is not None:
-        return f"{kind}, {low:g} to {high:.20g}"
+        return f"{kind}, {low:g} to {str(high).removesuffix('.0')}"
     return kind if low is None else f"{kind} from {low:g}"
 
 

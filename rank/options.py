@@ -19,7 +19,7 @@ from .flags import Spec as Spec
 from .flags import flag as flag
 from .gguf import mixes
 from .protocol import MAX_DRAFTS
-from .sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
+from .sampling_fields import MAX_SEED, MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 
 LONGEST = 1e6  # seconds of --timeout: Linux polls for 24 days at most
 
@@ -390,7 +390,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[
         int | None,
-        engine("--seed", group=_SAMPLING, metavar="N", low=0, high=(1 << 32) - 1,
+        engine("--seed", group=_SAMPLING, metavar="N", low=0, high=MAX_SEED,
                help="the same request gets the same answer; none: drawn for each"),
     ] = None  # fmt: skip
 

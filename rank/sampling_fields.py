@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_COUNT = 1 << 31
+MAX_SEED = (1 << 64) - 1  # of requests, which may be negative, too, and of options, which begin at 0
 
 Temperature = Annotated[float, Meta(ge=0, le=100, description="0 is greedy")]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 or -1 keeps all tokens")]

@@ -404,5 +404,5 @@ def _number(spec: Spec, kind: type, text: str, origin: _Origin, whole: str = "")
     if number != number or (low is not None and number < low):
         raise origin.wrong(whole, f"must be at least {low:g}" if low is not None else "a number is needed")
     if high is not None and number > high:
-        raise origin.wrong(whole, f"must be at most {high:.20g}")
+        raise origin.wrong(whole, f"must be at most {str(high).removesuffix('.0')}")
     return number

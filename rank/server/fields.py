@@ -11,13 +11,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ..sampling_fields import MAX_COUNT
+from ..sampling_fields import MAX_COUNT, MAX_SEED
 
 REFERENCE = "#/components/schemas/{name}"
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_PROMPT_ENTRIES = 1 << 18  # log probabilities of a prompt where each token's are of the whole vocabulary
-MAX_SEED = (1 << 64) - 1
 MAX_STOPS = 64
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ..sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
+from ..sampling_fields import MAX_SEED, MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 from . import unsupported
 from .api_error import bad
 from .constraint import Constraint, StructuredOutputs, guided, need_llguidance, response_format, structured_outputs
@@ -18,7 +18,6 @@ from .conversation import Message, Part
 from .custom_tools import as_function
 from .decoding import show
 from .fields import (
-    MAX_SEED,
     MAX_STOPS,
     AddSpecialTokens,
     CacheSalt,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from ....rank.options import Spec, flag, specs
-from ....rank.sampling_fields import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
+from ....rank.sampling_fields import MAX_SEED, MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 from ... import find_server
 
 _GROUP, _SAMPLING = "Chat", "Sampling"
@@ -50,7 +50,8 @@ class ChatOptions(find_server.ServerOptions, frozen=True, kw_only=True):
         None
     )
     seed: Annotated[
-        int | None, flag("--seed", group=_SAMPLING, metavar="N", low=0, help="equal answers to equal questions")
+        int | None,
+        flag("--seed", group=_SAMPLING, metavar="N", low=0, high=MAX_SEED, help="equal answers to equal questions"),
     ] = None
     max_tokens: Annotated[
         int | None,
