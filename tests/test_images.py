@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import phalanx
@@ -118,6 +119,22 @@ def test_streams_choices_and_later_turns(served):
     usage = ask(server, "", messages=turns, **fields)["usage"]
     assert usage["prompt_tokens"] > first["usage"]["prompt_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [("--np", "4", "--tp", "2", "--pp", "2"), ("--np", "2", "--dp", "2")], ids=" ".join)
+def test_stages_of_two_ranks_and_replicas(tmp_path, layout):
+    """Requests that come together have the towers of a stage's ranks, or of replicas, and further ones their
+    features."""
+    path = add_text(write_seeing(tmp_path, "qwen3_vl"))
+    fields = dict(max_tokens=60, ignore_eos=True, return_token_ids=True)
+    shown = [[picture(100, 75, seed), picture(90, 120, seed + 10)] for seed in range(4)] * 2
+    with Server(str(path), *layout, *OPTIONS[2:]) as server, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda images: ask(server, parts(*images, "Which?"), **fields), shown))
+        assert server.metric("vllm:mm_cache_queries_total") == 2 * len(shown)
+    for images, answer in zip(shown, answers, strict=True):
+        tokens = answer["choices"][0]["token_ids"]
+        assert tokens == generated(path, answer["prompt_token_ids"], images, 60)
 
 
 @pytest.fixture(scope="module")
