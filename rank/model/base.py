@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
@@ -120,9 +121,9 @@ class Args:
                 values[field.name] = value
                 least, divides = int(annotated == "Count"), annotated == "Divisor"
                 off = kind == "int" and _is_of(value, kind) and not least <= value <= MOST
-                if not _is_of(value, kind) or off or (divides and not value > 0):
+                if not _is_of(value, kind) or off or (divides and not 0 < value < math.inf):
                     name = spelled(field.name, config.model_type)
-                    expected = f"int, at least {least}" if kind == "int" else kind + ", above 0" * divides
+                    expected = f"int, at least {least}" if kind == "int" else kind + ", above 0 and finite" * divides
                     expected += f" and at most {MOST}" if off else ""
                     raise FatalError(f"{config.file}: {name} is {value!r}, expected {expected}", MODEL)
             elif field.name in given and annotated != str(field.type):

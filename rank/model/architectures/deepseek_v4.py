@@ -10,15 +10,16 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from ....comm.mesh import Mesh
+from ....errors import MODEL, FatalError
 from ....kernels.activation.activation import CLAMPED_SILU
 from ....kernels.attention.attention import AttentionParams
 from ....kernels.attention.compressed import Compression
 from ....kernels.moe.router import RouterParams
 from ....kernels.rope.rope import CosSin
 from .. import base
-from ..base import Count
+from ..base import Count, Divisor
 from ..batch import Batch
-from ..config import FULL, SLIDING
+from ..config import FULL, MOST, SLIDING
 from ..layers.attention import layer_type
 from ..layers.compressed_attention import CompressedAttention, CompressedSizes
 from ..layers.hyper_connections import HyperConnection, HyperHead, HyperNormed, HyperSizes, HyperStream
@@ -49,8 +50,8 @@ class Args(base.Args):
     layer_types: list[str] = field(default_factory=list)
     compress_ratios: list[int] = field(default_factory=list)
     compress_rates: dict[str, Any] = field(default_factory=RATES.copy)
-    rope_theta: float = 10000.0
-    compress_rope_theta: float = 160000.0
+    rope_theta: Divisor = 10000.0
+    compress_rope_theta: Divisor = 160000.0
     qk_rope_head_dim: int = 0
     partial_rotary_factor: float = 0.0  # 0: as qk_rope_head_dim says
     index_n_heads: Count = 64
@@ -71,6 +72,8 @@ class Args(base.Args):
 
     def __post_init__(self) -> None:
         factor = self.partial_rotary_factor or (self.qk_rope_head_dim or self.head_dim / 8) / self.head_dim
+        if not 0 < factor <= 1:
+            raise FatalError(f"config.json: {factor} of each head is rotated, expected above 0 and at most 1", MODEL)
         object.__setattr__(self, "qk_rope_head_dim", int(self.head_dim * factor))
         object.__setattr__(self, "partial_rotary_factor", factor)
         base.expect("scoring_func", self.scoring_func, "sqrtsoftplus")
@@ -92,7 +95,10 @@ class Args(base.Args):
         kind = self.layer_type(index)
         if kind == SLIDING:
             return None
-        return Compression(self.compress_rates[kind], self.head_dim, kind == SPARSE)
+        rate = self.compress_rates.get(kind)
+        if not isinstance(rate, int) or isinstance(rate, bool) or not 1 <= rate <= MOST:
+            raise FatalError(f"config.json: compress_rates has {rate!r} for {kind}, expected 1 to {MOST}", MODEL)
+        return Compression(rate, self.head_dim, kind == SPARSE)
 
     def sizes(self, index: int) -> CompressedSizes:
         sparse = self.layer_type(index) == SPARSE

@@ -82,6 +82,8 @@ class RotaryEmbedding(nn.Module):
             frequencies, scale = KINDS.get(kind, _none)(parameters, dim, max_positions, max_model_len)
         except KeyError as missing:
             raise FatalError(f"config.json: rope type {kind!r} needs {missing.args[0]!r}", MODEL) from None
+        except (ArithmeticError, ValueError) as error:  # such as a theta of 1, whose logarithm yarn divides by
+            raise FatalError(f"config.json: rope type {kind!r} cannot have {parameters}: {error}", MODEL) from None
         # Plain arithmetic in f32, the order of transformers: positions times frequencies, then cos.
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         table = torch.stack((angles.cos(), angles.sin()), dim=1)

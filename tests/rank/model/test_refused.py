@@ -57,6 +57,9 @@ REFUSED = [
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported for this model type"),
     ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported for this model type"),
     ("ernie4_5_moe", {"use_bias": True}, "use_bias True is not supported for this model type"),
+    ("deepseek_v4", {"compress_rates": {"a": 4}}, "compress_rates has None for heavily_compressed_attention"),
+    ("deepseek_v4", {"partial_rotary_factor": -1.0}, "-1.0 of each head is rotated"),
+    ("deepseek_v4", {"compress_rope_theta": float("inf")}, "compress_rope_theta is inf, expected float, above 0"),
     ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk has 1 entries, and none for layer 1"),
     ("minimax_m3_vl_text", {"index_n_heads": 3}, "index_n_heads 3 is not supported for this model type; supported: 6"),
     ("minimax_m3_vl_text", {"index_local_blocks": 5}, "index_local_blocks 5 is not supported"),
@@ -155,8 +158,8 @@ ROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(9)
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_no_value_of_config_json_raises_another_error(tmp_path, model_type, value):
     keys: set[str] = set()
