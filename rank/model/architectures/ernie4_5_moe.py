@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....comm.mesh import Mesh
 from ....kernels.moe.router import RouterParams, route
 from .. import base
+from ..base import Count
 from ..layers.moe import MoE, Router, SharedMoE
 from ..weights.slicing import Field
 from . import ernie4_5, llama
@@ -29,7 +30,7 @@ class Args(ernie4_5.Args):
     moe_num_shared_experts: int = 2
     moe_layer_start_index: int = 1
     moe_layer_end_index: float | None = None  # a whole number, also -1: the last layer
-    moe_layer_interval: int = 1
+    moe_layer_interval: Count = 1
 
     def __post_init__(self) -> None:
         base.expect("use_bias", self.mlp_bias, False)

@@ -10,7 +10,7 @@ from torch import nn
 from ....comm.mesh import Mesh
 from ....kernels.rope.rope import CosSin
 from .. import base
-from ..base import Count
+from ..base import Count, Divisor
 from ..batch import Batch
 from ..config import CONV, FULL
 from ..layers.attention import layer_type
@@ -52,8 +52,8 @@ class ConvArgs(llama.Args):
 class Args(ConvArgs):
     full_attn_idxs: list[int] | None = None  # the layers with attention, where layer_types does not say
     block_auto_adjust_ff_dim: bool = True
-    block_ffn_dim_multiplier: float | None = 1.0
-    block_multiple_of: int = 256
+    block_ffn_dim_multiplier: Divisor | None = 1.0
+    block_multiple_of: Count = 256
 
     def convolves(self, index: int) -> bool:
         if not self.layer_types and self.full_attn_idxs is not None:

@@ -60,6 +60,9 @@ REFUSED = [
     ("deepseek_v4", {"compress_rates": {"a": 4}}, "compress_rates has None for heavily_compressed_attention"),
     ("deepseek_v4", {"partial_rotary_factor": -1.0}, "-1.0 of each head is rotated"),
     ("deepseek_v4", {"compress_rope_theta": float("inf")}, "compress_rope_theta is inf, expected float, above 0"),
+    ("lfm2", {"block_ffn_dim_multiplier": float("inf")}, "block_ffn_dim_multiplier is inf, expected float, above 0"),
+    ("lfm2", {"block_multiple_of": 0}, "block_multiple_of is 0, expected int, at least 1"),
+    ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0, expected int, at least 1"),
     ("hunyuan_v1_moe", {"moe_topk": [1]}, "moe_topk has 1 entries, and none for layer 1"),
     ("minimax_m3_vl_text", {"index_n_heads": 3}, "index_n_heads 3 is not supported for this model type; supported: 6"),
     ("minimax_m3_vl_text", {"index_local_blocks": 5}, "index_local_blocks 5 is not supported"),
@@ -158,8 +161,8 @@ ROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v4"])
+@pytest.mark.sample(200)
+@pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_no_value_of_config_json_raises_another_error(tmp_path, model_type, value):
     keys: set[str] = set()
