@@ -378,7 +378,7 @@ logs.flush()
 """
 
 
-@pytest.mark.parametrize("how", ["renamed", "copied and truncated"])
+@pytest.mark.parametrize("how", ["renamed", pytest.param("copied and truncated", marks=pytest.mark.long)])
 def test_a_log_file_may_be_rotated(tmp_path, how):
     code = f"from phalanx import logs\n{ROTATED}"
     done = subprocess.run([sys.executable, "-c", code, how], cwd=tmp_path, timeout=60, stderr=subprocess.PIPE)

@@ -259,15 +259,16 @@ print(model._host._directory, model._host._process.pid, *model._host._link.ready
 GENERATES = "while True: model.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "then", "number", "code"),
     [
-        pytest.param(1, "pass", None, 0, marks=pytest.mark.long),
-        pytest.param(2, "raise SystemExit(3)", None, 3, marks=pytest.mark.long),
+        (1, "pass", None, 0),
+        (2, "raise SystemExit(3)", None, 3),
         (2, "time.sleep(60)", signal.SIGKILL, -9),
-        pytest.param(2, "time.sleep(60)", signal.SIGTERM, -15, marks=pytest.mark.long),
-        pytest.param(2, "time.sleep(60)", signal.SIGINT, -2, marks=pytest.mark.long),
-        pytest.param(1, GENERATES, signal.SIGINT, -2, marks=pytest.mark.long),
+        (2, "time.sleep(60)", signal.SIGTERM, -15),
+        (2, "time.sleep(60)", signal.SIGINT, -2),
+        (1, GENERATES, signal.SIGINT, -2),
     ],
     ids=["falls-off", "exits", "killed", "terminated", "ctrl-c", "in-generate"],
 )

@@ -211,7 +211,7 @@ def test_a_head_that_has_missed_tokens_reads_some_before_it_drafts():
     assert rested < always - 0.1 and followed > rested + 0.1 and followed > always - 0.1
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tp, pp", [(1, 1), *(pytest.param(tp, 2, marks=pytest.mark.long) for tp in (1, 2))])
 def test_the_built_in_models_head_is_often_right(tp, pp):
     """The texts are the same, in far fewer steps."""
     prompts = heldout_prompts(20, 1)[:4]

@@ -174,7 +174,8 @@ def test_chunks_prefix_hits_and_preemption_change_no_token(checkpoint, expected)
         assert engine.drain() == 0
 
 
-@pytest.mark.parametrize("tp, pp", [(2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tp, pp", [(2, 1), (2, 2)])
 def test_cut_steps_change_no_token(checkpoint, expected, tp, pp):
     """Prompts divided between the parts of a step, beside sequences that decode; steps with an embedding stay whole."""
     program = quick(Path(__file__).parent / "cutting.py")

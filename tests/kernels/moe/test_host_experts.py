@@ -54,6 +54,7 @@ def test_biases_and_experts_of_other_ranks(act):
     close(rounds(case, 2), fused_experts_reference(case), torch.float32, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("isa", TILES)
 @pytest.mark.parametrize("rows, inner", [(7, 32), (8, 24), (17, 72), (70, 64)])
 def test_plain_weights_by_tiles(tiled, isa, rows, inner):

@@ -85,6 +85,7 @@ def test_kernel_compiles(size, made, some, arch, monkeypatch):
     compile_launch(nibble_permutation_triton.permute_kernel, *launches.found[0], arch)
 
 
+@pytest.mark.long
 def test_kernel():
     """In Triton's interpreter, which a process has from its beginning."""
     pytest.importorskip("triton")

@@ -112,6 +112,7 @@ def test_what_cannot_be_fetched(server, run, argv, setting, code, message):
     assert message.format(url=server.url) in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_no_network(run, tmp_path):
     for more in ((), ("--f", "tiny.gguf"), ("--to", str(tmp_path / "to"))):
         done = run("pull", "org/tiny", *more, HF_ENDPOINT="http://127.0.0.1:1")

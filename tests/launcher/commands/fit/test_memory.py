@@ -233,6 +233,7 @@ def test_other_families(tmp_path):
     assert read(write(tmp_path / "c", base | tied)).parameters == (2 * (4 * 4096 + 3 * 8192 + 128) + 6400 + 64)
 
 
+@pytest.mark.long
 def test_lengths_as_the_ranks_count_them(shape):
     assert shape("Llama-3.1-8B").max_positions == 131072
     assert shape("DeepSeek-V3").max_positions == 163840

@@ -121,8 +121,9 @@ def with_tokenizer(path, directory):
     return vocab
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cut", [pytest.param("--tp", marks=pytest.mark.long), "--pp"])
+@pytest.mark.parametrize("cut", ["--tp", "--pp"])
 def test_greedy_answers_on_a_live_server(made, tmp_path, cut):
     """Questions about two images, the second time with features that are there already, and with words before it."""
     path, model = made(*ANSWERS)

@@ -258,10 +258,11 @@ def as_published(path):
     return Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks, cut", [
-    (2, ("--tp", "2", "--mem", "64")), pytest.param(2, ("--pp", "2", "--mem", "64"), marks=pytest.mark.long),
-    pytest.param(1, ("--mem", "1", "--max-model-len", "256"), marks=pytest.mark.long),  # sequences are preempted
+    (2, ("--tp", "2", "--mem", "64")), (2, ("--pp", "2", "--mem", "64")),
+    (1, ("--mem", "1", "--max-model-len", "256")),  # sequences are preempted
 ], ids=str)  # fmt: skip
 def test_objects_on_a_live_server(made, tmp_path, ranks, cut):
     """Points and boxes, asked for together."""
